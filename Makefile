@@ -1,0 +1,41 @@
+# `make demo` trains a language model on a long document around a ring; `make test` checks everything.
+# Both need Python >= 3.10 and pip, and make their own .venv. Variables:
+#   PYTHON  the interpreter the environment is made from (a CUDA torch it already has is used as it is)
+#   TORCH   a requirement that picks another torch, for example TORCH='torch==2.11.0'
+#   ARGS    further arguments of the demo, the tests or the linter
+SHELL := /bin/sh
+PYTHON ?= python3
+TORCH ?=
+ARGS ?=
+PY := .venv/bin/python
+READY := .venv/ready.json
+
+.PHONY: demo test test-gpu lint format clean
+
+demo: $(READY)
+	$(PY) examples/finetune_long_document.py $(ARGS)
+
+# pytest comes last, so that its summary is the last line; without a GPU the tests marked gpu are left out
+test: $(READY)
+	@if $(PY) -c 'import ruff, pyright' 2>/dev/null; then $(MAKE) --no-print-directory lint ARGS=; \
+	else echo 'lint left out: ruff and pyright are neither installed nor to be had here'; fi
+	$(PY) -m pytest -m "$$($(PY) -c 'import torch; print("" if torch.cuda.is_available() else "not gpu")')" $(ARGS)
+
+test-gpu: $(READY)
+	$(PY) -m pytest -m gpu $(ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff check $(ARGS)
+	$(PY) -m ruff format --check
+	$(PY) -m pyright --pythonpath $(PY)
+
+format: $(READY)
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+$(READY): pyproject.toml launch/environment.py
+	@TORCH="$(TORCH)" $(PYTHON) launch/environment.py
+
+clean:
+	rm -rf .venv .venv.lock .pytest_cache .ruff_cache .hypothesis build dist runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
