@@ -1,0 +1,7 @@
+"""Triton kernels of exact attention over tile tables: they know tensors and integers, no masks, layouts or process groups."""
+
+from .backward import backward, delta
+from .forward import forward
+from .table import TileTable
+
+__all__ = ["TileTable", "backward", "delta", "forward"]

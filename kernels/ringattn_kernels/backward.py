@@ -1,0 +1,189 @@
+"""Exact attention over a tile table, backward.
+
+    P = exp(S - row_max) / row_sum        dV += P^T dout
+    dS = P * (dout V^T - delta)           dQ += softmax_scale dS K      dK += softmax_scale dS^T Q
+
+(Dao et al. 2022, algorithm 4), from the statistics of the whole row, whichever launches they were merged from. Nothing is added with atomics: one kernel
+owns blocks of key rows and adds to dk and dv once, the other owns blocks of query rows and adds to dq, so that the same inputs give the same bits.
+
+Shapes: q, dq (b, sq, h, d), k, dk (b, sk, hk, d), v, dv (b, sk, hk, dv), dout (b, sq, h, dv), row_max, row_sum, delta (b, h, sq).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .bands import load_rows
+from .config import Launch, architecture, launch_for, padded, precision
+from .forward import LOG2_E
+from .gradients import dkdv_kernel, dq_kernel
+from .table import BlockTable, TileTable
+from .units import to_base2
+
+
+def delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+    """rowsum(dout * out), fp32 (b, h, sq), of out and dout (b, sq, h, dv)."""
+    b, sq, h, dv = out.shape
+    result = torch.empty(b, h, sq, device=out.device, dtype=torch.float32)
+    assert out.shape == dout.shape and out.stride(3) == dout.stride(3) == 1
+    block = 16 if out.device.type == "cpu" else 64
+    if result.numel() > 0:
+        delta_kernel[(b * h * triton.cdiv(sq, block),)](
+            out, dout, result, *out.stride()[:3], *dout.stride()[:3], h, sq, V_DIM=dv, BLOCK_DV=padded(dv), BLOCK_Q=block
+        )
+    return result
+
+
+def backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    row_max: torch.Tensor,
+    row_sum: torch.Tensor,
+    delta: torch.Tensor,
+    table: TileTable,
+    *,
+    softmax_scale: float,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> None:
+    """Add the gradients of the table's pairs to fp32 dq, dk and dv, in place.
+
+    row_max, row_sum: merged over all launches of the forward. delta: `delta(out, dout)`, less the gradient of the log-sum-exp if it has one.
+    """
+    b, _, h, d = q.shape
+    hk = k.shape[2]
+    arch = architecture(q.device)
+    head_dim = max(d, v.shape[3])
+    key_launch = launch_for("dkdv", arch, head_dim, q.dtype)
+    query_launch = launch_for("dq", arch, head_dim, q.dtype)
+    key_blocks = table.key_blocks(key_launch.block, key_launch.step, q.device)
+    query_blocks = table.query_blocks(query_launch.block, query_launch.step, q.device)
+    if b * h * query_blocks.touched == 0:
+        return
+    pivot, weight = pivots(row_max, row_sum)
+    common = (q, k, v, dout, pivot, weight, delta, table)
+    arguments = dkdv_arguments(*common, key_blocks, softmax_scale, dk, dv, key_launch)
+    dkdv_kernel[(b * hk * key_blocks.touched,)](**arguments)
+    arguments = dq_arguments(*common, query_blocks, softmax_scale, dq, query_launch)
+    dq_kernel[(b * h * query_blocks.touched,)](**arguments)
+
+
+def pivots(row_max: torch.Tensor, row_sum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(pivot, weight), shaped as the statistics, with P = exp2(scores * scale - pivot) * weight; weight 0 and pivot inf for an empty row."""
+    assert row_max.is_contiguous() and row_sum.is_contiguous()
+    pivot, weight = torch.empty_like(row_max), torch.empty_like(row_sum)
+    block = 1024
+    pivot_kernel[(triton.cdiv(row_max.numel(), block),)](row_max, row_sum, pivot, weight, row_max.numel(), BLOCK=block)
+    return pivot, weight
+
+
+def _shared_arguments(q, k, v, dout, pivot, weight, delta, table: TileTable, blocks: BlockTable, softmax_scale: float, launch: Launch) -> dict:
+    """Keyword arguments that both gradient kernels take."""
+    d, (hk, v_dim) = q.shape[3], v.shape[2:]
+    assert q.dtype == k.dtype == v.dtype == dout.dtype
+    assert q.stride(3) == k.stride(3) == v.stride(3) == dout.stride(3) == 1 and delta.is_contiguous()
+    assert (q.shape[1], k.shape[1], v.shape[1]) == (table.q_rows, table.k_rows, table.k_rows)
+    return dict(
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        dout_ptr=dout,
+        pivot_ptr=pivot,
+        weight_ptr=weight,
+        delta_ptr=delta,
+        items_ptr=blocks.items,
+        segments_ptr=blocks.segments,
+        stride_qb=q.stride(0),
+        stride_qs=q.stride(1),
+        stride_qh=q.stride(2),
+        stride_kb=k.stride(0),
+        stride_ks=k.stride(1),
+        stride_kh=k.stride(2),
+        stride_vb=v.stride(0),
+        stride_vs=v.stride(1),
+        stride_vh=v.stride(2),
+        stride_ob=dout.stride(0),
+        stride_os=dout.stride(1),
+        stride_oh=dout.stride(2),
+        item_count=blocks.touched,
+        group=q.shape[2] // hk,
+        q_rows=table.q_rows,
+        scale=softmax_scale * LOG2_E,
+        softmax_scale=softmax_scale,
+        HEAD_DIM=d,
+        V_DIM=v_dim,
+        BLOCK_D=padded(d),
+        BLOCK_DV=padded(v_dim),
+        PRECISION=precision(q.dtype),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+
+
+def dkdv_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, dk, dv, launch: Launch) -> dict:
+    """Keyword arguments of one launch of `dkdv_kernel`."""
+    assert dk.dtype == dv.dtype == torch.float32 and dk.shape == k.shape and dv.shape == v.shape and dk.stride(3) == dv.stride(3) == 1
+    return _shared_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, launch) | dict(
+        dk_ptr=dk,
+        dv_ptr=dv,
+        stride_dkb=dk.stride(0),
+        stride_dks=dk.stride(1),
+        stride_dkh=dk.stride(2),
+        stride_dvb=dv.stride(0),
+        stride_dvs=dv.stride(1),
+        stride_dvh=dv.stride(2),
+        kv_heads=k.shape[2],
+        k_rows=table.k_rows,
+        BLOCK_K=launch.block,
+        BLOCK_Q=launch.step,
+    )
+
+
+def dq_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, dq, launch: Launch) -> dict:
+    """Keyword arguments of one launch of `dq_kernel`."""
+    assert dq.dtype == torch.float32 and dq.shape == q.shape and dq.stride(3) == 1
+    return _shared_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, launch) | dict(
+        dq_ptr=dq,
+        stride_dqb=dq.stride(0),
+        stride_dqs=dq.stride(1),
+        stride_dqh=dq.stride(2),
+        heads=q.shape[2],
+        BLOCK_Q=launch.block,
+        BLOCK_K=launch.step,
+    )
+
+
+@triton.jit(do_not_specialize=["heads", "q_rows"])
+def delta_kernel(
+    out_ptr, dout_ptr, delta_ptr, stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh, heads, q_rows,
+    V_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """delta_i = sum_c out_ic dout_ic of one block of rows of one head."""
+    blocks = tl.cdiv(q_rows, BLOCK_Q)
+    head_index = tl.program_id(0) // blocks
+    start = (tl.program_id(0) % blocks) * BLOCK_Q
+    batch = (head_index // heads).to(tl.int64)
+    head = (head_index % heads).to(tl.int64)
+    # [BLOCK_Q, BLOCK_DV]
+    out = load_rows(out_ptr + batch * stride_ob + head * stride_oh, start, stride_os, q_rows, BLOCK_Q, V_DIM, BLOCK_DV, True)
+    dout = load_rows(dout_ptr + batch * stride_gb + head * stride_gh, start, stride_gs, q_rows, BLOCK_Q, V_DIM, BLOCK_DV, True)
+    rows = start + tl.arange(0, BLOCK_Q)
+    total = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    tl.store(delta_ptr + head_index.to(tl.int64) * q_rows + rows, total, mask=rows < q_rows)
+
+
+@triton.jit
+def pivot_kernel(row_max_ptr, row_sum_ptr, pivot_ptr, weight_ptr, count, BLOCK: tl.constexpr):
+    """(pivot, weight) of the statistics; see `pivots`. Not log(row_sum) folded into one exponent: that loses bits where row_max is large."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < count
+    row_max = tl.load(row_max_ptr + offsets, mask=mask, other=0.0)
+    row_sum = tl.load(row_sum_ptr + offsets, mask=mask, other=0.0)
+    pivot, rest = to_base2(row_max)
+    empty = row_sum == 0
+    weight = tl.where(empty, 0.0, tl.math.exp2(-rest) / row_sum)
+    tl.store(pivot_ptr + offsets, tl.where(empty, float("inf"), pivot), mask=mask)
+    tl.store(weight_ptr + offsets, weight, mask=mask)

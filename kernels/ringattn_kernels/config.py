@@ -1,0 +1,78 @@
+"""Block sizes, warps and pipeline stages of each kernel: one small table, nothing is searched at run time.
+
+Measured on an H200 by `launch/bench.py kernels --sweep`; the other architectures scale those choices to their shared memory (163 KB on
+sm_80, 64 KB on gfx942).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One program owns `block` rows of its axis and steps through `step` rows of the other at a time."""
+
+    block: int
+    step: int
+    num_warps: int
+    num_stages: int
+
+
+# (head-dim bucket) -> Launch, for 16-bit inputs; the bucket is the larger of the two padded head dims
+_SM90 = {
+    "forward": {64: Launch(128, 64, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(128, 64, 8, 2)},
+    "dkdv": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 64, 8, 1)},
+    "dq": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 64, 8, 1)},
+}
+_SM80 = {
+    "forward": {64: Launch(128, 64, 4, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
+    "dkdv": {64: Launch(64, 64, 4, 2), 128: Launch(64, 32, 4, 2), 256: Launch(64, 32, 8, 1)},
+    "dq": {64: Launch(64, 64, 4, 2), 128: Launch(64, 32, 4, 2), 256: Launch(64, 32, 8, 1)},
+}
+_GFX942 = {
+    "forward": {64: Launch(128, 64, 4, 1), 128: Launch(128, 64, 4, 1), 256: Launch(64, 32, 4, 1)},
+    "dkdv": {64: Launch(64, 32, 4, 1), 128: Launch(64, 32, 4, 1), 256: Launch(32, 32, 4, 1)},
+    "dq": {64: Launch(64, 32, 4, 1), 128: Launch(64, 32, 4, 1), 256: Launch(32, 32, 4, 1)},
+}
+# fp32 products run on the ordinary units: small blocks, so that the accumulators fit in registers
+_FP32 = {
+    "forward": {64: Launch(64, 32, 4, 1), 128: Launch(32, 32, 4, 1), 256: Launch(32, 16, 4, 1)},
+    "dkdv": {64: Launch(32, 32, 4, 1), 128: Launch(32, 16, 4, 1), 256: Launch(16, 16, 4, 1)},
+    "dq": {64: Launch(32, 32, 4, 1), 128: Launch(32, 16, 4, 1), 256: Launch(16, 16, 4, 1)},
+}
+_INTERPRETER = Launch(64, 32, 1, 1)
+
+
+def architecture(device: torch.device) -> str:
+    """'sm_90' and the like, 'gfx942' and the like, or 'cpu' (Triton's interpreter)."""
+    if device.type == "cpu":
+        assert triton.knobs.runtime.interpret, "CPU tensors need TRITON_INTERPRET=1"
+        return "cpu"
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def launch_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> Launch:
+    """The entry for `kernel` ('forward', 'dkdv' or 'dq') at the larger of the two head dims."""
+    bucket = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+    if arch == "cpu":
+        return _INTERPRETER
+    if dtype == torch.float32:
+        return _FP32[kernel][bucket]
+    if arch.startswith("gfx"):
+        return _GFX942[kernel][bucket]
+    return (_SM90 if arch in ("sm_90", "sm_100", "sm_103") else _SM80)[kernel][bucket]
+
+
+def padded(head_dim: int) -> int:
+    """The power of two that a block holds a head dim in; 16 is the least that the matrix units take."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """fp32 inputs are multiplied as fp32, never as tf32."""
+    return "ieee" if dtype == torch.float32 else "tf32"

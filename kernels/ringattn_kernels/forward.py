@@ -1,0 +1,205 @@
+"""Exact attention over a tile table, forward.
+
+    out = sum_j exp(s_ij - row_max_i) v_j / row_sum_i,   s_ij = softmax_scale * q_i . k_j
+
+by the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022): one program owns a block of query rows of one head and walks its
+segments. A running state of earlier launches may come in and leave, so that no separate pass merges the hops of a ring.
+
+Shapes: q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), out (b, sq, h, dv), row_max and row_sum (b, h, sq).
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from .bands import edge_count, edge_start, live_columns, load_rows, load_segment
+from .config import Launch, architecture, launch_for, padded, precision
+from .table import TileTable
+from .units import to_base2, to_natural
+
+State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+LOG2_E = math.log2(math.e)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: TileTable,
+    *,
+    softmax_scale: float,
+    state: State | None = None,
+    final: bool = True,
+) -> State:
+    """Attend to the table's pairs; returns (out, row_max, row_sum), all rows of them.
+
+    state: (out, row_max, row_sum) of earlier launches over other pairs, fp32 and contiguous, updated in place. final: out leaves in q.dtype, a
+    fresh tensor; otherwise it is the fp32 state. row_max is in natural-log units after scaling, and row_sum is relative to exactly it; a row with
+    no live pair so far is (0, -inf, 0).
+    """
+    b, sq, h, _ = q.shape
+    launch = launch_for("forward", architecture(q.device), max(q.shape[3], v.shape[3]), q.dtype)
+    blocks = table.query_blocks(launch.block, launch.step, q.device)
+    # a block without a segment still has something to write, unless its state stays as it is
+    count = blocks.touched if state is not None and not final else len(blocks)
+    if state is None:
+        out = torch.empty(b, sq, h, v.shape[3], device=q.device, dtype=q.dtype if final else torch.float32)
+        row_max = torch.empty(b, h, sq, device=q.device, dtype=torch.float32)
+        row_sum = torch.empty_like(row_max)
+    else:
+        out, row_max, row_sum = state
+        assert out.dtype == torch.float32 and out.is_contiguous() and row_max.is_contiguous() and row_sum.is_contiguous()
+        if final:
+            out = torch.empty(out.shape, device=q.device, dtype=q.dtype)
+    if b * h * count > 0:
+        arguments = forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, final, launch)
+        forward_kernel[(b * h * count,)](**arguments)
+    return out, row_max, row_sum
+
+
+def forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, final, launch: Launch) -> dict:
+    """Keyword arguments of one launch of `forward_kernel`."""
+    _, sq, h, d = q.shape
+    hk, dv = v.shape[2:]
+    assert q.dtype == k.dtype == v.dtype and q.stride(3) == k.stride(3) == v.stride(3) == 1
+    assert (sq, k.shape[1], v.shape[1]) == (table.q_rows, table.k_rows, table.k_rows) and h % hk == 0 and k.shape[2:] == (hk, d)
+    return dict(
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        out_ptr=out,
+        state_ptr=out if state is None else state[0],
+        row_max_ptr=row_max,
+        row_sum_ptr=row_sum,
+        items_ptr=blocks.items,
+        segments_ptr=blocks.segments,
+        stride_qb=q.stride(0),
+        stride_qs=q.stride(1),
+        stride_qh=q.stride(2),
+        stride_kb=k.stride(0),
+        stride_ks=k.stride(1),
+        stride_kh=k.stride(2),
+        stride_vb=v.stride(0),
+        stride_vs=v.stride(1),
+        stride_vh=v.stride(2),
+        item_count=count,
+        heads=h,
+        group=h // hk,
+        q_rows=sq,
+        scale=softmax_scale * LOG2_E,
+        HEAD_DIM=d,
+        V_DIM=dv,
+        BLOCK_D=padded(d),
+        BLOCK_DV=padded(dv),
+        BLOCK_Q=launch.block,
+        BLOCK_K=launch.step,
+        HAS_STATE=state is not None,
+        FINAL=final,
+        # the maximum of raw products is that of the scores only if the scale is positive
+        SCALE_FIRST=softmax_scale <= 0,
+        PRECISION=precision(q.dtype),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+
+
+@triton.jit
+def attend_block(
+    acc, row_max, row_sum, q, k_ptr, v_ptr, stride_ks, stride_vs, start, end, first, last, scale,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax. row_max is in base-2 units: scores * scale is the exponent of 2."""
+    # [BLOCK_K, BLOCK_D]
+    k = load_rows(k_ptr, start, stride_ks, end, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
+    # [BLOCK_Q, BLOCK_K]
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SCALE_FIRST:
+        scores = scores * scale
+        factor = 1.0
+    else:
+        factor = scale
+    if MASKED:
+        columns = start + tl.arange(0, BLOCK_K)
+        live = (columns[None, :] >= first[:, None]) & (columns[None, :] <= last[:, None])
+        scores = tl.where(live, scores, float("-inf"))
+    # [BLOCK_Q]
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+    pivot = new_max
+    if MASKED:
+        # a row with no live pair yet has row_max = -inf: avoid inf - inf
+        pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.math.exp2(scores * factor - pivot[:, None])
+    alpha = tl.math.exp2(row_max - pivot)
+    row_sum = row_sum * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    # [BLOCK_K, BLOCK_DV]
+    v = load_rows(v_ptr, start, stride_vs, end, BLOCK_K, V_DIM, BLOCK_DV, MASKED)
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, new_max, row_sum
+
+
+@triton.jit(do_not_specialize=["item_count", "heads", "group", "q_rows"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, items_ptr, segments_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    item_count, heads, group, q_rows, scale,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_STATE: tl.constexpr, FINAL: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out, row_max, row_sum of one block of query rows of one head; see the module's formula."""
+    # all blocks of a head follow one another, so that its keys and values stay in the L2
+    program = tl.program_id(0)
+    head_index = program // item_count
+    item_ptr = items_ptr + (program % item_count) * 4
+    block_begin = tl.load(item_ptr)
+    segment_begin = tl.load(item_ptr + 1)
+    segment_end = tl.load(item_ptr + 2)
+    batch = (head_index // heads).to(tl.int64)
+    head = (head_index % heads).to(tl.int64)
+    kv_head = head // group
+    k_ptr += batch * stride_kb + kv_head * stride_kh
+    v_ptr += batch * stride_vb + kv_head * stride_vh
+
+    rows = block_begin + tl.arange(0, BLOCK_Q)
+    row_mask = rows < q_rows
+    statistics = head_index.to(tl.int64) * q_rows + rows
+    # [BLOCK_Q, BLOCK_DV]: out and the state are contiguous
+    columns = tl.arange(0, BLOCK_DV)
+    out_offsets = ((batch * q_rows + rows) * heads + head)[:, None] * V_DIM + columns[None, :]
+    out_mask = row_mask[:, None] & (columns < V_DIM)[None, :]
+
+    # [BLOCK_Q, BLOCK_D]
+    q = load_rows(q_ptr + batch * stride_qb + head * stride_qh, block_begin, stride_qs, q_rows, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    if HAS_STATE:
+        row_max, rest = to_base2(tl.load(row_max_ptr + statistics, mask=row_mask, other=float("-inf")))
+        row_sum = tl.load(row_sum_ptr + statistics, mask=row_mask, other=0.0) * tl.math.exp2(rest)
+        acc = tl.load(state_ptr + out_offsets, mask=out_mask, other=0.0) * row_sum[:, None]
+    else:
+        row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_Q], tl.float32)
+        acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+
+    for segment in range(segment_begin, segment_end):
+        begin, full_begin, full_end, end, lo, hi, row_begin, row_end = load_segment(segments_ptr, segment)
+        first, last = live_columns(rows, end, lo, hi, row_begin, row_end)
+        for start in range(full_begin, full_end, BLOCK_K):
+            acc, row_max, row_sum = attend_block(
+                acc, row_max, row_sum, q, k_ptr, v_ptr, stride_ks, stride_vs, start, end, first, last, scale,
+                HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, False, SCALE_FIRST, PRECISION,
+            )  # fmt: skip
+        for edge in range(edge_count(begin, full_begin, full_end, end, BLOCK_K)):
+            start = edge_start(edge, begin, full_begin, full_end, BLOCK_K)
+            acc, row_max, row_sum = attend_block(
+                acc, row_max, row_sum, q, k_ptr, v_ptr, stride_ks, stride_vs, start, end, first, last, scale,
+                HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, True, SCALE_FIRST, PRECISION,
+            )  # fmt: skip
+
+    out = acc * tl.where(row_sum > 0, 1.0 / row_sum, 0.0)[:, None]
+    row_max, row_sum = to_natural(row_max, row_sum)
+    tl.store(row_max_ptr + statistics, row_max, mask=row_mask)
+    tl.store(row_sum_ptr + statistics, row_sum, mask=row_mask)
+    tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=out_mask)

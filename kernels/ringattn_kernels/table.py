@@ -1,0 +1,119 @@
+"""Tile tables: which (query, key) pairs one launch computes, as integers.
+
+A tile (q_begin, q_end, k_begin, k_end, lo, hi) says that rows i in [q_begin, q_end) of q and rows j in [k_begin, k_end) of the
+key/value buffer attend to each other where lo <= i - j <= hi. The tiles of a table are disjoint.
+
+Each kernel walks one axis in blocks of rows, one program a block (queries for the forward and dq, keys for dk and dv), and steps along the
+other. `TileTable` cuts the tiles at the block boundaries on the host, so that a program reads a short list of segments and never
+looks at a pair of blocks without a live pair in it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+SEGMENT_FIELDS = 8
+ITEM_FIELDS = 4
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """The work of one launch for one (batch, head).
+
+    items    (n, 4) int32: first row of the block, begin and end of its segments, 0; longest work first, blocks with none last.
+    segments (m, 8) int32: begin, full_begin, full_end, end, lo, hi, row_begin, row_end. The other axis is stepped through from
+             `begin` to `end`; steps in [full_begin, full_end) are live for every row of the block and need no mask; in the others row r and
+             column c are live where row_begin <= r < row_end, c < end and lo <= r - c <= hi.
+    touched  how many items, from the first, have a segment.
+    """
+
+    items: torch.Tensor
+    segments: torch.Tensor
+    touched: int
+
+    def __len__(self) -> int:
+        return self.items.shape[0]
+
+
+class TileTable:
+    """An immutable set of disjoint tiles over `q_rows` x `k_rows` pairs, with the block tables that the kernels read.
+
+    Block tables are built once for each (device, block size, step) and kept, so that a steady-state call builds and uploads nothing.
+    """
+
+    __slots__ = ("_blocks", "k_rows", "q_rows", "tiles")
+
+    def __init__(self, tiles: np.ndarray, q_rows: int, k_rows: int):
+        tiles = np.array(tiles, dtype=np.int64, copy=True).reshape(-1, 6)
+        q_begin, q_end, k_begin, k_end, lo, hi = tiles.T
+        assert q_rows >= 0 and k_rows >= 0 and q_rows + k_rows < 2**30, f"rows {q_rows}, {k_rows}: row arithmetic is int32"
+        assert ((q_begin >= 0) & (q_begin < q_end) & (q_end <= q_rows)).all(), f"a tile leaves the {q_rows} query rows or is empty"
+        assert ((k_begin >= 0) & (k_begin < k_end) & (k_end <= k_rows)).all(), f"a tile leaves the {k_rows} key rows or is empty"
+        assert (lo <= hi).all(), "a tile's band is empty: lo > hi"
+        # no difference of rows lies outside, and the kernels' row - lo must not overflow
+        tiles[:, 4:] = np.clip(tiles[:, 4:], -k_rows, q_rows)
+        tiles.setflags(write=False)
+        self.tiles, self.q_rows, self.k_rows = tiles, int(q_rows), int(k_rows)
+        self._blocks: dict[tuple, BlockTable] = {}
+
+    def query_blocks(self, block: int, step: int, device: torch.device) -> BlockTable:
+        """Blocks of `block` query rows, stepping through keys by `step`."""
+        return self._cached("q", self.tiles, self.q_rows, block, step, device)
+
+    def key_blocks(self, block: int, step: int, device: torch.device) -> BlockTable:
+        """Blocks of `block` key rows, stepping through queries by `step`: the same cut of the transposed tiles."""
+        transposed = self.tiles[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1])
+        return self._cached("k", transposed, self.k_rows, block, step, device)
+
+    def _cached(self, axis: str, tiles: np.ndarray, rows: int, block: int, step: int, device: torch.device) -> BlockTable:
+        key = (axis, block, step, device)
+        if key not in self._blocks:
+            items, segments = cut(tiles, rows, block, step)
+            touched = int((items[:, 1] < items[:, 2]).sum())
+            self._blocks[key] = BlockTable(torch.from_numpy(items).to(device), torch.from_numpy(segments).to(device), touched)
+        return self._blocks[key]
+
+    def __repr__(self) -> str:
+        return f"TileTable({len(self.tiles)} tiles, {self.q_rows} x {self.k_rows} rows)"
+
+
+def cut(tiles: np.ndarray, rows: int, block: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Items and segments (see `BlockTable`) of `tiles`, whose first axis of `rows` rows is cut into blocks of `block`."""
+    begin, end, lo, hi = tiles[:, 0], tiles[:, 1], tiles[:, 4], tiles[:, 5]
+    # one row for each (tile, block that the tile meets)
+    first = begin // block
+    count = (end - 1) // block - first + 1
+    tile = np.repeat(np.arange(len(tiles)), count)
+    owner = np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count) + first[tile]
+    block_begin = owner * block
+    block_end = np.minimum(block_begin + block, rows)
+    row_begin = np.maximum(begin[tile], block_begin)
+    row_end = np.minimum(end[tile], block_end)
+    lo, hi = lo[tile], hi[tile]
+
+    # columns live for some row: the band's steps overlap, so that this is one interval
+    live_begin = np.maximum(tiles[tile, 2], row_begin - hi)
+    live_end = np.minimum(tiles[tile, 3], row_end - lo)
+    # columns live for every row of the block, in whole steps from live_begin
+    whole = (row_begin == block_begin) & (row_end == block_end)
+    full_begin = np.maximum(live_begin, block_end - 1 - hi)
+    full_end = np.minimum(live_end, block_begin - lo + 1)
+    first_step = -((live_begin - full_begin) // step)
+    last_step = (full_end - live_begin) // step
+    none = ~whole | (last_step <= first_step)
+    full_begin = live_begin + np.where(none, 0, first_step * step)
+    full_end = live_begin + np.where(none, 0, last_step * step)
+
+    segments = np.stack([live_begin, full_begin, full_end, live_end, lo, hi, row_begin, row_end], axis=1)
+    order = np.argsort(owner, kind="stable")
+    order = order[(live_begin < live_end)[order]]
+    segments, owner = segments[order], owner[order]
+
+    blocks = -(-rows // block)
+    bounds = np.searchsorted(owner, np.arange(blocks + 1))
+    steps = -(-(segments[:, 3] - segments[:, 0]) // step)
+    work = np.bincount(owner, weights=steps, minlength=blocks)
+    items = np.stack([np.arange(blocks) * block, bounds[:-1], bounds[1:], np.zeros(blocks, np.int64)], axis=1)
+    items = items[np.argsort(-work, kind="stable")]
+    return np.ascontiguousarray(items, dtype=np.int32), np.ascontiguousarray(segments, dtype=np.int32)
