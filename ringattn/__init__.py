@@ -1,0 +1,64 @@
+"""ringattn: exact attention over sequences too long for one GPU.
+
+>>> import torch, ringattn as ra
+>>> q = k = v = torch.randn(1, 16, 2, 8)
+>>> ra.ring_attention(q, k, v, mask=ra.causal()).shape
+torch.Size([1, 16, 2, 8])
+"""
+
+from . import reference
+from ._version import __version__
+from .attention import attend, ring_attention
+from .collective import unshard
+from .layout import Layout, Span, balanced, contiguous, default_layout, shard, striped, zigzag
+from .mask import (
+    Mask,
+    bigbird,
+    block_sparse,
+    causal,
+    dilated_window,
+    documents,
+    full,
+    global_tokens,
+    prefix,
+    sliding_window,
+)
+from .partial import Partial, Stats, finish, merge
+from .plan import Plan, make_plan
+from .schedule import Schedule, default_schedule, gather, ring
+
+__all__ = [
+    "Layout",
+    "Mask",
+    "Partial",
+    "Plan",
+    "Schedule",
+    "Span",
+    "Stats",
+    "__version__",
+    "attend",
+    "balanced",
+    "bigbird",
+    "block_sparse",
+    "causal",
+    "contiguous",
+    "default_layout",
+    "default_schedule",
+    "dilated_window",
+    "documents",
+    "finish",
+    "full",
+    "gather",
+    "global_tokens",
+    "make_plan",
+    "merge",
+    "prefix",
+    "reference",
+    "ring",
+    "ring_attention",
+    "shard",
+    "sliding_window",
+    "striped",
+    "unshard",
+    "zigzag",
+]

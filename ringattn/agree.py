@@ -1,0 +1,78 @@
+"""Ranks agree on what they compute before they exchange anything, so that a mismatch is an error on every rank and not a hang.
+
+Each call all ranks swap a short record over the hosts' control channel: a hash of each fact that must be equal, this rank's token
+count, and whether its own input was refused. If something differs, the facts themselves follow, and every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections import defaultdict
+
+from .transport import Transport
+
+_TEXT_BYTES = 2048
+_PATIENCE = 10.0  # seconds that a rank with bad input waits for the others to hear of it
+
+Facts = dict[str, object]
+
+
+def agree(transport: Transport, facts: Facts, tokens: int) -> tuple[int, ...]:
+    """Tokens of each rank. Raises ValueError, on every rank and naming the odd ones, if a fact differs or a rank refused its input."""
+    records = transport.all_gather_control(_record(facts, tokens, refused=False))
+    assert records is not None
+    if any(_refused(record) for record in records) or len({record[9:] for record in records}) > 1:
+        texts = _swap_texts(transport, {name: str(value) for name, value in facts.items()}, None)
+        assert texts is not None
+        raise ValueError(_describe(records, texts))
+    return tuple(_tokens(record) for record in records)
+
+
+def refuse(transport: Transport, error: ValueError) -> None:
+    """Tell the other ranks that this one's input is refused, so that they stop too. The caller then raises `error`."""
+    records = transport.all_gather_control(_record({}, 0, refused=True), patience=_PATIENCE)
+    if records is not None:
+        _swap_texts(transport, {"error": str(error)}, _PATIENCE)
+
+
+def _record(facts: Facts, tokens: int, refused: bool) -> bytes:
+    """1 byte of status, 8 of tokens, 16 of hash of all facts."""
+    text = json.dumps({name: str(value) for name, value in facts.items()})
+    return struct.pack("<?q", refused, tokens) + hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _refused(record: bytes) -> bool:
+    return bool(record[0])
+
+
+def _tokens(record: bytes) -> int:
+    return struct.unpack("<q", record[1:9])[0]
+
+
+def _swap_texts(transport: Transport, facts: dict[str, str], patience: float | None) -> list[dict[str, str]] | None:
+    room = _TEXT_BYTES // max(1, len(facts)) - 40
+    text = json.dumps({name: value[:room] for name, value in facts.items()}, ensure_ascii=True).encode()
+    texts = transport.all_gather_control(text[:_TEXT_BYTES].ljust(_TEXT_BYTES), patience)
+    return None if texts is None else [json.loads(text) for text in texts]
+
+
+def _describe(records: list[bytes], texts: list[dict[str, str]]) -> str:
+    refused = [rank for rank, record in enumerate(records) if _refused(record)]
+    if refused:
+        reasons = "; ".join(f"rank {rank}: {texts[rank]['error']}" for rank in refused)
+        return f"{_ranks(refused)} refused the input: {reasons}"
+    lines = []
+    for name in texts[0]:
+        holders: defaultdict[str, list[int]] = defaultdict(list)
+        for rank, facts in enumerate(texts):
+            holders[facts[name]].append(rank)
+        if len(holders) > 1:
+            rarest_first = sorted(holders.items(), key=lambda item: len(item[1]))
+            lines.append(f"{name} is " + ", but ".join(f"{value} on {_ranks(ranks)}" for value, ranks in rarest_first))
+    return "ranks disagree: " + "; ".join(lines) + ": pass the same on every rank"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,253 @@
+"""`ring_attention`, exact attention over a sequence that is sharded over ranks, and `attend`, its local part.
+
+Shapes: b batch, s_local tokens of this rank, h query heads, hk key/value heads, d head dim, d_v value head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+
+from . import check, local, passes
+from .agree import agree, refuse
+from .context import Context, Group, get_context
+from .layout import Layout, default_layout
+from .mask import Mask, causal
+from .partial import Partial, Stats
+from .plan import make_local_plan, spans_of
+from .schedule import Schedule, Step, local_steps
+from .score import Score
+from .transport import Alone, Transport
+
+
+@overload
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: Layout | None = ...,
+    mask: Mask | None = ...,
+    group: Group | None = ...,
+    softmax_scale: float | None = ...,
+    schedule: Schedule | None = ...,
+    return_stats: Literal[False] = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: Layout | None = ...,
+    mask: Mask | None = ...,
+    group: Group | None = ...,
+    softmax_scale: float | None = ...,
+    schedule: Schedule | None = ...,
+    return_stats: Literal[True],
+) -> tuple[torch.Tensor, Stats]: ...
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    layout: Layout | None = None,
+    mask: Mask | None = None,
+    group: Group | None = None,
+    softmax_scale: float | None = None,
+    schedule: Schedule | None = None,
+    return_stats: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, Stats]:
+    """softmax(softmax_scale * q k^T) v over the whole sequence, of which each rank holds a shard; a collective, differentiable.
+
+    Every rank of the group calls it with its own shards and the same options. Source: Ring Attention (Liu et al. 2023), with the
+    block-merge formula of `partial.py` and the backward pass of FlashAttention (Dao et al. 2022, algorithm 4).
+
+    Args:
+        q: (b, s_local, h, d), bf16, fp16 or fp32, or fp64 on CPU; d up to 256.
+        k: (b, s_local, hk, d) with h % hk == 0 (MHA, GQA, MQA).
+        v: (b, s_local, hk, d_v), d_v up to 256.
+        layout: who holds which positions; by default `default_layout` of the mask (zigzag for causal), with the sequence length taken
+            from the shards.
+        mask: which pairs are live; causal by default.
+        group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group (with none initialised: one rank).
+        softmax_scale: 1/sqrt(d) by default.
+        schedule: `ring()` or `gather()`; by default `default_schedule` of the plan. The result is the same up to rounding.
+        return_stats: also return `Stats`: row_max, row_sum and lse, (b, h, s_local), fp32 (fp64 for fp64).
+
+    Returns out (b, s_local, h, d_v) in q's dtype; rows with nothing live are 0. Raises ValueError for bad input, and on every rank if
+    ranks disagree or one refuses its input.
+
+    >>> import torch, ringattn as ra
+    >>> q = k = v = torch.randn(1, 16, 2, 8)
+    >>> ra.ring_attention(q, k, v, mask=ra.causal()).shape
+    torch.Size([1, 16, 2, 8])
+    """
+    mask = causal() if mask is None else mask
+    context = get_context(group)
+    transport = context.transport
+    try:
+        check.qkv(q, k, v)
+        check.same_tokens(q, k)
+        check.instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
+        if layout is not None:
+            _check_layout(layout, mask, transport, q.shape[1])
+        if schedule is not None:
+            check.instance("schedule", schedule, Schedule, "pass ring() or gather()")
+        if not isinstance(return_stats, bool):
+            raise ValueError(f"return_stats is {return_stats!r}, but must be a bool")
+        scale = check.softmax_scale(softmax_scale, q.shape[3])
+        transport.check_device(q.device)
+    except ValueError as error:
+        if transport.size > 1:
+            refuse(transport, error)
+        raise
+    tokens = (q.shape[1],)
+    if transport.size > 1:
+        tokens = agree(transport, _facts(q, k, v, layout, mask, schedule, scale), q.shape[1])
+        transport.connect(q.device)
+    if layout is None:
+        layout = _default_layout(context, mask, tokens)
+    route = context.route(layout, mask, schedule)
+    order = route.plan.order[transport.rank]
+    run = _Run(transport, route.steps, Score(scale), final=True)
+    out, row_max, row_sum = _Attention.apply(_in_order(q, order), _in_order(k, order), _in_order(v, order), run)
+    part = _as_given(Partial(out, row_max, row_sum), order)
+    return (part.out, part.stats) if return_stats else part.out
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    q_positions: torch.Tensor | None = None,
+    k_positions: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+) -> Partial:
+    """Attention of local queries to local keys: a `Partial`, to `merge` with partials of other keys and `finish`. Differentiable.
+
+    Args:
+        q: (b, sq, h, d); k: (b, sk, hk, d); v: (b, sk, hk, d_v), dtypes and sizes as for `ring_attention`.
+        mask: which pairs of global positions are live; causal by default.
+        q_positions: (sq,) integers, the global position of each query; 0, 1, 2, ... by default.
+        k_positions: (sk,) integers, likewise of each key.
+        softmax_scale: 1/sqrt(d) by default.
+
+    Returns out (b, sq, h, d_v), normalised over these keys, and row_max, row_sum (b, h, sq), all fp32 (fp64 for fp64). Communicates
+    nothing. Raises ValueError for bad input.
+    """
+    mask = causal() if mask is None else mask
+    check.qkv(q, k, v)
+    check.instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
+    scale = check.softmax_scale(softmax_scale, q.shape[3])
+    queries = check.positions("q_positions", q_positions, q.shape[1], "q")
+    keys = check.positions("k_positions", k_positions, k.shape[1], "k")
+    seq_len = max([mask.min_length] + [int(p.max()) + 1 for p in (queries, keys) if len(p)])
+    tiles, q_order, k_order = make_local_plan(spans_of(queries), spans_of(keys), mask, seq_len)
+    run = _Run(Alone(), local_steps(tiles), Score(scale), final=False)
+    out, row_max, row_sum = _Attention.apply(_in_order(q, q_order), _in_order(k, k_order), _in_order(v, k_order), run)
+    return _as_given(Partial(out, row_max, row_sum), q_order)
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """What autograd carries besides tensors."""
+
+    transport: Transport
+    steps: tuple[Step, ...]
+    score: Score
+    final: bool
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: _Run) -> local.State:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        out, row_max, row_sum = passes.forward(run.transport, run.steps, run.score, q, k, v, final=run.final)
+        ctx.save_for_backward(q, k, v, out, row_max, row_sum)
+        ctx.run = run
+        ctx.mark_non_differentiable(row_max)
+        ctx.set_materialize_grads(False)
+        return out, row_max, row_sum
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, _: None, drow_sum: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise ValueError("ring attention has no second derivative: call backward without create_graph=True")
+        q, k, v, out, row_max, row_sum = ctx.saved_tensors
+        run: _Run = ctx.run
+        if dout is None:
+            dout = torch.zeros_like(out)
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        delta = local.delta(out, dout)
+        if drow_sum is not None:
+            # d lse = d row_sum * row_sum enters dS = P (dP - delta) as P d lse
+            delta = delta - drow_sum * row_sum
+        return *passes.backward(run.transport, run.steps, run.score, q, k, v, dout, row_max, row_sum, delta), None
+
+
+def _check_layout(layout: Any, mask: Mask, transport: Transport, tokens: int) -> None:
+    check.instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")
+    if layout.world_size != transport.size:
+        raise ValueError(f"layout {layout!r} is for {layout.world_size} ranks, but the group has {transport.size}: build it for the group")
+    held = layout.lengths[transport.rank]
+    if held != tokens:
+        raise ValueError(
+            f"q has {tokens} tokens, but rank {transport.rank} of layout {layout!r} holds {held}: "
+            "shard q, k and v with shard(x, layout, rank), or build the layout for this sequence length"
+        )
+    mask.check_length(layout.seq_len)
+
+
+def _default_layout(context: Context, mask: Mask, tokens: tuple[int, ...]) -> Layout:
+    layout = context.default_layout(mask, sum(tokens))
+    if layout.lengths != tokens:
+        odd = next(rank for rank, (held, got) in enumerate(zip(layout.lengths, tokens, strict=True)) if held != got)
+        raise ValueError(
+            f"q has {tokens[odd]} tokens on rank {odd}, but the default layout of {mask!r}, {layout!r}, holds {layout.lengths[odd]} there: "
+            "pass the layout that the shards were made with"
+        )
+    return layout
+
+
+def _facts(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout | None, mask: Mask, schedule: Schedule | None, scale: float
+) -> dict[str, object]:
+    """What must be equal on all ranks, under the names a user knows."""
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return {
+        "batch size": q.shape[0],
+        "number of query heads": q.shape[2],
+        "number of key/value heads": k.shape[2],
+        "head_dim": q.shape[3],
+        "v's head_dim": v.shape[3],
+        "dtype": q.dtype,
+        "device": q.device.type,
+        "softmax_scale": scale,
+        "schedule": schedule,
+        "requires_grad": needs_grad,
+        "mask": f"{mask!r} ({mask.digest[:8]})",
+        "layout": "the default" if layout is None else f"{layout!r} ({layout.digest[:8]})",
+    }
+
+
+def _in_order(x: torch.Tensor, order: np.ndarray | None, dim: int = 1) -> torch.Tensor:
+    """Rows in the order in which the plan counts them."""
+    return x if order is None else x.index_select(dim, torch.from_numpy(order).to(x.device))
+
+
+def _as_given(part: Partial, order: np.ndarray | None) -> Partial:
+    """Rows back in the order they came in."""
+    if order is None:
+        return part
+    back = np.argsort(order)
+    return Partial(_in_order(part.out, back), _in_order(part.row_max, back, 2), _in_order(part.row_sum, back, 2))

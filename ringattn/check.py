@@ -1,0 +1,127 @@
+"""What a user passes is checked here, before any communication: each error names the argument, what came, what was wanted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def integer(name: str, value: Any, least: int = 0) -> int:
+    """`value` as an int of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ValueError(f"{name} is {value!r}, but must be an integer")
+    if value < least:
+        raise ValueError(f"{name} is {value}, but must be at least {least}")
+    return int(value)
+
+
+def integers(name: str, values: Any) -> np.ndarray:
+    """`values` as a one-dimensional int64 array."""
+    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    if array.ndim != 1:
+        raise ValueError(f"{name} has shape {array.shape}, but must be one-dimensional")
+    if array.size and not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"{name} has dtype {array.dtype}, but must hold integers")
+    return array.astype(np.int64)
+
+
+def instance(name: str, value: Any, kind: type, advice: str) -> None:
+    """`value` must be a `kind`."""
+    if not isinstance(value, kind):
+        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ValueError(f"{name} is {shown}, but must be a {kind.__name__}: {advice}")
+
+
+def softmax_scale(value: Any, head_dim: int) -> float:
+    """The scale as a finite float; 1/sqrt(head_dim) for None."""
+    if value is None:
+        return head_dim**-0.5
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
+        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ValueError(f"softmax_scale is {shown}, but must be a Python number or None: pass scale.item() for a tensor")
+    if not math.isfinite(value):
+        raise ValueError(f"softmax_scale is {value}, but must be finite")
+    return float(value)
+
+
+def qkv(q: Any, k: Any, v: Any) -> None:
+    """Types, shapes (b, s, h, d), (b, sk, hk, d), (b, sk, hk, d_v), dtypes and devices that attention can take."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _dense_tensor(name, x)
+    _same_kind(q, k, v)
+    _shapes(q, k, v)
+
+
+def same_tokens(q: torch.Tensor, k: torch.Tensor) -> None:
+    """Self-attention over a ring: a rank's K/V are of the same tokens as its Q."""
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"q has {q.shape[1]} tokens and k has {k.shape[1]}: a rank's q, k and v must hold the same tokens; "
+            "for queries and keys at other positions use attend with q_positions and k_positions"
+        )
+
+
+def positions(name: str, value: Any, tokens: int, argument: str) -> torch.Tensor:
+    """Global positions, one a token, as a one-dimensional int64 tensor; 0, 1, 2, ... for None."""
+    if value is None:
+        return torch.arange(tokens)
+    array = integers(name, value)
+    if len(array) != tokens:
+        raise ValueError(f"{name} has {len(array)} positions, but {argument} has {tokens} tokens: give one position a token")
+    if len(array) and array.min() < 0:
+        raise ValueError(f"{name} has the negative position {array.min()}: positions start at 0")
+    return torch.from_numpy(array)
+
+
+def _dense_tensor(name: str, x: Any) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}, but must be a torch.Tensor")
+    if type(x).__name__ == "DTensor":
+        raise ValueError(f"{name} is a DTensor: pass this rank's shard, {name}.to_local()")
+    if x.is_nested:
+        raise ValueError(f"{name} is a nested tensor: pack the sequences into one dimension and pass mask=documents(lengths)")
+    if x.layout != torch.strided:
+        raise ValueError(f"{name} has the layout {x.layout}, but must be dense: pass {name}.to_dense()")
+    if x.dim() != 4:
+        raise ValueError(f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}, but must have 4: (batch, tokens, heads, head_dim)")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{name} has dtype {x.dtype}, but must be bfloat16, float16, float32 or (on CPU) float64")
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on {x.device}, but ringattn computes on cpu and cuda devices")
+    if x.dtype == torch.float64 and x.is_cuda:
+        raise ValueError(f"{name} is float64 on {x.device}: GPUs compute in bfloat16, float16 or float32; float64 is for CPU tensors")
+
+
+def _same_kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} has dtype {x.dtype} and q has {q.dtype}: cast all three to one dtype")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and q is on {q.device}: move all three to one device")
+
+
+def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    b, _, h, d = q.shape
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[0] != b:
+            raise ValueError(f"{name} has batch size {x.shape[0]} and q has {b}: they must be equal")
+    if v.shape[1] != k.shape[1]:
+        raise ValueError(f"v has {v.shape[1]} tokens and k has {k.shape[1]}: each key needs its value")
+    if v.shape[2] != k.shape[2]:
+        raise ValueError(f"v has {v.shape[2]} heads and k has {k.shape[2]}: they must be equal")
+    hk = k.shape[2]
+    if h == 0 or hk == 0:
+        raise ValueError(f"q has {h} heads and k has {hk}: both need at least one")
+    if h % hk:
+        raise ValueError(f"k has {hk} heads, which does not divide q's {h}: grouped-query attention needs h % hk == 0")
+    if k.shape[3] != d:
+        raise ValueError(f"k has head_dim {k.shape[3]} and q has {d}: they must be equal (only v's may differ)")
+    for name, size in (("q", d), ("v", v.shape[3])):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} has head_dim {size}, but it must be 1 to {MAX_HEAD_DIM}")

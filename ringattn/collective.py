@@ -1,0 +1,78 @@
+"""`unshard`: put a sharded sequence together again on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import check
+from .agree import agree, refuse
+from .context import Group, get_context
+from .layout import Layout, shard
+from .transport import Peer, Transport
+
+
+def unshard(x_local: torch.Tensor, layout: Layout, group: Group | None = None, dim: int = 1) -> torch.Tensor:
+    """The whole sequence from every rank's shard, on every rank: size `layout.seq_len` along `dim`. A collective, differentiable.
+
+    The gradient of a shard is its slice of the sum of all ranks' gradients of the whole (the adjoint), added in rank order: if every
+    rank computes the same loss from the whole, divide that loss by the number of ranks.
+
+    Raises ValueError for bad input, and on every rank if ranks disagree on shapes, dtype, dim or layout.
+    """
+    transport = get_context(group).transport
+    try:
+        check.instance("x_local", x_local, torch.Tensor, "pass this rank's shard")
+        check.instance("layout", layout, Layout, "pass the layout that the shards were made with")
+        if layout.world_size != transport.size:
+            raise ValueError(f"layout {layout!r} is for {layout.world_size} ranks, but the group has {transport.size}")
+        if not -x_local.dim() <= dim < x_local.dim():
+            raise ValueError(f"dim is {dim}, but x_local has {x_local.dim()} dimensions")
+        dim %= x_local.dim()
+        held = layout.lengths[transport.rank]
+        if x_local.shape[dim] != held:
+            raise ValueError(f"x_local has {x_local.shape[dim]} tokens in dim {dim}, but rank {transport.rank} of {layout!r} holds {held}")
+        transport.check_device(x_local.device)
+    except ValueError as error:
+        if transport.size > 1:
+            refuse(transport, error)
+        raise
+    if transport.size > 1:
+        other_dims = (*x_local.shape[:dim], *x_local.shape[dim + 1 :])
+        facts = {"shape but for dim": other_dims, "dim": dim, "dtype": x_local.dtype, "layout": f"{layout!r} ({layout.digest[:8]})"}
+        agree(transport, {**facts, "requires_grad": torch.is_grad_enabled() and x_local.requires_grad}, held)
+        transport.connect(x_local.device)
+    return _Unshard.apply(x_local, layout, transport, dim)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_local: torch.Tensor, layout: Layout, transport: Transport, dim: int) -> torch.Tensor:
+        ctx.layout, ctx.transport, ctx.dim = layout, transport, dim
+        mine = x_local.transpose(0, dim).contiguous()
+        others = [rank for rank in range(transport.size) if rank != transport.rank]
+        parts = {rank: mine.new_empty(layout.lengths[rank], *mine.shape[1:]) for rank in others}
+        transport.exchange([Peer(rank, mine) for rank in others], [Peer(rank, parts[rank]) for rank in others]).wait()
+        parts[transport.rank] = mine
+        whole = mine.new_empty(layout.seq_len, *mine.shape[1:])
+        for rank, part in parts.items():
+            row = 0
+            for span in layout.spans[rank]:
+                whole[span.start : span.stop : span.stride] = part[row : row + span.length]
+                row += span.length
+        return whole.transpose(0, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, dwhole: torch.Tensor) -> Any:
+        layout, transport = ctx.layout, ctx.transport
+        rows = dwhole.transpose(0, ctx.dim)
+        slices = [shard(rows, layout, rank, dim=0).contiguous() for rank in range(transport.size)]
+        others = [rank for rank in range(transport.size) if rank != transport.rank]
+        received = {rank: torch.empty_like(slices[transport.rank]) for rank in others}
+        transport.exchange([Peer(rank, slices[rank]) for rank in others], [Peer(rank, received[rank]) for rank in others]).wait()
+        received[transport.rank] = slices[transport.rank]
+        total = received[0].clone()
+        for rank in range(1, transport.size):
+            total += received[rank]
+        return total.transpose(0, ctx.dim), None, None, None

@@ -1,0 +1,328 @@
+"""Layouts: which global positions each rank holds.
+
+A rank's shard is a tuple of spans; its local rows run through them in order. Spans may differ in length between ranks and may be
+empty, so any sequence length goes with any number of ranks, without padding.
+
+Sources: zigzag, two opposite chunks a rank (Llama 3, Dubey et al. 2024, section 3.3.2); striped, every world_size-th token
+(Striped Attention, Brandon et al. 2023).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+
+import numpy as np
+import torch
+
+from .check import instance, integer
+from .mask import Causal, DilatedWindow, Full, Mask, Prefix, SlidingWindow
+from .region import Table, count_pairs, trim
+from .region import common_stride as region_stride
+
+
+@dataclass(frozen=True)
+class Span:
+    """The positions `start, start + stride, ...`, `length` of them."""
+
+    start: int
+    length: int
+    stride: int = 1
+
+    @property
+    def stop(self) -> int:
+        """One past the last position."""
+        return self.start + self.stride * (self.length - 1) + 1 if self.length else self.start
+
+
+Spans = tuple[Span, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Who holds which positions: `spans[rank]` are the spans of a rank's shard, in the order of its local rows.
+
+    Raises ValueError unless every position of `0 <= p < seq_len` is held exactly once.
+    """
+
+    seq_len: int
+    spans: tuple[Spans, ...]
+    name: str = "custom"
+
+    def __post_init__(self) -> None:
+        if not self.spans:
+            raise ValueError("spans is empty: a layout needs at least one rank")
+        if self.seq_len < 0:
+            raise ValueError(f"seq_len is {self.seq_len}, but must be at least 0")
+        kept = tuple(tuple(span for span in spans if span.length) for spans in self.spans)
+        object.__setattr__(self, "spans", kept)
+        problem = _coverage_problem(self.seq_len, kept)
+        if problem:
+            raise ValueError(f"spans do not hold each of {self.seq_len} positions exactly once: {problem}")
+
+    @property
+    def world_size(self) -> int:
+        return len(self.spans)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Local tokens of each rank."""
+        return tuple(sum(span.length for span in spans) for spans in self.spans)
+
+    def positions(self, rank: int) -> torch.Tensor:
+        """The global position of each local row of a rank: (s_local,) int64, for RoPE and labels."""
+        self._check_rank(rank)
+        parts = [span.start + span.stride * torch.arange(span.length) for span in self.spans[rank]]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def work(self, mask: Mask) -> np.ndarray:
+        """Live (query, key) pairs of each rank's queries: (world_size,) int64."""
+        sequence = (Span(0, self.seq_len),) if self.seq_len else ()
+        regions = mask.regions(self.seq_len)
+        stride = common_stride(*self.spans, sequence, at_least=region_stride(regions))
+        queries, rank = span_table([refine(spans, stride)[0] for spans in self.spans])
+        keys, _ = span_table([refine(sequence, stride)[0]])
+        tiles, owner_of_query, _ = fold(queries, keys, regions, stride)
+        pairs = count_pairs(*tiles.T)
+        out = np.zeros(self.world_size, dtype=np.int64)
+        np.add.at(out, rank[owner_of_query], pairs)
+        return out
+
+    def balance(self, mask: Mask) -> float:
+        """The busiest rank's live pairs over the mean of all ranks: 1.0 is even, and so is a mask with nothing live."""
+        work = self.work(mask)
+        return float(work.max() / work.mean()) if work.any() else 1.0
+
+    @cached_property
+    def digest(self) -> str:
+        """A fingerprint of who holds what, equal on ranks that were given the same layout."""
+        rows = [(rank, span.start, span.length, span.stride) for rank, spans in enumerate(self.spans) for span in spans]
+        data = np.array([(self.seq_len, self.world_size, 0, 0), *rows], dtype=np.int64).tobytes()
+        return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.digest == other.digest
+
+    def __repr__(self) -> str:
+        return f"{self.name}(seq_len={self.seq_len}, world_size={self.world_size})"
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank is {rank}, but {self!r} has the ranks 0 to {self.world_size - 1}")
+
+
+def contiguous(seq_len: int, world_size: int) -> Layout:
+    """Rank r holds the r-th of `world_size` equal chunks."""
+    bounds = _bounds(seq_len, world_size, chunks=1)
+    return Layout(seq_len, tuple((Span(a, b - a),) for a, b in bounds), "contiguous")
+
+
+def zigzag(seq_len: int, world_size: int) -> Layout:
+    """Of `2 * world_size` equal chunks rank r holds the r-th and the r-th from the end: even work under a causal mask."""
+    bounds = _bounds(seq_len, world_size, chunks=2)
+    pairs = zip(bounds[:world_size], reversed(bounds[world_size:]), strict=True)
+    spans = tuple(_joined([Span(a, b - a), Span(c, d - c)]) for (a, b), (c, d) in pairs)
+    return Layout(seq_len, spans, "zigzag")
+
+
+def striped(seq_len: int, world_size: int) -> Layout:
+    """Rank r holds the positions r, r + world_size, r + 2 * world_size, ..."""
+    _bounds(seq_len, world_size, chunks=1)
+    spans = tuple((Span(rank, len(range(rank, seq_len, world_size)), world_size),) for rank in range(world_size))
+    return Layout(seq_len, spans, "striped")
+
+
+def balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
+    """Chunks dealt to ranks so that live work is even for this mask, and tokens too, to one chunk.
+
+    The sequence is cut into equal chunks, few at first, which go heaviest first to the rank with the least work that still has
+    room; the number of chunks doubles until work is within 1 % of even or chunks reach 16 tokens, and the best is kept.
+    """
+    instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
+    best: Layout | None = None
+    best_balance = float("inf")
+    chunks = 1
+    while True:
+        bounds = _bounds(seq_len, world_size, chunks)
+        candidate = Layout(seq_len, _deal(_chunk_work(mask, seq_len, bounds), bounds, world_size), "balanced")
+        balance = candidate.balance(mask)
+        if best is None or balance < best_balance - 1e-9:
+            best, best_balance = candidate, balance
+        chunks *= 2
+        if best_balance <= 1.01 or chunks > 64 or seq_len < 16 * chunks * world_size:
+            return best
+
+
+def default_layout(mask: Mask, seq_len: int, world_size: int) -> Layout:
+    """The layout that suits a mask: `zigzag` for causal and prefix, `contiguous` for full and two-sided windows, `balanced` for all others."""
+    if isinstance(mask, (Causal, Prefix)):
+        return zigzag(seq_len, world_size)
+    two_sided = isinstance(mask, SlidingWindow) and None not in (mask.left, mask.right)
+    if two_sided or isinstance(mask, (Full, DilatedWindow)):
+        return contiguous(seq_len, world_size)
+    return balanced(mask, seq_len, world_size)
+
+
+def shard(x: torch.Tensor, layout: Layout, rank: int, dim: int = 1) -> torch.Tensor:
+    """The rows of `x` that a rank holds, along `dim` (size `layout.seq_len`); differentiable, a copy.
+
+    Raises ValueError if the size does not match the layout's.
+    """
+    layout._check_rank(rank)
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim is {dim}, but x has {x.dim()} dimensions")
+    if x.size(dim) != layout.seq_len:
+        raise ValueError(f"x has {x.size(dim)} tokens in dim {dim}, but {layout!r} is for {layout.seq_len}: shard the whole sequence")
+    dim %= x.dim()
+    lead = (slice(None),) * dim
+    parts = [x[(*lead, slice(span.start, span.stop, span.stride))] for span in layout.spans[rank]]
+    return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).clone()
+
+
+# The geometry that plans are made of: spans of one stride, and their intersection with regions.
+
+
+def common_stride(*shards: Spans, at_least: int = 1) -> int:
+    """The least common multiple of the spans' strides (one-token spans fit any) and `at_least`."""
+    return lcm(at_least, *{span.stride for spans in shards for span in spans if span.length > 1})
+
+
+def refine(spans: Spans, stride: int) -> tuple[Spans, np.ndarray | None]:
+    """The same positions as spans of one stride, and the local row of each in the old order (None if it is the same)."""
+    if all(span.length == 1 or span.stride == stride for span in spans):
+        return tuple(Span(span.start, span.length, stride) for span in spans), None
+    out: list[Span] = []
+    rows = []
+    row = 0
+    for span in spans:
+        step = stride // span.stride if span.length > 1 else 1
+        for first in range(min(step, span.length)):
+            out.append(Span(span.start + span.stride * first, len(range(first, span.length, step)), stride))
+            rows.append(np.arange(row + first, row + span.length, step))
+        row += span.length
+    return tuple(out), np.concatenate(rows)
+
+
+def span_table(shards: Sequence[Spans]) -> tuple[Table, np.ndarray]:
+    """Spans of several shards as an (n, 3) table of start, length and first local row, and the shard of each."""
+    rows = []
+    shard_of = []
+    for index, spans in enumerate(shards):
+        row = 0
+        for span in spans:
+            rows.append((span.start, span.length, row))
+            shard_of.append(index)
+            row += span.length
+    return np.array(rows, dtype=np.int64).reshape(-1, 3), np.array(shard_of, dtype=np.int64)
+
+
+def fold(queries: Table, keys: Table, regions: Table, stride: int) -> tuple[Table, np.ndarray, np.ndarray]:
+    """Intersect spans of queries, spans of keys and regions: the tiles, in local rows.
+
+    All spans have one `stride`, a multiple of each region's. Position p = start + stride * i is local row `first_row + i`, so
+    `lo <= q - k <= hi` folds to a band in rows: `ceil((lo - start_q + start_k) / stride) <= i - j <= floor(...)`.
+    Returns (n, 6) int64 tiles trimmed to their live bounding boxes, and the query span and key span of each.
+    """
+    # query spans x regions that meet
+    q_last = queries[:, 0] + stride * (queries[:, 1] - 1)
+    g = regions[:, 6]
+    meets = (queries[:, None, 0] < regions[:, 1]) & (q_last[:, None] >= regions[:, 0])
+    if stride > 1:
+        meets &= (queries[:, None, 0] - regions[:, 0]) % g == 0
+    q_of, r_of = np.nonzero(meets)
+    part = regions[r_of]
+    k_min = np.maximum(part[:, 2], np.maximum(queries[q_of, 0], part[:, 0]) - part[:, 5])
+    k_max = np.minimum(part[:, 3] - 1, np.minimum(q_last[q_of], part[:, 1] - 1) - part[:, 4])
+    # times key spans that meet
+    pieces = list(_pairs_that_meet(k_min, k_max, part, keys, stride))
+    index = np.concatenate([piece[0] for piece in pieces]) if pieces else np.empty(0, dtype=np.int64)
+    k_of = np.concatenate([piece[1] for piece in pieces]) if pieces else index
+    q_of, part = q_of[index], part[index]
+    q_start, q_length, q_row = queries[q_of].T
+    k_start, k_length, k_row = keys[k_of].T
+    i0 = np.maximum(0, -((q_start - part[:, 0]) // stride))
+    i1 = np.minimum(q_length, -((q_start - part[:, 1]) // stride))
+    j0 = np.maximum(0, -((k_start - part[:, 2]) // stride))
+    j1 = np.minimum(k_length, -((k_start - part[:, 3]) // stride))
+    offset = q_start - k_start
+    lo = -((offset - part[:, 4]) // stride)
+    hi = (part[:, 5] - offset) // stride
+    shift = q_row - k_row
+    *tiles, live = trim(i0 + q_row, i1 + q_row, j0 + k_row, j1 + k_row, lo + shift, hi + shift)
+    return np.stack(tiles, axis=1)[live], q_of[live], k_of[live]
+
+
+def _pairs_that_meet(k_min: Table, k_max: Table, part: Table, keys: Table, stride: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    k_last = keys[:, 0] + stride * (keys[:, 1] - 1)
+    step = max(1, (1 << 24) // max(1, len(keys)))
+    for first in range(0, len(part), step):
+        block = slice(first, first + step)
+        meets = (keys[:, 0] <= k_max[block, None]) & (k_last >= k_min[block, None])
+        if stride > 1:
+            meets &= (keys[:, 0] - part[block, 2, None]) % part[block, 6, None] == 0
+        rows, columns = np.nonzero(meets)
+        yield rows + first, columns
+
+
+def _bounds(seq_len: int, world_size: int, chunks: int) -> list[tuple[int, int]]:
+    """`chunks * world_size` chunks as equal as can be, as (start, stop)."""
+    seq_len, world_size = integer("seq_len", seq_len), integer("world_size", world_size, least=1)
+    n = chunks * world_size
+    edges = [seq_len * i // n for i in range(n + 1)]
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+def _joined(spans: Sequence[Span]) -> Spans:
+    """Neighbouring spans of stride 1 become one; empty ones go."""
+    out: list[Span] = []
+    for span in spans:
+        if not span.length:
+            continue
+        if out and out[-1].stride == span.stride == 1 and out[-1].stop == span.start:
+            start = out.pop().start
+            span = Span(start, span.stop - start)
+        out.append(span)
+    return tuple(out)
+
+
+def _chunk_work(mask: Mask, seq_len: int, bounds: list[tuple[int, int]]) -> np.ndarray:
+    return Layout(seq_len, tuple((Span(a, b - a),) for a, b in bounds), "chunks").work(mask)
+
+
+def _deal(work: np.ndarray, bounds: list[tuple[int, int]], world_size: int) -> tuple[Spans, ...]:
+    """Heaviest chunk first to the least loaded rank with room."""
+    room = len(bounds) // world_size
+    hands: list[list[int]] = [[] for _ in range(world_size)]
+    heap = [(0, rank) for rank in range(world_size)]
+    for chunk in np.argsort(-work, kind="stable").tolist():
+        load, rank = heapq.heappop(heap)
+        hands[rank].append(chunk)
+        if len(hands[rank]) < room:
+            heapq.heappush(heap, (load + int(work[chunk]), rank))
+    # ranks in the order of what they hold first, so that neighbours in the ring hold neighbouring text
+    hands = sorted((sorted(hand) for hand in hands))
+    return tuple(_joined([Span(bounds[c][0], bounds[c][1] - bounds[c][0]) for c in hand]) for hand in hands)
+
+
+def _coverage_problem(seq_len: int, shards: tuple[Spans, ...]) -> str | None:
+    """What keeps the spans from holding 0..seq_len - 1 once each, or None."""
+    spans = [span for spans in shards for span in spans]
+    for span in spans:
+        if span.length < 0 or span.stride < 1 or span.start < 0 or span.stop > seq_len:
+            return f"{span} is not inside it"
+    total = sum(span.length for span in spans)
+    if total != seq_len:
+        return f"they hold {total}"
+    stride = common_stride(*shards)
+    fine = [piece for part in shards for piece in refine(part, stride)[0]]
+    rows = np.array([(piece.start % stride, piece.start, piece.stop) for piece in fine], dtype=np.int64).reshape(-1, 3)
+    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+    twice = (rows[1:, 0] == rows[:-1, 0]) & (rows[1:, 1] < rows[:-1, 2])
+    return f"position {rows[1:][twice][0, 1]} is held twice" if twice.any() else None

@@ -1,0 +1,59 @@
+"""Runs a set of tiles on this device: the Triton kernels on a GPU, plain torch elsewhere. The one place that chooses."""
+
+from __future__ import annotations
+
+import torch
+
+from . import blocked
+from .plan import Tiles
+from .score import Score
+
+State = blocked.State
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, score: Score, *, state: State | None, final: bool
+) -> State:
+    """Attention of q over the tiles' pairs, on top of `state`: (out, row_max, row_sum). See `blocked.forward`."""
+    if q.is_cuda and q.numel():
+        import ringattn_kernels
+
+        return ringattn_kernels.forward(q, k, v, tiles.kernel_table, softmax_scale=score.softmax_scale, state=state, final=final)
+    return blocked.forward(q, k, v, tiles, softmax_scale=score.softmax_scale, state=state, final=final)
+
+
+def delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+    """rowsum(dout * out): (b, h, s), in the statistics' dtype."""
+    if out.is_cuda and out.numel():
+        import ringattn_kernels
+
+        return ringattn_kernels.delta(out, dout)
+    return blocked.delta(out, dout)
+
+
+def backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    row_max: torch.Tensor,
+    row_sum: torch.Tensor,
+    delta: torch.Tensor,
+    tiles: Tiles,
+    score: Score,
+    *,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> None:
+    """Adds the gradients of the tiles' pairs to dq, dk and dv, in place. See `blocked.backward`."""
+    if not len(tiles):
+        return
+    scale = score.softmax_scale
+    if q.is_cuda:
+        import ringattn_kernels
+
+        table = tiles.kernel_table
+        ringattn_kernels.backward(q, k, v, dout, row_max, row_sum, delta, table, softmax_scale=scale, dq=dq, dk=dk, dv=dv)
+    else:
+        blocked.backward(q, k, v, dout, row_max, row_sum, delta, tiles, softmax_scale=scale, dq=dq, dk=dk, dv=dv)

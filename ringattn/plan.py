@@ -1,0 +1,264 @@
+"""The plan: layout x mask -> the tiles each rank computes per owner, and the rows of K/V it needs for them.
+
+A tile is six integers, `(q_begin, q_end, k_begin, k_end, lo, hi)`: rows i of a rank's Q and rows j of an owner's K/V are live where
+`lo <= i - j <= hi`. Spans' starts and strides are folded in, so that nothing later hears of positions. Every live pair lies in
+exactly one tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .layout import Spans, common_stride, fold, refine, span_table
+from .region import Table, common_stride as region_stride, count_pairs
+
+if TYPE_CHECKING:
+    from ringattn_kernels import TileTable
+
+    from .layout import Layout
+    from .mask import Mask
+
+TILE_FIELDS = 6
+
+
+class Rows:
+    """A set of local rows as disjoint ascending ranges: an (n, 2) table of [begin, end)."""
+
+    def __init__(self, ranges: Table) -> None:
+        """Any ranges; those that overlap or touch are joined."""
+        ranges = ranges[ranges[:, 0] < ranges[:, 1]]
+        if len(ranges) > 1:
+            ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
+            reach = np.maximum.accumulate(ranges[:, 1])
+            first = np.flatnonzero(np.concatenate([[True], ranges[1:, 0] > reach[:-1]]))
+            last = np.append(first[1:], len(ranges)) - 1
+            ranges = np.stack([ranges[first, 0], reach[last]], axis=1)
+        self.ranges = ranges
+        self._index: dict[torch.device, torch.Tensor] = {}
+
+    @classmethod
+    def span(cls, begin: int, end: int) -> Rows:
+        return cls(np.array([[begin, end]], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return int((self.ranges[:, 1] - self.ranges[:, 0]).sum())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rows) and np.array_equal(self.ranges, other.ranges)
+
+    def __hash__(self) -> int:
+        return hash(self.ranges.tobytes())
+
+    def __or__(self, other: Rows) -> Rows:
+        return Rows(np.concatenate([self.ranges, other.ranges]))
+
+    def __sub__(self, other: Rows) -> Rows:
+        marks = np.concatenate([self.ranges.ravel(), other.ranges.ravel()])
+        edges = np.unique(marks)
+        cells = np.stack([edges[:-1], edges[1:]], axis=1) if len(edges) else self.ranges
+        return Rows(cells[self.contains(cells[:, 0]) & ~other.contains(cells[:, 0])])
+
+    def contains(self, rows: np.ndarray) -> np.ndarray:
+        """Which of `rows` are in the set."""
+        at = np.searchsorted(self.ranges[:, 0], rows, side="right") - 1
+        return (at >= 0) & (rows < self.ranges[np.maximum(at, 0), 1]) if len(self.ranges) else np.zeros(len(rows), bool)
+
+    def rank_of(self, rows: np.ndarray) -> np.ndarray:
+        """Where each of `rows`, all in the set, stands among them."""
+        before = np.concatenate([[0], np.cumsum(self.ranges[:, 1] - self.ranges[:, 0])[:-1]])
+        at = np.searchsorted(self.ranges[:, 0], rows, side="right") - 1
+        return before[at] + rows - self.ranges[at, 0]
+
+    def within(self, outer: Rows) -> Rows:
+        """This set, a subset of `outer`, as rows of a buffer that holds `outer`'s rows one after the other."""
+        begin = outer.rank_of(self.ranges[:, 0])
+        return Rows(np.stack([begin, begin + self.ranges[:, 1] - self.ranges[:, 0]], axis=1))
+
+    def index(self, device: torch.device) -> torch.Tensor:
+        """The rows as an int64 tensor; made once a device."""
+        if device not in self._index:
+            listed = np.concatenate([np.arange(begin, end) for begin, end in self.ranges]) if len(self.ranges) else np.empty(0, int)
+            self._index[device] = torch.from_numpy(listed).to(device)
+        return self._index[device]
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """These rows of x, along dim 0: a view where they are one range."""
+        if len(self.ranges) == 1:
+            begin, end = self.ranges[0].tolist()
+            return x[begin:end]
+        return x.index_select(0, self.index(x.device))
+
+    def add_to(self, x: torch.Tensor, values: torch.Tensor) -> None:
+        """x[these rows] += values, in place."""
+        if len(self.ranges) == 1:
+            begin, end = self.ranges[0].tolist()
+            x[begin:end] += values
+        else:
+            index = self.index(x.device)
+            x[index] = x.index_select(0, index) + values
+
+    def __repr__(self) -> str:
+        return f"Rows({self.ranges.tolist()})"
+
+
+class Tiles:
+    """The tiles of one launch: an (n, 6) table over `q_rows` of Q and `k_rows` of a K/V buffer. Immutable."""
+
+    def __init__(self, table: Table, q_rows: int, k_rows: int) -> None:
+        self.table = merge_full(table)
+        self.q_rows = q_rows
+        self.k_rows = k_rows
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @cached_property
+    def pairs(self) -> int:
+        """Live pairs."""
+        return int(count_pairs(*self.table.T).sum())
+
+    @cached_property
+    def rows(self) -> list[list[int]]:
+        """The tiles as lists of integers."""
+        return self.table.tolist()
+
+    @cached_property
+    def kernel_table(self) -> TileTable:
+        """The same for the Triton kernels, which keep their device tables in it."""
+        from ringattn_kernels import TileTable
+
+        return TileTable(self.table, self.q_rows, self.k_rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All tiles of a layout and a mask, sorted by rank and owner, and the rows of each owner that each rank needs.
+
+    `order[rank]` lists a rank's local rows in the order in which tiles count them, or is None where that is their own order (always,
+    unless a dilated mask or mixed strides make the plan sort rows by residue).
+    """
+
+    world_size: int
+    lengths: tuple[int, ...]
+    order: tuple[np.ndarray | None, ...]
+    table: Table  # (n, 6)
+    starts: np.ndarray  # (world_size * world_size + 1): tiles of (rank, owner) begin at starts[rank * world_size + owner]
+    _needs: dict[tuple[int, int], Rows] = field(default_factory=dict, init=False, repr=False)
+    _carried: dict[int, tuple[Rows, ...]] = field(default_factory=dict, init=False, repr=False)
+
+    def tiles(self, rank: int, owner: int) -> Table:
+        """The (n, 6) tiles of a rank's queries with an owner's keys."""
+        at = rank * self.world_size + owner
+        return self.table[self.starts[at] : self.starts[at + 1]]
+
+    def needs(self, rank: int, owner: int) -> Rows:
+        """The rows of an owner's K/V that a rank's queries see."""
+        if (rank, owner) not in self._needs:
+            self._needs[rank, owner] = Rows(self.tiles(rank, owner)[:, 2:4])
+        return self._needs[rank, owner]
+
+    def carried(self, owner: int) -> tuple[Rows, ...]:
+        """Entry t: rows of an owner that its t-th next neighbour, or one further on, needs; all at 0, none at world_size."""
+        if owner not in self._carried:
+            carried = [Rows.span(0, 0)]
+            for hop in range(self.world_size - 1, 0, -1):
+                carried.append(self.needs((owner + hop) % self.world_size, owner) | carried[-1])
+            carried.append(Rows.span(0, self.lengths[owner]))
+            self._carried[owner] = tuple(reversed(carried))
+        return self._carried[owner]
+
+    def pairs(self) -> np.ndarray:
+        """Live pairs of each (rank, owner): (world_size, world_size) int64."""
+        total = np.concatenate([[0], np.cumsum(count_pairs(*self.table.T))])[self.starts]
+        return np.diff(total).reshape(self.world_size, self.world_size)
+
+
+def make_plan(layout: Layout, mask: Mask) -> Plan:
+    """The plan of a layout and a mask. Raises ValueError if the mask does not fit the layout's sequence."""
+    return _plan(layout.spans, layout.spans, mask, layout.seq_len)
+
+
+def make_local_plan(queries: Spans, keys: Spans, mask: Mask, seq_len: int) -> tuple[Tiles, np.ndarray | None, np.ndarray | None]:
+    """Tiles of one device's queries with its keys, and the order in which they count the rows of each (None: as they come)."""
+    plan = _plan((queries,), (keys,), mask, seq_len)
+    q_rows, k_rows = (sum(span.length for span in spans) for spans in (queries, keys))
+    return Tiles(plan.table, q_rows, k_rows), *plan.order
+
+
+def _plan(query_shards: Sequence[Spans], key_shards: Sequence[Spans], mask: Mask, seq_len: int) -> Plan:
+    regions = mask.regions(seq_len)
+    stride = common_stride(*query_shards, *key_shards, at_least=region_stride(regions))
+    fine_queries = [refine(spans, stride) for spans in query_shards]
+    same = query_shards is key_shards
+    fine_keys = fine_queries if same else [refine(spans, stride) for spans in key_shards]
+    queries, rank_of = span_table([spans for spans, _ in fine_queries])
+    keys, owner_of = span_table([spans for spans, _ in fine_keys])
+    tiles, q_of, k_of = fold(queries, keys, regions, stride)
+    pair = rank_of[q_of] * len(key_shards) + owner_of[k_of]
+    by_pair = np.lexsort((tiles[:, 2], tiles[:, 0], pair))
+    starts = np.searchsorted(pair[by_pair], np.arange(len(query_shards) * len(key_shards) + 1))
+    order = [rows for _, rows in fine_queries] + ([] if same else [rows for _, rows in fine_keys])
+    lengths = tuple(sum(span.length for span in spans) for spans in key_shards)
+    return Plan(len(key_shards), lengths, tuple(order), tiles[by_pair], starts)
+
+
+def move_keys(tiles: Table, rows: Rows, base: int) -> Table:
+    """Tiles over an owner's rows as tiles over a buffer that holds `rows` of it one after the other from row `base` on."""
+    if not len(tiles):
+        return tiles
+    shift = base + rows.rank_of(tiles[:, 2]) - tiles[:, 2]
+    out = tiles.copy()
+    out[:, 2:4] += shift[:, None]
+    out[:, 4:6] -= shift[:, None]
+    return out
+
+
+def is_full(tiles: Table) -> np.ndarray:
+    """Which tiles are wholly live."""
+    return (tiles[:, 4] <= tiles[:, 0] - tiles[:, 3] + 1) & (tiles[:, 5] >= tiles[:, 1] - 1 - tiles[:, 2])
+
+
+def merge_full(tiles: Table) -> Table:
+    """Join wholly live neighbours, first along the keys and then along the queries: fewer rows, the same pairs."""
+    full = is_full(tiles)
+    boxes = tiles[full, :4]
+    for axis in (2, 0):
+        boxes = _join(boxes, axis)
+    q_begin, q_end, k_begin, k_end = boxes.T
+    joined = np.stack([q_begin, q_end, k_begin, k_end, q_begin - k_end + 1, q_end - 1 - k_begin], axis=1)
+    return np.concatenate([tiles[~full], joined])
+
+
+def _join(boxes: Table, axis: int) -> Table:
+    """Join boxes (q_begin, q_end, k_begin, k_end) that touch along one axis (0 queries, 2 keys) and agree along the other."""
+    if len(boxes) < 2:
+        return boxes
+    other = 2 - axis
+    boxes = boxes[np.lexsort((boxes[:, axis], boxes[:, other + 1], boxes[:, other]))]
+    apart = (boxes[1:, axis] != boxes[:-1, axis + 1]) | (boxes[1:, other : other + 2] != boxes[:-1, other : other + 2]).any(axis=1)
+    first = np.flatnonzero(np.concatenate([[True], apart]))
+    last = np.append(first[1:], len(boxes)) - 1
+    out = boxes[first].copy()
+    out[:, axis + 1] = boxes[last, axis + 1]
+    return out
+
+
+def spans_of(positions: torch.Tensor) -> Spans:
+    """Positions, in any order, as spans of one stride: the commonest step between neighbours."""
+    from .layout import Span
+
+    p = positions.detach().cpu().numpy().astype(np.int64)
+    if not len(p):
+        return ()
+    steps = np.diff(p)
+    ahead = steps[steps > 0]
+    stride = int(np.bincount(ahead).argmax()) if len(ahead) and ahead.max() < 1 << 20 else 1
+    edges = np.concatenate([[0], np.flatnonzero(steps != stride) + 1, [len(p)]])
+    return tuple(Span(int(p[a]), int(b - a), stride if b - a > 1 else 1) for a, b in pairwise(edges))

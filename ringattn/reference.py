@@ -1,0 +1,47 @@
+"""Dense attention in any dtype with any mask: the oracle, and what the naive user would write.
+
+Shapes: b batch, s tokens, h query heads, hk key/value heads, d head dim, d_v value head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .mask import Mask, causal
+from .partial import Stats
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    softmax_scale: float | None = None,
+    return_stats: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, Stats]:
+    """softmax(softmax_scale * q k^T) v over the live pairs of one whole sequence, materialising (b, h, s, s) scores.
+
+    Args:
+        q: (b, s, h, d); k: (b, s, hk, d); v: (b, s, hk, d_v), with h % hk == 0, of one dtype.
+        mask: causal by default, like `ring_attention`.
+        softmax_scale: 1/sqrt(d) by default.
+        return_stats: also return `Stats` (b, h, s) in the inputs' dtype (fp32 for bf16 and fp16).
+
+    Scores, weights and products are rounded to the inputs' dtype wherever PyTorch would round them; the softmax itself runs in fp32 or
+    wider. Rows with nothing live are 0. Returns (b, s, h, d_v). Differentiable.
+    """
+    groups = q.shape[2] // k.shape[2]
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    live = (causal() if mask is None else mask).dense(q.shape[1]).to(q.device)
+    keys = k.repeat_interleave(groups, dim=2)
+    values = v.repeat_interleave(groups, dim=2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * scale
+    scores = scores.masked_fill(~live, float("-inf")).to(torch.promote_types(q.dtype, torch.float32))
+    row_max = scores.amax(-1, keepdim=True).detach() if scores.shape[-1] else scores.new_empty(*scores.shape[:-1], 1)
+    # a row with nothing live has row_max = -inf: avoid inf - inf
+    weights = (scores - row_max.masked_fill(row_max == float("-inf"), 0)).exp()
+    row_sum = weights.sum(-1, keepdim=True)
+    weights = (weights / row_sum.masked_fill(row_sum == 0, 1)).to(q.dtype)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, values)
+    return (out, Stats(row_max[..., 0], row_sum[..., 0])) if return_stats else out

@@ -1,0 +1,223 @@
+"""Regions: a mask as disjoint bands in rectangles of global positions, and their algebra.
+
+A table is an int64 array of shape (n, 7), one region a row: `q_start, q_stop, k_start, k_stop, lo, hi, stride`.
+The pair (q, k) is live in it where
+
+    q_start <= q < q_stop,   k_start <= k < k_stop,   lo <= q - k <= hi,
+    q = q_start (mod stride),   k = k_start (mod stride).
+
+`stride` is 1 but for dilated masks. The regions of one table are pairwise disjoint, so live pairs can be counted by
+adding up, and every pair is computed once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from math import lcm
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table: TypeAlias = NDArray[np.int64]
+
+FIELDS = 7
+_PAIRS_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class Region:
+    """One row of a table: live where `lo <= q - k <= hi` in the rectangle, on every `stride`-th position."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    lo: int
+    hi: int
+    stride: int = 1
+
+
+def table(regions: list[Region]) -> Table:
+    """The regions as rows of an (n, 7) int64 array."""
+    return np.array([astuple(region) for region in regions], dtype=np.int64).reshape(-1, FIELDS)
+
+
+def tighten(regions: Table) -> Table:
+    """Shrink each rectangle to the bounding box of its live pairs, clamp its band to the box, drop the empty ones."""
+    q_start, q_stop, k_start, k_stop, lo, hi, stride = regions.T
+    # counts of positions in units of the stride, and the band between their indices
+    n_q = -((q_start - q_stop) // stride)
+    n_k = -((k_start - k_stop) // stride)
+    offset = q_start - k_start
+    low = -((offset - lo) // stride)
+    high = (hi - offset) // stride
+    q_first, q_end, k_first, k_end, low, high, live = trim(0 * n_q, n_q, 0 * n_k, n_k, low, high)
+    out = np.stack(
+        [
+            q_start + stride * q_first,
+            q_start + stride * (q_end - 1) + 1,
+            k_start + stride * k_first,
+            k_start + stride * (k_end - 1) + 1,
+            offset + stride * low,
+            offset + stride * high,
+            stride,
+        ],
+        axis=1,
+    )
+    return out[live]
+
+
+def trim(q_begin: Table, q_end: Table, k_begin: Table, k_end: Table, lo: Table, hi: Table) -> tuple[Table, ...]:
+    """Bounding box of the pairs (i, j) of a box with `lo <= i - j <= hi`, elementwise, and which are not empty.
+
+    Returns (q_begin, q_end, k_begin, k_end, lo, hi, live); the band is clamped to the differences the box can have.
+    """
+    q0 = np.maximum(q_begin, k_begin + lo)
+    q1 = np.minimum(q_end, k_end + hi)
+    k0 = np.maximum(k_begin, q_begin - hi)
+    k1 = np.minimum(k_end, q_end - lo)
+    low = np.maximum(lo, q0 - (k1 - 1))
+    high = np.minimum(hi, (q1 - 1) - k0)
+    live = (q0 < q1) & (k0 < k1) & (low <= high) & (q_begin < q_end) & (k_begin < k_end)
+    return q0, q1, k0, k1, low, high, live
+
+
+def clip(regions: Table, seq_len: int) -> Table:
+    """The regions inside a sequence of `seq_len` positions."""
+    out = regions.copy()
+    out[:, [1, 3]] = np.minimum(out[:, [1, 3]], seq_len)
+    return tighten(out)
+
+
+def common_stride(*tables: Table) -> int:
+    """The least stride of which the strides of all the tables' regions are divisors."""
+    return lcm(1, *(int(s) for t in tables for s in np.unique(t[:, 6])))
+
+
+def intersect(a: Table, b: Table) -> Table:
+    """The pairs that are live in both tables."""
+    stride = common_stride(a, b)
+    a, b = _lift(a, stride), _lift(b, stride)
+    pieces = []
+    step = max(1, _PAIRS_AT_ONCE // max(1, len(b)))
+    for first in range(0, len(a), step):
+        part = a[first : first + step]
+        i, j = np.nonzero(_overlap(part[:, None], b[None]))
+        pieces.append(_meet(part[i], b[j]))
+    return tighten(np.concatenate(pieces)) if pieces else a
+
+
+def subtract(a: Table, b: Table) -> Table:
+    """The pairs that are live in `a` and not in `b`, as disjoint regions."""
+    stride = common_stride(a, b)
+    rest, b = _lift(a, stride), _lift(b, stride)
+    for region in b:
+        hit = _overlap(rest, region)
+        if hit.any():
+            rest = np.concatenate([rest[~hit], _without(rest[hit], region)])
+    return rest
+
+
+def union(a: Table, b: Table) -> Table:
+    """The pairs that are live in either table, as disjoint regions."""
+    if len(a) < len(b):
+        a, b = b, a
+    return np.concatenate([subtract(a, b), b])
+
+
+def count(regions: Table) -> NDArray[np.int64]:
+    """Live pairs of each region."""
+    q_start, q_stop, k_start, k_stop, lo, hi, stride = regions.T
+    n_q = -((q_start - q_stop) // stride)
+    n_k = -((k_start - k_stop) // stride)
+    offset = q_start - k_start
+    zero = np.zeros_like(n_q)
+    return count_pairs(zero, n_q, zero, n_k, -((offset - lo) // stride), (hi - offset) // stride)
+
+
+def count_pairs(q_begin: Table, q_end: Table, k_begin: Table, k_end: Table, lo: Table, hi: Table) -> Table:
+    """How many (i, j) of each box have `lo <= i - j <= hi`, in closed form."""
+
+    def at_least(low: Table) -> Table:
+        # sum over i of clip(i - low + 1 - k_begin, 0, k_end - k_begin): the keys j <= i - low
+        first = k_begin + low - 1
+        width = np.maximum(k_end - k_begin, 0)
+        return _ramp(q_end - first) - _ramp(q_begin - first) - _ramp(q_end - first - width) + _ramp(q_begin - first - width)
+
+    pairs = at_least(lo) - at_least(hi + 1)
+    return np.where((q_begin < q_end) & (k_begin < k_end) & (lo <= hi), pairs, 0)
+
+
+def _ramp(n: Table) -> Table:
+    """Sum of max(0, x) over x < n."""
+    n = np.maximum(n, 0)
+    return n * (n - 1) // 2
+
+
+def _lift(regions: Table, stride: int) -> Table:
+    """The same pairs as regions of one stride, a multiple of each region's own."""
+    pieces = []
+    for own in np.unique(regions[:, 6]):
+        part = regions[regions[:, 6] == own]
+        steps = own * np.arange(stride // own)
+        q_shift, k_shift = (x.ravel() for x in np.meshgrid(steps, steps, indexing="ij"))
+        out = np.repeat(part, len(q_shift), axis=0)
+        out[:, 0] += np.tile(q_shift, len(part))
+        out[:, 2] += np.tile(k_shift, len(part))
+        out[:, 6] = stride
+        pieces.append(tighten(out) if stride != own else out)
+    return np.concatenate(pieces) if pieces else regions
+
+
+def _overlap(a: Table, b: Table) -> NDArray[np.bool_]:
+    """Whether regions of one stride may share a pair (their boxes, bands and residues meet), broadcast."""
+    stride = b[..., 6]
+    return (
+        (a[..., 0] < b[..., 1])
+        & (b[..., 0] < a[..., 1])
+        & (a[..., 2] < b[..., 3])
+        & (b[..., 2] < a[..., 3])
+        & (a[..., 4] <= b[..., 5])
+        & (b[..., 4] <= a[..., 5])
+        & ((a[..., 0] - b[..., 0]) % stride == 0)
+        & ((a[..., 2] - b[..., 2]) % stride == 0)
+    )
+
+
+def _meet(a: Table, b: Table) -> Table:
+    """Intersection, row by row, of regions of one stride and residue."""
+    starts = np.maximum(a, b)
+    stops = np.minimum(a, b)
+    return np.stack([starts[:, 0], stops[:, 1], starts[:, 2], stops[:, 3], starts[:, 4], stops[:, 5], a[:, 6]], axis=1)
+
+
+def _without(a: Table, region: Table) -> Table:
+    """`a` less one region: the rows below and above it, the columns left and right of it, the band under and over it."""
+    common = _meet(a, np.broadcast_to(region, a.shape))
+
+    def cut(base: Table, field: int, value: Table | np.int64) -> Table:
+        out = base.copy()
+        out[:, field] = value
+        return out
+
+    def realigned(base: Table, field: int, value: Table) -> Table:
+        # the first position >= value of the region's residue
+        return cut(base, field, value + (base[:, field] - value) % base[:, 6])
+
+    inner = a.copy()
+    inner[:, :2] = common[:, :2]
+    core = inner.copy()
+    core[:, :4] = common[:, :4]
+    return tighten(
+        np.concatenate(
+            [
+                cut(a, 1, common[:, 0]),
+                realigned(a, 0, common[:, 1]),
+                cut(inner, 3, common[:, 2]),
+                realigned(inner, 2, common[:, 3]),
+                cut(core, 5, common[:, 4] - 1),
+                cut(core, 4, common[:, 5] + 1),
+            ]
+        )
+    )

@@ -1,0 +1,12 @@
+"""What happens to a score between q k^T and the softmax: today, the scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Score:
+    """score = softmax_scale * (q . k)."""
+
+    softmax_scale: float

@@ -1,0 +1,72 @@
+"""The transport's interface."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Peer(NamedTuple):
+    """A tensor to send to, or to receive from, a rank of the group."""
+
+    rank: int
+    tensor: torch.Tensor
+
+
+class Handle(ABC):
+    """A transfer under way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return once the tensors may be used: on a GPU the current stream waits, not the host."""
+
+
+class Transport(ABC):
+    """A group of ranks that can exchange tensors. Ranks are those of the group, 0 to size - 1."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
+        """Start sending and receiving contiguous tensors, all at once; the tensors must be left alone until the handle's `wait`.
+
+        Between two ranks, receives match sends in order, and sizes agree: both sides know them beforehand.
+        """
+
+    @abstractmethod
+    def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
+        """Every rank's record, all of one length, over a channel of the hosts that waits for no device.
+
+        Blocks until all ranks have called; with `patience`, for at most so many seconds, and then returns None.
+        """
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise ValueError if the transport cannot move tensors of this device."""
+
+    def connect(self, device: torch.device) -> None:
+        """Set up what the first exchange of tensors of this device needs; all ranks call it together."""
+
+
+class Done(Handle):
+    """A transfer of nothing."""
+
+    def wait(self) -> None:
+        pass
+
+
+class Alone(Transport):
+    """A world of one rank: there is nobody to exchange anything with."""
+
+    rank = 0
+    size = 1
+
+    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
+        assert not sends and not receives
+        return Done()
+
+    def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
+        return [record]

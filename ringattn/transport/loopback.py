@@ -1,0 +1,90 @@
+"""Threads as ranks in one process, for tests: the same code paths without processes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from .base import Handle, Peer, Transport
+
+T = TypeVar("T")
+
+_TIMEOUT = 120.0
+
+
+class _Mailboxes:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._boxes: dict[tuple[int, int, str], queue.Queue] = defaultdict(queue.Queue)
+
+    def box(self, src: int, dst: int, kind: str) -> queue.Queue:
+        with self._lock:
+            return self._boxes[src, dst, kind]
+
+
+class _Pending(Handle):
+    def __init__(self, waiting: list[tuple[queue.Queue, torch.Tensor]]) -> None:
+        self._waiting = waiting
+
+    def wait(self) -> None:
+        for box, target in self._waiting:
+            source = box.get(timeout=_TIMEOUT)
+            assert source.shape == target.shape and source.dtype == target.dtype, (source.shape, target.shape)
+            target.copy_(source)
+        self._waiting = []
+
+
+class LoopbackTransport(Transport):
+    """One rank of a world of threads; `bytes_sent` counts what it has sent."""
+
+    def __init__(self, rank: int, size: int, mailboxes: _Mailboxes) -> None:
+        self.rank = rank
+        self.size = size
+        self.bytes_sent = 0
+        self._mailboxes = mailboxes
+
+    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
+        for dst, tensor in sends:
+            assert tensor.is_contiguous()
+            self.bytes_sent += tensor.numel() * tensor.element_size()
+            self._mailboxes.box(self.rank, dst, "data").put(tensor.clone())
+        return _Pending([(self._mailboxes.box(src, self.rank, "data"), tensor) for src, tensor in receives])
+
+    def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
+        for dst in range(self.size):
+            self._mailboxes.box(self.rank, dst, "control").put(record)
+        try:
+            return [self._mailboxes.box(src, self.rank, "control").get(timeout=patience or _TIMEOUT) for src in range(self.size)]
+        except queue.Empty:
+            if patience is None:
+                raise
+            return None
+
+
+def run_ranks(size: int, work: Callable[[LoopbackTransport], T]) -> list[T]:
+    """Run `work(transport)` as `size` ranks, each in a thread; their results in rank order. The first error of a rank is raised."""
+    mailboxes = _Mailboxes()
+    results: list = [None] * size
+    errors: list[BaseException | None] = [None] * size
+
+    def start(rank: int) -> None:
+        try:
+            results[rank] = work(LoopbackTransport(rank, size, mailboxes))
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=start, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first = next((error for error in errors if error is not None and not isinstance(error, queue.Empty)), None)
+    first = first or next((error for error in errors if error is not None), None)
+    if first is not None:
+        raise first
+    return results

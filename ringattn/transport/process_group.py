@@ -1,0 +1,72 @@
+"""Transport over a torch.distributed process group: NCCL on GPUs, gloo on CPUs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from .base import Handle, Peer, Transport
+
+
+class _Works(Handle):
+    def __init__(self, works: list[dist.Work], tensors: list[torch.Tensor]) -> None:
+        self._works = works
+        self._tensors = tensors  # alive until the transfer is done
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._tensors.clear()
+
+
+class ProcessGroupTransport(Transport):
+    """Point-to-point transfers in one batch an exchange; group ranks are translated to global ones."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._group = group
+        self._global_ranks = dist.get_process_group_ranks(group)
+        # such as {"cpu": "gloo", "cuda": "nccl"}
+        self._backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
+        self._control: dist.ProcessGroup | None = group if self._backends.get("cpu") == "gloo" else None
+        self._connected: set[str] = set()
+
+    def check_device(self, device: torch.device) -> None:
+        backend = self._backends.get(device.type)
+        if backend is None or (device.type == "cuda" and backend == "gloo"):
+            wanted = "nccl" if device.type == "cuda" else "gloo"
+            has = ",".join(sorted(set(self._backends.values())))
+            raise ValueError(f"q is on {device.type}, but the group's backend is {has}: tensors on {device.type} need a {wanted} group")
+
+    def connect(self, device: torch.device) -> None:
+        if device.type not in self._connected and self._backends[device.type] == "nccl":
+            # NCCL sets up a communicator in the first call on a group, in which all ranks must take part; in an exchange some may idle
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+        self._connected.add(device.type)
+
+    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
+        ops = [dist.P2POp(dist.isend, x, self._global_ranks[rank], self._group) for rank, x in sends if x.numel()]
+        ops += [dist.P2POp(dist.irecv, x, self._global_ranks[rank], self._group) for rank, x in receives if x.numel()]
+        tensors = [peer.tensor for peer in (*sends, *receives)]
+        return _Works(dist.batch_isend_irecv(ops) if ops else [], tensors)
+
+    def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
+        if self._control is None:
+            # only the group's own ranks take part, so that other groups of the job need not know
+            self._control = dist.new_group(self._global_ranks, backend="gloo", use_local_synchronization=True)
+        mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        work = dist.all_gather(everyone, mine, group=self._control, async_op=True)
+        assert work is not None
+        if patience is not None:
+            deadline = time.monotonic() + patience
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(0.002)
+        work.wait()
+        return [bytes(x.numpy()) for x in everyone]
