@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .bands import load_rows
-from .config import Launch, architecture, launch_for, padded, precision
+from .config import Launch, architecture, descriptor, launch_for, padded, precision
 from .forward import LOG2_E
 from .gradients import dkdv_kernel, dq_kernel
 from .table import BlockTable, TileTable
@@ -63,20 +63,26 @@ def backward(
     query_blocks = table.query_blocks(query_launch.block, query_launch.step, q.device)
     if b * h * query_blocks.touched == 0:
         return
-    pivot, weight = pivots(row_max, row_sum)
+    pivot, weight = pivots(row_max, row_sum, weighted=q.dtype == torch.float32)
     common = (q, k, v, dout, pivot, weight, delta, table)
-    arguments = dkdv_arguments(*common, key_blocks, softmax_scale, dk, dv, key_launch)
+    arguments = dkdv_arguments(*common, key_blocks, softmax_scale, dk, dv, key_launch, arch)
     dkdv_kernel[(b * hk * key_blocks.touched,)](**arguments)
-    arguments = dq_arguments(*common, query_blocks, softmax_scale, dq, query_launch)
+    arguments = dq_arguments(*common, query_blocks, softmax_scale, dq, query_launch, arch)
     dq_kernel[(b * h * query_blocks.touched,)](**arguments)
 
 
-def pivots(row_max: torch.Tensor, row_sum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(pivot, weight), shaped as the statistics, with P = exp2(scores * scale - pivot) * weight; weight 0 and pivot inf for an empty row."""
-    assert row_max.is_contiguous() and row_sum.is_contiguous()
-    pivot, weight = torch.empty_like(row_max), torch.empty_like(row_sum)
-    block = 1024
-    pivot_kernel[(triton.cdiv(row_max.numel(), block),)](row_max, row_sum, pivot, weight, row_max.numel(), BLOCK=block)
+def pivots(row_max: torch.Tensor, row_sum: torch.Tensor, weighted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(pivot, weight), shaped as the statistics, with P = exp2(scores * scale - pivot) * weight; an empty row has pivot inf.
+
+    Not weighted: log2(row_sum) goes into the pivot and the weight is None, which saves a multiplication for each pair and costs half an ulp of the
+    pivot. That is below the rounding of P to 16 bits unless logits exceed 1e4.
+    """
+    assert row_max.is_contiguous()
+    assert row_sum.is_contiguous()
+    pivot = torch.empty_like(row_max)
+    weight = torch.empty_like(row_sum) if weighted else None
+    count, block = row_max.numel(), 1024
+    pivot_kernel[(triton.cdiv(count, block),)](row_max, row_sum, pivot, weight, count, BLOCK=block)
     return pivot, weight
 
 
@@ -117,16 +123,19 @@ def _shared_arguments(q, k, v, dout, pivot, weight, delta, table: TileTable, blo
         V_DIM=v_dim,
         BLOCK_D=padded(d),
         BLOCK_DV=padded(v_dim),
+        WEIGHTED=weight is not None,
         PRECISION=precision(q.dtype),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
 
 
-def dkdv_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, dk, dv, launch: Launch) -> dict:
+def dkdv_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, dk, dv, launch: Launch, arch: str) -> dict:
     """Keyword arguments of one launch of `dkdv_kernel`."""
     assert dk.dtype == dv.dtype == torch.float32 and dk.shape == k.shape and dv.shape == v.shape and dk.stride(3) == dv.stride(3) == 1
     return _shared_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, launch) | dict(
+        q_desc=descriptor(q, launch.step, arch),
+        dout_desc=descriptor(dout, launch.step, arch),
         dk_ptr=dk,
         dv_ptr=dv,
         stride_dkb=dk.stride(0),
@@ -142,10 +151,12 @@ def dkdv_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_s
     )
 
 
-def dq_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, dq, launch: Launch) -> dict:
+def dq_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, dq, launch: Launch, arch: str) -> dict:
     """Keyword arguments of one launch of `dq_kernel`."""
     assert dq.dtype == torch.float32 and dq.shape == q.shape and dq.stride(3) == 1
     return _shared_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, launch) | dict(
+        k_desc=descriptor(k, launch.step, arch),
+        v_desc=descriptor(v, launch.step, arch),
         dq_ptr=dq,
         stride_dqb=dq.stride(0),
         stride_dqs=dq.stride(1),
@@ -177,13 +188,16 @@ def delta_kernel(
 
 @triton.jit
 def pivot_kernel(row_max_ptr, row_sum_ptr, pivot_ptr, weight_ptr, count, BLOCK: tl.constexpr):
-    """(pivot, weight) of the statistics; see `pivots`. Not log(row_sum) folded into one exponent: that loses bits where row_max is large."""
+    """(pivot, weight) of the statistics; see `pivots`."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < count
     row_max = tl.load(row_max_ptr + offsets, mask=mask, other=0.0)
     row_sum = tl.load(row_sum_ptr + offsets, mask=mask, other=0.0)
     pivot, rest = to_base2(row_max)
     empty = row_sum == 0
-    weight = tl.where(empty, 0.0, tl.math.exp2(-rest) / row_sum)
+    if weight_ptr is None:
+        pivot += rest + tl.math.log2(tl.where(empty, 1.0, row_sum))
+    else:
+        weight = tl.where(empty, 0.0, tl.math.exp2(-rest) / row_sum)
+        tl.store(weight_ptr + offsets, weight, mask=mask)
     tl.store(pivot_ptr + offsets, tl.where(empty, float("inf"), pivot), mask=mask)
-    tl.store(weight_ptr + offsets, weight, mask=mask)

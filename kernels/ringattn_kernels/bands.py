@@ -23,6 +23,18 @@ def load_rows(ptr, start, stride, end, ROWS: tl.constexpr, DIM: tl.constexpr, BL
 
 
 @triton.jit
+def load_block(
+    desc, ptr, batch, head, start, stride, end,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """`load_rows`, through the copy engine where there is a descriptor (b, rows, heads, DIM) and no row to leave out."""
+    if MASKED or desc is None:
+        return load_rows(ptr, start, stride, end, ROWS, DIM, BLOCK_DIM, MASKED)
+    else:
+        return desc.load([batch, start, head, 0]).reshape([ROWS, BLOCK_DIM])
+
+
+@triton.jit
 def load_segment(segments_ptr, segment):
     """(begin, full_begin, full_end, end, lo, hi, row_begin, row_end): see `table.BlockTable`."""
     ptr = segments_ptr + tl.cast(segment, tl.int64) * 8

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @dataclass(frozen=True)
@@ -76,3 +77,13 @@ def padded(head_dim: int) -> int:
 def precision(dtype: torch.dtype) -> str:
     """fp32 inputs are multiplied as fp32, never as tf32."""
     return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def descriptor(x: torch.Tensor, rows: int, arch: str) -> TensorDescriptor | None:
+    """For the copy engine (TMA) to load blocks of `rows` rows of one head of x (b, s, h, d); None where it cannot."""
+    b, s, h, d = x.shape
+    has_engine = arch.startswith("sm_") and int(arch[3:]) >= 90
+    aligned = x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
+    if not has_engine or not aligned or d != padded(d) or x.dtype == torch.float32:
+        return None
+    return TensorDescriptor(x, [b, s, h, d], list(x.stride()), [1, rows, 1, d])

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .bands import edge_count, edge_start, live_columns, load_rows, load_segment
-from .config import Launch, architecture, launch_for, padded, precision
+from .bands import edge_count, edge_start, live_columns, load_block, load_rows, load_segment
+from .config import Launch, architecture, descriptor, launch_for, padded, precision
 from .table import TileTable
 from .units import to_base2, to_natural
 
@@ -40,7 +40,8 @@ def forward(
     no live pair so far is (0, -inf, 0).
     """
     b, sq, h, _ = q.shape
-    launch = launch_for("forward", architecture(q.device), max(q.shape[3], v.shape[3]), q.dtype)
+    arch = architecture(q.device)
+    launch = launch_for("forward", arch, max(q.shape[3], v.shape[3]), q.dtype)
     blocks = table.query_blocks(launch.block, launch.step, q.device)
     # a block without a segment still has something to write, unless its state stays as it is
     count = blocks.touched if state is not None and not final else len(blocks)
@@ -54,12 +55,12 @@ def forward(
         if final:
             out = torch.empty(out.shape, device=q.device, dtype=q.dtype)
     if b * h * count > 0:
-        arguments = forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, final, launch)
+        arguments = forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, final, launch, arch)
         forward_kernel[(b * h * count,)](**arguments)
     return out, row_max, row_sum
 
 
-def forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, final, launch: Launch) -> dict:
+def forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, final, launch: Launch, arch: str) -> dict:
     """Keyword arguments of one launch of `forward_kernel`."""
     _, sq, h, d = q.shape
     hk, dv = v.shape[2:]
@@ -69,6 +70,8 @@ def forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, soft
         q_ptr=q,
         k_ptr=k,
         v_ptr=v,
+        k_desc=descriptor(k, launch.step, arch),
+        v_desc=descriptor(v, launch.step, arch),
         out_ptr=out,
         state_ptr=out if state is None else state[0],
         row_max_ptr=row_max,
@@ -107,13 +110,13 @@ def forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, soft
 
 @triton.jit
 def attend_block(
-    acc, row_max, row_sum, q, k_ptr, v_ptr, stride_ks, stride_vs, start, end, first, last, scale,
+    acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first, last, scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax. row_max is in base-2 units: scores * scale is the exponent of 2."""
     # [BLOCK_K, BLOCK_D]
-    k = load_rows(k_ptr, start, stride_ks, end, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
+    k = load_block(k_desc, k_ptr, batch, kv_head, start, stride_ks, end, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
     # [BLOCK_Q, BLOCK_K]
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SCALE_FIRST:
@@ -136,14 +139,14 @@ def attend_block(
     row_sum = row_sum * alpha + tl.sum(p, 1)
     acc = acc * alpha[:, None]
     # [BLOCK_K, BLOCK_DV]
-    v = load_rows(v_ptr, start, stride_vs, end, BLOCK_K, V_DIM, BLOCK_DV, MASKED)
+    v = load_block(v_desc, v_ptr, batch, kv_head, start, stride_vs, end, BLOCK_K, V_DIM, BLOCK_DV, MASKED)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, new_max, row_sum
 
 
 @triton.jit(do_not_specialize=["item_count", "heads", "group", "q_rows"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, items_ptr, segments_ptr,
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, items_ptr, segments_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     item_count, heads, group, q_rows, scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -158,22 +161,23 @@ def forward_kernel(
     block_begin = tl.load(item_ptr)
     segment_begin = tl.load(item_ptr + 1)
     segment_end = tl.load(item_ptr + 2)
-    batch = (head_index // heads).to(tl.int64)
-    head = (head_index % heads).to(tl.int64)
+    batch = head_index // heads
+    head = head_index % heads
     kv_head = head // group
-    k_ptr += batch * stride_kb + kv_head * stride_kh
-    v_ptr += batch * stride_vb + kv_head * stride_vh
+    k_ptr += batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
+    v_ptr += batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
+    q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
 
     rows = block_begin + tl.arange(0, BLOCK_Q)
     row_mask = rows < q_rows
     statistics = head_index.to(tl.int64) * q_rows + rows
     # [BLOCK_Q, BLOCK_DV]: out and the state are contiguous
     columns = tl.arange(0, BLOCK_DV)
-    out_offsets = ((batch * q_rows + rows) * heads + head)[:, None] * V_DIM + columns[None, :]
+    out_offsets = ((batch.to(tl.int64) * q_rows + rows) * heads + head)[:, None] * V_DIM + columns[None, :]
     out_mask = row_mask[:, None] & (columns < V_DIM)[None, :]
 
     # [BLOCK_Q, BLOCK_D]
-    q = load_rows(q_ptr + batch * stride_qb + head * stride_qh, block_begin, stride_qs, q_rows, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    q = load_rows(q_ptr, block_begin, stride_qs, q_rows, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
     if HAS_STATE:
         row_max, rest = to_base2(tl.load(row_max_ptr + statistics, mask=row_mask, other=float("-inf")))
         row_sum = tl.load(row_sum_ptr + statistics, mask=row_mask, other=0.0) * tl.math.exp2(rest)
@@ -188,13 +192,13 @@ def forward_kernel(
         first, last = live_columns(rows, end, lo, hi, row_begin, row_end)
         for start in range(full_begin, full_end, BLOCK_K):
             acc, row_max, row_sum = attend_block(
-                acc, row_max, row_sum, q, k_ptr, v_ptr, stride_ks, stride_vs, start, end, first, last, scale,
+                acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first, last, scale,
                 HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, False, SCALE_FIRST, PRECISION,
             )  # fmt: skip
         for edge in range(edge_count(begin, full_begin, full_end, end, BLOCK_K)):
             start = edge_start(edge, begin, full_begin, full_end, BLOCK_K)
             acc, row_max, row_sum = attend_block(
-                acc, row_max, row_sum, q, k_ptr, v_ptr, stride_ks, stride_vs, start, end, first, last, scale,
+                acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first, last, scale,
                 HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, True, SCALE_FIRST, PRECISION,
             )  # fmt: skip
 

@@ -3,54 +3,57 @@
 import triton
 import triton.language as tl
 
-from .bands import edge_count, edge_start, live_columns, load_rows, load_segment
+from .bands import edge_count, edge_start, live_columns, load_block, load_rows, load_segment
 
 
 @triton.jit
 def key_step(
-    dk, dv, k, v, q_ptr, dout_ptr, pivot_ptr, weight_ptr, delta_ptr, stride_qs, stride_os, start, end, first, last, scale,
+    dk, dv, k, v, q_desc, dout_desc, q_ptr, dout_ptr, batch, head, pivot_ptr, weight_ptr, delta_ptr, statistics, stride_qs, stride_os, start, end, first, last, scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one block of queries to dk / softmax_scale and dv. Scores are held transposed, so that P^T and dS^T are left operands as they are."""
     columns = start + tl.arange(0, BLOCK_Q)
     # [BLOCK_Q]
     if MASKED:
         inside = columns < end
-        pivot = tl.load(pivot_ptr + columns, mask=inside, other=float("inf"))
-        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
-        delta = tl.load(delta_ptr + columns, mask=inside, other=0.0)
+        pivot = tl.load(pivot_ptr + statistics + columns, mask=inside, other=float("inf"))
+        delta = tl.load(delta_ptr + statistics + columns, mask=inside, other=0.0)
     else:
-        pivot = tl.load(pivot_ptr + columns)
-        weight = tl.load(weight_ptr + columns)
-        delta = tl.load(delta_ptr + columns)
+        pivot = tl.load(pivot_ptr + statistics + columns)
+        delta = tl.load(delta_ptr + statistics + columns)
     # [BLOCK_Q, BLOCK_D]
-    q = load_rows(q_ptr, start, stride_qs, end, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED)
+    q = load_block(q_desc, q_ptr, batch, head, start, stride_qs, end, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED)
     # [BLOCK_K, BLOCK_Q]
     scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     # [BLOCK_Q, BLOCK_DV]
-    dout = load_rows(dout_ptr, start, stride_os, end, BLOCK_Q, V_DIM, BLOCK_DV, MASKED)
+    dout = load_block(dout_desc, dout_ptr, batch, head, start, stride_os, end, BLOCK_Q, V_DIM, BLOCK_DV, MASKED)
     # [BLOCK_K, BLOCK_Q]
-    dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+    dp = tl.dot(v, tl.trans(dout), tl.broadcast_to(-delta[None, :], scores.shape), input_precision=PRECISION)
     p = tl.math.exp2(scores * scale - pivot[None, :])
     if MASKED:
         live = (columns[None, :] >= first[:, None]) & (columns[None, :] <= last[:, None])
         p = tl.where(live, p, 0.0)
-    p = p * weight[None, :]
+    if WEIGHTED:
+        if MASKED:
+            weight = tl.load(weight_ptr + statistics + columns, mask=inside, other=0.0)
+        else:
+            weight = tl.load(weight_ptr + statistics + columns)
+        p = p * weight[None, :]
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-    ds = p * (dp - delta[None, :])
+    ds = p * dp
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["item_count", "kv_heads", "group", "q_rows", "k_rows"])
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, pivot_ptr, weight_ptr, delta_ptr, dk_ptr, dv_ptr, items_ptr, segments_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, q_desc, dout_desc, pivot_ptr, weight_ptr, delta_ptr, dk_ptr, dv_ptr, items_ptr, segments_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     item_count, kv_heads, group, q_rows, k_rows, scale, softmax_scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of key rows of one key/value head, over all query heads of its group."""
     program = tl.program_id(0)
@@ -59,62 +62,66 @@ def dkdv_kernel(
     block_begin = tl.load(item_ptr)
     segment_begin = tl.load(item_ptr + 1)
     segment_end = tl.load(item_ptr + 2)
-    batch = (head_index // kv_heads).to(tl.int64)
-    kv_head = (head_index % kv_heads).to(tl.int64)
+    batch = head_index // kv_heads
+    kv_head = head_index % kv_heads
+    k_ptr += batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
+    v_ptr += batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
+    dk_ptr += batch.to(tl.int64) * stride_dkb + kv_head.to(tl.int64) * stride_dkh
+    dv_ptr += batch.to(tl.int64) * stride_dvb + kv_head.to(tl.int64) * stride_dvh
 
     rows = block_begin + tl.arange(0, BLOCK_K)
     row_mask = rows < k_rows
     # [BLOCK_K, BLOCK_D] and [BLOCK_K, BLOCK_DV]
-    k = load_rows(k_ptr + batch * stride_kb + kv_head * stride_kh, block_begin, stride_ks, k_rows, BLOCK_K, HEAD_DIM, BLOCK_D, True)
-    v = load_rows(v_ptr + batch * stride_vb + kv_head * stride_vh, block_begin, stride_vs, k_rows, BLOCK_K, V_DIM, BLOCK_DV, True)
+    k = load_rows(k_ptr, block_begin, stride_ks, k_rows, BLOCK_K, HEAD_DIM, BLOCK_D, True)
+    v = load_rows(v_ptr, block_begin, stride_vs, k_rows, BLOCK_K, V_DIM, BLOCK_DV, True)
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
 
     for member in range(group):
         head = kv_head * group + member
-        statistics = (batch * kv_heads * group + head) * q_rows
-        q_head = q_ptr + batch * stride_qb + head * stride_qh
-        dout_head = dout_ptr + batch * stride_ob + head * stride_oh
+        statistics = (batch * kv_heads * group + head).to(tl.int64) * q_rows
+        q_head = q_ptr + (batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh)
+        dout_head = dout_ptr + (batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh)
         for segment in range(segment_begin, segment_end):
             begin, full_begin, full_end, end, lo, hi, row_begin, row_end = load_segment(segments_ptr, segment)
             first, last = live_columns(rows, end, lo, hi, row_begin, row_end)
             for start in range(full_begin, full_end, BLOCK_Q):
                 dk, dv = key_step(
-                    dk, dv, k, v, q_head, dout_head, pivot_ptr + statistics, weight_ptr + statistics, delta_ptr + statistics,
+                    dk, dv, k, v, q_desc, dout_desc, q_head, dout_head, batch, head, pivot_ptr, weight_ptr, delta_ptr, statistics,
                     stride_qs, stride_os, start, end, first, last, scale,
-                    HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_Q, False, PRECISION,
+                    HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_Q, False, WEIGHTED, PRECISION,
                 )  # fmt: skip
             for edge in range(edge_count(begin, full_begin, full_end, end, BLOCK_Q)):
                 start = edge_start(edge, begin, full_begin, full_end, BLOCK_Q)
                 dk, dv = key_step(
-                    dk, dv, k, v, q_head, dout_head, pivot_ptr + statistics, weight_ptr + statistics, delta_ptr + statistics,
+                    dk, dv, k, v, q_desc, dout_desc, q_head, dout_head, batch, head, pivot_ptr, weight_ptr, delta_ptr, statistics,
                     stride_qs, stride_os, start, end, first, last, scale,
-                    HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_Q, True, PRECISION,
+                    HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_Q, True, WEIGHTED, PRECISION,
                 )  # fmt: skip
 
     d_columns = tl.arange(0, BLOCK_D)[None, :]
-    dk_ptrs = dk_ptr + batch * stride_dkb + kv_head * stride_dkh + (rows.to(tl.int64)[:, None] * stride_dks + d_columns)
+    dk_ptrs = dk_ptr + (rows.to(tl.int64)[:, None] * stride_dks + d_columns)
     mask = row_mask[:, None] & (d_columns < HEAD_DIM)
     tl.store(dk_ptrs, tl.load(dk_ptrs, mask=mask) + dk * softmax_scale, mask=mask)
     v_columns = tl.arange(0, BLOCK_DV)[None, :]
-    dv_ptrs = dv_ptr + batch * stride_dvb + kv_head * stride_dvh + (rows.to(tl.int64)[:, None] * stride_dvs + v_columns)
+    dv_ptrs = dv_ptr + (rows.to(tl.int64)[:, None] * stride_dvs + v_columns)
     mask = row_mask[:, None] & (v_columns < V_DIM)
     tl.store(dv_ptrs, tl.load(dv_ptrs, mask=mask) + dv, mask=mask)
 
 
 @triton.jit
 def query_step(
-    dq, q, dout, pivot, weight, weighted_delta, k_ptr, v_ptr, stride_ks, stride_vs, start, end, first, last, scale,
+    dq, q, dout, pivot, weight, delta, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first, last, scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one block of keys to dq / softmax_scale."""
     # [BLOCK_K, BLOCK_D]
-    k = load_rows(k_ptr, start, stride_ks, end, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
+    k = load_block(k_desc, k_ptr, batch, kv_head, start, stride_ks, end, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
     # [BLOCK_Q, BLOCK_K]
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     # [BLOCK_K, BLOCK_DV]
-    v = load_rows(v_ptr, start, stride_vs, end, BLOCK_K, V_DIM, BLOCK_DV, MASKED)
+    v = load_block(v_desc, v_ptr, batch, kv_head, start, stride_vs, end, BLOCK_K, V_DIM, BLOCK_DV, MASKED)
     # [BLOCK_Q, BLOCK_K]
     dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
     p = tl.math.exp2(scores * scale - pivot[:, None])
@@ -122,19 +129,22 @@ def query_step(
         columns = start + tl.arange(0, BLOCK_K)
         live = (columns[None, :] >= first[:, None]) & (columns[None, :] <= last[:, None])
         p = tl.where(live, p, 0.0)
-    # the weight enters here, in one fused multiply-add, and not in P, which this kernel needs nowhere else
-    ds = p * (dp * weight[:, None] - weighted_delta[:, None])
+    if WEIGHTED:
+        # delta comes multiplied by the weight: one fused multiply-add, where P would take a multiplication
+        ds = p * (dp * weight[:, None] - delta[:, None])
+    else:
+        ds = p * (dp - delta[:, None])
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["item_count", "heads", "group", "q_rows"])
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, pivot_ptr, weight_ptr, delta_ptr, dq_ptr, items_ptr, segments_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, k_desc, v_desc, pivot_ptr, weight_ptr, delta_ptr, dq_ptr, items_ptr, segments_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh,
     item_count, heads, group, q_rows, scale, softmax_scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of query rows of one head."""
     program = tl.program_id(0)
@@ -143,22 +153,28 @@ def dq_kernel(
     block_begin = tl.load(item_ptr)
     segment_begin = tl.load(item_ptr + 1)
     segment_end = tl.load(item_ptr + 2)
-    batch = (head_index // heads).to(tl.int64)
-    head = (head_index % heads).to(tl.int64)
+    batch = head_index // heads
+    head = head_index % heads
     kv_head = head // group
-    k_ptr += batch * stride_kb + kv_head * stride_kh
-    v_ptr += batch * stride_vb + kv_head * stride_vh
+    k_ptr += batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
+    v_ptr += batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
+    q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
+    dout_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
+    dq_ptr += batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
 
     rows = block_begin + tl.arange(0, BLOCK_Q)
     row_mask = rows < q_rows
     statistics = head_index.to(tl.int64) * q_rows + rows
     # [BLOCK_Q]
     pivot = tl.load(pivot_ptr + statistics, mask=row_mask, other=float("inf"))
-    weight = tl.load(weight_ptr + statistics, mask=row_mask, other=0.0)
-    weighted_delta = weight * tl.load(delta_ptr + statistics, mask=row_mask, other=0.0)
+    delta = tl.load(delta_ptr + statistics, mask=row_mask, other=0.0)
+    weight = delta
+    if WEIGHTED:
+        weight = tl.load(weight_ptr + statistics, mask=row_mask, other=0.0)
+        delta = weight * delta
     # [BLOCK_Q, BLOCK_D] and [BLOCK_Q, BLOCK_DV]
-    q = load_rows(q_ptr + batch * stride_qb + head * stride_qh, block_begin, stride_qs, q_rows, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
-    dout = load_rows(dout_ptr + batch * stride_ob + head * stride_oh, block_begin, stride_os, q_rows, BLOCK_Q, V_DIM, BLOCK_DV, True)
+    q = load_rows(q_ptr, block_begin, stride_qs, q_rows, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
+    dout = load_rows(dout_ptr, block_begin, stride_os, q_rows, BLOCK_Q, V_DIM, BLOCK_DV, True)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
     for segment in range(segment_begin, segment_end):
@@ -166,17 +182,17 @@ def dq_kernel(
         first, last = live_columns(rows, end, lo, hi, row_begin, row_end)
         for start in range(full_begin, full_end, BLOCK_K):
             dq = query_step(
-                dq, q, dout, pivot, weight, weighted_delta, k_ptr, v_ptr, stride_ks, stride_vs, start, end, first, last, scale,
-                HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, False, PRECISION,
+                dq, q, dout, pivot, weight, delta, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first, last, scale,
+                HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, False, WEIGHTED, PRECISION,
             )  # fmt: skip
         for edge in range(edge_count(begin, full_begin, full_end, end, BLOCK_K)):
             start = edge_start(edge, begin, full_begin, full_end, BLOCK_K)
             dq = query_step(
-                dq, q, dout, pivot, weight, weighted_delta, k_ptr, v_ptr, stride_ks, stride_vs, start, end, first, last, scale,
-                HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, True, PRECISION,
+                dq, q, dout, pivot, weight, delta, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first, last, scale,
+                HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, True, WEIGHTED, PRECISION,
             )  # fmt: skip
 
     columns = tl.arange(0, BLOCK_D)[None, :]
-    dq_ptrs = dq_ptr + batch * stride_dqb + head * stride_dqh + (rows.to(tl.int64)[:, None] * stride_dqs + columns)
+    dq_ptrs = dq_ptr + (rows.to(tl.int64)[:, None] * stride_dqs + columns)
     mask = row_mask[:, None] & (columns < HEAD_DIM)
     tl.store(dq_ptrs, tl.load(dq_ptrs, mask=mask) + dq * softmax_scale, mask=mask)
