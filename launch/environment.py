@@ -32,7 +32,7 @@ OPTIONAL = {"ruff", "pyright", "hatchling"}  # a GPU host without network runs t
 
 
 def main() -> int:
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036 (this file is what an older Python meets first)
         print(f"Python {sys.version.split()[0]} is too old: ringattn needs 3.10 or newer (make PYTHON=...)")
         return 1
     with open(ROOT / ".venv.lock", "w") as lock:
@@ -58,8 +58,12 @@ def main() -> int:
 
 def fingerprint() -> dict[str, str]:
     """What `.venv` was made from; while it stays the same, nothing needs doing."""
-    sources = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes() + os.environ.get("TORCH", "").encode()
-    return {"python": f"{sys.executable} {sys.version}", "sources": hashlib.sha256(sources).hexdigest()}
+    sources = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes())
+    return {
+        "python": f"{sys.executable} {sys.version}",
+        "sources": sources.hexdigest(),
+        "torch": os.environ.get("TORCH", ""),
+    }
 
 
 def sees_gpu() -> bool:
@@ -89,9 +93,7 @@ def borrow_environment() -> None:
     outer = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
     lines = [f"import site; site.addsitedir({path!r})" for path in sorted(outer)]
     lines += [str(ROOT), str(ROOT / "kernels")]
-    inner = subprocess.check_output(
-        [PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
-    ).strip()
+    inner = subprocess.check_output([PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True).strip()
     Path(inner, "ringattn-borrowed.pth").write_text("\n".join(lines) + "\n")
     missing = {name: requirement for name, requirement in requirements().items() if not installed(name)}
     install = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
