@@ -1,0 +1,101 @@
+"""Strategies that several test files draw from: masks with an independent formula beside each, and layouts of any spans."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+
+import ringattn as ra
+
+# the same examples every run; `--hypothesis-profile explore` draws fresh ones
+settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=100)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile("fixed")
+
+
+@pytest.fixture(scope="session")
+def mask_strategy():
+    """`mask_strategy(seq_len)` draws (mask, live), `live[q, k]` a boolean matrix made from the mask's definition, without regions."""
+    return _masks
+
+
+@pytest.fixture(scope="session")
+def layout_strategy():
+    """`layout_strategy(seq_len, world_size)` draws layouts: the named ones, and custom spans of mixed strides in any order."""
+    return _layouts
+
+
+def _masks(seq_len: int):
+    pair = st.tuples(st.sampled_from("|&"), _simple_masks(seq_len), _simple_masks(seq_len)).map(_combined)
+    triple = st.tuples(st.sampled_from("|&"), pair, _simple_masks(seq_len)).map(_combined)
+    return st.one_of(_simple_masks(seq_len), _simple_masks(seq_len), pair, triple)
+
+
+def _combined(case):
+    operator, (a, live_a), (b, live_b) = case
+    return (a | b, live_a | live_b) if operator == "|" else (a & b, live_a & live_b)
+
+
+@st.composite
+def _simple_masks(draw, seq_len: int):
+    q, k = np.indices((seq_len, seq_len))
+    small = st.integers(0, max(1, seq_len // 2))
+    kind = draw(st.sampled_from(["full", "causal", "window", "documents", "prefix", "global", "dilated", "blocks"]))
+    if kind == "full":
+        return ra.full(), q == q
+    if kind == "causal":
+        return ra.causal(), k <= q
+    if kind == "window":
+        left, right = draw(small), draw(small)
+        return ra.sliding_window(left, right), (q - left <= k) & (k <= q + right)
+    if kind == "documents":
+        bounds = sorted(draw(st.lists(st.integers(0, seq_len), max_size=6)))
+        document = np.full(seq_len, -1)
+        for index, (start, stop) in enumerate(zip([0, *bounds], bounds)):
+            document[start:stop] = index
+        is_causal = draw(st.booleans())
+        live = (document[q] == document[k]) & (document[q] >= 0)
+        return ra.documents([0, *bounds], causal=is_causal), live & (k <= q) if is_causal else live
+    if kind == "prefix":
+        n = draw(st.integers(0, seq_len))
+        return ra.prefix(n), (k <= q) | ((q < n) & (k < n))
+    if kind == "global":
+        chosen = draw(st.lists(st.integers(0, seq_len - 1), max_size=4)) if seq_len else []
+        return ra.global_tokens(chosen), np.isin(q, chosen) | np.isin(k, chosen)
+    if kind == "dilated":
+        left, right, dilation = draw(st.integers(0, 4)), draw(st.integers(0, 4)), draw(st.integers(1, 4))
+        steps, rest = np.divmod(q - k, dilation)
+        return ra.dilated_window((left, right), dilation), (rest == 0) & (-right <= steps) & (steps <= left)
+    size = draw(st.integers(1, 9))
+    n = -(-seq_len // size)
+    blocks = np.array(draw(st.lists(st.booleans(), min_size=n * n, max_size=n * n)), dtype=bool).reshape(n, n)
+    return ra.block_sparse(blocks, size), blocks[q // size, k // size]
+
+
+def _layouts(seq_len: int, world_size: int):
+    named = [
+        ra.contiguous(seq_len, world_size),
+        ra.zigzag(seq_len, world_size),
+        ra.striped(seq_len, world_size),
+        ra.balanced(ra.causal(), seq_len, world_size),
+    ]
+    return st.one_of(st.sampled_from(named), _custom_layouts(seq_len, world_size), _custom_layouts(seq_len, world_size))
+
+
+@st.composite
+def _custom_layouts(draw, seq_len: int, world_size: int):
+    """Segments, each cut by a stride of its own, each residue cut again, and the pieces dealt to ranks in any order."""
+    cuts = sorted(draw(st.lists(st.integers(0, seq_len), max_size=3)))
+    pieces = []
+    for start, stop in zip([0, *cuts], [*cuts, seq_len]):
+        stride = draw(st.integers(1, 4))
+        for first in range(start, min(stop, start + stride)):
+            length = len(range(first, stop, stride))
+            cut = draw(st.integers(0, length))
+            pieces += [ra.Span(first, cut, stride), ra.Span(first + stride * cut, length - cut, stride)]
+    shards: list[list[ra.Span]] = [[] for _ in range(world_size)]
+    for piece in draw(st.permutations(pieces)):
+        shards[draw(st.integers(0, world_size - 1))].append(piece)
+    return ra.Layout(seq_len, tuple(map(tuple, shards)))
