@@ -7,15 +7,20 @@ import triton.language as tl
 @triton.jit
 def load_rows(ptr, start, stride, end, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr):
     """Rows [start, start + ROWS) of a matrix with contiguous columns; zero past column DIM and, if MASKED, from row `end` on."""
-    rows = tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_DIM)
-    # the tensor part does not change from step to step: only the scalar base moves
-    base = ptr + tl.cast(start, tl.int64) * stride
-    pointers = base + (rows.to(tl.int64)[:, None] * stride + columns[None, :])
+    if MASKED:
+        # addresses made anew at each step: an edge block is rare, and hoisted addresses would hold registers in the full blocks' loop
+        rows = start + tl.arange(0, ROWS)
+        pointers = ptr + (rows.to(tl.int64)[:, None] * stride + columns[None, :])
+        inside = rows[:, None] < end
+    else:
+        # only the scalar base moves from step to step
+        rows = tl.arange(0, ROWS)
+        pointers = ptr + tl.cast(start, tl.int64) * stride + (rows.to(tl.int64)[:, None] * stride + columns[None, :])
     if MASKED and DIM != BLOCK_DIM:
-        return tl.load(pointers, mask=(rows[:, None] < end - start) & (columns[None, :] < DIM), other=0.0)
+        return tl.load(pointers, mask=inside & (columns[None, :] < DIM), other=0.0)
     elif MASKED:
-        return tl.load(pointers, mask=rows[:, None] < end - start, other=0.0)
+        return tl.load(pointers, mask=inside, other=0.0)
     elif DIM != BLOCK_DIM:
         return tl.load(pointers, mask=columns[None, :] < DIM, other=0.0)
     else:

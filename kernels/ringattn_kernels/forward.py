@@ -189,12 +189,12 @@ def forward_kernel(
 
     for segment in range(segment_begin, segment_end):
         begin, full_begin, full_end, end, lo, hi, row_begin, row_end = load_segment(segments_ptr, segment)
-        first, last = live_columns(rows, end, lo, hi, row_begin, row_end)
         for start in range(full_begin, full_end, BLOCK_K):
             acc, row_max, row_sum = attend_block(
-                acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first, last, scale,
+                acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, None, None, scale,
                 HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, False, SCALE_FIRST, PRECISION,
             )  # fmt: skip
+        first, last = live_columns(rows, end, lo, hi, row_begin, row_end)
         for edge in range(edge_count(begin, full_begin, full_end, end, BLOCK_K)):
             start = edge_start(edge, begin, full_begin, full_end, BLOCK_K)
             acc, row_max, row_sum = attend_block(

@@ -84,13 +84,13 @@ def dkdv_kernel(
         dout_head = dout_ptr + (batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh)
         for segment in range(segment_begin, segment_end):
             begin, full_begin, full_end, end, lo, hi, row_begin, row_end = load_segment(segments_ptr, segment)
-            first, last = live_columns(rows, end, lo, hi, row_begin, row_end)
             for start in range(full_begin, full_end, BLOCK_Q):
                 dk, dv = key_step(
                     dk, dv, k, v, q_desc, dout_desc, q_head, dout_head, batch, head, pivot_ptr, weight_ptr, delta_ptr, statistics,
-                    stride_qs, stride_os, start, end, first, last, scale,
+                    stride_qs, stride_os, start, end, None, None, scale,
                     HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_Q, False, WEIGHTED, PRECISION,
                 )  # fmt: skip
+            first, last = live_columns(rows, end, lo, hi, row_begin, row_end)
             for edge in range(edge_count(begin, full_begin, full_end, end, BLOCK_Q)):
                 start = edge_start(edge, begin, full_begin, full_end, BLOCK_Q)
                 dk, dv = key_step(
@@ -179,12 +179,12 @@ def dq_kernel(
 
     for segment in range(segment_begin, segment_end):
         begin, full_begin, full_end, end, lo, hi, row_begin, row_end = load_segment(segments_ptr, segment)
-        first, last = live_columns(rows, end, lo, hi, row_begin, row_end)
         for start in range(full_begin, full_end, BLOCK_K):
             dq = query_step(
-                dq, q, dout, pivot, weight, delta, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first, last, scale,
+                dq, q, dout, pivot, weight, delta, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, None, None, scale,
                 HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, False, WEIGHTED, PRECISION,
             )  # fmt: skip
+        first, last = live_columns(rows, end, lo, hi, row_begin, row_end)
         for edge in range(edge_count(begin, full_begin, full_end, end, BLOCK_K)):
             start = edge_start(edge, begin, full_begin, full_end, BLOCK_K)
             dq = query_step(
