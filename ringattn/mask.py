@@ -63,8 +63,9 @@ class Mask:
 
     def dense(self, seq_len: int) -> torch.Tensor:
         """The mask as a (seq_len, seq_len) bool tensor, row = query, column = key, True = live."""
+        regions = self.regions(seq_len)
         out = torch.zeros(seq_len, seq_len, dtype=torch.bool)
-        for q_start, q_stop, k_start, k_stop, lo, hi, stride in self.regions(seq_len).tolist():
+        for q_start, q_stop, k_start, k_stop, lo, hi, stride in regions.tolist():
             q = torch.arange(q_start, q_stop, stride)
             k = torch.arange(k_start, k_stop, stride)
             distance = q[:, None] - k[None]
@@ -296,8 +297,8 @@ def sliding_window(left: int | None, right: int | None = 0) -> Mask:
 def dilated_window(window: int | tuple[int, int], dilation: int) -> Mask:
     """A query sees every `dilation`-th key of a window: the keys q - n * dilation for -right <= n <= left.
 
-    `window` is `(left, right)`, or one integer for both sides; it counts keys, so the window spans `window * dilation` positions a side.
-    Raises ValueError for a negative window or a dilation below 1.
+    `window` is `(left, right)`, or one integer for both sides; it counts keys, so the window spans `window * dilation`
+    positions a side. Raises ValueError for a negative window or a dilation below 1.
     """
     left, right = window if isinstance(window, tuple) else (window, window)
     return DilatedWindow(integer("window", left), integer("window", right), integer("dilation", dilation, least=1))
@@ -316,7 +317,8 @@ def documents(
         cu_seqlens: cumulative lengths `[0, n1, n1 + n2, ...]`, or plain lengths `[n1, n2, ...]`; what starts with 0 is cumulative.
             Empty documents are fine.
         causal: whether a query sees only keys at or before its own position.
-        window: `(left, right)`, how many keys on each side a query sees besides itself, or one integer for both; None means no limit.
+        window: `(left, right)`, how many keys on each side a query sees besides itself, or one integer for both; None means no
+        limit.
         lengths: the documents' lengths, in place of `cu_seqlens`, where the first may be 0.
 
     Positions after the last document (padding) see nothing and are seen by nothing.
@@ -422,7 +424,7 @@ def _rectangles(blocks: np.ndarray) -> Table:
     fresh = np.ones(len(row), dtype=bool)
     fresh[1:] = (np.diff(row) != 1) | (np.diff(start) != 0) | (np.diff(stop) != 0)
     first = np.flatnonzero(fresh)
-    last = np.append(first[1:], len(row)) - 1
+    last = np.append(first, len(row))[1:] - 1
     return np.stack([row[first], row[last] + 1, start[first], stop[first]], axis=1).astype(np.int64)
 
 
@@ -432,10 +434,10 @@ def _band(left: int | None, right: int | None, seq_len: int) -> tuple[int, int]:
 
 def _mask(value: object) -> Mask:
     if not isinstance(value, Mask):
-        raise ValueError(f"masks combine with masks only, but got a {type(value).__name__}: build one with ringattn's mask functions")
+        raise ValueError(
+            f"masks combine with masks only, but got a {type(value).__name__}: build one with ringattn's mask functions"
+        )
     return value
-
-
 
 
 def _side(name: str, value: int | None) -> int | None:
