@@ -1,0 +1,46 @@
+"""The ranks that tests run on: errors come back with their traceback, hangs end, and both leave working ranks behind."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+def rank_sum(group, offset):
+    x = torch.tensor([dist.get_rank() + offset])
+    dist.all_reduce(x, group=group)
+    return dist.get_rank(group), int(x)
+
+
+def fail_each_its_way(group):
+    if dist.get_rank(group) == 1:
+        raise KeyError("the odd one")
+    if dist.get_rank(group) == 2:
+        os._exit(3)
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_results_come_in_rank_order(gloo, world_size):
+    total = sum(range(world_size)) + 10 * world_size
+    assert gloo.run(world_size, rank_sum, 10) == [(rank, total) for rank in range(world_size)]
+
+
+def test_subsets_of_ranks(gloo):
+    assert gloo.run(3, rank_sum, 0, ranks=(2, 5, 7)) == [(0, 14), (1, 14), (2, 14)]
+
+
+def test_failures_are_reported_and_the_ranks_work_again(gloo):
+    ranks = type(gloo)("gloo", 3)
+    try:
+        with pytest.raises(AssertionError) as caught:
+            ranks.run(3, fail_each_its_way, timeout=3)
+        message = str(caught.value)
+        assert "KeyError: 'the odd one'" in message.split("--- rank 1 of")[1]
+        assert "the process ended" in message.split("--- rank 2 of")[1]
+        assert "in fail_each_its_way" in message.split("--- ranks [0] of (0, 1, 2) did not finish within 3 s")[1]
+        assert ranks.run(2, rank_sum, 0) == [(0, 1), (1, 1)]
+    finally:
+        ranks.close()

@@ -1,0 +1,231 @@
+"""Ranks for tests: processes that live as long as the session and run functions together, over gloo or NCCL.
+
+Run as a script this file is the launcher: it imports torch and ringattn once, and forks the ranks. Each rank then waits on a pipe
+for functions to run, which are named by file and name, so that a test costs milliseconds and not the start of processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib.util
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_START_TIMEOUT = 120.0
+
+
+class RankError(AssertionError):
+    """A rank raised, died or hung; the message holds the tracebacks of all that did."""
+
+
+class Ranks:
+    """`size` processes with a process group of one backend among them, started at the first run and again after a failure."""
+
+    def __init__(self, backend: str, size: int) -> None:
+        self.backend = backend
+        self.size = size
+        self._pipes: list[Connection] = []
+        self._pids: list[int] = []
+        self._groups: set[tuple[int, ...]] = set()
+        self._launcher: subprocess.Popen | None = None
+
+    def run(
+        self, world_size: int, function: Callable, *args: Any, ranks: Sequence[int] | None = None, timeout: float = 60.0
+    ) -> list[Any]:
+        """`function(group, *args)` on ranks 0 to world_size - 1, or on `ranks`, with the group of just these; results in rank order.
+
+        `function` is a module's own (no closure), `args` and results are pickled; functions that make groups must run on all ranks.
+        Raises RankError with each rank's traceback if one raises or dies, or with where each one stands if they take longer than
+        `timeout` seconds; the ranks are then started afresh.
+        """
+        members = tuple(range(world_size)) if ranks is None else tuple(ranks)
+        assert len(members) == world_size <= self.size
+        if self._launcher is None:
+            self._start()
+        if members not in self._groups:
+            # a new group is made by all ranks, its members or not
+            self._groups.add(members)
+            for pipe in self._pipes:
+                pipe.send(members)
+        task = function.__module__, sys.modules[function.__module__].__file__, function.__qualname__, members, pickle.dumps(args)
+        for rank in members:
+            self._pipes[rank].send(task)
+        replies = self._collect(members, timeout)
+        failed = {rank: text for rank, (ok, text) in replies.items() if not ok}
+        if failed or len(replies) < world_size:
+            hung = [rank for rank in members if rank not in replies]
+            stacks = self._stacks(hung) if hung else ""
+            self.close()
+            report = [f"--- rank {rank} of {members} ---\n{text}" for rank, text in sorted(failed.items())]
+            if hung:
+                report.append(f"--- ranks {hung} of {members} did not finish within {timeout} s ---\n{stacks}")
+            raise RankError("\n".join(report))
+        return [replies[rank][1] for rank in members]
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        if self._launcher is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._launcher.pid, signal.SIGKILL)
+            self._launcher.wait()
+            self._log.close()
+        self._pipes, self._launcher = [], None
+        self._groups = set()
+
+    def _start(self) -> None:
+        ends = [Pipe() for _ in range(self.size)]
+        self._pipes = [ours for ours, _ in ends]
+        self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115  open as long as the ranks
+        fds = [theirs.fileno() for _, theirs in ends]
+        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._launcher = subprocess.Popen(
+            [sys.executable, __file__, self.backend, *map(str, fds)],
+            pass_fds=fds,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+                "NCCL_NVLS_ENABLE": "0",
+            },
+            start_new_session=True,
+        )
+        for _, theirs in ends:
+            theirs.close()
+        self._pids = [self._hear(pipe) for pipe in self._pipes]
+        # rank 0 serves the store and tells where
+        port = self._hear(self._pipes[0])
+        for pipe in self._pipes[1:]:
+            pipe.send(port)
+
+    def _hear(self, pipe: Connection) -> int:
+        try:
+            if pipe.poll(_START_TIMEOUT):
+                return pipe.recv()
+        except EOFError:
+            pass
+        tail = self._tail()
+        self.close()
+        raise RankError(f"ranks did not start\n{tail}")
+
+    def _collect(self, members: tuple[int, ...], timeout: float) -> dict[int, tuple[bool, Any]]:
+        replies: dict[int, tuple[bool, Any]] = {}
+        waiting = {self._pipes[rank]: rank for rank in members}
+        deadline = time.monotonic() + timeout
+        while waiting and (ready := wait(list(waiting), max(0, deadline - time.monotonic()))):
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    replies[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except EOFError:
+                    replies[rank] = (False, f"the process ended\n{self._tail()}")
+                if not replies[rank][0]:
+                    # the others may wait for this one for ever
+                    deadline = min(deadline, time.monotonic() + 5)
+        return replies
+
+    def _stacks(self, ranks: list[int]) -> str:
+        """Where ranks stand, from their faulthandlers."""
+        stacks = []
+        for rank in ranks:
+            before = self._log.seek(0, os.SEEK_END)
+            os.kill(self._pids[rank], signal.SIGUSR1)
+            time.sleep(0.2)
+            self._log.seek(before)
+            stacks.append(f"rank {rank}: {self._log.read().decode(errors='replace')}")
+        return "".join(stacks)
+
+    def _tail(self) -> str:
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4000))
+        return self._log.read().decode(errors="replace")
+
+
+def launch(backend: str, fds: list[int]) -> None:
+    """Fork a rank for each pipe, and wait for them."""
+    # once for all ranks
+    import pytest  # noqa: F401
+
+    import ringattn  # noqa: F401
+
+    children = []
+    for rank, fd in enumerate(fds):
+        child = os.fork()
+        if child == 0:
+            for other in fds:
+                if other != fd:
+                    os.close(other)
+            with contextlib.suppress(EOFError, BrokenPipeError):
+                serve(rank, len(fds), backend, Connection(fd))
+            os._exit(0)
+        children.append(child)
+    for fd in fds:
+        os.close(fd)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def serve(rank: int, size: int, backend: str, pipe: Connection) -> None:
+    """Run what comes through the pipe, until it closes."""
+    import torch
+    import torch.distributed as dist
+
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    timeout = timedelta(seconds=90)
+    pipe.send(os.getpid())
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        pipe.send(store.port)
+    else:
+        store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    groups = {}
+    while True:
+        task = pipe.recv()
+        if isinstance(task[0], int):
+            groups[task] = dist.new_group(task, timeout, backend)
+            continue
+        module, code, name, members, args = task
+        try:
+            function = getattr(_load(module, code), name)
+            reply = pickle.dumps((True, function(groups[members], *pickle.loads(args))))
+        except BaseException:
+            reply = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(reply)
+
+
+def _load(name: str, code: str) -> Any:
+    """The module of a file, under the name by which pickles know it."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, code)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+if __name__ == "__main__":
+    launch(sys.argv[1], [int(fd) for fd in sys.argv[2:]])
