@@ -1,7 +1,8 @@
 """Ranks agree on what they compute before they exchange anything, so that a mismatch is an error on every rank and not a hang.
 
-Each call all ranks swap a short record over the hosts' control channel: a hash of each fact that must be equal, this rank's token
-count, and whether its own input was refused. If something differs, the facts themselves follow, and every rank raises the same error.
+Each call all ranks swap a short record over the hosts' control channel: a hash of each fact that must be equal, this rank's
+token count, and whether its own input was refused. If something differs, the facts themselves follow, and every rank raises the
+same error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Facts = dict[str, object]
 
 
 def agree(transport: Transport, facts: Facts, tokens: int) -> tuple[int, ...]:
-    """Tokens of each rank. Raises ValueError, on every rank and naming the odd ones, if a fact differs or a rank refused its input."""
+    """Tokens of each rank. Raises ValueError, on every rank and naming the odd ones, if a fact differs or a rank refused."""
     records = transport.all_gather_control(_record(facts, tokens, refused=False))
     assert records is not None
     if any(_refused(record) for record in records) or len({record[9:] for record in records}) > 1:

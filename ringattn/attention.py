@@ -14,7 +14,7 @@ import torch
 from . import check, local, passes
 from .agree import agree, refuse
 from .context import Context, Group, get_context
-from .layout import Layout, default_layout
+from .layout import Layout
 from .mask import Mask, causal
 from .partial import Partial, Stats
 from .plan import make_local_plan, spans_of
@@ -74,16 +74,16 @@ def ring_attention(
         q: (b, s_local, h, d), bf16, fp16 or fp32, or fp64 on CPU; d up to 256.
         k: (b, s_local, hk, d) with h % hk == 0 (MHA, GQA, MQA).
         v: (b, s_local, hk, d_v), d_v up to 256.
-        layout: who holds which positions; by default `default_layout` of the mask (zigzag for causal), with the sequence length taken
-            from the shards.
+        layout: who holds which positions; by default `default_layout` of the mask (zigzag for causal), with the sequence length
+            taken from the shards.
         mask: which pairs are live; causal by default.
         group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group (with none initialised: one rank).
         softmax_scale: 1/sqrt(d) by default.
         schedule: `ring()` or `gather()`; by default `default_schedule` of the plan. The result is the same up to rounding.
         return_stats: also return `Stats`: row_max, row_sum and lse, (b, h, s_local), fp32 (fp64 for fp64).
 
-    Returns out (b, s_local, h, d_v) in q's dtype; rows with nothing live are 0. Raises ValueError for bad input, and on every rank if
-    ranks disagree or one refuses its input.
+    Returns out (b, s_local, h, d_v) in q's dtype; rows with nothing live are 0. Raises ValueError for bad input, and on every
+    rank if ranks disagree or one refuses its input.
 
     >>> import torch, ringattn as ra
     >>> q = k = v = torch.randn(1, 16, 2, 8)
@@ -180,7 +180,8 @@ class _Attention(torch.autograd.Function):
         return out, row_max, row_sum
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, _: None, drow_sum: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        dout, _, drow_sum = grads
         if torch.is_grad_enabled():
             raise ValueError("ring attention has no second derivative: call backward without create_graph=True")
         q, k, v, out, row_max, row_sum = ctx.saved_tensors
@@ -198,7 +199,9 @@ class _Attention(torch.autograd.Function):
 def _check_layout(layout: Any, mask: Mask, transport: Transport, tokens: int) -> None:
     check.instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")
     if layout.world_size != transport.size:
-        raise ValueError(f"layout {layout!r} is for {layout.world_size} ranks, but the group has {transport.size}: build it for the group")
+        raise ValueError(
+            f"layout {layout!r} is for {layout.world_size} ranks, but the group has {transport.size}: build it for the group"
+        )
     held = layout.lengths[transport.rank]
     if held != tokens:
         raise ValueError(
@@ -213,8 +216,8 @@ def _default_layout(context: Context, mask: Mask, tokens: tuple[int, ...]) -> La
     if layout.lengths != tokens:
         odd = next(rank for rank, (held, got) in enumerate(zip(layout.lengths, tokens, strict=True)) if held != got)
         raise ValueError(
-            f"q has {tokens[odd]} tokens on rank {odd}, but the default layout of {mask!r}, {layout!r}, holds {layout.lengths[odd]} there: "
-            "pass the layout that the shards were made with"
+            f"q has {tokens[odd]} tokens on rank {odd}, but the default layout of {mask!r}, {layout!r}, "
+            f"holds {layout.lengths[odd]} there: pass the layout that the shards were made with"
         )
     return layout
 

@@ -1,7 +1,7 @@
 """Attention over a set of tiles in plain torch: the path of devices without Triton kernels, and of fp64.
 
-The same functions, statistics and in-place rules as the kernels. Works block by block (FlashAttention, Dao et al. 2022, algorithms 1
-and 4), so that memory grows with tokens and not with their square; computes in fp32, or fp64 for fp64 input.
+The same functions, statistics and in-place rules as the kernels. Works block by block (FlashAttention, Dao et al. 2022,
+algorithms 1 and 4), so that memory grows with tokens and not with their square; computes in fp32, or fp64 for fp64 input.
 
 Shapes: b batch, sq and sk rows of q and of the k/v buffer, h query heads, hk key/value heads, g = h / hk, d and d_v head dims.
 """
@@ -41,8 +41,8 @@ def forward(
 ) -> State:
     """Attention of q (b, sq, h, d) over the tiles' pairs with k (b, sk, hk, d) and v (b, sk, hk, d_v).
 
-    `state` is (out (b, sq, h, d_v), row_max (b, h, sq), row_sum (b, h, sq)) of other keys, updated in place. Returns the state; with
-    `final`, out in q's dtype.
+    `state` is (out (b, sq, h, d_v), row_max (b, h, sq), row_sum (b, h, sq)) of other keys, updated in place. Returns the state;
+    with `final`, out in q's dtype.
     """
     b, sq, h, _ = q.shape
     hk, d_v = k.shape[2], v.shape[3]

@@ -89,13 +89,17 @@ def _dense_tensor(name: str, x: Any) -> None:
     if x.layout != torch.strided:
         raise ValueError(f"{name} has the layout {x.layout}, but must be dense: pass {name}.to_dense()")
     if x.dim() != 4:
-        raise ValueError(f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}, but must have 4: (batch, tokens, heads, head_dim)")
+        raise ValueError(
+            f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}, but must have 4: (batch, tokens, heads, head_dim)"
+        )
     if x.dtype not in DTYPES:
         raise ValueError(f"{name} has dtype {x.dtype}, but must be bfloat16, float16, float32 or (on CPU) float64")
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on {x.device}, but ringattn computes on cpu and cuda devices")
     if x.dtype == torch.float64 and x.is_cuda:
-        raise ValueError(f"{name} is float64 on {x.device}: GPUs compute in bfloat16, float16 or float32; float64 is for CPU tensors")
+        raise ValueError(
+            f"{name} is float64 on {x.device}: GPUs compute in bfloat16, float16 or float32; float64 is for CPU tensors"
+        )
 
 
 def _same_kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -16,8 +16,8 @@ from .transport import Peer, Transport
 def unshard(x_local: torch.Tensor, layout: Layout, group: Group | None = None, dim: int = 1) -> torch.Tensor:
     """The whole sequence from every rank's shard, on every rank: size `layout.seq_len` along `dim`. A collective, differentiable.
 
-    The gradient of a shard is its slice of the sum of all ranks' gradients of the whole (the adjoint), added in rank order: if every
-    rank computes the same loss from the whole, divide that loss by the number of ranks.
+    The gradient of a shard is its slice of the sum of all ranks' gradients of the whole (the adjoint), added in rank order: if
+    every rank computes the same loss from the whole, divide that loss by the number of ranks.
 
     Raises ValueError for bad input, and on every rank if ranks disagree on shapes, dtype, dim or layout.
     """
@@ -32,7 +32,9 @@ def unshard(x_local: torch.Tensor, layout: Layout, group: Group | None = None, d
         dim %= x_local.dim()
         held = layout.lengths[transport.rank]
         if x_local.shape[dim] != held:
-            raise ValueError(f"x_local has {x_local.shape[dim]} tokens in dim {dim}, but rank {transport.rank} of {layout!r} holds {held}")
+            raise ValueError(
+                f"x_local has {x_local.shape[dim]} tokens in dim {dim}, but rank {transport.rank} of {layout!r} holds {held}"
+            )
         transport.check_device(x_local.device)
     except ValueError as error:
         if transport.size > 1:
@@ -64,7 +66,8 @@ class _Unshard(torch.autograd.Function):
         return whole.transpose(0, dim).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, dwhole: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (dwhole,) = grads
         layout, transport = ctx.layout, ctx.transport
         rows = dwhole.transpose(0, ctx.dim)
         slices = [shard(rows, layout, rank, dim=0).contiguous() for rank in range(transport.size)]

@@ -14,6 +14,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import lcm
 
 import numpy as np
@@ -161,7 +162,10 @@ def balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
 
 
 def default_layout(mask: Mask, seq_len: int, world_size: int) -> Layout:
-    """The layout that suits a mask: `zigzag` for causal and prefix, `contiguous` for full and two-sided windows, `balanced` for all others."""
+    """The layout that suits a mask.
+
+    `zigzag` for causal and prefix, `contiguous` for full and two-sided windows, `balanced` for all others.
+    """
     if isinstance(mask, (Causal, Prefix)):
         return zigzag(seq_len, world_size)
     two_sided = isinstance(mask, SlidingWindow) and None not in (mask.left, mask.right)
@@ -179,7 +183,9 @@ def shard(x: torch.Tensor, layout: Layout, rank: int, dim: int = 1) -> torch.Ten
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is {dim}, but x has {x.dim()} dimensions")
     if x.size(dim) != layout.seq_len:
-        raise ValueError(f"x has {x.size(dim)} tokens in dim {dim}, but {layout!r} is for {layout.seq_len}: shard the whole sequence")
+        raise ValueError(
+            f"x has {x.size(dim)} tokens in dim {dim}, but {layout!r} is for {layout.seq_len}: shard the whole sequence"
+        )
     dim %= x.dim()
     lead = (slice(None),) * dim
     parts = [x[(*lead, slice(span.start, span.stop, span.stride))] for span in layout.spans[rank]]
@@ -276,7 +282,7 @@ def _bounds(seq_len: int, world_size: int, chunks: int) -> list[tuple[int, int]]
     seq_len, world_size = integer("seq_len", seq_len), integer("world_size", world_size, least=1)
     n = chunks * world_size
     edges = [seq_len * i // n for i in range(n + 1)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(pairwise(edges))
 
 
 def _joined(spans: Sequence[Span]) -> Spans:
@@ -307,7 +313,7 @@ def _deal(work: np.ndarray, bounds: list[tuple[int, int]], world_size: int) -> t
         if len(hands[rank]) < room:
             heapq.heappush(heap, (load + int(work[chunk]), rank))
     # ranks in the order of what they hold first, so that neighbours in the ring hold neighbouring text
-    hands = sorted((sorted(hand) for hand in hands))
+    hands = sorted(sorted(hand) for hand in hands)
     return tuple(_joined([Span(bounds[c][0], bounds[c][1] - bounds[c][0]) for c in hand]) for hand in hands)
 
 

@@ -21,9 +21,9 @@ import torch
 class Stats:
     """The softmax's statistics of every query row: (b, h, s), fp32 (fp64 for fp64 input).
 
-    `row_max` is the greatest live score after scaling, in natural-log units, and -inf for a row with nothing live; `row_sum` is the sum
-    of exp(score - row_max), and 0 for such a row. The pair stands for `lse`: gradients flow through `row_sum` and `lse`,
-    and `row_max` is a constant to autograd.
+    `row_max` is the greatest live score after scaling, in natural-log units, and -inf for a row with nothing live; `row_sum` is
+    the sum of exp(score - row_max), and 0 for such a row. The pair stands for `lse`: gradients flow through `row_sum` and
+    `lse`, and `row_max` is a constant to autograd.
     """
 
     row_max: torch.Tensor
@@ -75,7 +75,9 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(out, row_max, row_sum)
 
 
-def finish(part: Partial, dtype: torch.dtype | None = None, *, return_stats: bool = False) -> torch.Tensor | tuple[torch.Tensor, Stats]:
+def finish(
+    part: Partial, dtype: torch.dtype | None = None, *, return_stats: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, Stats]:
     """The attention output of a partial that has seen all its keys: (b, s, h, d_v) in `dtype`, by default the partial's own.
 
     With `return_stats` also its `Stats`. Rows with nothing live are 0.

@@ -1,7 +1,7 @@
 """The forward and the backward pass of one rank: runs its steps over a transport and this device.
 
-K/V buffers and their gradients are (rows, b, hk, d), so that any rows of an owner are one contiguous message; the local computation sees
-them as (b, rows, hk, d). Everything between steps is fp32 (fp64 for fp64 input). dQ never moves.
+K/V buffers and their gradients are (rows, b, hk, d), so that any rows of an owner are one contiguous message; the local
+computation sees them as (b, rows, hk, d). Everything between steps is fp32 (fp64 for fp64 input). dQ never moves.
 
 Shapes: b batch, s local tokens, h query heads, hk key/value heads, d head dim, d_v value head dim.
 """

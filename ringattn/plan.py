@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from .layout import Spans, common_stride, fold, refine, span_table
-from .region import Table, common_stride as region_stride, count_pairs
+from .layout import Span, Spans, common_stride, fold, refine, span_table
+from .region import Table, count_pairs
+from .region import common_stride as region_stride
 
 if TYPE_CHECKING:
     from ringattn_kernels import TileTable
@@ -141,8 +142,8 @@ class Tiles:
 class Plan:
     """All tiles of a layout and a mask, sorted by rank and owner, and the rows of each owner that each rank needs.
 
-    `order[rank]` lists a rank's local rows in the order in which tiles count them, or is None where that is their own order (always,
-    unless a dilated mask or mixed strides make the plan sort rows by residue).
+    `order[rank]` lists a rank's local rows in the order in which tiles count them, or is None where that is their own order
+    (always, unless a dilated mask or mixed strides make the plan sort rows by residue).
     """
 
     world_size: int
@@ -189,7 +190,8 @@ def make_local_plan(queries: Spans, keys: Spans, mask: Mask, seq_len: int) -> tu
     """Tiles of one device's queries with its keys, and the order in which they count the rows of each (None: as they come)."""
     plan = _plan((queries,), (keys,), mask, seq_len)
     q_rows, k_rows = (sum(span.length for span in spans) for spans in (queries, keys))
-    return Tiles(plan.table, q_rows, k_rows), *plan.order
+    q_order, k_order = plan.order
+    return Tiles(plan.table, q_rows, k_rows), q_order, k_order
 
 
 def _plan(query_shards: Sequence[Spans], key_shards: Sequence[Spans], mask: Mask, seq_len: int) -> Plan:
@@ -252,8 +254,6 @@ def _join(boxes: Table, axis: int) -> Table:
 
 def spans_of(positions: torch.Tensor) -> Spans:
     """Positions, in any order, as spans of one stride: the commonest step between neighbours."""
-    from .layout import Span
-
     p = positions.detach().cpu().numpy().astype(np.int64)
     if not len(p):
         return ()

@@ -28,8 +28,8 @@ def attention(
         softmax_scale: 1/sqrt(d) by default.
         return_stats: also return `Stats` (b, h, s) in the inputs' dtype (fp32 for bf16 and fp16).
 
-    Scores, weights and products are rounded to the inputs' dtype wherever PyTorch would round them; the softmax itself runs in fp32 or
-    wider. Rows with nothing live are 0. Returns (b, s, h, d_v). Differentiable.
+    Scores, weights and products are rounded to the inputs' dtype wherever PyTorch would round them; the softmax itself runs in
+    fp32 or wider. Rows with nothing live are 0. Returns (b, s, h, d_v). Differentiable.
     """
     groups = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

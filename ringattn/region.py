@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 from math import lcm
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-Table: TypeAlias = NDArray[np.int64]
+Table: TypeAlias = NDArray[Any]  # int64
 
 FIELDS = 7
 _PAIRS_AT_ONCE = 1 << 22

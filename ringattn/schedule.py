@@ -1,9 +1,9 @@
 """Schedules: the order in which owners' K/V come to hand, as data.
 
-Time runs in steps, numbered alike on all ranks. In step t a rank computes with the K/V rows in its buffer (in step 0: its own shard)
-while the transfers of step t fill the buffers of step t + 1. A schedule only says who sends which rows to whom; sizes follow from the
-plan, so that nothing is negotiated. Gradients need no route of their own: after a step, the dK/dV rows whose K/V row was sent on
-follow it, one step behind, and all others go home to their owner.
+Time runs in steps, numbered alike on all ranks. In step t a rank computes with the K/V rows in its buffer (in step 0: its own
+shard) while the transfers of step t fill the buffers of step t + 1. A schedule only says who sends which rows to whom; sizes
+follow from the plan, so that nothing is negotiated. Gradients need no route of their own: after a step, the dK/dV rows whose
+K/V row was sent on follow it, one step behind, and all others go home to their owner.
 
 Sources: ring (Ring Attention, Liu et al. 2023, section 3); gather, all K/V at once (Llama 3, Dubey et al. 2024, section 3.3.2).
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .plan import Plan, Rows, Tiles, move_keys
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -150,9 +151,9 @@ class Message:
 class Step:
     """One rank's part in one step. `tiles` is over `k_rows` rows of the buffer. All rows are rows of buffers.
 
-    During it, `sends` leave this step's buffer and `receives` fill the next one. In the backward pass also `grads_out` leave the dK/dV of
-    the previous step's buffer for the next holder or the owner, `grads_in` come to be added to this step's dK/dV, and `grads_own`
-    to the rank's own.
+    During it, `sends` leave this step's buffer and `receives` fill the next one. In the backward pass also `grads_out` leave
+    the dK/dV of the previous step's buffer for the next holder or the owner, `grads_in` come to be added to this step's dK/dV,
+    and `grads_own` to the rank's own.
     """
 
     k_rows: int
@@ -201,7 +202,9 @@ def _step(schedule: Schedule, plan: Plan, rank: int, step: int, buffers: list[tu
     return Step(
         k_rows=k_rows,
         tiles=Tiles(np.concatenate(tiles) if tiles else np.empty((0, 6), dtype=np.int64), plan.lengths[rank], k_rows),
-        sends=tuple(Message(t.dst, _piece(here, t.owner).slots(t.rows)) for t in schedule.outgoing(plan, rank, step)) if step < n else (),
+        sends=tuple(Message(t.dst, _piece(here, t.owner).slots(t.rows)) for t in schedule.outgoing(plan, rank, step))
+        if step < n
+        else (),
         receives=_arrivals(schedule, plan, rank, buffers, step + 1) if step + 1 < n else (),
         grads_out=_grads_out(schedule, plan, rank, buffers[step - 1], step - 1) if step > 1 else (),
         grads_in=_grads_in(schedule, plan, rank, here, step) if 1 < step < n else (),

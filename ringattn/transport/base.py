@@ -44,10 +44,10 @@ class Transport(ABC):
         Blocks until all ranks have called; with `patience`, for at most so many seconds, and then returns None.
         """
 
-    def check_device(self, device: torch.device) -> None:
+    def check_device(self, device: torch.device) -> None:  # noqa: B027 - any device will do, unless a transport says otherwise
         """Raise ValueError if the transport cannot move tensors of this device."""
 
-    def connect(self, device: torch.device) -> None:
+    def connect(self, device: torch.device) -> None:  # noqa: B027 - nothing to set up, unless a transport says otherwise
         """Set up what the first exchange of tensors of this device needs; all ranks call it together."""
 
 
@@ -65,7 +65,8 @@ class Alone(Transport):
     size = 1
 
     def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
-        assert not sends and not receives
+        assert not sends
+        assert not receives
         return Done()
 
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:

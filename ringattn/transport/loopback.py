@@ -34,7 +34,8 @@ class _Pending(Handle):
     def wait(self) -> None:
         for box, target in self._waiting:
             source = box.get(timeout=_TIMEOUT)
-            assert source.shape == target.shape and source.dtype == target.dtype, (source.shape, target.shape)
+            assert source.shape == target.shape, (source.shape, target.shape)
+            assert source.dtype == target.dtype, (source.dtype, target.dtype)
             target.copy_(source)
         self._waiting = []
 

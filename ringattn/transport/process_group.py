@@ -40,11 +40,13 @@ class ProcessGroupTransport(Transport):
         if backend is None or (device.type == "cuda" and backend == "gloo"):
             wanted = "nccl" if device.type == "cuda" else "gloo"
             has = ",".join(sorted(set(self._backends.values())))
-            raise ValueError(f"q is on {device.type}, but the group's backend is {has}: tensors on {device.type} need a {wanted} group")
+            raise ValueError(
+                f"q is on {device.type}, but the group's backend is {has}: tensors on {device.type} need a {wanted} group"
+            )
 
     def connect(self, device: torch.device) -> None:
         if device.type not in self._connected and self._backends[device.type] == "nccl":
-            # NCCL sets up a communicator in the first call on a group, in which all ranks must take part; in an exchange some may idle
+            # NCCL sets up a communicator in a group's first call, in which all ranks must take part; in an exchange some may idle
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
         self._connected.add(device.type)
 
@@ -57,7 +59,9 @@ class ProcessGroupTransport(Transport):
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
         if self._control is None:
             # only the group's own ranks take part, so that other groups of the job need not know
-            self._control = dist.new_group(self._global_ranks, backend="gloo", use_local_synchronization=True)
+            control = dist.new_group(self._global_ranks, backend="gloo", use_local_synchronization=True)
+            assert isinstance(control, dist.ProcessGroup)
+            self._control = control
         mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         work = dist.all_gather(everyone, mine, group=self._control, async_op=True)
