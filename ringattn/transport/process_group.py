@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -28,11 +29,13 @@ class ProcessGroupTransport(Transport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._group = group
+        # weak, so that what is kept for a group goes with it
+        self._group = weakref.ref(group)
+        self._name = group.group_name
         self._global_ranks = dist.get_process_group_ranks(group)
         # such as {"cpu": "gloo", "cuda": "nccl"}
         self._backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
-        self._control: dist.ProcessGroup | None = group if self._backends.get("cpu") == "gloo" else None
+        self._control: dist.ProcessGroupGloo | None = None
         self._connected: set[str] = set()
 
     def check_device(self, device: torch.device) -> None:
@@ -47,25 +50,22 @@ class ProcessGroupTransport(Transport):
     def connect(self, device: torch.device) -> None:
         if device.type not in self._connected and self._backends[device.type] == "nccl":
             # NCCL sets up a communicator in a group's first call, in which all ranks must take part; in an exchange some may idle
-            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group())
         self._connected.add(device.type)
 
     def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
-        ops = [dist.P2POp(dist.isend, x, self._global_ranks[rank], self._group) for rank, x in sends if x.numel()]
-        ops += [dist.P2POp(dist.irecv, x, self._global_ranks[rank], self._group) for rank, x in receives if x.numel()]
+        group = self._group()
+        ops = [dist.P2POp(dist.isend, x, self._global_ranks[rank], group) for rank, x in sends if x.numel()]
+        ops += [dist.P2POp(dist.irecv, x, self._global_ranks[rank], group) for rank, x in receives if x.numel()]
         tensors = [peer.tensor for peer in (*sends, *receives)]
         return _Works(dist.batch_isend_irecv(ops) if ops else [], tensors)
 
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
         if self._control is None:
-            # only the group's own ranks take part, so that other groups of the job need not know
-            control = dist.new_group(self._global_ranks, backend="gloo", use_local_synchronization=True)
-            assert isinstance(control, dist.ProcessGroup)
-            self._control = control
+            self._control = self._make_control()
         mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        work = dist.all_gather(everyone, mine, group=self._control, async_op=True)
-        assert work is not None
+        work = self._control.allgather([everyone], [mine])
         if patience is not None:
             deadline = time.monotonic() + patience
             while not work.is_completed():
@@ -74,3 +74,11 @@ class ProcessGroupTransport(Transport):
                 time.sleep(0.002)
         work.wait()
         return [bytes(x.numpy()) for x in everyone]
+
+    def _make_control(self) -> dist.ProcessGroupGloo:
+        # dist.new_group would need the job's other ranks, or that all members have made equally many groups before
+        store = dist.distributed_c10d._get_default_store()
+        # names come back when a group has been destroyed, keys of the store stay
+        generation = store.add(f"ringattn/{self._name}/{self.rank}", 1)
+        prefix = dist.PrefixStore(f"ringattn/{self._name}/{generation}/", store)
+        return dist.ProcessGroupGloo(prefix, self.rank, self.size)
