@@ -1,0 +1,36 @@
+"""Benchmarks: `python launch/bench.py COMMAND --help`.
+
+    kernels  forward and backward of one GPU beside PyTorch's, in the same run
+    sweep    block sizes, warps and stages of the kernels, to fill `ringattn_kernels/config.py`
+
+Each command lives in a module beside this one with `add_arguments(parser)` and `main(arguments)`.
+"""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+COMMANDS = {"kernels": "bench_kernels", "sweep": "bench_sweep"}
+
+
+def main() -> None:
+    root = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(root), str(root / "kernels")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, module in COMMANDS.items():
+        # a command's own imports (a GPU library, say) are not needed to run another
+        if name in sys.argv[1:2]:
+            loaded = importlib.import_module(module)
+            command = commands.add_parser(name, help=loaded.__doc__)
+            loaded.add_arguments(command)
+            command.set_defaults(main=loaded.main)
+        else:
+            commands.add_parser(name)
+    arguments = parser.parse_args()
+    arguments.main(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Time block sizes, warps and stages of each kernel, and check each against PyTorch."""
+
+import importlib
+import multiprocessing
+
+import numpy as np
+import torch
+from timing import milliseconds
+
+import ringattn_kernels as rk
+from ringattn_kernels.config import Launch, architecture
+
+# the package's functions `forward` and `backward` have its modules' names
+forward = importlib.import_module("ringattn_kernels.forward")
+backward = importlib.import_module("ringattn_kernels.backward")
+
+# kernel -> head dim -> (block, step, num_warps, num_stages)
+CANDIDATES = {
+    "forward": {
+        64: [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 4, 3)],
+        128: [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 8, 4), (64, 64, 4, 2), (128, 128, 8, 2, 0)],
+        256: [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 1), (128, 64, 8, 1), (64, 64, 8, 2)],
+    },
+    "dkdv": {
+        64: [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 32, 4, 3)],
+        128: [(128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2, 0), (128, 64, 8, 1), (128, 32, 8, 3), (64, 64, 4, 2), (128, 32, 8, 2), (64, 128, 8, 2)],
+        256: [(64, 64, 8, 1), (64, 32, 8, 2), (64, 32, 4, 1), (128, 32, 8, 1), (64, 64, 4, 1)],
+    },
+    "dq": {
+        64: [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 64, 4, 3), (64, 128, 4, 2)],
+        128: [(128, 64, 8, 2), (128, 64, 8, 2, 0), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (128, 64, 8, 1), (128, 32, 8, 3)],
+        256: [(64, 64, 8, 1), (64, 32, 8, 2), (128, 32, 8, 1), (64, 64, 4, 1), (128, 64, 8, 1)],
+    },
+}
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("--sequence", type=int, default=8192)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--workers", type=int, default=14, help="processes that compile")
+
+
+class Problem:
+    """Inputs, statistics and reference gradients of one (sequence, head dim, mask)."""
+
+    def __init__(self, sequence: int, heads: int, head_dim: int, causal: bool, reference: bool = True):
+        shape = (1, sequence, heads, head_dim)
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+        lo = 0 if causal else -sequence
+        self.table = rk.TileTable(np.array([(0, sequence, 0, sequence, lo, sequence)]), sequence, sequence)
+        self.scale = head_dim**-0.5
+        self.work = 4 * sequence * sequence * heads * head_dim / (2 if causal else 1)
+        self.pivot = self.delta = torch.zeros(1, heads, sequence, device="cuda")
+        if reference:
+            leaves = [x.transpose(1, 2).detach().requires_grad_() for x in (self.q, self.k, self.v)]
+            out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal)
+            grads = torch.autograd.grad(out, leaves, self.dout.transpose(1, 2))
+            self.out, self.dq, self.dk, self.dv = (x.transpose(1, 2).float() for x in (out.detach(), *grads))
+            _, row_max, row_sum = rk.forward(self.q, self.k, self.v, self.table, softmax_scale=self.scale)
+            self.pivot, _ = backward.pivots(row_max, row_sum, weighted=False)
+            self.delta = rk.delta(self.out.to(torch.bfloat16).contiguous(), self.dout)
+
+    def launch(self, kernel: str, config: tuple):
+        """(kernel function, grid, arguments, tensors written, references)."""
+        launch, device = Launch(*config[:4]), self.q.device
+        # a fifth number 0 leaves out the copy engine
+        arch = architecture(device) if len(config) == 4 else "sm_80"
+        heads = self.q.shape[2]
+        rows = self.table.key_blocks if kernel == "dkdv" else self.table.query_blocks
+        blocks = rows(launch.block, launch.step, device)
+        common = (self.q, self.k, self.v, self.dout, self.pivot, None, self.delta, self.table, blocks, self.scale)
+        if kernel == "forward":
+            out, row_max, row_sum = torch.empty_like(self.q), torch.empty_like(self.delta), torch.empty_like(self.delta)
+            arguments = forward.forward_arguments(
+                *common[:3], self.table, out, row_max, row_sum, blocks, len(blocks), self.scale, None, True, launch, arch
+            )
+            return forward.forward_kernel, heads * len(blocks), arguments, {"out": out}
+        if kernel == "dkdv":
+            dk, dv = torch.zeros_like(self.k, dtype=torch.float32), torch.zeros_like(self.v, dtype=torch.float32)
+            arguments = backward.dkdv_arguments(*common, dk, dv, launch, arch)
+            return backward.dkdv_kernel, heads * blocks.touched, arguments, {"dk": dk, "dv": dv}
+        dq = torch.zeros_like(self.q, dtype=torch.float32)
+        return backward.dq_kernel, heads * blocks.touched, backward.dq_arguments(*common, dq, launch, arch), {"dq": dq}
+
+
+def compile_one(job: tuple) -> str:
+    """Fill the disk cache with one variant."""
+    kernel, head_dim, config = job
+    try:
+        function, _, arguments, _ = Problem(256, 32, head_dim, True, reference=False).launch(kernel, config)
+        binary = function.warmup(grid=(1,), **arguments)
+        return f"shared {binary.metadata.shared}"
+    except Exception as error:  # noqa: BLE001  a candidate that does not fit is a result of the sweep
+        return f"{type(error).__name__}: {str(error)[:60]}"
+
+
+def main(arguments) -> None:
+    jobs = [(kernel, d, c) for kernel, dims in CANDIDATES.items() for d in arguments.head_dims for c in dims[d]]
+    with multiprocessing.get_context("fork").Pool(arguments.workers) as pool:
+        notes = dict(zip(jobs, pool.map(compile_one, jobs, chunksize=1)))
+    for d in arguments.head_dims:
+        for causal in (True, False):
+            problem = Problem(arguments.sequence, arguments.heads, d, causal)
+            for kernel, dims in CANDIDATES.items():
+                for config in dims[d]:
+                    print(f"{kernel:8} d={d} {'causal' if causal else 'full':6} {config}: {row(problem, kernel, config)} {notes[kernel, d, config]}", flush=True)
+
+
+def row(problem: Problem, kernel: str, config: tuple) -> str:
+    """Rate by the operations the kernel really does, and the largest error against PyTorch relative to the largest value."""
+    products = {"forward": 2, "dkdv": 4, "dq": 3}[kernel]
+    try:
+        function, programs, arguments, results = problem.launch(kernel, config)
+        function[(programs,)](**arguments)
+        torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001
+        return f"failed: {type(error).__name__}"
+    errors = [float((x.float() - (r := getattr(problem, n))).abs().max() / r.abs().max()) for n, x in results.items()]
+    time = milliseconds(lambda: function[(programs,)](**arguments), repeats=7)
+    return f"{time:7.3f} ms {problem.work / 2 * products / time / 1e9:5.0f} TFLOP/s error {max(errors):.1e}"

@@ -1,0 +1,133 @@
+"""The kernels on a GPU: accuracy against dense attention in fp64, beside dense PyTorch in the inputs' dtype, and bitwise repeatability."""
+
+import numpy as np
+import pytest
+import torch
+
+import ringattn_kernels as rk
+from tests.kernels import dense
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+
+TABLES = {
+    "causal": lambda s: dense.causal(s),
+    "full": lambda s: dense.full(s, s),
+    "window": lambda s: dense.window(s, s // 5, 3),
+    "documents": lambda s: dense.documents(1, s // 3, 2, 1, 1, s - s // 3 - 5),
+    "random": lambda s: dense.random_tiles(np.random.default_rng(s), s, s),
+}
+CASES = [
+    # sequence, query heads, key/value heads, d, dv
+    (512, 4, 4, 128, 128),
+    (1025, 4, 1, 64, 64),
+    (777, 4, 2, 192, 128),
+    (511, 2, 2, 256, 256),
+    (129, 2, 1, 40, 96),
+    (1, 2, 2, 16, 16),
+]
+
+
+def inputs(s, h, hk, d, dv, dtype, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shapes = (2, s, h, d), (2, s, hk, d), (2, s, hk, dv), (2, s, h, dv)
+    return [torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32).to(dtype) for shape in shapes]
+
+
+def run(q, k, v, dout, tables, softmax_scale) -> dense.Result:
+    """Forward and backward with one launch for each table."""
+    state = None
+    for n, table in enumerate(tables):
+        final = n == len(tables) - 1
+        state = rk.forward(q, k, v, table, softmax_scale=softmax_scale, state=state, final=final)
+    out, row_max, row_sum = state
+    delta = rk.delta(out, dout)
+    dq, dk, dv = (torch.zeros(x.shape, device="cuda") for x in (q, k, v))
+    for table in tables:
+        rk.backward(
+            q, k, v, dout, row_max, row_sum, delta, table, softmax_scale=softmax_scale, dq=dq, dk=dk, dv=dv
+        )  # fmt: skip
+    return dense.Result(out, row_max, row_sum, dq, dk, dv)
+
+
+def error(x, exact) -> float:
+    return float((x.double() - exact).norm())
+
+
+@pytest.mark.parametrize("mask", TABLES)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(case, dtype) for case in CASES for dtype in (torch.bfloat16, torch.float16)]
+    + [(case, torch.float32) for case in CASES if case[3] <= 64],
+    ids=str,
+)
+def test_error_is_within_the_contract(case, mask, dtype):
+    s, _, _, d, _ = case
+    if s == 1 and mask == "documents":
+        tiles = dense.documents(1)
+    else:
+        tiles = TABLES[mask](s)
+    live = dense.live_pairs(tiles, s, s).cuda()
+    q, k, v, dout = inputs(*case, dtype)
+    whole = np.array(tiles).reshape(-1, 6)
+    exact = dense.attention(q, k, v, dout, live, d**-0.5, torch.float64)
+    same = dense.attention(q, k, v, dout, live, d**-0.5, dtype)
+    for tables in ([whole], [whole[::2], whole[1::2]]):
+        got = run(q, k, v, dout, [rk.TileTable(t, s, s) for t in tables], d**-0.5)
+        torch.testing.assert_close(got.row_max.double(), exact.row_max, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got.row_sum.double(), exact.row_sum, rtol=1e-5, atol=1e-6)
+        floor = 1e-6 * float(exact.out.norm())
+        assert error(got.out, exact.out) <= 2 * error(same.out, exact.out) + floor
+        for name in ("dq", "dk", "dv"):
+            x, y, z = getattr(got, name), getattr(same, name), getattr(exact, name)
+            assert error(x, z) <= 3 * error(y, z) + 1e-6 * float(exact.dv.norm()), name
+            assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+def test_repeated_runs_give_the_same_bits(case):
+    s, _, _, d, _ = case
+    q, k, v, dout = inputs(*case, torch.bfloat16)
+    table = rk.TileTable(np.array(dense.causal(s)), s, s)
+    first = run(q, k, v, dout, [table], d**-0.5)
+    for _ in range(5):
+        again = run(q, k, v, dout, [table], d**-0.5)
+        for name in ("out", "row_max", "row_sum", "dq", "dk", "dv"):
+            assert torch.equal(getattr(first, name), getattr(again, name)), name
+
+
+@pytest.mark.parametrize("logit", [1e2, 2.5e5])
+def test_equal_huge_logits_average_exactly_over_launches(logit):
+    s, d = 300, 64
+    q, k, v, dout = inputs(s, 2, 2, d, d, torch.float32)
+    q.fill_(1.0)
+    k.fill_(logit / d)
+    tables = [rk.TileTable(np.array([(0, s, a, b, -s, s)]), s, s) for a, b in ((0, 100), (100, 101), (101, 300))]
+    out = run(q, k, v, dout, tables, 1.0).out
+    torch.testing.assert_close(out, v.mean(1, keepdim=True).expand_as(out), rtol=1e-5, atol=1e-5)
+
+
+def test_keys_as_transposed_views_beyond_two_to_the_31_elements():
+    s, b, hk, d = 70_000, 2, 128, 128
+    buffer = torch.empty(s, b, hk, d, device="cuda", dtype=torch.bfloat16)
+    assert buffer.numel() > 2**31
+    rows = torch.randn(64, b, hk, d, device="cuda", dtype=torch.bfloat16)
+    buffer[-64:] = rows
+    k = buffer.transpose(0, 1)
+    q, dout = (torch.randn(b, 64, hk, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = run_last_rows(q, k, dout, s)
+    near = rows.transpose(0, 1).contiguous()
+    expected = run_last_rows(q, near, dout, 64)
+    for x, y in zip(out, expected):
+        assert torch.equal(x, y)
+
+
+def run_last_rows(q, k, dout, rows):
+    """Attention of 64 queries to the last 64 of `rows` keys, which are the values too."""
+    table = rk.TileTable(np.array([(0, 64, rows - 64, rows, -rows, 64 - rows + 64)]), 64, rows)
+    out, row_max, row_sum = rk.forward(q, k, k, table, softmax_scale=0.1)
+    dq = torch.zeros(q.shape, device="cuda")
+    dk, dv = (torch.zeros(rows, *q.shape[:1], *q.shape[2:], device="cuda").transpose(0, 1) for _ in range(2))
+    rk.backward(
+        q, k, k, dout, row_max, row_sum, rk.delta(out, dout), table, softmax_scale=0.1, dq=dq, dk=dk, dv=dv
+    )  # fmt: skip
+    return out, dq, dk[:, -64:].clone(), dv[:, -64:].clone()
