@@ -144,7 +144,7 @@ def balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
     """Chunks dealt to ranks so that live work is even for this mask, and tokens too, to one chunk.
 
     The sequence is cut into equal chunks, few at first, which go heaviest first to the rank with the least work that still has
-    room; the number of chunks doubles until work is within 1 % of even or chunks reach 16 tokens, and the best is kept.
+    room. Chunks a rank double, up to 64, until work is within 1 % of even; the most even layout is kept.
     """
     instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
     best: Layout | None = None
@@ -157,7 +157,7 @@ def balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
         if best is None or balance < best_balance - 1e-9:
             best, best_balance = candidate, balance
         chunks *= 2
-        if best_balance <= 1.01 or chunks > 64 or seq_len < 16 * chunks * world_size:
+        if best_balance <= 1.01 or chunks > 64 or chunks * world_size > seq_len:
             return best
 
 
@@ -250,11 +250,11 @@ def fold(queries: Table, keys: Table, regions: Table, stride: int) -> tuple[Tabl
     pieces = list(_pairs_that_meet(k_min, k_max, part, keys, stride))
     index = np.concatenate([piece[0] for piece in pieces]) if pieces else np.empty(0, dtype=np.int64)
     k_of = np.concatenate([piece[1] for piece in pieces]) if pieces else index
-    q_of, part = q_of[index], part[index]
     q_start, q_length, q_row = queries[q_of].T
+    i0 = np.maximum(0, -((q_start - part[:, 0]) // stride))[index]
+    i1 = np.minimum(q_length, -((q_start - part[:, 1]) // stride))[index]
+    q_of, part, q_start, q_row = q_of[index], part[index], q_start[index], q_row[index]
     k_start, k_length, k_row = keys[k_of].T
-    i0 = np.maximum(0, -((q_start - part[:, 0]) // stride))
-    i1 = np.minimum(q_length, -((q_start - part[:, 1]) // stride))
     j0 = np.maximum(0, -((k_start - part[:, 2]) // stride))
     j1 = np.minimum(k_length, -((k_start - part[:, 3]) // stride))
     offset = q_start - k_start
