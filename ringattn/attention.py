@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-import numpy as np
 import torch
 
 from . import check, local, passes
@@ -17,7 +16,7 @@ from .context import Context, Group, get_context
 from .layout import Layout
 from .mask import Mask, causal
 from .partial import Partial, Stats
-from .plan import make_local_plan, spans_of
+from .plan import Order, make_local_plan, spans_of
 from .schedule import Schedule, Step, local_steps
 from .score import Score
 from .transport import Alone, Transport
@@ -243,14 +242,13 @@ def _facts(
     }
 
 
-def _in_order(x: torch.Tensor, order: np.ndarray | None, dim: int = 1) -> torch.Tensor:
+def _in_order(x: torch.Tensor, order: Order | None) -> torch.Tensor:
     """Rows in the order in which the plan counts them."""
-    return x if order is None else x.index_select(dim, torch.from_numpy(order).to(x.device))
+    return x if order is None else order.sort(x, dim=1)
 
 
-def _as_given(part: Partial, order: np.ndarray | None) -> Partial:
+def _as_given(part: Partial, order: Order | None) -> Partial:
     """Rows back in the order they came in."""
     if order is None:
         return part
-    back = np.argsort(order)
-    return Partial(_in_order(part.out, back), _in_order(part.row_max, back, 2), _in_order(part.row_sum, back, 2))
+    return Partial(order.restore(part.out, dim=1), order.restore(part.row_max, dim=2), order.restore(part.row_sum, dim=2))

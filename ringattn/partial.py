@@ -50,7 +50,13 @@ class Partial:
 
     @property
     def stats(self) -> Stats:
+        """The statistics alone."""
         return Stats(self.row_max, self.row_sum)
+
+    @property
+    def lse(self) -> torch.Tensor:
+        """log of the sum of exp(score) over these keys: (b, h, s); -inf for a row with nothing live."""
+        return self.stats.lse
 
 
 def merge(a: Partial, b: Partial) -> Partial:

@@ -34,13 +34,18 @@ class Rows:
 
     def __init__(self, ranges: Table) -> None:
         """Any ranges; those that overlap or touch are joined."""
-        ranges = ranges[ranges[:, 0] < ranges[:, 1]]
-        if len(ranges) > 1:
-            ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
-            reach = np.maximum.accumulate(ranges[:, 1])
-            first = np.flatnonzero(np.concatenate([[True], ranges[1:, 0] > reach[:-1]]))
-            last = np.append(first[1:], len(ranges)) - 1
-            ranges = np.stack([ranges[first, 0], reach[last]], axis=1)
+        begin, end = ranges[:, 0], ranges[:, 1]
+        filled = begin < end
+        if not filled.all():
+            begin, end = begin[filled], end[filled]
+        if (begin[1:] < begin[:-1]).any():
+            ascending = np.argsort(begin, kind="stable")
+            begin, end = begin[ascending], end[ascending]
+        reach = np.maximum.accumulate(end)
+        first = np.flatnonzero(begin[1:] > reach[:-1]) + 1
+        if len(begin):
+            begin, end = begin[np.append(0, first)], reach[np.append(first - 1, len(begin) - 1)]
+        ranges = np.stack([begin, end], axis=1)
         self.ranges = ranges
         self._index: dict[torch.device, torch.Tensor] = {}
 
@@ -109,6 +114,28 @@ class Rows:
         return f"Rows({self.ranges.tolist()})"
 
 
+class Order:
+    """A permutation of a rank's rows: `rows[i]` is the given row that stands i-th in the plan's order."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.rows = rows
+        self._index: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def sort(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Given rows in the plan's order."""
+        return x.index_select(dim, self._indices(x.device)[0])
+
+    def restore(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Rows of the plan's order as they were given."""
+        return x.index_select(dim, self._indices(x.device)[1])
+
+    def _indices(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        if device not in self._index:
+            there, back = torch.from_numpy(self.rows), torch.from_numpy(np.argsort(self.rows))
+            self._index[device] = there.to(device), back.to(device)
+        return self._index[device]
+
+
 class Tiles:
     """The tiles of one launch: an (n, 6) table over `q_rows` of Q and `k_rows` of a K/V buffer. Immutable."""
 
@@ -148,7 +175,7 @@ class Plan:
 
     world_size: int
     lengths: tuple[int, ...]
-    order: tuple[np.ndarray | None, ...]
+    order: tuple[Order | None, ...]
     table: Table  # (n, 6)
     starts: np.ndarray  # (world_size * world_size + 1): tiles of (rank, owner) begin at starts[rank * world_size + owner]
     _needs: dict[tuple[int, int], Rows] = field(default_factory=dict, init=False, repr=False)
@@ -186,7 +213,7 @@ def make_plan(layout: Layout, mask: Mask) -> Plan:
     return _plan(layout.spans, layout.spans, mask, layout.seq_len)
 
 
-def make_local_plan(queries: Spans, keys: Spans, mask: Mask, seq_len: int) -> tuple[Tiles, np.ndarray | None, np.ndarray | None]:
+def make_local_plan(queries: Spans, keys: Spans, mask: Mask, seq_len: int) -> tuple[Tiles, Order | None, Order | None]:
     """Tiles of one device's queries with its keys, and the order in which they count the rows of each (None: as they come)."""
     plan = _plan((queries,), (keys,), mask, seq_len)
     q_rows, k_rows = (sum(span.length for span in spans) for spans in (queries, keys))
@@ -204,11 +231,14 @@ def _plan(query_shards: Sequence[Spans], key_shards: Sequence[Spans], mask: Mask
     keys, owner_of = span_table([spans for spans, _ in fine_keys])
     tiles, q_of, k_of = fold(queries, keys, regions, stride)
     pair = rank_of[q_of] * len(key_shards) + owner_of[k_of]
-    by_pair = np.lexsort((tiles[:, 2], tiles[:, 0], pair))
-    starts = np.searchsorted(pair[by_pair], np.arange(len(query_shards) * len(key_shards) + 1))
-    order = [rows for _, rows in fine_queries] + ([] if same else [rows for _, rows in fine_keys])
+    pairs = len(query_shards) * len(key_shards)
+    # numpy sorts small integers by counting
+    by_pair = np.argsort(pair.astype(np.min_scalar_type(pairs)), kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(pair, minlength=pairs))])
+    fine = fine_queries if same else fine_queries + fine_keys
+    order = tuple(None if rows is None else Order(rows) for _, rows in fine)
     lengths = tuple(sum(span.length for span in spans) for spans in key_shards)
-    return Plan(len(key_shards), lengths, tuple(order), tiles[by_pair], starts)
+    return Plan(len(key_shards), lengths, order, tiles[by_pair], starts)
 
 
 def move_keys(tiles: Table, rows: Rows, base: int) -> Table:
