@@ -13,19 +13,20 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @dataclass(frozen=True)
 class Launch:
-    """One program owns `block` rows of its axis and steps through `step` rows of the other at a time."""
+    """One program owns `block` rows of its axis and steps through `step` rows of the other at a time, in `parts` (forward only)."""
 
     block: int
     step: int
     num_warps: int
     num_stages: int
+    parts: int = 1
 
 
 # (head-dim bucket) -> Launch, for 16-bit inputs; the bucket is the larger of the two padded head dims
 _SM90 = {
-    "forward": {64: Launch(128, 64, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(128, 64, 8, 2)},
-    "dkdv": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 64, 8, 1)},
-    "dq": {64: Launch(128, 64, 8, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 64, 8, 1)},
+    "forward": {64: Launch(128, 64, 4, 3), 128: Launch(128, 128, 8, 3, 2), 256: Launch(128, 64, 8, 2)},
+    "dkdv": {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 32, 8, 2)},
+    "dq": {64: Launch(64, 64, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(128, 64, 8, 1)},
 }
 _SM80 = {
     "forward": {64: Launch(128, 64, 4, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
@@ -43,7 +44,7 @@ _FP32 = {
     "dkdv": {64: Launch(32, 32, 4, 1), 128: Launch(32, 16, 4, 1), 256: Launch(16, 16, 4, 1)},
     "dq": {64: Launch(32, 32, 4, 1), 128: Launch(32, 16, 4, 1), 256: Launch(16, 16, 4, 1)},
 }
-_INTERPRETER = Launch(64, 32, 1, 1)
+_INTERPRETER = {"forward": Launch(64, 32, 1, 1, 2), "dkdv": Launch(64, 32, 1, 1), "dq": Launch(64, 32, 1, 1)}
 
 
 def architecture(device: torch.device) -> str:
@@ -61,7 +62,7 @@ def launch_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> Lau
     """The entry for `kernel` ('forward', 'dkdv' or 'dq') at the larger of the two head dims."""
     bucket = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     if arch == "cpu":
-        return _INTERPRETER
+        return _INTERPRETER[kernel]
     if dtype == torch.float32:
         return _FP32[kernel][bucket]
     if arch.startswith("gfx"):

@@ -70,8 +70,8 @@ def forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, soft
         q_ptr=q,
         k_ptr=k,
         v_ptr=v,
-        k_desc=descriptor(k, launch.step, arch),
-        v_desc=descriptor(v, launch.step, arch),
+        k_desc=descriptor(k, launch.step // launch.parts, arch),
+        v_desc=descriptor(v, launch.step // launch.parts, arch),
         out_ptr=out,
         state_ptr=out if state is None else state[0],
         row_max_ptr=row_max,
@@ -97,7 +97,8 @@ def forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, soft
         BLOCK_D=padded(d),
         BLOCK_DV=padded(dv),
         BLOCK_Q=launch.block,
-        BLOCK_K=launch.step,
+        BLOCK_K=launch.step // launch.parts,
+        PARTS=launch.parts,
         HAS_STATE=state is not None,
         FINAL=final,
         # the maximum of raw products is that of the scores only if the scale is positive
@@ -109,23 +110,15 @@ def forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, soft
 
 
 @triton.jit
-def attend_block(
-    acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first, last, scale,
-    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
-    MASKED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One step of the online softmax. row_max is in base-2 units: scores * scale is the exponent of 2."""
-    # [BLOCK_K, BLOCK_D]
-    k = load_block(k_desc, k_ptr, batch, kv_head, start, stride_ks, end, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
-    # [BLOCK_Q, BLOCK_K]
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+def softmax_step(scores, row_max, row_sum, start, first, last, scale, MASKED: tl.constexpr, SCALE_FIRST: tl.constexpr):
+    """(p, alpha, row_max, row_sum) after one block of raw scores. row_max is in base-2 units: scores * scale is the exponent."""
     if SCALE_FIRST:
         scores = scores * scale
         factor = 1.0
     else:
         factor = scale
     if MASKED:
-        columns = start + tl.arange(0, BLOCK_K)
+        columns = start + tl.arange(0, scores.shape[1])
         live = (columns[None, :] >= first[:, None]) & (columns[None, :] <= last[:, None])
         scores = tl.where(live, scores, float("-inf"))
     # [BLOCK_Q]
@@ -134,14 +127,52 @@ def attend_block(
     if MASKED:
         # a row with no live pair yet has row_max = -inf: avoid inf - inf
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
+    # [BLOCK_Q, BLOCK_K]: one fused multiply-add and one exp2 for each pair
     p = tl.math.exp2(scores * factor - pivot[:, None])
     alpha = tl.math.exp2(row_max - pivot)
-    row_sum = row_sum * alpha + tl.sum(p, 1)
-    acc = acc * alpha[:, None]
+    return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def attend_block(
+    acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first, last,
+    scale, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax over BLOCK_K keys."""
+    # [BLOCK_K, BLOCK_D]
+    k = load_block(k_desc, k_ptr, batch, kv_head, start, stride_ks, end, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
+    # [BLOCK_Q, BLOCK_K]
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    p, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, start, first, last, scale, MASKED, SCALE_FIRST)
     # [BLOCK_K, BLOCK_DV]
     v = load_block(v_desc, v_ptr, batch, kv_head, start, stride_vs, end, BLOCK_K, V_DIM, BLOCK_DV, MASKED)
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, new_max, row_sum
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def attend_pair(
+    acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first, last,
+    scale, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Two steps over BLOCK_K keys each, whose matrix products run while the other's softmax is computed."""
+    # [BLOCK_K, BLOCK_D]
+    k0 = load_block(k_desc, k_ptr, batch, kv_head, start, stride_ks, end, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
+    k1 = load_block(k_desc, k_ptr, batch, kv_head, start + BLOCK_K, stride_ks, end, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
+    # [BLOCK_K, BLOCK_DV]
+    v0 = load_block(v_desc, v_ptr, batch, kv_head, start, stride_vs, end, BLOCK_K, V_DIM, BLOCK_DV, MASKED)
+    v1 = load_block(v_desc, v_ptr, batch, kv_head, start + BLOCK_K, stride_vs, end, BLOCK_K, V_DIM, BLOCK_DV, MASKED)
+    # [BLOCK_Q, BLOCK_K]
+    scores0 = tl.dot(q, tl.trans(k0), input_precision=PRECISION)
+    scores1 = tl.dot(q, tl.trans(k1), input_precision=PRECISION)
+    p, alpha, row_max, row_sum = softmax_step(scores0, row_max, row_sum, start, first, last, scale, MASKED, SCALE_FIRST)
+    acc = tl.dot(p.to(v0.dtype), v0, acc * alpha[:, None], input_precision=PRECISION)
+    start += BLOCK_K
+    p, alpha, row_max, row_sum = softmax_step(scores1, row_max, row_sum, start, first, last, scale, MASKED, SCALE_FIRST)
+    acc = tl.dot(p.to(v1.dtype), v1, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, row_max, row_sum
 
 
 @triton.jit(do_not_specialize=["item_count", "heads", "group", "q_rows"])
@@ -150,7 +181,7 @@ def forward_kernel(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     item_count, heads, group, q_rows, scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_STATE: tl.constexpr, FINAL: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, HAS_STATE: tl.constexpr, FINAL: tl.constexpr,
     SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out, row_max, row_sum of one block of query rows of one head; see the module's formula."""
@@ -189,17 +220,23 @@ def forward_kernel(
 
     for segment in range(segment_begin, segment_end):
         begin, full_begin, full_end, end, lo, hi, row_begin, row_end = load_segment(segments_ptr, segment)
-        for start in range(full_begin, full_end, BLOCK_K):
-            acc, row_max, row_sum = attend_block(
-                acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, None, None, scale,
-                HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, False, SCALE_FIRST, PRECISION,
-            )  # fmt: skip
+        for start in range(full_begin, full_end, BLOCK_K * PARTS):
+            if PARTS == 2:
+                acc, row_max, row_sum = attend_pair(
+                    acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, None,
+                    None, scale, HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, False, SCALE_FIRST, PRECISION,
+                )  # fmt: skip
+            else:
+                acc, row_max, row_sum = attend_block(
+                    acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, None,
+                    None, scale, HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, False, SCALE_FIRST, PRECISION,
+                )  # fmt: skip
         first, last = live_columns(rows, end, lo, hi, row_begin, row_end)
         for edge in range(edge_count(begin, full_begin, full_end, end, BLOCK_K)):
             start = edge_start(edge, begin, full_begin, full_end, BLOCK_K)
             acc, row_max, row_sum = attend_block(
-                acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first, last, scale,
-                HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, True, SCALE_FIRST, PRECISION,
+                acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first,
+                last, scale, HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, True, SCALE_FIRST, PRECISION,
             )  # fmt: skip
 
     out = acc * tl.where(row_sum > 0, 1.0 / row_sum, 0.0)[:, None]
