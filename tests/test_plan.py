@@ -109,8 +109,8 @@ def test_local_plans_of_any_positions(mask_strategy, data, q_rows, k_rows):
     some = st.lists(st.integers(0, seq_len - 1))
     queries, keys = (np.array(data.draw(some.filter(lambda x: len(x) <= 12)), dtype=np.int64) for _ in range(2))
     tiles, q_order, k_order = make_local_plan(spans_of(torch.from_numpy(queries)), spans_of(torch.from_numpy(keys)), mask, seq_len)
-    queries = queries if q_order is None else queries[q_order]
-    keys = keys if k_order is None else keys[k_order]
+    queries = queries if q_order is None else queries[q_order.rows]
+    keys = keys if k_order is None else keys[k_order.rows]
     assert np.array_equal(covered(tiles.table, len(queries), len(keys)), live[np.ix_(queries, keys)])
 
 
