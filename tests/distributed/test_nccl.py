@@ -140,7 +140,7 @@ def test_sixteen_thousand_tokens(nccl, world_size):
 
 
 def repeat(group, seq_len):
-    """Whether repeated runs give the same bits, and whether changing tokens from `cut` on leaves all outputs before it as they were."""
+    """Whether repeated runs give the same bits, and whether changed tokens leave all outputs before them as they were."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     q, k, v, dout = inputs(seq_len, (4, 2, 128, 128), torch.bfloat16)
     layout = ra.zigzag(seq_len, world_size)
