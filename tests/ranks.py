@@ -71,7 +71,7 @@ class Ranks:
             self.close()
             report = [f"--- rank {rank} of {members} ---\n{text}" for rank, text in sorted(failed.items())]
             if hung:
-                report.append(f"--- ranks {hung} of {members} did not finish within {timeout} s ---\n{stacks}")
+                report.append(f"--- ranks {hung} of {members} did not finish, {timeout} s allowed ---\n{stacks}")
             raise RankError("\n".join(report))
         return [replies[rank][1] for rank in members]
 

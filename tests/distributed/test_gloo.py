@@ -1,0 +1,331 @@
+"""Ring attention over real process groups: every rank's output, statistics and gradients against the dense reference, in fp64."""
+
+import gc
+import time
+import weakref
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import ringattn as ra
+from ringattn import context
+
+LENGTHS = (1, 2, 17, 97, 127, 129, 131)
+LAYOUTS = {
+    "contiguous": ra.contiguous,
+    "zigzag": ra.zigzag,
+    "striped": ra.striped,
+    "balanced": lambda n, world_size: ra.balanced(ra.documents(lengths=[n // 3, n // 4]), n, world_size),
+    "lopsided": lambda n, world_size: lopsided(n, world_size),
+}
+MASKS = {
+    "causal": lambda n: ra.causal(),
+    "full": lambda n: ra.full(),
+    "window": lambda n: ra.sliding_window(11, 3),
+    "documents": lambda n: ra.documents(lengths=[n // 3, 0, 1 if n > 3 else 0, n // 5]),  # and padding
+    "prefix": lambda n: ra.prefix(n // 3),
+    "global|window": lambda n: ra.global_tokens(range(0, n, 13)) | ra.sliding_window(4, 4),
+    "dilated&causal": lambda n: (ra.dilated_window((5, 5), 3) | ra.sliding_window(2)) & ra.causal(),
+    "bigbird": lambda n: ra.bigbird(n, 8, random_blocks=2),
+}
+SCHEDULES = {"ring": ra.ring(), "gather": ra.gather(), "default": None}
+
+
+def lopsided(n, world_size):
+    """Rank 0 holds the end, the last rank every other token of the beginning, a rank between the others; some hold nothing."""
+    if world_size == 1:
+        return ra.Layout(n, ((ra.Span(n // 2, n - n // 2), ra.Span(0, n // 2)),), "lopsided")
+    half, quarter = n // 2, n // 4
+    spans = [() for _ in range(world_size)]
+    spans[0] = (ra.Span(half, n - half),)
+    spans[-1] = (ra.Span(0, (half + 1) // 2, 2),)
+    spans[world_size // 2] += (ra.Span(1, half // 2, 2),)
+    if quarter and world_size > 5:
+        spans[0] = (ra.Span(half + quarter, n - half - quarter),)
+        spans[1] = (ra.Span(half, quarter),)
+    return ra.Layout(n, tuple(spans), "lopsided")
+
+
+def inputs(n, seed, dtype=torch.float64, batch=1):
+    """q, k, v and dout of a whole sequence, the same on every rank; odd sizes, 4 heads over 2."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (batch, n, 4, 5), (batch, n, 2, 5), (batch, n, 2, 3), (batch, n, 4, 3)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def difference(x, y):
+    """Greatest difference; infinities of one sign are equal."""
+    assert x.shape == y.shape
+    off = torch.where(x == y, 0, x - y).abs()
+    return float(off.max()) if off.numel() else 0.0
+
+
+def check(group, n, mask, layout, schedule, seed, change=None):
+    """Greatest difference of this rank's shard of out, row_max, row_sum, dq, dk, dv from the reference's."""
+    rank = dist.get_rank(group)
+    q, k, v, dout = inputs(n, seed, batch=1 + seed % 2)
+    held_by_last = torch.zeros(n, dtype=torch.bool)
+    held_by_last[layout.positions(layout.world_size - 1)] = True
+    if change == "dout on the last rank only":
+        dout[:, ~held_by_last] = 0
+    if change == "v on the last rank only":
+        v[:, ~held_by_last] = 0
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    ref, ref_stats = ra.reference.attention(*whole, mask=mask, return_stats=True)
+    leaves = [ra.shard(x, layout, rank).requires_grad_() for x in (q, k, v)]
+    out, stats = ra.ring_attention(*leaves, layout=layout, mask=mask, group=group, schedule=schedule, return_stats=True)
+    found = [out, *torch.autograd.grad(out, leaves, ra.shard(dout, layout, rank))]
+    wanted = [ref, *torch.autograd.grad(ref, whole, dout)]
+    pairs = [(x, ra.shard(y, layout, rank)) for x, y in zip(found, wanted, strict=True)]
+    pairs += [
+        (getattr(stats, name), ra.shard(getattr(ref_stats, name), layout, rank, dim=2)) for name in ("row_max", "row_sum", "lse")
+    ]
+    return max(difference(x.detach(), y.detach()) for x, y in pairs)
+
+
+def check_many(group, cases):
+    """`check` of each (mask, layout, schedule, n), by name; the worst few."""
+    world_size = dist.get_world_size(group)
+    found = []
+    for seed, (mask, layout, schedule, n) in enumerate(cases):
+        args = n, MASKS[mask](n), LAYOUTS[layout](n, world_size), SCHEDULES[schedule]
+        found.append((check(group, *args, seed), (mask, layout, schedule, n)))
+    return sorted(found, reverse=True)[:4]
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_every_rank_agrees_with_the_reference(gloo, world_size):
+    # schedules and lengths shift with the number of ranks, so that together all combinations of mask, layout and schedule occur
+    names = tuple(SCHEDULES)
+    cases = [
+        (mask, layout, names[(i + world_size) % 3], LENGTHS[(3 * i + 2 * world_size) % 7])
+        for i, (mask, layout) in enumerate(product(MASKS, LAYOUTS))
+    ]
+    for worst in gloo.run(world_size, check_many, cases):
+        assert worst[0][0] < 1e-10, worst
+
+
+@pytest.mark.parametrize("world_size", [3, 8])
+def test_a_thousand_tokens(gloo, world_size):
+    cases = [("causal", "zigzag", "ring", 1025), ("documents", "balanced", "gather", 1025), ("window", "striped", "ring", 1031)]
+    for worst in gloo.run(world_size, check_many, cases):
+        assert worst[0][0] < 1e-10, worst
+
+
+@pytest.mark.parametrize("change", ["dout on the last rank only", "v on the last rank only"])
+@pytest.mark.parametrize("schedule", [ra.ring(), ra.gather()], ids=repr)
+def test_one_rank_matters(gloo, change, schedule):
+    for worst in gloo.run(5, check, 97, ra.causal(), ra.zigzag(97, 5), schedule, 3, change):
+        assert worst < 1e-10
+
+
+def test_group_ranks_are_not_global_ranks(gloo):
+    cases = [("causal", "zigzag", "ring", 97), ("window", "contiguous", "gather", 17), ("full", "striped", "ring", 1)]
+    for worst in gloo.run(3, check_many, cases, ranks=(2, 5, 7)):
+        assert worst[0][0] < 1e-10, worst
+
+
+def two_groups(group):
+    """Evens and odds go round their own rings at the same time, with different lengths; then all ranks together."""
+    groups = [dist.new_group([0, 2, 4, 6]), dist.new_group([1, 3, 5, 7])]
+    parity = dist.get_rank() % 2
+    cases = [("causal", "zigzag", "ring", 61 + 30 * parity), ("bigbird", "striped", "gather", 97 - 40 * parity)] * (2 + parity)
+    worst = check_many(groups[parity], cases) + check_many(None, [("causal", "zigzag", "ring", 64)])
+    for made in groups:
+        if dist.get_rank(made) >= 0:
+            dist.destroy_process_group(made)
+    return worst
+
+
+def test_two_groups_at_once_and_the_default_group(gloo):
+    for worst in gloo.run(8, two_groups):
+        assert max(worst)[0] < 1e-10, worst
+
+
+def meshes(group):
+    """One-dimensional meshes, and both axes of a two-dimensional one."""
+    line = init_device_mesh("cpu", (8,))
+    plane = init_device_mesh("cpu", (2, 4), mesh_dim_names=("data", "ring"))
+    found = []
+    for mesh, world_size in ((line, 8), (plane["ring"], 4), (plane["data"], 2)):
+        layout = ra.zigzag(33, world_size)
+        rank = mesh.get_local_rank()
+        q, k, v, _ = inputs(33, 5)
+        out = ra.ring_attention(*(ra.shard(x, layout, rank) for x in (q, k, v)), layout=layout, group=mesh)
+        found.append(difference(out, ra.shard(ra.reference.attention(q, k, v), layout, rank)))
+    try:
+        ra.ring_attention(q, k, v, group=plane)
+    except ValueError as error:
+        return found, str(error)
+
+
+def test_device_meshes(gloo):
+    for found, message in gloo.run(8, meshes):
+        assert max(found) < 1e-10
+        assert message == "group is a 2-D DeviceMesh, but must be 1-D: pass one axis of it, such as mesh['ring']"
+
+
+def default_layouts(group, n):
+    """Without a layout the shards are taken to be of the default one."""
+    found = []
+    for make in MASKS.values():
+        mask = make(n)
+        layout = ra.default_layout(mask, n, dist.get_world_size(group))
+        q, k, v, _ = inputs(n, 6)
+        shards = [ra.shard(x, layout, dist.get_rank(group)) for x in (q, k, v)]
+        out = ra.ring_attention(*shards, mask=mask, group=group)
+        found.append(difference(out, ra.shard(ra.reference.attention(q, k, v, mask=mask), layout, dist.get_rank(group))))
+    return max(found)
+
+
+def test_the_default_layout_comes_from_the_shards(gloo):
+    assert max(gloo.run(5, default_layouts, 101)) < 1e-10
+
+
+def gradients_of_lse(group, n):
+    """Gradients through the statistics alone and together with the output."""
+    rank, layout = dist.get_rank(group), ra.zigzag(n, dist.get_world_size(group))
+    q, k, v, dout = inputs(n, 7)
+    weight = torch.linspace(-1, 1, n, dtype=torch.float64)
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    leaves = [ra.shard(x, layout, rank).requires_grad_() for x in (q, k, v)]
+    ref, ref_stats = ra.reference.attention(*whole, return_stats=True)
+    out, stats = ra.ring_attention(*leaves, layout=layout, group=group, return_stats=True)
+    found = []
+    for with_out in (0, 1):
+        wanted = torch.autograd.grad((ref_stats.lse * weight).sum() + with_out * (ref * dout).sum(), whole, retain_graph=True)
+        mine = ra.shard(weight, layout, rank, dim=0), ra.shard(dout, layout, rank)
+        got = torch.autograd.grad((stats.lse * mine[0]).sum() + with_out * (out * mine[1]).sum(), leaves, retain_graph=True)
+        found += [difference(x, ra.shard(y, layout, rank)) for x, y in zip(got, wanted, strict=True)]
+    return max(found)
+
+
+def test_gradients_of_the_statistics(gloo):
+    assert max(gloo.run(3, gradients_of_lse, 41)) < 1e-10
+
+
+def some_leaves(group, n):
+    """Gradients where only one of q, k, v wants one, and none."""
+    rank, layout = dist.get_rank(group), ra.contiguous(n, dist.get_world_size(group))
+    *whole, dout = inputs(n, 8)
+    found = []
+    for wanting in range(3):
+        full = [x.clone().requires_grad_(i == wanting) for i, x in enumerate(whole)]
+        leaves = [ra.shard(x, layout, rank).requires_grad_(i == wanting) for i, x in enumerate(whole)]
+        out = ra.ring_attention(*leaves, layout=layout, group=group)
+        (got,) = torch.autograd.grad(out, leaves[wanting], ra.shard(dout, layout, rank))
+        (wanted,) = torch.autograd.grad(ra.reference.attention(*full), full[wanting], dout)
+        found.append(difference(got, ra.shard(wanted, layout, rank)))
+    with torch.no_grad():
+        assert not ra.ring_attention(*leaves, layout=layout, group=group).requires_grad
+    return max(found)
+
+
+def test_gradients_of_some_inputs(gloo):
+    assert max(gloo.run(4, some_leaves, 30)) < 1e-10
+
+
+def slow_rank(group, n):
+    """One rank comes late every time; three layers, one backward through all."""
+    rank, layout = dist.get_rank(group), ra.zigzag(n, dist.get_world_size(group))
+    q, *_ = inputs(n, 9)
+    whole = q[..., :3].clone().requires_grad_()
+    leaf = ra.shard(whole.detach(), layout, rank).requires_grad_()
+    x, y = leaf, whole
+    for _ in range(3):
+        if rank == 1:
+            time.sleep(0.05)
+        x = ra.ring_attention(x, x, x, layout=layout, group=group, schedule=ra.ring())
+        y = ra.reference.attention(y, y, y)
+    (got,), (wanted,) = torch.autograd.grad(x.square().sum(), leaf), torch.autograd.grad(y.square().sum(), whole)
+    return max(difference(x, ra.shard(y, layout, rank)), difference(got, ra.shard(wanted, layout, rank)))
+
+
+def test_layers_and_a_slow_rank(gloo):
+    assert max(gloo.run(4, slow_rank, 50)) < 1e-10
+
+
+def put_together(group, n):
+    """unshard is the inverse of shard, and its gradient the adjoint; along any dim."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    for name, make in LAYOUTS.items():
+        layout = make(n, world_size)
+        for dim in (0, 1, -1):
+            shape = [2, 3, 4]
+            shape[dim] = n
+            x = torch.randint(-99, 99, shape, generator=torch.Generator().manual_seed(n)).double()  # sums are exact
+            leaf = ra.shard(x, layout, rank, dim).requires_grad_()
+            whole = ra.unshard(leaf, layout, group, dim)
+            assert torch.equal(whole, x), (name, dim)
+            (gradient,) = torch.autograd.grad(whole, leaf, (rank + 1) * x)
+            assert torch.equal(gradient, ra.shard(x * sum(range(1, world_size + 1)), layout, rank, dim)), (name, dim)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5, 7])
+def test_unshard(gloo, world_size):
+    for n in (0, 1, 23):
+        gloo.run(world_size, put_together, n)
+
+
+def half_precision(group, n, dtype):
+    """Errors of a rank's shard, and of dense attention in the same dtype."""
+    rank, layout = dist.get_rank(group), ra.zigzag(n, dist.get_world_size(group))
+    *whole, dout = inputs(n, 10, dtype)
+    results = {}
+    for kind in (torch.float64, dtype):
+        leaves = [x.to(kind).requires_grad_() for x in whole]
+        out = ra.reference.attention(*leaves)
+        results[kind] = [ra.shard(x.double(), layout, rank) for x in (out, *torch.autograd.grad(out, leaves, dout.to(kind)))]
+    leaves = [ra.shard(x, layout, rank).requires_grad_() for x in whole]
+    out = ra.ring_attention(*leaves, layout=layout, group=group)
+    got = [out, *torch.autograd.grad(out, leaves, ra.shard(dout, layout, rank))]
+    assert all(x.dtype == dtype for x in got)
+    return [
+        (difference(x.double(), y), difference(z, y)) for x, y, z in zip(got, results[torch.float64], results[dtype], strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(gloo, dtype):
+    for rows in gloo.run(4, half_precision, 257, dtype):
+        for factor, (error, same_dtype) in zip((2, 3, 3, 3), rows, strict=True):
+            assert error <= factor * same_dtype
+
+
+def many_lengths(group, calls):
+    """Plans kept after calls with many lengths."""
+    world_size = dist.get_world_size(group)
+    for n in range(calls):
+        q = torch.ones(1, len(range(dist.get_rank(group), n, world_size)), 1, 2)
+        ra.ring_attention(q, q, q, layout=ra.striped(n, world_size), group=group)
+    kept = context.get_context(group)
+    return len(kept._routes), len(kept._layouts)
+
+
+def test_plans_kept_are_bounded(gloo):
+    for routes, layouts in gloo.run(2, many_lengths, 150):
+        assert 0 < routes <= 64
+        assert layouts <= 64
+
+
+def come_and_go(group):
+    """What is kept for groups that have come, been used and gone, on all 8 ranks; a group's name comes back each time."""
+    before = len(context._contexts)
+    for members in [(0, 1, 2), (1, 2, 3), (0, 1, 2), (0, 4)] * 2:
+        made = dist.new_group(members)
+        if dist.get_rank() in members:
+            q = torch.ones(1, 3, 1, 2, requires_grad=True)
+            ra.ring_attention(q, q, q, group=made).sum().backward()
+            kept = weakref.ref(context.get_context(made))
+            dist.destroy_process_group(made)
+            del made
+            gc.collect()
+            assert kept() is None
+    return len(context._contexts) - before
+
+
+def test_contexts_go_with_their_groups(gloo):
+    assert gloo.run(8, come_and_go) == [0] * 8
