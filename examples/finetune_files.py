@@ -53,8 +53,9 @@ def prepare_tokens(settings: Settings, device: torch.device) -> tuple[dict, torc
         tokenizer.save(str(out / "tokenizer.json"))
         tokens = torch.tensor(tokenizer.encode(text).ids)
     tokens = share_tokens(tokens, device)
-    if len(tokens) < 16:
-        raise ValueError(f"the document has {len(tokens)} tokens, but training needs at least 16: give a longer --text")
+    least = max(16, 2 * settings.ranks)
+    if len(tokens) < least:
+        raise ValueError(f"the document has {len(tokens)} tokens, but {settings.ranks} ranks need {least}: give a longer --text")
     return facts, tokens
 
 

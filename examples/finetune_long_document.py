@@ -4,7 +4,7 @@
     python examples/finetune_long_document.py                          # starts its own ranks: all GPUs, or 2 on a CPU
     torchrun --nproc-per-node 8 examples/finetune_long_document.py     # joins torchrun's, on one host or many
     python examples/finetune_long_document.py --text book.txt --steps 300
-    python examples/finetune_long_document.py --resume runs/long_document/checkpoint-000060.safetensors --steps 60
+    python examples/finetune_long_document.py --resume runs/long_document/checkpoint-000050.safetensors
     python examples/finetune_long_document.py --verify                 # one step against dense attention in one process
 
 The document is Python's language reference (`pydoc_data.topics`) or `--text`. On GPUs every step sees the whole document
@@ -84,7 +84,7 @@ class Settings:
 # by device: a model and a length that take a few minutes there
 DEFAULTS = {
     "cpu": dict(
-        ranks=2, dtype="float32", seq_len=3072, steps=60, hidden=128, layers=4, heads=4, kv_heads=2, lr=4e-3, warmup=6,
+        ranks=2, dtype="float32", seq_len=2048, steps=100, hidden=128, layers=4, heads=4, kv_heads=2, lr=6e-3, warmup=8,
         verify_tokens=1024,
     ),
     "cuda": dict(
@@ -106,16 +106,16 @@ def parse(argv: list[str] | None = None) -> Settings:
     add("--layout", choices=tuple(LAYOUTS), default="zigzag", help="who holds which tokens (default: %(default)s)")
     add("--dtype", choices=tuple(DTYPES), help="of matmuls and attention; parameters are float32 (default: by device)")
     add("--recompute", action=argparse.BooleanOptionalAction, default=None, help="recompute activations in backward")
-    add("--seq-len", type=int, help="tokens a step; 0 is the whole document (default: 3072 on a CPU, 0 on GPUs)")
-    add("--steps", type=int, help="training steps in all (default: 60 on a CPU, 100 on GPUs)")
+    add("--seq-len", type=int, help="tokens a step; 0 is the whole document (default: 2048 on a CPU, 0 on GPUs)")
+    add("--steps", type=int, help="training steps in all (default: 100)")
     add("--save-every", type=int, default=0, metavar="N", help="a checkpoint every N steps (default: at the end only)")
     add("--vocab", type=int, default=8192, help="size of the byte-level BPE (default: %(default)s)")
     add("--hidden", type=int, help="model width (default: 128 on a CPU, 1024 on GPUs)")
     add("--layers", type=int, help="layers (default: 4 on a CPU, 12 on GPUs)")
     add("--heads", type=int, help="query heads (default: 4 on a CPU, 8 on GPUs)")
     add("--kv-heads", type=int, help="key and value heads (default: 2 on a CPU, 4 on GPUs)")
-    add("--lr", type=float, help="peak learning rate (default: 4e-3 on a CPU, 1e-3 on GPUs)")
-    add("--warmup", type=int, help="steps of linear warm-up; cosine decay to a tenth follows (default: a tenth of them)")
+    add("--lr", type=float, help="peak learning rate (default: 6e-3 on a CPU, 1e-3 on GPUs)")
+    add("--warmup", type=int, help="steps of linear warm-up; cosine decay to a tenth follows (default: 8 on a CPU, 10 on GPUs)")
     add("--clip", type=float, default=1.0, help="largest norm of the whole gradient (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the weights, the windows and the sampling (default: %(default)s)")
     add("--generate", type=int, default=48, metavar="N", help="tokens to write at the end (default: %(default)s)")
@@ -143,6 +143,9 @@ def parse(argv: list[str] | None = None) -> Settings:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be at least {bound}")
     if args.device == "cuda" and "RANK" not in os.environ and args.ranks > torch.cuda.device_count():
         parser.error(f"--ranks is {args.ranks}, but this host has {torch.cuda.device_count()} GPUs: one rank a GPU")
+    for name in ("seq_len", "verify_tokens"):
+        if 0 < getattr(args, name) < 2 * args.ranks:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: {args.ranks} ranks need {2 * args.ranks} or more")
     if args.heads % args.kv_heads:
         parser.error(f"--heads is {args.heads} and --kv-heads {args.kv_heads}: the first must be a multiple of the second")
     if args.hidden % (2 * args.heads):
@@ -309,12 +312,16 @@ def work(settings: Settings, device: torch.device) -> None:
         if not verify(model, build_model(settings).to(device), summed_loss, layout, ids, labels, DTYPES[settings.dtype]):
             sys.exit(1)
         return
-    figures = train(settings, model, tokens, device)
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json")) if rank == 0 else None
     prompt = None
     if tokenizer is not None:
-        prompt = tokens[:24] if settings.prompt is None else torch.tensor(tokenizer.encode(settings.prompt).ids)
-    ids = generate(settings, model, share_tokens(prompt, device), device)
+        opening = tokens[: 2 * settings.ranks + 16]
+        prompt = opening if settings.prompt is None else torch.tensor(tokenizer.encode(settings.prompt).ids, dtype=torch.int64)
+    prompt = share_tokens(prompt, device)
+    if len(prompt) < 2 * settings.ranks:
+        raise ValueError(f"--prompt has {len(prompt)} tokens, but {settings.ranks} ranks need {2 * settings.ranks} or more")
+    figures = train(settings, model, tokens, device)
+    ids = generate(settings, model, prompt, device)
     if tokenizer is not None:
         written = tokenizer.decode(ids.tolist())
         figures.update(document=document, tokens=len(tokens), generated=written, total_seconds=time.perf_counter() - began)
@@ -336,7 +343,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.spawn(run_rank, (settings, f"{folder}/store"), nprocs=settings.ranks)
+            # a fork has everything imported already; a process that has asked for CUDA must not be forked
+            method = "spawn" if settings.device == "cuda" else "fork"
+            mp.start_processes(run_rank, (settings, f"{folder}/store"), nprocs=settings.ranks, start_method=method)
         except mp.ProcessExitedException as error:
             sys.exit(error.exit_code)
 

@@ -68,10 +68,10 @@ def _print_table(ring: dict, same: dict, exact: dict, floor: float) -> bool:
         limit = max(floor, (2 if name == "loss" else 3) * away[1])
         kind = re.sub(r"\.\d+\.", ".*.", name)
         rows[kind] = max(rows.get(kind, (0.0, 0.0, 1.0)), (*away, limit), key=lambda row: row[0] / row[2])
-    print(f"{'':46} {'ring':>9} {'dense':>9} {'limit':>9}")
+    print(f"{'':52} {'ring':>9} {'dense':>9} {'limit':>9}")
     for kind, (ours, theirs, limit) in rows.items():
         what = kind if kind == "loss" else f"gradient of {kind.removeprefix('model.')}"
-        print(f"{what:46} {ours:9.1e} {theirs:9.1e} {limit:9.1e}  {'ok' if ours <= limit else 'FAILED'}")
+        print(f"{what:52} {ours:9.1e} {theirs:9.1e} {limit:9.1e}  {'ok' if ours <= limit else 'FAILED'}")
     passed = all(ours <= limit for ours, _, limit in rows.values())
     print(f"loss {float(ring['loss']):.6f} around the ring, {float(exact['loss']):.6f} dense:", end=" ")
     print("all within bounds" if passed else "NOT within bounds", flush=True)

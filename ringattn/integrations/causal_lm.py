@@ -25,7 +25,7 @@ def shift_labels(tokens: torch.Tensor) -> torch.Tensor:
     return F.pad(tokens[..., 1:], (0, 1), value=IGNORE)
 
 
-def token_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int = 2048) -> torch.Tensor:
+def token_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int = 512) -> torch.Tensor:
     """Summed cross-entropy of local tokens under logits `hidden @ weight.T`, `chunk` tokens at a time, fp32 or wider.
 
     Logits of a chunk are formed, reduced and dropped, and formed again in backward: those of a long shard never exist whole.

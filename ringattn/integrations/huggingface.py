@@ -74,11 +74,17 @@ def attach(model: nn.Module, *, layout: Layout, mask: Mask | None = None, group:
     are filled in from the layout unless given (give them where positions restart, as in packed documents). Labels must be
     shifted before the sequence is split, so a causal model's `labels` are refused without `shift_labels`.
 
-    Raises ValueError if the layout is for another number of ranks, or the model cannot take another attention.
+    Raises ValueError if the layout is for another number of ranks or leaves one empty, or the model cannot take another
+    attention.
     """
     rank, size = _rank_and_size(group)
     if layout.world_size != size:
         raise ValueError(f"layout is for {layout.world_size} ranks, but the group has {size}: make it for {size}")
+    if 0 in layout.lengths:
+        raise ValueError(
+            f"{layout!r} leaves rank {layout.lengths.index(0)} without tokens, which transformers' models cannot run on: "
+            "use fewer ranks or a longer sequence"
+        )
     if not getattr(model, "_supports_attention_backend", False):
         raise ValueError(
             f"{type(model).__name__} does not take its attention from AttentionInterface: ring attention cannot be put in"
@@ -93,9 +99,12 @@ def attach(model: nn.Module, *, layout: Layout, mask: Mask | None = None, group:
         raise ValueError(f"{type(model).__name__} has no module with Attention in its class name")
     register()
     ring = Ring(layout, mask, group, rank)
-    if not hasattr(model, NAME):
-        model.register_forward_pre_hook(_prepare_inputs, with_kwargs=True)
-    for module in (model, *modules):
+    # a model with a head holds one without: whichever is called gets its positions
+    for module in _models(model):
+        if not hasattr(module, NAME):
+            module.register_forward_pre_hook(_prepare_inputs, with_kwargs=True)
+        module.ringattn = ring
+    for module in modules:
         module.ringattn = ring
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
@@ -106,9 +115,9 @@ def detach(model: nn.Module, attn_implementation: str = "sdpa") -> None:
     for module in model.modules():
         if hasattr(module, NAME):
             del module.ringattn
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if hook is _prepare_inputs:
-            del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _prepare_inputs:
+                del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
     model.set_attn_implementation(attn_implementation)
 
 
@@ -219,9 +228,17 @@ def _prepare_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
             "labels would be shifted within the shard, which loses the token after its end: shift them before sharding, "
             "see ringattn.integrations.causal_lm"
         )
+    if kwargs.get("output_attentions"):
+        raise ValueError("output_attentions is True, but attention weights are never formed: leave it out")
     if kwargs.get("position_ids") is None:
         kwargs = {**kwargs, "position_ids": ring.layout.positions(ring.rank).to(tokens.device)[None]}
     return args, kwargs
+
+
+def _models(model: nn.Module) -> list[nn.Module]:
+    from transformers import PreTrainedModel
+
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
 def _rank_and_size(group: Group | None) -> tuple[int, int]:
