@@ -86,7 +86,7 @@ def pivots(row_max: torch.Tensor, row_sum: torch.Tensor, weighted: bool) -> tupl
     return pivot, weight
 
 
-def _shared_arguments(q, k, v, dout, pivot, weight, delta, table: TileTable, blocks: BlockTable, softmax_scale: float, launch: Launch) -> dict:
+def _shared_arguments(q, k, v, dout, pivot, weight, delta, table: TileTable, blocks: BlockTable, softmax_scale: float, launch: Launch, arch: str) -> dict:
     """Keyword arguments that both gradient kernels take."""
     d, (hk, v_dim) = q.shape[3], v.shape[2:]
     assert q.dtype == k.dtype == v.dtype == dout.dtype
@@ -124,7 +124,7 @@ def _shared_arguments(q, k, v, dout, pivot, weight, delta, table: TileTable, blo
         BLOCK_D=padded(d),
         BLOCK_DV=padded(v_dim),
         WEIGHTED=weight is not None,
-        PRECISION=precision(q.dtype),
+        PRECISION=precision(q.dtype, arch),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
@@ -133,7 +133,7 @@ def _shared_arguments(q, k, v, dout, pivot, weight, delta, table: TileTable, blo
 def dkdv_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, dk, dv, launch: Launch, arch: str) -> dict:
     """Keyword arguments of one launch of `dkdv_kernel`."""
     assert dk.dtype == dv.dtype == torch.float32 and dk.shape == k.shape and dv.shape == v.shape and dk.stride(3) == dv.stride(3) == 1
-    return _shared_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, launch) | dict(
+    return _shared_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, launch, arch) | dict(
         q_desc=descriptor(q, launch.step, arch),
         dout_desc=descriptor(dout, launch.step, arch),
         dk_ptr=dk,
@@ -154,7 +154,7 @@ def dkdv_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_s
 def dq_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, dq, launch: Launch, arch: str) -> dict:
     """Keyword arguments of one launch of `dq_kernel`."""
     assert dq.dtype == torch.float32 and dq.shape == q.shape and dq.stride(3) == 1
-    return _shared_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, launch) | dict(
+    return _shared_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, launch, arch) | dict(
         k_desc=descriptor(k, launch.step, arch),
         v_desc=descriptor(v, launch.step, arch),
         dq_ptr=dq,

@@ -25,8 +25,14 @@ class Launch:
 # (head-dim bucket) -> Launch, for 16-bit inputs; the bucket is the larger of the two padded head dims
 _SM90 = {
     "forward": {64: Launch(128, 64, 4, 3), 128: Launch(128, 128, 8, 3, 2), 256: Launch(128, 64, 8, 2)},
+    "dkdv": {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 64, 8, 2)},
+    "dq": {64: Launch(64, 64, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(128, 32, 8, 3)},
+}
+# not measured: block sizes that compile without much spilling
+_SM100 = {
+    "forward": {64: Launch(128, 64, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(128, 32, 8, 2)},
     "dkdv": {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 32, 8, 2)},
-    "dq": {64: Launch(64, 64, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(128, 64, 8, 1)},
+    "dq": {64: Launch(64, 64, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(128, 32, 8, 2)},
 }
 _SM80 = {
     "forward": {64: Launch(128, 64, 4, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
@@ -38,9 +44,14 @@ _GFX942 = {
     "dkdv": {64: Launch(64, 32, 4, 1), 128: Launch(64, 32, 4, 1), 256: Launch(32, 32, 4, 1)},
     "dq": {64: Launch(64, 32, 4, 1), 128: Launch(64, 32, 4, 1), 256: Launch(32, 32, 4, 1)},
 }
-# fp32 products run on the ordinary units: small blocks, so that the accumulators fit in registers
+# fp32 in three tf32 products on NVIDIA, on the ordinary units of gfx942: small blocks, so that the operands' parts fit in registers
 _FP32 = {
-    "forward": {64: Launch(64, 32, 4, 1), 128: Launch(32, 32, 4, 1), 256: Launch(32, 16, 4, 1)},
+    "forward": {64: Launch(64, 32, 4, 2), 128: Launch(32, 32, 4, 2), 256: Launch(32, 16, 4, 1)},
+    "dkdv": {64: Launch(32, 32, 4, 1), 128: Launch(32, 16, 4, 1), 256: Launch(16, 16, 4, 1)},
+    "dq": {64: Launch(64, 32, 4, 1), 128: Launch(32, 16, 4, 1), 256: Launch(16, 16, 4, 1)},
+}
+_FP32_GFX942 = {
+    "forward": {64: Launch(64, 32, 4, 1), 128: Launch(32, 32, 4, 1), 256: Launch(16, 16, 4, 1)},
     "dkdv": {64: Launch(32, 32, 4, 1), 128: Launch(32, 16, 4, 1), 256: Launch(16, 16, 4, 1)},
     "dq": {64: Launch(32, 32, 4, 1), 128: Launch(32, 16, 4, 1), 256: Launch(16, 16, 4, 1)},
 }
@@ -63,11 +74,14 @@ def launch_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> Lau
     bucket = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     if arch == "cpu":
         return _INTERPRETER[kernel]
-    if dtype == torch.float32:
-        return _FP32[kernel][bucket]
     if arch.startswith("gfx"):
-        return _GFX942[kernel][bucket]
-    return (_SM90 if arch in ("sm_90", "sm_100", "sm_103") else _SM80)[kernel][bucket]
+        table = _FP32_GFX942 if dtype == torch.float32 else _GFX942
+    elif dtype == torch.float32:
+        table = _FP32
+    else:
+        major = int(arch[3:]) // 10
+        table = {9: _SM90, 10: _SM100}.get(major, _SM80)
+    return table[kernel][bucket]
 
 
 def padded(head_dim: int) -> int:
@@ -75,16 +89,18 @@ def padded(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def precision(dtype: torch.dtype) -> str:
-    """fp32 inputs are multiplied as fp32, never as tf32."""
-    return "ieee" if dtype == torch.float32 else "tf32"
+def precision(dtype: torch.dtype, arch: str) -> str:
+    """How `tl.dot` multiplies. fp32 is never rounded to tf32: NVIDIA's units multiply it in three parts, which keeps fp32's error."""
+    if dtype != torch.float32:
+        return "tf32"  # what the argument is for 16-bit operands, which it does not touch
+    return "tf32x3" if arch.startswith("sm_") else "ieee"
 
 
 def descriptor(x: torch.Tensor, rows: int, arch: str) -> TensorDescriptor | None:
     """For the copy engine (TMA) to load blocks of `rows` rows of one head of x (b, s, h, d); None where it cannot."""
     b, s, h, d = x.shape
     has_engine = arch.startswith("sm_") and int(arch[3:]) >= 90
-    aligned = x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
-    if not has_engine or not aligned or d != padded(d) or x.dtype == torch.float32:
+    aligned = x.data_ptr() % 16 == 0 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
+    if x.numel() == 0 or not has_engine or not aligned or d != padded(d) or x.dtype == torch.float32:
         return None
     return TensorDescriptor(x, [b, s, h, d], list(x.stride()), [1, rows, 1, d])

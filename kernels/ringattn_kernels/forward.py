@@ -103,7 +103,7 @@ def forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, soft
         FINAL=final,
         # the maximum of raw products is that of the scores only if the scale is positive
         SCALE_FIRST=softmax_scale <= 0,
-        PRECISION=precision(q.dtype),
+        PRECISION=precision(q.dtype, arch),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
