@@ -119,7 +119,7 @@ def _paint_work(axes: Axes, mask: Mask, layout: Layout) -> None:
     even = 100 / layout.world_size
     axes.axvline(even, color=_INK, linewidth=1, linestyle=(0, (2, 3)))
     if layout.world_size <= 16:
-        for rank, value in zip(ranks, share, strict=True):
+        for rank, value in enumerate(share):
             axes.text(0.03 * share.max(), rank, f"{value:.1f} %", va="center", fontsize=9, color="white", weight="bold")
     axes.set_xlim(0, 1.05 * max(float(share.max()), even))
     axes.set_ylim(layout.world_size - 0.4, -0.6)

@@ -15,7 +15,7 @@ weights as output raise ValueError.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from ..attention import ring_attention
 from ..context import Group, get_context
 from ..layout import Layout
 from ..mask import Mask, causal, full, sliding_window
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAME = "ringattn"
 
@@ -60,7 +63,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, _refuse_masks)
 
 
-def attach(model: nn.Module, *, layout: Layout, mask: Mask | None = None, group: Group | None = None) -> None:
+def attach(model: PreTrainedModel, *, layout: Layout, mask: Mask | None = None, group: Group | None = None) -> None:
     """Run a transformers model's attention around a ring, from the next forward on; again with another layout replaces it.
 
     Args:
@@ -103,14 +106,14 @@ def attach(model: nn.Module, *, layout: Layout, mask: Mask | None = None, group:
     for module in _models(model):
         if not hasattr(module, NAME):
             module.register_forward_pre_hook(_prepare_inputs, with_kwargs=True)
-        module.ringattn = ring
+        setattr(module, NAME, ring)
     for module in modules:
-        module.ringattn = ring
+        setattr(module, NAME, ring)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
 
 
-def detach(model: nn.Module, attn_implementation: str = "sdpa") -> None:
+def detach(model: PreTrainedModel, attn_implementation: str = "sdpa") -> None:
     """Undo `attach`: the model runs on whole sequences again, with an attention of transformers' own."""
     for module in model.modules():
         if hasattr(module, NAME):
@@ -209,7 +212,7 @@ def _refuse_masks(*args: Any, attention_mask: torch.Tensor | None = None, **opti
         )
 
 
-def _prepare_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _prepare_inputs(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Before the model runs: the shard must be the layout's, positions are global, labels are shifted already."""
     ring: Ring = model.ringattn  # pyright: ignore[reportAssignmentType]
     tokens = kwargs.get("input_ids")
