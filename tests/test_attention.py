@@ -464,8 +464,8 @@ def test_errors_are_those_of_dense_attention_and_do_not_grow_with_ranks(dtype, m
     for name in NAMES:
         (mean, largest), (mean_of_8, largest_of_8) = errors[name, 1], errors[name, 8]
         assert mean_of_8 <= 1.25 * mean, name
-        # the one worst element of float32 results hangs on the order of a few sums
-        assert largest_of_8 <= 1.25 * largest or dtype == torch.float32, name
+        # the one worst element of a float32 result hangs on the order of a few sums
+        assert largest_of_8 <= 1.25 * largest or torch.float32 in (dtype, got[0][NAMES.index(name)].dtype), name
 
 
 # memory
