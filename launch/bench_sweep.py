@@ -69,7 +69,7 @@ class Problem:
         heads = self.q.shape[2]
         rows = self.table.key_blocks if kernel == "dkdv" else self.table.query_blocks
         blocks = rows(launch.block, launch.step, device)
-        common = (self.q, self.k, self.v, self.dout, self.pivot, None, self.delta, self.table, blocks, self.scale)
+        common = (self.q, self.k, self.v, self.dout, self.pivot, None, self.delta, self.table, blocks, blocks.touched, self.scale)
         if kernel == "forward":
             out, row_max, row_sum = torch.empty_like(self.q), torch.empty_like(self.delta), torch.empty_like(self.delta)
             arguments = forward.forward_arguments(
@@ -78,10 +78,10 @@ class Problem:
             return forward.forward_kernel, heads * len(blocks), arguments, {"out": out}
         if kernel == "dkdv":
             dk, dv = torch.zeros_like(self.k, dtype=torch.float32), torch.zeros_like(self.v, dtype=torch.float32)
-            arguments = backward.dkdv_arguments(*common, dk, dv, launch, arch)
+            arguments = backward.dkdv_arguments(*common, dk, dv, True, launch, arch)
             return backward.dkdv_kernel, heads * blocks.touched, arguments, {"dk": dk, "dv": dv}
         dq = torch.zeros_like(self.q, dtype=torch.float32)
-        return backward.dq_kernel, heads * blocks.touched, backward.dq_arguments(*common, dq, launch, arch), {"dq": dq}
+        return backward.dq_kernel, heads * blocks.touched, backward.dq_arguments(*common, dq, True, launch, arch), {"dq": dq}
 
 
 def compile_one(job: tuple) -> str:

@@ -48,8 +48,12 @@ def backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    add: bool = True,
 ) -> None:
-    """Add the gradients of the table's pairs to fp32 dq, dk and dv, in place.
+    """Add the gradients of the table's pairs to fp32 dq, dk and dv, in place; any strides, last dim contiguous.
+
+    add=False overwrites all of dq, dk and dv instead, whatever they held, and takes them in any floating-point dtype: for a table that holds all
+    pairs of its queries and keys this saves the zeroing, the reading and a cast.
 
     row_max, row_sum: merged over all launches of the forward. delta: `delta(out, dout)`, less the gradient of the log-sum-exp if it has one.
     """
@@ -61,14 +65,15 @@ def backward(
     query_launch = launch_for("dq", arch, head_dim, q.dtype)
     key_blocks = table.key_blocks(key_launch.block, key_launch.step, q.device)
     query_blocks = table.query_blocks(query_launch.block, query_launch.step, q.device)
-    if b * h * query_blocks.touched == 0:
-        return
+    key_count, query_count = (blocks.touched if add else len(blocks) for blocks in (key_blocks, query_blocks))
     pivot, weight = pivots(row_max, row_sum, weighted=q.dtype == torch.float32)
     common = (q, k, v, dout, pivot, weight, delta, table)
-    arguments = dkdv_arguments(*common, key_blocks, softmax_scale, dk, dv, key_launch, arch)
-    dkdv_kernel[(b * hk * key_blocks.touched,)](**arguments)
-    arguments = dq_arguments(*common, query_blocks, softmax_scale, dq, query_launch, arch)
-    dq_kernel[(b * h * query_blocks.touched,)](**arguments)
+    if b * hk * key_count > 0:
+        arguments = dkdv_arguments(*common, key_blocks, key_count, softmax_scale, dk, dv, add, key_launch, arch)
+        dkdv_kernel[(b * hk * key_count,)](**arguments)
+    if b * h * query_count > 0:
+        arguments = dq_arguments(*common, query_blocks, query_count, softmax_scale, dq, add, query_launch, arch)
+        dq_kernel[(b * h * query_count,)](**arguments)
 
 
 def pivots(row_max: torch.Tensor, row_sum: torch.Tensor, weighted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -82,11 +87,12 @@ def pivots(row_max: torch.Tensor, row_sum: torch.Tensor, weighted: bool) -> tupl
     pivot = torch.empty_like(row_max)
     weight = torch.empty_like(row_sum) if weighted else None
     count, block = row_max.numel(), 1024
-    pivot_kernel[(triton.cdiv(count, block),)](row_max, row_sum, pivot, weight, count, BLOCK=block)
+    if count > 0:
+        pivot_kernel[(triton.cdiv(count, block),)](row_max, row_sum, pivot, weight, count, BLOCK=block)
     return pivot, weight
 
 
-def _shared_arguments(q, k, v, dout, pivot, weight, delta, table: TileTable, blocks: BlockTable, softmax_scale: float, launch: Launch, arch: str) -> dict:
+def _shared_arguments(q, k, v, dout, pivot, weight, delta, table: TileTable, blocks: BlockTable, count, softmax_scale: float, add, launch: Launch, arch: str) -> dict:
     """Keyword arguments that both gradient kernels take."""
     d, (hk, v_dim) = q.shape[3], v.shape[2:]
     assert q.dtype == k.dtype == v.dtype == dout.dtype
@@ -114,7 +120,7 @@ def _shared_arguments(q, k, v, dout, pivot, weight, delta, table: TileTable, blo
         stride_ob=dout.stride(0),
         stride_os=dout.stride(1),
         stride_oh=dout.stride(2),
-        item_count=blocks.touched,
+        item_count=count,
         group=q.shape[2] // hk,
         q_rows=table.q_rows,
         scale=softmax_scale * LOG2_E,
@@ -123,6 +129,7 @@ def _shared_arguments(q, k, v, dout, pivot, weight, delta, table: TileTable, blo
         V_DIM=v_dim,
         BLOCK_D=padded(d),
         BLOCK_DV=padded(v_dim),
+        ADD=add,
         WEIGHTED=weight is not None,
         PRECISION=precision(q.dtype, arch),
         num_warps=launch.num_warps,
@@ -130,10 +137,13 @@ def _shared_arguments(q, k, v, dout, pivot, weight, delta, table: TileTable, blo
     )
 
 
-def dkdv_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, dk, dv, launch: Launch, arch: str) -> dict:
+def dkdv_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, count, softmax_scale, dk, dv, add, launch: Launch, arch: str) -> dict:
     """Keyword arguments of one launch of `dkdv_kernel`."""
-    assert dk.dtype == dv.dtype == torch.float32 and dk.shape == k.shape and dv.shape == v.shape and dk.stride(3) == dv.stride(3) == 1
-    return _shared_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, launch, arch) | dict(
+    assert not add or dk.dtype == dv.dtype == torch.float32
+    assert dk.shape == k.shape
+    assert dv.shape == v.shape
+    assert dk.stride(3) == dv.stride(3) == 1
+    return _shared_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, count, softmax_scale, add, launch, arch) | dict(
         q_desc=descriptor(q, launch.step, arch),
         dout_desc=descriptor(dout, launch.step, arch),
         dk_ptr=dk,
@@ -151,10 +161,12 @@ def dkdv_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_s
     )
 
 
-def dq_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, dq, launch: Launch, arch: str) -> dict:
+def dq_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, count, softmax_scale, dq, add, launch: Launch, arch: str) -> dict:
     """Keyword arguments of one launch of `dq_kernel`."""
-    assert dq.dtype == torch.float32 and dq.shape == q.shape and dq.stride(3) == 1
-    return _shared_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, softmax_scale, launch, arch) | dict(
+    assert not add or dq.dtype == torch.float32
+    assert dq.shape == q.shape
+    assert dq.stride(3) == 1
+    return _shared_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, count, softmax_scale, add, launch, arch) | dict(
         k_desc=descriptor(k, launch.step, arch),
         v_desc=descriptor(v, launch.step, arch),
         dq_ptr=dq,

@@ -7,6 +7,14 @@ from .bands import edge_count, edge_start, live_columns, load_block, load_rows, 
 
 
 @triton.jit
+def store_gradient(pointers, gradient, mask, ADD: tl.constexpr):
+    """Each row has one owner in a launch, so that adding needs no atomics."""
+    if ADD:
+        gradient += tl.load(pointers, mask=mask, other=0.0)
+    tl.store(pointers, gradient.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def key_step(
     dk, dv, k, v, q_desc, dout_desc, q_ptr, dout_ptr, batch, head, pivot_ptr, weight_ptr, delta_ptr, statistics, stride_qs, stride_os, start, end, first, last, scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -53,7 +61,7 @@ def dkdv_kernel(
     stride_ob, stride_os, stride_oh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     item_count, kv_heads, group, q_rows, k_rows, scale, softmax_scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of key rows of one key/value head, over all query heads of its group."""
     program = tl.program_id(0)
@@ -102,11 +110,11 @@ def dkdv_kernel(
     d_columns = tl.arange(0, BLOCK_D)[None, :]
     dk_ptrs = dk_ptr + (rows.to(tl.int64)[:, None] * stride_dks + d_columns)
     mask = row_mask[:, None] & (d_columns < HEAD_DIM)
-    tl.store(dk_ptrs, tl.load(dk_ptrs, mask=mask) + dk * softmax_scale, mask=mask)
+    store_gradient(dk_ptrs, dk * softmax_scale, mask, ADD)
     v_columns = tl.arange(0, BLOCK_DV)[None, :]
     dv_ptrs = dv_ptr + (rows.to(tl.int64)[:, None] * stride_dvs + v_columns)
     mask = row_mask[:, None] & (v_columns < V_DIM)
-    tl.store(dv_ptrs, tl.load(dv_ptrs, mask=mask) + dv, mask=mask)
+    store_gradient(dv_ptrs, dv, mask, ADD)
 
 
 @triton.jit
@@ -144,7 +152,7 @@ def dq_kernel(
     stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh,
     item_count, heads, group, q_rows, scale, softmax_scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of query rows of one head."""
     program = tl.program_id(0)
@@ -195,4 +203,4 @@ def dq_kernel(
     columns = tl.arange(0, BLOCK_D)[None, :]
     dq_ptrs = dq_ptr + (rows.to(tl.int64)[:, None] * stride_dqs + columns)
     mask = row_mask[:, None] & (columns < HEAD_DIM)
-    tl.store(dq_ptrs, tl.load(dq_ptrs, mask=mask) + dq * softmax_scale, mask=mask)
+    store_gradient(dq_ptrs, dq * softmax_scale, mask, ADD)

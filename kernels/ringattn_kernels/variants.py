@@ -122,11 +122,11 @@ def launch_arguments(variant: Variant, launch: Launch | None = None) -> tuple[tr
     table = TileTable(np.array([(0, s, 0, s, 0, s)]), s, s)
     cut = table.key_blocks if name == "dkdv" else table.query_blocks
     blocks = cut(launch.block, launch.step, q.device)
-    common = (q, k, v, dout, statistics, weight, statistics, table, blocks, 0.1)
+    common = (q, k, v, dout, statistics, weight, statistics, table, blocks, len(blocks), 0.1)
     if name == "dkdv":
-        return dkdv_kernel, backward.dkdv_arguments(*common, k.float(), v.float(), launch, arch)
+        return dkdv_kernel, backward.dkdv_arguments(*common, k.float(), v.float(), True, launch, arch)
     if name == "dq":
-        return dq_kernel, backward.dq_arguments(*common, q.float(), launch, arch)
+        return dq_kernel, backward.dq_arguments(*common, q.float(), True, launch, arch)
     final = not variant.kernel.endswith("to state")
     out = q if final else q.float()
     state = (q.float(), statistics, statistics) if "from state" in variant.kernel else None
