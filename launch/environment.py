@@ -17,10 +17,8 @@ import importlib.metadata
 import json
 import os
 import re
-import site
 import subprocess
 import sys
-import sysconfig
 import venv
 from pathlib import Path
 
@@ -79,7 +77,7 @@ def own_environment(fresh: bool) -> None:
     pip = [PYTHON, "-m", "pip"]
     if subprocess.run(command, capture_output=True).returncode != 0:
         # an interpreter without ensurepip (some distributions split it off): its own pip installs from outside
-        venv.create(VENV, clear=True, with_pip=False)
+        venv.create(VENV, clear=True, symlinks=True)
         pip = [sys.executable, "-m", "pip", "--python", PYTHON]
     torch = [os.environ["TORCH"]] if os.environ.get("TORCH") else []
     run([*pip, "install", "--quiet", "--disable-pip-version-check", *torch, "--editable", f"{ROOT}[train,dev]"])
@@ -89,9 +87,9 @@ def borrow_environment() -> None:
     """An empty environment that sees this interpreter's packages, plus the packages that those lack."""
     print(f"using the GPU build of torch that {sys.executable} has", flush=True)
     # not --system-site-packages: where this interpreter is itself in an environment, that would look past it
-    venv.create(VENV, clear=True, with_pip=False)
-    outer = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
-    lines = [f"import site; site.addsitedir({path!r})" for path in sorted(outer)]
+    venv.create(VENV, clear=True, symlinks=True)
+    outer = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    lines = [f"import site; site.addsitedir({path!r})" for path in outer]
     lines += [str(ROOT), str(ROOT / "kernels")]
     inner = subprocess.check_output([PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True).strip()
     Path(inner, "ringattn-borrowed.pth").write_text("\n".join(lines) + "\n")
