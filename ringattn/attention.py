@@ -16,7 +16,7 @@ from .context import Context, Group, get_context
 from .layout import Layout
 from .mask import Mask, causal
 from .partial import Partial, Stats
-from .plan import Order, make_local_plan, spans_of
+from .plan import Order, make_local_plan
 from .schedule import Schedule, Step, local_steps
 from .score import Score
 from .transport import Alone, Transport
@@ -151,7 +151,7 @@ def attend(
     queries = check.positions("q_positions", q_positions, q.shape[1], "q")
     keys = check.positions("k_positions", k_positions, k.shape[1], "k")
     seq_len = max([mask.min_length] + [int(p.max()) + 1 for p in (queries, keys) if len(p)])
-    tiles, q_order, k_order = make_local_plan(spans_of(queries), spans_of(keys), mask, seq_len)
+    tiles, q_order, k_order = make_local_plan(queries, keys, mask, seq_len)
     run = _Run(Alone(), local_steps(tiles), Score(scale), final=False)
     out, row_max, row_sum = _Attention.apply(_in_order(q, q_order), _in_order(k, k_order), _in_order(v, k_order), run)
     return _as_given(Partial(out, row_max, row_sum), q_order)
@@ -227,6 +227,7 @@ def _facts(
     """What must be equal on all ranks, under the names a user knows."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return {
+        "function": "ring_attention",
         "batch size": q.shape[0],
         "number of query heads": q.shape[2],
         "number of key/value heads": k.shape[2],

@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from .layout import Span, Spans, common_stride, fold, refine, span_table
+from .check import instance
+from .layout import Layout, Span, Spans, common_stride, fold, refine, span_table
+from .mask import Mask
 from .region import Table, count_pairs
 from .region import common_stride as region_stride
 
 if TYPE_CHECKING:
     from ringattn_kernels import TileTable
 
-    from .layout import Layout
     from .mask import Mask
 
 TILE_FIELDS = 6
@@ -210,15 +211,26 @@ class Plan:
 
 def make_plan(layout: Layout, mask: Mask) -> Plan:
     """The plan of a layout and a mask. Raises ValueError if the mask does not fit the layout's sequence."""
+    instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")
+    instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
     return _plan(layout.spans, layout.spans, mask, layout.seq_len)
 
 
-def make_local_plan(queries: Spans, keys: Spans, mask: Mask, seq_len: int) -> tuple[Tiles, Order | None, Order | None]:
+def make_local_plan(
+    q_positions: torch.Tensor, k_positions: torch.Tensor, mask: Mask, seq_len: int
+) -> tuple[Tiles, Order | None, Order | None]:
     """Tiles of one device's queries with its keys, and the order in which they count the rows of each (None: as they come)."""
+    (queries, q_rows), (keys, k_rows) = spans_of(q_positions), spans_of(k_positions)
     plan = _plan((queries,), (keys,), mask, seq_len)
-    q_rows, k_rows = (sum(span.length for span in spans) for spans in (queries, keys))
-    q_order, k_order = plan.order
-    return Tiles(plan.table, q_rows, k_rows), q_order, k_order
+    q_order, k_order = (_then(rows, order) for rows, order in zip((q_rows, k_rows), plan.order))
+    return Tiles(plan.table, len(q_positions), len(k_positions)), q_order, k_order
+
+
+def _then(rows: np.ndarray | None, order: Order | None) -> Order | None:
+    """One permutation of rows after another; None is the one that changes nothing."""
+    if rows is None:
+        return order
+    return Order(rows if order is None else rows[order.rows])
 
 
 def _plan(query_shards: Sequence[Spans], key_shards: Sequence[Spans], mask: Mask, seq_len: int) -> Plan:
@@ -282,9 +294,20 @@ def _join(boxes: Table, axis: int) -> Table:
     return out
 
 
-def spans_of(positions: torch.Tensor) -> Spans:
-    """Positions, in any order, as spans of one stride: the commonest step between neighbours."""
-    p = positions.detach().cpu().numpy().astype(np.int64)
+def spans_of(positions: torch.Tensor) -> tuple[Spans, np.ndarray | None]:
+    """Positions as spans, in ascending order if that makes fewer of them, and the row of each position then (None: as they come)."""
+    given = positions.detach().cpu().numpy().astype(np.int64)
+    spans = _runs(given)
+    if (given[1:] < given[:-1]).any():
+        rows = np.argsort(given, kind="stable")
+        ascending = _runs(given[rows])
+        if len(ascending) < len(spans):
+            return ascending, rows
+    return spans, None
+
+
+def _runs(p: np.ndarray) -> Spans:
+    """Positions as spans of one stride: the commonest step between neighbours."""
     if not len(p):
         return ()
     steps = np.diff(p)

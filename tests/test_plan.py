@@ -108,7 +108,7 @@ def test_local_plans_of_any_positions(mask_strategy, data, q_rows, k_rows):
     mask, live = data.draw(mask_strategy(seq_len))
     some = st.lists(st.integers(0, seq_len - 1))
     queries, keys = (np.array(data.draw(some.filter(lambda x: len(x) <= 12)), dtype=np.int64) for _ in range(2))
-    tiles, q_order, k_order = make_local_plan(spans_of(torch.from_numpy(queries)), spans_of(torch.from_numpy(keys)), mask, seq_len)
+    tiles, q_order, k_order = make_local_plan(torch.from_numpy(queries), torch.from_numpy(keys), mask, seq_len)
     queries = queries if q_order is None else queries[q_order.rows]
     keys = keys if k_order is None else keys[k_order.rows]
     assert np.array_equal(covered(tiles.table, len(queries), len(keys)), live[np.ix_(queries, keys)])
@@ -116,15 +116,24 @@ def test_local_plans_of_any_positions(mask_strategy, data, q_rows, k_rows):
 
 @given(st.lists(st.integers(0, 60)))
 def test_spans_of_positions_are_the_positions(positions):
-    spans = spans_of(torch.tensor(positions, dtype=torch.int64))
-    assert [span.start + span.stride * i for span in spans for i in range(span.length)] == positions
+    spans, rows = spans_of(torch.tensor(positions, dtype=torch.int64))
+    wanted = positions if rows is None else [positions[row] for row in rows]
+    assert [span.start + span.stride * i for span in spans for i in range(span.length)] == wanted
 
 
 def test_spans_of_long_runs_are_few():
-    layout = ra.zigzag(100_003, 8)
-    assert spans_of(layout.positions(3)) == layout.spans[3]
-    assert spans_of(ra.striped(100_003, 8).positions(3)) == ra.striped(100_003, 8).spans[3]
-    assert spans_of(torch.arange(10).flip(0)) == tuple(ra.Span(9 - i, 1) for i in range(10))
+    for layout in (ra.zigzag(100_003, 8), ra.striped(100_003, 8)):
+        assert spans_of(layout.positions(3)) == (layout.spans[3], None)
+    for shuffled in (torch.arange(5000).flip(0), torch.randperm(5000, generator=torch.Generator().manual_seed(0))):
+        spans, rows = spans_of(shuffled)
+        assert spans == (ra.Span(0, 5000),)
+        assert torch.equal(shuffled[rows], torch.arange(5000))
+
+
+def test_shuffled_positions_have_few_tiles():
+    shuffled = torch.randperm(5000, generator=torch.Generator().manual_seed(0))
+    tiles, _, _ = make_local_plan(shuffled, shuffled.flip(0), ra.causal(), 5000)
+    assert len(tiles) == 1
 
 
 # tables of few rows
