@@ -171,7 +171,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: _Run) -> local.State:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        out, row_max, row_sum = passes.forward(run.transport, run.steps, run.score, q, k, v, final=run.final)
+        # autocast would round the states and gradients between hops
+        with torch.autocast(q.device.type, enabled=False):
+            out, row_max, row_sum = passes.forward(run.transport, run.steps, run.score, q, k, v, final=run.final)
         ctx.save_for_backward(q, k, v, out, row_max, row_sum)
         ctx.run = run
         ctx.mark_non_differentiable(row_max)
@@ -192,7 +194,8 @@ class _Attention(torch.autograd.Function):
         if drow_sum is not None:
             # d lse = d row_sum * row_sum enters dS = P (dP - delta) as P d lse
             delta = delta - drow_sum * row_sum
-        return *passes.backward(run.transport, run.steps, run.score, q, k, v, dout, row_max, row_sum, delta), None
+        with torch.autocast(q.device.type, enabled=False):
+            return *passes.backward(run.transport, run.steps, run.score, q, k, v, dout, row_max, row_sum, delta), None
 
 
 def _check_layout(layout: Any, mask: Mask, transport: Transport, tokens: int) -> None:

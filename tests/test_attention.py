@@ -322,6 +322,21 @@ def test_same_input_same_bits(schedule):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_rounds_nothing(dtype):
+    q, k, v, dout = make_inputs(65, dtype=dtype)
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out, stats = ra.ring_attention(*tensors, return_stats=True)
+            part = ra.merge(ra.attend(*tensors), ra.attend(*tensors, mask=ra.full()))
+            results.append((out, stats.lse, part.out, part.row_sum, *torch.autograd.grad(out, tensors, dout)))
+    for plain, cast in zip(*results):
+        assert plain.dtype == cast.dtype
+        assert torch.equal(plain, cast)
+
+
 # values that are known
 
 
