@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -184,6 +186,15 @@ def test_every_rank_is_exact(world_size, layout, mask, schedule, seq_len, shape)
     spread = LAYOUTS[layout](live, seq_len, world_size)
     got = ring(q, k, v, dout, live, spread, SCHEDULES[schedule])
     assert_every_rank(got, dense(q, k, v, dout, live), spread)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data(), st.integers(0, 33), st.integers(1, 6), st.sampled_from(list(SCHEDULES)))
+def test_any_layout_and_mask_is_exact(layout_strategy, mask_strategy, data, seq_len, world_size, schedule):
+    mask, _ = data.draw(mask_strategy(seq_len))
+    layout = data.draw(layout_strategy(seq_len, world_size))
+    q, k, v, dout = make_inputs(seq_len)
+    assert_every_rank(ring(q, k, v, dout, mask, layout, SCHEDULES[schedule]), dense(q, k, v, dout, mask), layout)
 
 
 def test_the_oracle_is_the_textbook_formula():
