@@ -150,11 +150,10 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def machine() -> dict:
-    gpu = torch.cuda.is_available()
+def machine(device: str) -> dict:
+    """What the run ran on and with."""
     return dict(
-        device=torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU, {os.cpu_count()} cores",
-        gpus=torch.cuda.device_count(),
+        device=torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, {os.cpu_count()} cores",
         python=platform.python_version(),
         torch=torch.__version__,
         transformers=transformers.__version__,

@@ -305,7 +305,10 @@ def work(settings: Settings, device: torch.device) -> None:
     if rank == 0:
         parameters = sum(p.numel() for p in model.parameters()) / 1e6
         print(f"{document['name']}: {document['characters']:,} characters, {len(tokens):,} tokens")
-        print(f"{settings.ranks} ranks on {machine()['device']}, {parameters:.1f}M parameters, {settings.dtype}", flush=True)
+        print(
+            f"{settings.ranks} ranks on {machine(settings.device)['device']}, {parameters:.1f}M parameters, {settings.dtype}",
+            flush=True,
+        )
     if settings.verify:
         layout = LAYOUTS[settings.layout](min(settings.verify_tokens, len(tokens) - 1), settings.ranks)
         ids, labels = window(tokens, layout.seq_len, settings, step=0)
@@ -325,7 +328,7 @@ def work(settings: Settings, device: torch.device) -> None:
     if tokenizer is not None:
         written = tokenizer.decode(ids.tolist())
         figures.update(document=document, tokens=len(tokens), generated=written, total_seconds=time.perf_counter() - began)
-        write_figures(out, dict(settings=asdict(settings), machine=machine(), **figures))
+        write_figures(out, dict(settings=asdict(settings), machine=machine(settings.device), **figures))
         losses = figures["losses"]
         if losses:
             print(
