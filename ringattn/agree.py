@@ -34,8 +34,8 @@ def agree(transport: Transport, facts: Facts, tokens: int) -> tuple[int, ...]:
 def refuse(transport: Transport, error: ValueError) -> None:
     """Tell the other ranks that this one's input is refused, so that they stop too. The caller then raises `error`."""
     records = transport.all_gather_control(_record({}, 0, refused=True), patience=_PATIENCE)
-    if records is not None:
-        _swap_texts(transport, {"error": str(error)}, _PATIENCE)
+    # ranks that come later still find both records
+    _swap_texts(transport, {"error": str(error)}, 0 if records is None else _PATIENCE)
 
 
 def _record(facts: Facts, tokens: int, refused: bool) -> bytes:
@@ -53,10 +53,22 @@ def _tokens(record: bytes) -> int:
 
 
 def _swap_texts(transport: Transport, facts: dict[str, str], patience: float | None) -> list[dict[str, str]] | None:
-    room = _TEXT_BYTES // max(1, len(facts)) - 40
-    text = json.dumps({name: value[:room] for name, value in facts.items()}, ensure_ascii=True).encode()
-    texts = transport.all_gather_control(text[:_TEXT_BYTES].ljust(_TEXT_BYTES), patience)
+    texts = transport.all_gather_control(_text(facts).ljust(_TEXT_BYTES), patience)
     return None if texts is None else [json.loads(text) for text in texts]
+
+
+def _text(facts: dict[str, str]) -> bytes:
+    """The facts in at most `_TEXT_BYTES`; long ones lose their middle."""
+    room = _TEXT_BYTES
+    while True:
+        text = json.dumps({name: _shortened(value, room) for name, value in facts.items()}).encode()
+        if len(text) <= _TEXT_BYTES:
+            return text
+        room = room * 3 // 4
+
+
+def _shortened(value: str, room: int) -> str:
+    return value if len(value) <= room else f"{value[: room // 2]} ... {value[-(room // 2) :]}"
 
 
 def _describe(records: list[bytes], texts: list[dict[str, str]]) -> str:
@@ -65,7 +77,8 @@ def _describe(records: list[bytes], texts: list[dict[str, str]]) -> str:
         reasons = "; ".join(f"rank {rank}: {texts[rank]['error']}" for rank in refused)
         return f"{_ranks(refused)} refused the input: {reasons}"
     lines = []
-    for name in texts[0]:
+    # ranks in different functions have different facts
+    for name in [name for name in texts[0] if all(name in facts for facts in texts)]:
         holders: defaultdict[str, list[int]] = defaultdict(list)
         for rank, facts in enumerate(texts):
             holders[facts[name]].append(rank)

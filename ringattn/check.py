@@ -12,23 +12,50 @@ MAX_HEAD_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def integer(name: str, value: Any, least: int = 0) -> int:
-    """`value` as an int of at least `least`."""
+def integer(name: str, value: Any, least: int | None = 0) -> int:
+    """`value` as an int of at least `least` (None: any)."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise ValueError(f"{name} is {value!r}, but must be an integer")
-    if value < least:
+    if least is not None and value < least:
         raise ValueError(f"{name} is {value}, but must be at least {least}")
     return int(value)
 
 
 def integers(name: str, values: Any) -> np.ndarray:
     """`values` as a one-dimensional int64 array."""
-    array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    array = as_array(name, values, "one-dimensional")
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}, but must be one-dimensional")
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"{name} has dtype {array.dtype}, but must hold integers")
     return array.astype(np.int64)
+
+
+def as_array(name: str, values: Any, wanted: str) -> np.ndarray:
+    """`values` as an array; `wanted` says of what shape, for the message if they have none."""
+    if isinstance(values, torch.Tensor):
+        return values.detach().cpu().numpy()
+    try:
+        return np.asarray(values)
+    except ValueError:  # ragged
+        raise ValueError(f"{name} is {values!r}, but must be {wanted}") from None
+
+
+def window(name: str, value: Any) -> tuple[Any, Any]:
+    """`(left, right)` of a pair, or of one value for both."""
+    if not isinstance(value, tuple):
+        return value, value
+    if len(value) != 2:
+        raise ValueError(f"{name} is {value!r}, but must be one integer or the pair (left, right)")
+    return value
+
+
+def dim(name: str, x: torch.Tensor, value: Any) -> int:
+    """`value` as a dimension of x, counted from 0."""
+    number = integer("dim", value, least=None)
+    if not -x.dim() <= number < x.dim():
+        raise ValueError(f"dim is {number}, but {name} has {x.dim()} dimensions")
+    return number % x.dim()
 
 
 def instance(name: str, value: Any, kind: type, advice: str) -> None:
@@ -55,7 +82,29 @@ def qkv(q: Any, k: Any, v: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         _dense_tensor(name, x)
     _same_kind(q, k, v)
-    _shapes(q, k, v)
+    shapes(q, k, v)
+
+
+def shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Sizes that fit together: (b, s, h, d), (b, sk, hk, d), (b, sk, hk, d_v) with h % hk == 0."""
+    b, _, h, d = q.shape
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[0] != b:
+            raise ValueError(f"{name} has batch size {x.shape[0]} and q has {b}: they must be equal")
+    if v.shape[1] != k.shape[1]:
+        raise ValueError(f"v has {v.shape[1]} tokens and k has {k.shape[1]}: each key needs its value")
+    if v.shape[2] != k.shape[2]:
+        raise ValueError(f"v has {v.shape[2]} heads and k has {k.shape[2]}: they must be equal")
+    hk = k.shape[2]
+    if h == 0 or hk == 0:
+        raise ValueError(f"q has {h} heads and k has {hk}: both need at least one")
+    if h % hk:
+        raise ValueError(f"k has {hk} heads, which does not divide q's {h}: grouped-query attention needs h % hk == 0")
+    if k.shape[3] != d:
+        raise ValueError(f"k has head_dim {k.shape[3]} and q has {d}: they must be equal (only v's may differ)")
+    for name, size in (("q", d), ("v", v.shape[3])):
+        if not 1 <= size <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} has head_dim {size}, but it must be 1 to {MAX_HEAD_DIM}")
 
 
 def same_tokens(q: torch.Tensor, k: torch.Tensor) -> None:
@@ -108,24 +157,3 @@ def _same_kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise ValueError(f"{name} has dtype {x.dtype} and q has {q.dtype}: cast all three to one dtype")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q is on {q.device}: move all three to one device")
-
-
-def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    b, _, h, d = q.shape
-    for name, x in (("k", k), ("v", v)):
-        if x.shape[0] != b:
-            raise ValueError(f"{name} has batch size {x.shape[0]} and q has {b}: they must be equal")
-    if v.shape[1] != k.shape[1]:
-        raise ValueError(f"v has {v.shape[1]} tokens and k has {k.shape[1]}: each key needs its value")
-    if v.shape[2] != k.shape[2]:
-        raise ValueError(f"v has {v.shape[2]} heads and k has {k.shape[2]}: they must be equal")
-    hk = k.shape[2]
-    if h == 0 or hk == 0:
-        raise ValueError(f"q has {h} heads and k has {hk}: both need at least one")
-    if h % hk:
-        raise ValueError(f"k has {hk} heads, which does not divide q's {h}: grouped-query attention needs h % hk == 0")
-    if k.shape[3] != d:
-        raise ValueError(f"k has head_dim {k.shape[3]} and q has {d}: they must be equal (only v's may differ)")
-    for name, size in (("q", d), ("v", v.shape[3])):
-        if not 1 <= size <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} has head_dim {size}, but it must be 1 to {MAX_HEAD_DIM}")

@@ -27,9 +27,7 @@ def unshard(x_local: torch.Tensor, layout: Layout, group: Group | None = None, d
         check.instance("layout", layout, Layout, "pass the layout that the shards were made with")
         if layout.world_size != transport.size:
             raise ValueError(f"layout {layout!r} is for {layout.world_size} ranks, but the group has {transport.size}")
-        if not -x_local.dim() <= dim < x_local.dim():
-            raise ValueError(f"dim is {dim}, but x_local has {x_local.dim()} dimensions")
-        dim %= x_local.dim()
+        dim = check.dim("x_local", x_local, dim)
         held = layout.lengths[transport.rank]
         if x_local.shape[dim] != held:
             raise ValueError(
@@ -42,8 +40,16 @@ def unshard(x_local: torch.Tensor, layout: Layout, group: Group | None = None, d
         raise
     if transport.size > 1:
         other_dims = (*x_local.shape[:dim], *x_local.shape[dim + 1 :])
-        facts = {"shape but for dim": other_dims, "dim": dim, "dtype": x_local.dtype, "layout": f"{layout!r} ({layout.digest[:8]})"}
-        agree(transport, {**facts, "requires_grad": torch.is_grad_enabled() and x_local.requires_grad}, held)
+        facts = {
+            "function": "unshard",
+            "shape but for dim": other_dims,
+            "dim": dim,
+            "dtype": x_local.dtype,
+            "device": x_local.device.type,
+            "layout": f"{layout!r} ({layout.digest[:8]})",
+            "requires_grad": torch.is_grad_enabled() and x_local.requires_grad,
+        }
+        agree(transport, facts, held)
         transport.connect(x_local.device)
     return _Unshard.apply(x_local, layout, transport, dim)
 

@@ -20,6 +20,7 @@ from math import lcm
 import numpy as np
 import torch
 
+from .check import dim as check_dim
 from .check import instance, integer
 from .mask import Causal, DilatedWindow, Full, Mask, Prefix, SlidingWindow
 from .region import Table, count_pairs, trim
@@ -42,6 +43,8 @@ class Span:
 
 Spans = tuple[Span, ...]
 
+_BUILD_A_MASK = "build one with causal(), documents(...) and the like"
+
 
 @dataclass(frozen=True, eq=False)
 class Layout:
@@ -57,8 +60,10 @@ class Layout:
     def __post_init__(self) -> None:
         if not self.spans:
             raise ValueError("spans is empty: a layout needs at least one rank")
-        if self.seq_len < 0:
-            raise ValueError(f"seq_len is {self.seq_len}, but must be at least 0")
+        integer("seq_len", self.seq_len)
+        for span in _flat(self.spans):
+            for name in ("start", "length", "stride"):
+                integer(name, getattr(span, name), least=None)
         kept = tuple(tuple(span for span in spans if span.length) for spans in self.spans)
         object.__setattr__(self, "spans", kept)
         problem = _coverage_problem(self.seq_len, kept)
@@ -82,6 +87,7 @@ class Layout:
 
     def work(self, mask: Mask) -> np.ndarray:
         """Live (query, key) pairs of each rank's queries: (world_size,) int64."""
+        instance("mask", mask, Mask, _BUILD_A_MASK)
         sequence = (Span(0, self.seq_len),) if self.seq_len else ()
         regions = mask.regions(self.seq_len)
         stride = common_stride(*self.spans, sequence, at_least=region_stride(regions))
@@ -115,7 +121,7 @@ class Layout:
         return f"{self.name}(seq_len={self.seq_len}, world_size={self.world_size})"
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
+        if not 0 <= integer("rank", rank, least=None) < self.world_size:
             raise ValueError(f"rank is {rank}, but {self!r} has the ranks 0 to {self.world_size - 1}")
 
 
@@ -146,7 +152,7 @@ def balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
     The sequence is cut into equal chunks, few at first, which go heaviest first to the rank with the least work that still has
     room. Chunks a rank double, up to 64, until work is within 1 % of even; the most even layout is kept.
     """
-    instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
+    instance("mask", mask, Mask, _BUILD_A_MASK)
     best: Layout | None = None
     best_balance = float("inf")
     chunks = 1
@@ -179,14 +185,14 @@ def shard(x: torch.Tensor, layout: Layout, rank: int, dim: int = 1) -> torch.Ten
 
     Raises ValueError if the size does not match the layout's.
     """
+    instance("x", x, torch.Tensor, "pass the whole sequence")
+    instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")
     layout._check_rank(rank)
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim is {dim}, but x has {x.dim()} dimensions")
+    dim = check_dim("x", x, dim)
     if x.size(dim) != layout.seq_len:
         raise ValueError(
             f"x has {x.size(dim)} tokens in dim {dim}, but {layout!r} is for {layout.seq_len}: shard the whole sequence"
         )
-    dim %= x.dim()
     lead = (slice(None),) * dim
     parts = [x[(*lead, slice(span.start, span.stop, span.stride))] for span in layout.spans[rank]]
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).clone()
@@ -275,6 +281,14 @@ def _pairs_that_meet(k_min: Table, k_max: Table, part: Table, keys: Table, strid
             meets &= (keys[:, 0] - part[block, 2, None]) % part[block, 6, None] == 0
         rows, columns = np.nonzero(meets)
         yield rows + first, columns
+
+
+def _flat(shards: tuple[Spans, ...]) -> Iterator[Span]:
+    for spans in shards:
+        for span in spans if isinstance(spans, (tuple, list)) else (spans,):
+            if not isinstance(span, Span) or span is spans:
+                raise ValueError(f"spans holds {span!r}, but must hold a tuple of Spans for each rank")
+            yield span
 
 
 def _bounds(seq_len: int, world_size: int, chunks: int) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from . import region
+from . import check, region
 from .check import integer, integers
 from .region import Region, Table
 
@@ -300,7 +300,7 @@ def dilated_window(window: int | tuple[int, int], dilation: int) -> Mask:
     `window` is `(left, right)`, or one integer for both sides; it counts keys, so the window spans `window * dilation`
     positions a side. Raises ValueError for a negative window or a dilation below 1.
     """
-    left, right = window if isinstance(window, tuple) else (window, window)
+    left, right = check.window("window", window)
     return DilatedWindow(integer("window", left), integer("window", right), integer("dilation", dilation, least=1))
 
 
@@ -339,7 +339,7 @@ def documents(
         raise ValueError(f"cu_seqlens decreases from {values[at]} to {values[at + 1]} at index {at + 1}: it must be non-decreasing")
     if not isinstance(causal, bool):
         raise ValueError(f"causal is {causal!r}, not a bool")
-    left, right = window if isinstance(window, tuple) else (window, window)
+    left, right = check.window("window", window)
     return Documents(tuple(values.tolist()), causal, _side("window", left), _side("window", right))
 
 
@@ -354,11 +354,11 @@ def global_tokens(n_or_positions: int | Iterable[int] | torch.Tensor) -> Mask:
     Combine: `global_tokens(4) | sliding_window(512, 512)`; `(...) & causal()` for a decoder.
     Raises ValueError for negative or non-integer positions.
     """
-    if isinstance(n_or_positions, int) and not isinstance(n_or_positions, bool):
+    if isinstance(n_or_positions, (int, np.integer)) and not isinstance(n_or_positions, bool):
         n = integer("n_or_positions", n_or_positions)
         return GlobalTokens(((0, n),) if n else ())
-    if isinstance(n_or_positions, (bool, float, str)):
-        raise ValueError(f"n_or_positions is {n_or_positions!r}: give a number of tokens or a list of positions")
+    if isinstance(n_or_positions, str) or not isinstance(n_or_positions, (Iterable, torch.Tensor)):
+        raise ValueError(f"n_or_positions is {n_or_positions!r}, but must be a number of tokens or a list of positions")
     listed = n_or_positions if isinstance(n_or_positions, torch.Tensor) else list(n_or_positions)
     positions = np.unique(integers("n_or_positions", listed))
     if len(positions) and positions[0] < 0:
@@ -373,7 +373,7 @@ def block_sparse(block_mask: torch.Tensor | np.ndarray | Sequence[Sequence[bool]
     `block_mask` is a square bool matrix (or one of 0 and 1) that covers the sequence; the last block may be cut short by its end.
     Raises ValueError for another shape or dtype, or a block_size below 1.
     """
-    given = block_mask.cpu().numpy() if isinstance(block_mask, torch.Tensor) else np.asarray(block_mask)
+    given = check.as_array("block_mask", block_mask, "a square matrix (query blocks, key blocks)")
     if given.ndim != 2 or given.shape[0] != given.shape[1]:
         raise ValueError(f"block_mask has shape {given.shape}, but must be a square matrix (query blocks, key blocks)")
     if given.dtype != np.bool_ and not (np.issubdtype(given.dtype, np.integer) and np.isin(given, (0, 1)).all()):

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from . import check
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -62,14 +64,18 @@ class Partial:
 def merge(a: Partial, b: Partial) -> Partial:
     """The partial over the keys of both: the block-merge formula. Differentiable, commutative and associative up to rounding.
 
-    Raises ValueError if the shapes or dtypes differ.
+    Raises ValueError if the shapes, dtypes or devices differ.
     """
+    for name, part in (("a", a), ("b", b)):
+        check.instance(name, part, Partial, "make one with attend(...)")
     if a.out.shape != b.out.shape or a.row_max.shape != b.row_max.shape:
         raise ValueError(
             f"partials of {tuple(a.out.shape)} and {tuple(b.out.shape)} do not merge: both must be of the same queries and heads"
         )
     if a.out.dtype != b.out.dtype:
         raise ValueError(f"partials of dtypes {a.out.dtype} and {b.out.dtype} do not merge: compute both from inputs of one dtype")
+    if a.out.device != b.out.device:
+        raise ValueError(f"partials on {a.out.device} and {b.out.device} do not merge: move both to one device")
     row_max = torch.maximum(a.row_max, b.row_max).detach()
     # nothing live in either: a finite pivot avoids inf - inf
     pivot = torch.where(row_max == float("-inf"), 0.0, row_max)
@@ -88,6 +94,9 @@ def finish(
 
     With `return_stats` also its `Stats`. Rows with nothing live are 0.
     """
+    check.instance("part", part, Partial, "make one with attend(...)")
+    if dtype is not None:
+        check.instance("dtype", dtype, torch.dtype, "pass torch.bfloat16 and the like")
     out = part.out if dtype is None else part.out.to(dtype)
     return (out, part.stats) if return_stats else out
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from . import check
 from .mask import Mask, causal
 from .partial import Stats
 
@@ -31,6 +32,8 @@ def attention(
     Scores, weights and products are rounded to the inputs' dtype wherever PyTorch would round them; the softmax itself runs in
     fp32 or wider. Rows with nothing live are 0. Returns (b, s, h, d_v). Differentiable.
     """
+    check.shapes(q, k, v)
+    check.same_tokens(q, k)
     groups = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     live = (causal() if mask is None else mask).dense(q.shape[1]).to(q.device)

@@ -45,7 +45,7 @@ class Ranks:
     def run(
         self, world_size: int, function: Callable, *args: Any, ranks: Sequence[int] | None = None, timeout: float = 60.0
     ) -> list[Any]:
-        """`function(group, *args)` on ranks 0 to world_size - 1, or on `ranks`, with the group of just these; results in rank order.
+        """`function(group, *args)` on ranks 0 to world_size - 1, or on `ranks`, and the group of these; results in rank order.
 
         `function` is a module's own (no closure), `args` and results are pickled; functions that make groups must run on all ranks.
         Raises RankError with each rank's traceback if one raises or dies, or with where each one stands if they take longer than

@@ -59,8 +59,9 @@ class LoopbackTransport(Transport):
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
         for dst in range(self.size):
             self._mailboxes.box(self.rank, dst, "control").put(record)
+        wait = _TIMEOUT if patience is None else patience
         try:
-            return [self._mailboxes.box(src, self.rank, "control").get(timeout=patience or _TIMEOUT) for src in range(self.size)]
+            return [self._mailboxes.box(src, self.rank, "control").get(timeout=wait) for src in range(self.size)]
         except queue.Empty:
             if patience is None:
                 raise

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,7 @@ class ProcessGroupTransport(Transport):
         self._global_ranks = dist.get_process_group_ranks(group)
         # such as {"cpu": "gloo", "cuda": "nccl"}
         self._backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
-        self._control: dist.ProcessGroupGloo | None = None
+        self._control: Any = None  # a ProcessGroupGloo
         self._connected: set[str] = set()
 
     def check_device(self, device: torch.device) -> None:
@@ -75,10 +77,10 @@ class ProcessGroupTransport(Transport):
         work.wait()
         return [bytes(x.numpy()) for x in everyone]
 
-    def _make_control(self) -> dist.ProcessGroupGloo:
+    def _make_control(self) -> Any:
         # dist.new_group would need the job's other ranks, or that all members have made equally many groups before
         store = dist.distributed_c10d._get_default_store()
         # names come back when a group has been destroyed, keys of the store stay
         generation = store.add(f"ringattn/{self._name}/{self.rank}", 1)
-        prefix = dist.PrefixStore(f"ringattn/{self._name}/{generation}/", store)
-        return dist.ProcessGroupGloo(prefix, self.rank, self.size)
+        prefix = dist.distributed_c10d.PrefixStore(f"ringattn/{self._name}/{generation}/", store)
+        return dist.ProcessGroupGloo(prefix, self.rank, self.size, timeout=timedelta(minutes=30))

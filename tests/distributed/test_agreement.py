@@ -1,0 +1,201 @@
+"""Ranks that disagree, or of which one has bad input: an error on every rank that names the odd one, within seconds; never a hang."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringattn as ra
+from ringattn import agree
+
+N = 24
+
+
+def arguments(rank, world_size):
+    """What every rank passes if it does nothing odd: shards of 24 tokens."""
+    held = ra.zigzag(N, world_size).lengths[rank]
+    return {
+        "q": (1, held, 4, 8),
+        "k": (1, held, 2, 8),
+        "v": (1, held, 2, 6),
+        "dtype": torch.float32,
+        "requires_grad": True,
+        "layout": ra.zigzag(N, world_size),
+        "mask": ra.causal(),
+    }
+
+
+def call(group, odd):
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    options = {**arguments(rank, world_size), **odd}
+    if options.pop("function", "") == "unshard":
+        return ra.unshard(torch.ones(options["q"]), options["layout"], group)
+    dtype, requires_grad = options.pop("dtype"), options.pop("requires_grad")
+    q, k, v = (torch.ones(options.pop(name), dtype=dtype, requires_grad=requires_grad) for name in "qkv")
+    return ra.ring_attention(q, k, v, group=group, **options)
+
+
+def disagree(group, odd_rank, odd, common):
+    """The message that this rank gets where `odd_rank` calls with `odd`, how long it took, and whether the group works afterwards."""
+    began = time.monotonic()
+    message = ""
+    try:
+        call(group, {**common, **(odd if dist.get_rank(group) == odd_rank else {})})
+    except ValueError as error:
+        message = str(error)
+    took = time.monotonic() - began
+    return message, took, bool((call(group, {}) - 1).abs().max() < 1e-5)
+
+
+def long_mask(window):
+    mask = ra.sliding_window(window)
+    for n in range(12):
+        mask = mask | (ra.sliding_window(1) & ra.prefix(n))
+    return mask
+
+
+DISAGREEMENTS = {
+    "dtype": ({"dtype": torch.bfloat16}, {}, "dtype is torch.bfloat16 on rank 2, but torch.float32 on ranks 0, 1, 3"),
+    "batch": (
+        dict.fromkeys("qkv", (2, 6, 2, 6)),
+        {"q": (1, 6, 2, 6), "k": (1, 6, 2, 6)},
+        "batch size is 2 on rank 2, but 1 on ranks 0",
+    ),
+    "query heads": ({"q": (1, 6, 8, 8)}, {}, "number of query heads is 8 on rank 2, but 4 on ranks 0, 1, 3"),
+    "key heads": (
+        {"k": (1, 6, 4, 8), "v": (1, 6, 4, 6)},
+        {},
+        "number of key/value heads is 4 on rank 2, but 2 on ranks 0, 1, 3",
+    ),
+    "head_dim": ({"q": (1, 6, 4, 16), "k": (1, 6, 2, 16)}, {}, "head_dim is 16 on rank 2, but 8 on ranks 0, 1, 3"),
+    "v's head_dim": ({"v": (1, 6, 2, 8)}, {}, "v's head_dim is 8 on rank 2, but 6 on ranks 0, 1, 3"),
+    "mask": ({"mask": ra.full()}, {}, r"mask is full\(\) \(.*\) on rank 2, but causal\(\) \(.*\) on ranks 0, 1, 3"),
+    "masks that look alike": (
+        {"mask": ra.documents([10, 14])},
+        {"mask": ra.documents([11, 13])},
+        r"mask is documents\(<2 documents, 24 tokens>, causal=True\) \(\w+\) on rank 2, but documents\(.*\) on ranks 0, 1, 3",
+    ),
+    "long masks": ({"mask": long_mask(3)}, {"mask": long_mask(4)}, r"mask is \(.* on rank 2, but \(.* on ranks 0, 1, 3"),
+    "layout": (
+        {"layout": ra.contiguous(N, 4)},
+        {},
+        r"layout is contiguous\(seq_len=24, world_size=4\) \(\w+\) on rank 2, but zigzag\(.*\) on ranks 0, 1, 3",
+    ),
+    "layout or none": ({"layout": None}, {}, r"layout is the default on rank 2, but zigzag\(.*\) on ranks 0, 1, 3"),
+    "scale": ({"softmax_scale": 0.5}, {"softmax_scale": 0.25}, "softmax_scale is 0.5 on rank 2, but 0.25 on ranks 0, 1, 3"),
+    "schedule": (
+        {"schedule": ra.ring()},
+        {"schedule": ra.gather()},
+        r"schedule is ring\(\) on rank 2, but gather\(\) on ranks 0, 1, 3",
+    ),
+    "schedule or none": ({"schedule": ra.ring()}, {}, r"schedule is ring\(\) on rank 2, but None on ranks 0, 1, 3"),
+    "requires_grad": ({"requires_grad": False}, {}, "requires_grad is False on rank 2, but True on ranks 0, 1, 3"),
+    "function": ({"function": "unshard"}, {}, "function is unshard on rank 2, but ring_attention on ranks 0, 1, 3"),
+    "two things": (
+        {"schedule": ra.ring(), "softmax_scale": 2.0},
+        {"softmax_scale": 1.0},
+        r"softmax_scale is 2.0 on rank 2, but 1.0 on ranks 0, 1, 3; schedule is ring\(\) on rank 2, but None on ranks 0, 1, 3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("odd", "common", "message"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
+def test_every_rank_hears_of_the_odd_one(gloo, odd, common, message):
+    for text, took, works in gloo.run(4, disagree, 2, odd, common, timeout=30):
+        with pytest.raises(ValueError, match=f"^ranks disagree: .*{message}"):
+            raise ValueError(text)
+        assert took < 5
+        assert works
+
+
+REFUSALS = {
+    "3-D": ({"q": (6, 4, 8)}, "q has 3 dimensions"),
+    "heads": ({"k": (1, 6, 3, 8), "v": (1, 6, 3, 6)}, "k has 3 heads, which does not divide q's 4"),
+    "length": (
+        dict.fromkeys("qkv", (1, 7, 2, 6)),
+        r"q has 7 tokens, but rank 2 of layout zigzag\(seq_len=24, world_size=4\) holds 6",
+    ),
+    "mask": ({"mask": "causal"}, "mask is 'causal', but must be a Mask"),
+    "mask's length": ({"mask": ra.prefix(25)}, r"mask prefix\(25\) needs at least 25 tokens"),
+    "layout": ({"layout": ra.zigzag(N, 2)}, r"layout zigzag\(.*\) is for 2 ranks, but the group has 4"),
+    "scale": ({"softmax_scale": float("nan")}, "softmax_scale is nan"),
+    "text beyond ASCII": ({"schedule": '"ожерелье"\n' * 300}, "schedule is '.*but must be a Schedule"),
+    "unshard": ({"function": "unshard", "q": (1, 9)}, "x_local has 9 tokens"),
+}
+
+
+@pytest.mark.parametrize(("odd", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_bad_input_of_one_rank_stops_all(gloo, odd, message):
+    for rank, (text, took, works) in enumerate(gloo.run(4, disagree, 2, odd, {}, timeout=30)):
+        with pytest.raises(ValueError, match=message if rank == 2 else f"^rank 2 refused the input: rank 2: {message}"):
+            raise ValueError(text)
+        assert took < 5
+        assert works
+
+
+def test_bad_input_of_every_rank(gloo):
+    for rank, (text, took, works) in enumerate(gloo.run(3, disagree, 0, {}, {"mask": None, "layout": ra.zigzag(9, 3)})):
+        assert f"rank {rank} of layout zigzag(seq_len=9, world_size=3) holds 3" in text
+        assert took < 5
+        assert works
+
+
+def default_lengths(group):
+    """Shards that no default layout has."""
+    rank = dist.get_rank(group)
+    q = torch.ones(1, 8 if rank == 1 else 6, 2, 4)
+    with pytest.raises(ValueError) as caught:
+        ra.ring_attention(q, q, q, group=group)
+    return str(caught.value)
+
+
+def test_lengths_that_fit_no_default_layout(gloo):
+    for text in gloo.run(4, default_lengths):
+        assert "tokens on rank" in text
+        assert "the default layout of causal(), zigzag(seq_len=26, world_size=4), holds" in text
+        assert text.endswith("pass the layout that the shards were made with")
+
+
+def late(group):
+    """Rank 1 refuses its input and has given up waiting when the others call."""
+    agree._PATIENCE = 0.2
+    rank = dist.get_rank(group)
+    if rank != 1:
+        time.sleep(1)
+    found = disagree(group, 1, {"softmax_scale": float("nan")}, {})
+    agree._PATIENCE = 10.0
+    return found
+
+
+def test_ranks_that_come_late_hear_of_it_too(gloo):
+    for text, took, works in gloo.run(3, late, timeout=30):
+        assert "softmax_scale is nan, but must be finite" in text
+        assert took < 5
+        assert works
+
+
+def unshard_disagreement(group, odd_rank, odd):
+    rank = dist.get_rank(group)
+    options = {"dtype": torch.float32, "features": 3, "dim": 1, "layout": ra.zigzag(8, 4), **(odd if rank == odd_rank else {})}
+    shape = [2, 2, 2]
+    shape[(options["dim"] + 1) % 3] = options["features"]
+    try:
+        ra.unshard(torch.ones(shape, dtype=options["dtype"]), options["layout"], group, options["dim"])
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ({"dtype": torch.float64}, "dtype is torch.float64 on rank 3, but torch.float32 on ranks 0, 1, 2"),
+        ({"features": 5}, r"shape but for dim is \(2, 5\) on rank 3, but \(2, 3\) on ranks 0, 1, 2"),
+        ({"dim": 0}, "dim is 0 on rank 3, but 1 on ranks 0, 1, 2"),
+        ({"layout": ra.striped(8, 4)}, r"layout is striped\(.*\) on rank 3, but zigzag\(.*\) on ranks 0, 1, 2"),
+    ],
+)
+def test_unshard_hears_of_the_odd_one(gloo, odd, message):
+    for text in gloo.run(4, unshard_disagreement, 3, odd):
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(text)
