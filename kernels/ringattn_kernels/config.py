@@ -24,7 +24,7 @@ class Launch:
 
 # (head-dim bucket) -> Launch, for 16-bit inputs; the bucket is the larger of the two padded head dims
 _SM90 = {
-    "forward": {64: Launch(128, 64, 4, 3), 128: Launch(128, 128, 8, 3, 2), 256: Launch(128, 64, 8, 2)},
+    "forward": {64: Launch(64, 128, 4, 3, 2), 128: Launch(128, 128, 8, 3, 2), 256: Launch(128, 64, 8, 2)},
     "dkdv": {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 64, 8, 2)},
     "dq": {64: Launch(64, 64, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(128, 32, 8, 3)},
 }

@@ -50,6 +50,9 @@ def key_step(
         p = p * weight[None, :]
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
     ds = p * dp
+    if MASKED:
+        # a dead key's row may hold anything, and 0 * nan is nan
+        ds = tl.where(live, ds, 0.0)
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 

@@ -1,0 +1,173 @@
+"""The kernels on CPU tensors through Triton's interpreter, against dense attention in fp64.
+
+`test_interpreter.py` runs this file in a process of its own: TRITON_INTERPRET decides at import what `triton.jit` means.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+import ringattn_kernels as rk
+from tests.kernels import dense
+
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
+
+
+def inputs(b, sq, sk, h, hk, d, dv, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (b, sq, h, d), (b, sk, hk, d), (b, sk, hk, dv), (b, sq, h, dv)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def run(q, k, v, dout, tables, softmax_scale) -> dense.Result:
+    """Forward and backward with one launch for each table, over buffers full of NaN where they must be overwritten."""
+    state = None
+    for n, table in enumerate(tables):
+        final = n == len(tables) - 1
+        state = rk.forward(q, k, v, table, softmax_scale=softmax_scale, state=state, final=final)
+    out, row_max, row_sum = state
+    delta = rk.delta(out, dout)
+    assert out.dtype == q.dtype
+    assert row_max.dtype == row_sum.dtype == delta.dtype == torch.float32
+    gradients = {"dq": torch.zeros(q.shape), "dk": transposed(k).zero_(), "dv": transposed(v).zero_()}
+    statistics = (row_max, row_sum, delta)
+    for table in tables:
+        rk.backward(q, k, v, dout, *statistics, table, softmax_scale=softmax_scale, **gradients)
+    if len(tables) == 1:
+        fresh = {name: torch.full_like(x, float("nan")) for name, x in zip(("dq", "dk", "dv"), (q, k, v))}
+        rk.backward(q, k, v, dout, *statistics, tables[0], softmax_scale=softmax_scale, **fresh, add=False)
+        for name, x in fresh.items():
+            assert torch.equal(x, gradients[name].to(q.dtype)), name
+    return dense.Result(out, row_max, row_sum, **gradients)
+
+
+def transposed(x):
+    """An fp32 view shaped as x (b, s, h, d) of a buffer (s, b, h, d)."""
+    return torch.full((x.shape[1], x.shape[0], *x.shape[2:]), float("nan")).transpose(0, 1)
+
+
+def compare(q, k, v, dout, tiles, softmax_scale, parts=1):
+    sq, sk = q.shape[1], k.shape[1]
+    tiles = np.array(tiles, dtype=np.int64).reshape(-1, 6)
+    live = dense.live_pairs(tiles, sq, sk)
+    exact = dense.attention(q, k, v, dout, live, softmax_scale, torch.float64)
+    got = run(q, k, v, dout, [rk.TileTable(tiles[n::parts], sq, sk) for n in range(parts)], softmax_scale)
+    # scores are fp32: the exponential turns half an ulp of the largest into a relative error
+    largest = exact.row_max[exact.row_max.isfinite()].abs().max() if live.any() else 0.0
+    tolerance = max(TOLERANCE[q.dtype], 2 * torch.finfo(torch.float32).eps * float(largest))
+    for name in ("out", "row_max", "row_sum", "dq", "dk", "dv"):
+        x, y = getattr(got, name).double(), getattr(exact, name)
+        finite = y[y.isfinite()]
+        scale = float(finite.abs().max()) if finite.numel() else 1.0
+        torch.testing.assert_close(x, y, rtol=0, atol=tolerance * max(scale, 1.0), msg=lambda m, n=name: f"{n}: {m}")
+    empty = ~live.any(1)
+    assert (got.out[:, empty] == 0).all()
+    assert (got.row_max[..., empty] == float("-inf")).all()
+    assert (got.row_sum[..., empty] == 0).all()
+    assert (got.dq[:, empty] == 0).all()
+    for x in (got.dk, got.dv):
+        assert (x[:, ~live.any(0)] == 0).all()
+
+
+@pytest.mark.parametrize("n", [1, 2, 17, 63, 97, 127, 129])
+def test_causal_at_odd_lengths(n):
+    compare(*inputs(1, n, n, 1, 1, 16, 16), dense.causal(n), 0.25)
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [dense.full(97, 63), dense.window(97, 20, 3), dense.documents(1, 30, 1, 1, 64), []],
+    ids=["full", "window", "documents", "nothing"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_masks(tiles, dtype):
+    sk = 63 if len(tiles) == 1 and tiles[0][3] == 63 else 97
+    compare(*inputs(1, 97, sk, 2, 1, 16, 16, dtype), tiles, 0.25)
+
+
+@pytest.mark.parametrize(("seed", "parts"), [(0, 1), (1, 2), (2, 3), (3, 1), (4, 2)])
+def test_random_tiles_in_one_launch_or_several(seed, parts):
+    generator = np.random.default_rng(seed)
+    sq, sk = generator.integers(1, 140, 2)
+    tiles = dense.random_tiles(generator, sq, sk)
+    compare(*inputs(1, sq, sk, 1, 1, 16, 16, seed=seed), tiles, 0.3, parts)
+
+
+@pytest.mark.parametrize("head_dims", [(1, 1), (8, 3), (17, 40), (96, 64), (192, 128), (256, 256)], ids=str)
+def test_head_dims(head_dims):
+    compare(*inputs(1, 33, 33, 1, 1, *head_dims), dense.causal(33), head_dims[0] ** -0.5)
+
+
+@pytest.mark.parametrize(("h", "hk"), [(2, 2), (4, 2), (3, 1)])
+def test_head_groups_and_batches(h, hk):
+    compare(*inputs(2, 20, 31, h, hk, 16, 16), dense.full(20, 31), 0.25)
+
+
+def test_keys_and_values_as_views_of_another_order():
+    q, k, v, dout = inputs(2, 40, 40, 2, 2, 16, 16)
+    k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v))
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    compare(q, k, v, dout, dense.causal(40), 0.25)
+
+
+@pytest.mark.parametrize("softmax_scale", [0.0, -0.5, 30.0])
+def test_any_scale(softmax_scale):
+    compare(*inputs(1, 40, 40, 1, 1, 16, 16), dense.causal(40), softmax_scale)
+
+
+@pytest.mark.parametrize("logit", [0.0, 1e2, -1e2, 2.5e5, -2.5e5])
+def test_equal_huge_logits_average_exactly_over_launches(logit):
+    q, k, v, dout = inputs(1, 10, 100, 1, 1, 16, 16)
+    q.fill_(1.0)
+    k.fill_(logit / 16)
+    tables = [rk.TileTable(np.array([(0, 10, a, b, -100, 10)]), 10, 100) for a, b in ((0, 33), (33, 34), (34, 100))]
+    got = run(q, k, v, dout, tables, 0.37)
+    mean = v.mean(1, keepdim=True).expand_as(got.out)
+    torch.testing.assert_close(got.out, mean, rtol=0, atol=3e-7)
+    # dv = P^T dout with P = 1/100 in every place
+    torch.testing.assert_close(got.dv, (dout.sum(1, keepdim=True) / 100).expand_as(v), rtol=0, atol=3e-7)
+
+
+@pytest.mark.parametrize("size", [1e2, 2.5e5])
+def test_one_huge_logit_takes_all(size):
+    q, k, v, dout = inputs(1, 7, 50, 1, 1, 16, 16)
+    q.fill_(1.0)
+    k.fill_(-size / 16)
+    k[:, 20] = size / 16
+    tables = [rk.TileTable(np.array([(0, 7, a, b, -50, 7)]), 7, 50) for a, b in ((0, 15), (15, 30), (30, 50))]
+    got = run(q, k, v, dout, tables, 1.0)
+    torch.testing.assert_close(got.out, v[:, 20:21].expand_as(got.out), rtol=0, atol=1e-7)
+    torch.testing.assert_close(got.row_max, torch.full_like(got.row_max, size))
+    for x in (got.dq, got.dk):
+        torch.testing.assert_close(x, torch.zeros_like(x), rtol=0, atol=1e-2)
+
+
+def test_a_state_leaves_untouched_rows_as_they_were():
+    q, k, v, _ = inputs(1, 150, 40, 1, 1, 16, 16)
+    state = rk.forward(q, k, v, rk.TileTable(np.array(dense.full(150, 20)), 150, 40), softmax_scale=0.3, final=False)
+    before = [x.clone() for x in state]
+    table = rk.TileTable(np.array([(0, 10, 20, 40, -40, 10)]), 150, 40)
+    out, row_max, row_sum = rk.forward(q, k, v, table, softmax_scale=0.3, state=state, final=False)
+    # the same tensors, in place; rows of other blocks bit for bit
+    assert all(x is y for x, y in zip((out, row_max, row_sum), state))
+    assert torch.equal(out[:, 64:], before[0][:, 64:])
+    assert torch.equal(row_max[..., 64:], before[1][..., 64:])
+    assert torch.equal(row_sum[..., 64:], before[2][..., 64:])
+    assert not torch.equal(out[:, :10], before[0][:, :10])
+
+
+def test_garbage_outside_of_the_tiles_is_never_read():
+    q, k, v, dout = inputs(1, 70, 90, 1, 1, 16, 16)
+    tiles = [(5, 60, 20, 75, -30, 20)]
+    live = dense.live_pairs(tiles, 70, 90)
+    clean = run(q, k, v, dout, [rk.TileTable(np.array(tiles), 70, 90)], 0.3)
+    k[:, ~live.any(0)] = float("nan")
+    v[:, ~live.any(0)] = float("inf")
+    dirty = run(q, k, v, dout, [rk.TileTable(np.array(tiles), 70, 90)], 0.3)
+    for name in ("out", "dq", "dk", "dv"):
+        assert torch.equal(getattr(clean, name), getattr(dirty, name)), name
+
+
+def test_empty_inputs():
+    for sq, sk in ((0, 5), (5, 0), (0, 0)):
+        compare(*inputs(1, sq, sk, 1, 1, 16, 16), [], 0.3)

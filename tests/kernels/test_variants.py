@@ -1,0 +1,51 @@
+"""Kernels compile for every architecture without a GPU, fit its shared memory, and the forward on Hopper spills nothing.
+
+A variant not compiled here differs from one that is only in its dtype or its flags; `python -m ringattn_kernels.variants` compiles them all.
+"""
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+
+from ringattn_kernels.variants import ARCHITECTURES, KERNELS, SHARED_LIMIT, Variant, all_variants, compile_variant
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def chosen(arch: str) -> list[Variant]:
+    forms = [(kernel, 128, BF16) for kernel in KERNELS]
+    forms += [(kernel, d, BF16) for kernel in ("forward", "dkdv", "dq") for d in (64, 256)]
+    if arch == "sm_90":
+        forms += [(kernel, 64, BF16) for kernel in KERNELS if "state" in kernel]
+        forms += [("forward", 128, FP16), ("dkdv", 128, FP16), ("dq", 128, FP16), ("forward", 64, FP32), ("dkdv", 64, FP32)]
+    if arch == "gfx942":
+        forms += [("forward", 64, FP32), ("dkdv", 64, FP32)]
+    return [Variant(*form, arch) for form in forms]
+
+
+CHOSEN = [variant for arch in ARCHITECTURES for variant in chosen(arch)]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Futures of every chosen variant, on all cores."""
+    assert "TRITON_INTERPRET" not in os.environ, "the interpreter compiles nothing"
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield {variant: pool.submit(compile_variant, variant) for variant in CHOSEN}
+
+
+@pytest.mark.parametrize("variant", CHOSEN, ids=lambda v: f"{v.arch}-{v.kernel}-{v.head_dim}-{v.dtype}".replace(" ", "_"))
+def test_compiles_within_the_limits_of_the_architecture(variant, compiled):
+    resources = compiled[variant].result()
+    assert resources.registers > 0
+    assert resources.shared <= SHARED_LIMIT[variant.arch]
+    if variant.arch == "sm_90" and variant.kernel.startswith("forward") and variant.head_dim <= 128 and variant.dtype != FP32:
+        assert resources.stack == resources.spills == 0
+
+
+def test_the_chosen_variants_are_some_of_all():
+    assert set(CHOSEN) <= set(all_variants())
+    assert {variant.kernel for variant in CHOSEN} == set(KERNELS)
