@@ -20,10 +20,11 @@ def _load(name: str):
 
 
 ranks = _load("ranks")
+strategies = _load("strategies")
 
 
 def pytest_configure(config):
-    config.pluginmanager.register(_load("strategies"))
+    config.pluginmanager.register(strategies)
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,14 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 
-# the same examples every run; `--hypothesis-profile explore` draws fresh ones
 settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=100)
 settings.register_profile("explore", deadline=None, max_examples=1000)
-settings.load_profile("fixed")
+
+
+def pytest_configure(config):
+    """The same examples every run; `--hypothesis-profile explore` draws fresh ones."""
+    if config.getoption("--hypothesis-profile", None) is None:
+        settings.load_profile("fixed")
 
 
 @pytest.fixture(scope="session")
