@@ -161,7 +161,7 @@ class Local(Method):
         out, *stats = self.state
         inputs = (self.q, self.k, self.v, self.dout, *stats, local.delta(out, self.dout))
         dq, dk, dv = self.gradients
-        local.backward(*inputs, self.tiles, self.score, dq=dq, dk=dk, dv=dv)
+        local.add_gradients(*inputs, self.tiles, self.score, dq=dq, dk=dk, dv=dv)
         del self.state
 
 

@@ -31,7 +31,36 @@ def delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     return blocked.delta(out, dout)
 
 
-def backward(
+def gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    row_max: torch.Tensor,
+    row_sum: torch.Tensor,
+    delta: torch.Tensor,
+    tiles: Tiles,
+    score: Score,
+    *,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk and dv of the tiles' pairs alone, in `dtype`, summed in fp32 (fp64): `add_gradients` to zeros, without the zeros on a GPU."""
+    inputs = (q, k, v)
+    if len(tiles) and q.is_cuda:
+        import ringattn_kernels
+
+        dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x in inputs)
+        table, scale = tiles.kernel_table, score.softmax_scale
+        ringattn_kernels.backward(
+            q, k, v, dout, row_max, row_sum, delta, table, softmax_scale=scale, dq=dq, dk=dk, dv=dv, add=False
+        )
+        return dq, dk, dv
+    dq, dk, dv = (torch.zeros_like(x, dtype=row_sum.dtype) for x in inputs)
+    add_gradients(q, k, v, dout, row_max, row_sum, delta, tiles, score, dq=dq, dk=dk, dv=dv)
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+def add_gradients(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

@@ -58,22 +58,31 @@ def backward(
     delta: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv in the inputs' dtypes, from the merged statistics and delta (b, h, s)."""
-    dq = torch.zeros(q.shape, dtype=row_sum.dtype, device=q.device)
+    inputs = (dout, row_max, row_sum, delta)
+    # gradients that nothing is added to later leave the kernels in their final dtype
+    alone = not any(len(step.tiles) or step.grads_own for step in steps[1:])
     buffer = _rows_first(k, v)
-    own = grads = _zeros_like(buffer, row_sum.dtype)
+    # stand-ins until step 0 has computed them; before that nothing is sent or added
+    dq, own, grads = q, buffer, buffer
     for t, step in enumerate(steps):
-        previous, grads = grads, own if t == 0 else _zeros_like(buffer, row_sum.dtype)
+        previous = grads
+        if t > 0:
+            grads = _zeros_like(buffer, row_sum.dtype)
         arriving = _like(buffer, step.receives)
         # gradients that come for this step's rows, and for the rank's own
-        inbox = [(message, target, _empty_rows(target, message)) for message in step.grads_in for target in (grads,)]
+        inbox = [(message, grads, _empty_rows(grads, message)) for message in step.grads_in]
         inbox += [(message, own, _empty_rows(own, message)) for message in step.grads_own]
         sends = _outgoing(step.sends, buffer) + _outgoing(step.grads_out, previous)
         receives = _incoming(step.receives, arriving)
         receives += [Peer(message.peer, x) for message, _, box in inbox for x in box]
         handle = transport.exchange(sends, receives)
-        if len(step.tiles):
+        if t == 0:
+            dtype = q.dtype if alone else row_sum.dtype
+            dq, dk, dv = local.gradients(q, *_batch_first(buffer), *inputs, step.tiles, score, dtype=dtype)
+            own = grads = dk.transpose(0, 1), dv.transpose(0, 1)
+        else:
             dk, dv = _batch_first(grads)
-            local.backward(q, *_batch_first(buffer), dout, row_max, row_sum, delta, step.tiles, score, dq=dq, dk=dk, dv=dv)
+            local.add_gradients(q, *_batch_first(buffer), *inputs, step.tiles, score, dq=dq, dk=dk, dv=dv)
         handle.wait()
         for message, target, box in inbox:
             for total, received in zip(target, box, strict=True):
