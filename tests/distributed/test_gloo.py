@@ -108,9 +108,14 @@ def test_every_rank_agrees_with_the_reference(gloo, world_size):
         assert worst[0][0] < 1e-10, worst
 
 
-@pytest.mark.parametrize("world_size", [3, 8])
-def test_a_thousand_tokens(gloo, world_size):
-    cases = [("causal", "zigzag", "ring", 1025), ("documents", "balanced", "gather", 1025), ("window", "striped", "ring", 1031)]
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        (3, [("documents", "balanced", "gather", 1025), ("window", "striped", "ring", 1031)]),
+        (8, [("causal", "zigzag", "ring", 1025)]),
+    ],
+)
+def test_a_thousand_tokens(gloo, world_size, cases):
     for worst in gloo.run(world_size, check_many, cases):
         assert worst[0][0] < 1e-10, worst
 

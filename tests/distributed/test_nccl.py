@@ -222,3 +222,21 @@ def test_a_rank_that_differs_stops_every_rank(nccl, change, message):
     for text, works in nccl.run(2, refusal, (1, change)):
         assert re.search(message, text)
         assert works
+
+
+def other_backends(group):
+    """What a gloo group says to GPU tensors, and whether a group of both backends takes tensors of either device."""
+    gloo, both = dist.new_group(backend="gloo"), dist.new_group(backend="cpu:gloo,cuda:nccl")
+    q = torch.ones(1, 16, 2, 32, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(ValueError) as caught:
+        ra.ring_attention(q, q, q, group=gloo)
+    works = [bool((ra.ring_attention(x, x, x, group=both) - 1).abs().max() < 1e-2) for x in (q, q.cpu(), q)]
+    return str(caught.value), works
+
+
+def test_groups_of_other_backends(nccl):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    for message, works in nccl.run(torch.cuda.device_count(), other_backends):
+        assert "q is on cuda, but the group's backend is gloo: tensors on cuda need a nccl group" in message
+        assert works == [True, True, True]
