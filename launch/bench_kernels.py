@@ -1,7 +1,7 @@
 """Forward and backward of one GPU beside PyTorch's attention, in the same run.
 
-Work is 4*S*S*H*D operations forward (half when causal) and 2.5 times that backward. A backward counts all that autograd would: delta, the statistics'
-units and both kernels. Functions take turns; each figure is the median.
+Work is 4*S*S*H*D operations forward (half when causal) and 2.5 times that backward. A backward counts all that autograd would:
+delta, the statistics' units and both kernels. Functions take turns; each figure is the median.
 """
 
 import json
@@ -44,7 +44,8 @@ def main(arguments) -> None:
                     rows.append({"shape": shape, "mask": mask} | rates)
                     cells = [f"{rate['forward']:.0f} / {rate['backward']:.0f}" for rate in rates.values()]
                     ratios = [f"{rates['ringattn'][d] / rates[peers[0]][d]:.2f}" for d in ("forward", "backward")]
-                    print(f"| {sequence} | {head_dim} | {arguments.heads}:{kv_heads} | {mask} | {' | '.join(cells)} | {' / '.join(ratios)} |", flush=True)
+                    cells = [sequence, head_dim, f"{arguments.heads}:{kv_heads}", mask, *cells, " / ".join(ratios)]
+                    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
     if arguments.json:
         command = " ".join(["python", *sys.argv])
         header = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}

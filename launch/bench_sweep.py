@@ -6,6 +6,8 @@ import multiprocessing
 import numpy as np
 import torch
 from timing import milliseconds
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
 
 import ringattn_kernels as rk
 from ringattn_kernels.config import Launch, architecture
@@ -91,7 +93,7 @@ def compile_one(job: tuple) -> str:
         function, _, arguments, _ = Problem(256, 32, head_dim, True, reference=False).launch(kernel, config)
         binary = function.warmup(grid=(1,), **arguments)
         return f"shared {binary.metadata.shared}"
-    except Exception as error:  # noqa: BLE001  a candidate that does not fit is a result of the sweep
+    except (OutOfResources, CompilationError) as error:  # a candidate that does not fit is a result of the sweep
         return f"{type(error).__name__}: {str(error)[:60]}"
 
 
@@ -104,7 +106,8 @@ def main(arguments) -> None:
             problem = Problem(arguments.sequence, arguments.heads, d, causal)
             for kernel, dims in CANDIDATES.items():
                 for config in dims[d]:
-                    print(f"{kernel:8} d={d} {'causal' if causal else 'full':6} {config}: {row(problem, kernel, config)} {notes[kernel, d, config]}", flush=True)
+                    head = f"{kernel:8} d={d} {'causal' if causal else 'full':6} {config}"
+                    print(f"{head}: {row(problem, kernel, config)} {notes[kernel, d, config]}", flush=True)
 
 
 def row(problem: Problem, kernel: str, config: tuple) -> str:
@@ -114,7 +117,7 @@ def row(problem: Problem, kernel: str, config: tuple) -> str:
         function, programs, arguments, results = problem.launch(kernel, config)
         function[(programs,)](**arguments)
         torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001
+    except (OutOfResources, CompilationError) as error:
         return f"failed: {type(error).__name__}"
     errors = [float((x.float() - (r := getattr(problem, n))).abs().max() / r.abs().max()) for n, x in results.items()]
     time = milliseconds(lambda: function[(programs,)](**arguments), repeats=7)

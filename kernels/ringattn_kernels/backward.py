@@ -3,8 +3,9 @@
     P = exp(S - row_max) / row_sum        dV += P^T dout
     dS = P * (dout V^T - delta)           dQ += softmax_scale dS K      dK += softmax_scale dS^T Q
 
-(Dao et al. 2022, algorithm 4), from the statistics of the whole row, whichever launches they were merged from. Nothing is added with atomics: one kernel
-owns blocks of key rows and adds to dk and dv once, the other owns blocks of query rows and adds to dq, so that the same inputs give the same bits.
+(Dao et al. 2022, algorithm 4), from the statistics of the whole row, whichever launches they were merged from. Nothing is
+added with atomics: one kernel owns blocks of key rows and adds to dk and dv once, the other owns blocks of query rows and adds
+to dq, so that the same inputs give the same bits.
 
 Shapes: q, dq (b, sq, h, d), k, dk (b, sk, hk, d), v, dv (b, sk, hk, dv), dout (b, sq, h, dv), row_max, row_sum, delta (b, h, sq).
 """
@@ -52,10 +53,9 @@ def backward(
 ) -> None:
     """Add the gradients of the table's pairs to fp32 dq, dk and dv, in place; any strides, last dim contiguous.
 
-    add=False overwrites all of dq, dk and dv instead, whatever they held, and takes them in any floating-point dtype: for a table that holds all
-    pairs of its queries and keys this saves the zeroing, the reading and a cast.
-
-    row_max, row_sum: merged over all launches of the forward. delta: `delta(out, dout)`, less the gradient of the log-sum-exp if it has one.
+    row_max, row_sum: merged over all launches of the forward. delta: `delta(out, dout)`, less the gradient of the log-sum-exp
+    if it has one. add=False overwrites all of dq, dk and dv instead, whatever they held, and takes them in any floating-point
+    dtype: for a table that holds all pairs of its queries and keys this saves the zeroing, the reading and a cast.
     """
     b, _, h, d = q.shape
     hk = k.shape[2]
@@ -79,8 +79,8 @@ def backward(
 def pivots(row_max: torch.Tensor, row_sum: torch.Tensor, weighted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(pivot, weight), shaped as the statistics, with P = exp2(scores * scale - pivot) * weight; an empty row has pivot inf.
 
-    Not weighted: log2(row_sum) goes into the pivot and the weight is None, which saves a multiplication for each pair and costs half an ulp of the
-    pivot. That is below the rounding of P to 16 bits unless logits exceed 1e4.
+    Not weighted: log2(row_sum) goes into the pivot and the weight is None, which saves a multiplication for each pair and costs
+    half an ulp of the pivot. That is below the rounding of P to 16 bits unless logits exceed 1e4.
     """
     assert row_max.is_contiguous()
     assert row_sum.is_contiguous()
@@ -92,7 +92,10 @@ def pivots(row_max: torch.Tensor, row_sum: torch.Tensor, weighted: bool) -> tupl
     return pivot, weight
 
 
-def _shared_arguments(q, k, v, dout, pivot, weight, delta, table: TileTable, blocks: BlockTable, count, softmax_scale: float, add, launch: Launch, arch: str) -> dict:
+def _shared_arguments(
+    q, k, v, dout, pivot, weight, delta, table: TileTable, blocks: BlockTable, count: int, softmax_scale: float, add: bool,
+    launch: Launch, arch: str,
+) -> dict:  # fmt: skip
     """Keyword arguments that both gradient kernels take."""
     d, (hk, v_dim) = q.shape[3], v.shape[2:]
     assert q.dtype == k.dtype == v.dtype == dout.dtype
@@ -137,7 +140,9 @@ def _shared_arguments(q, k, v, dout, pivot, weight, delta, table: TileTable, blo
     )
 
 
-def dkdv_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, count, softmax_scale, dk, dv, add, launch: Launch, arch: str) -> dict:
+def dkdv_arguments(
+    q, k, v, dout, pivot, weight, delta, table, blocks, count, softmax_scale, dk, dv, add, launch: Launch, arch: str
+) -> dict:  # fmt: skip
     """Keyword arguments of one launch of `dkdv_kernel`."""
     assert not add or dk.dtype == dv.dtype == torch.float32
     assert dk.shape == k.shape
@@ -161,7 +166,9 @@ def dkdv_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, count, so
     )
 
 
-def dq_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, count, softmax_scale, dq, add, launch: Launch, arch: str) -> dict:
+def dq_arguments(
+    q, k, v, dout, pivot, weight, delta, table, blocks, count, softmax_scale, dq, add, launch: Launch, arch: str
+) -> dict:  # fmt: skip
     """Keyword arguments of one launch of `dq_kernel`."""
     assert not add or dq.dtype == torch.float32
     assert dq.shape == q.shape

@@ -35,9 +35,9 @@ def forward(
 ) -> State:
     """Attend to the table's pairs; returns (out, row_max, row_sum), all rows of them.
 
-    state: (out, row_max, row_sum) of earlier launches over other pairs, fp32 and contiguous, updated in place. final: out leaves in q.dtype, a
-    fresh tensor; otherwise it is the fp32 state. row_max is in natural-log units after scaling, and row_sum is relative to exactly it; a row with
-    no live pair so far is (0, -inf, 0).
+    state: (out, row_max, row_sum) of earlier launches over other pairs, fp32 and contiguous, updated in place. final: out leaves
+    in q.dtype, a fresh tensor; otherwise it is the fp32 state. row_max is in natural-log units after scaling, and row_sum is
+    relative to exactly it; a row with no live pair so far is (0, -inf, 0).
     """
     b, sq, h, _ = q.shape
     arch = architecture(q.device)
@@ -55,12 +55,16 @@ def forward(
         if final:
             out = torch.empty(out.shape, device=q.device, dtype=q.dtype)
     if b * h * count > 0:
-        arguments = forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, final, launch, arch)
+        arguments = forward_arguments(
+            q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, final, launch, arch
+        )
         forward_kernel[(b * h * count,)](**arguments)
     return out, row_max, row_sum
 
 
-def forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, final, launch: Launch, arch: str) -> dict:
+def forward_arguments(
+    q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, final, launch: Launch, arch: str
+) -> dict:
     """Keyword arguments of one launch of `forward_kernel`."""
     _, sq, h, d = q.shape
     hk, dv = v.shape[2:]

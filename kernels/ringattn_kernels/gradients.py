@@ -16,11 +16,12 @@ def store_gradient(pointers, gradient, mask, ADD: tl.constexpr):
 
 @triton.jit
 def key_step(
-    dk, dv, k, v, q_desc, dout_desc, q_ptr, dout_ptr, batch, head, pivot_ptr, weight_ptr, delta_ptr, statistics, stride_qs, stride_os, start, end, first, last, scale,
+    dk, dv, k, v, q_desc, dout_desc, q_ptr, dout_ptr, batch, head, pivot_ptr, weight_ptr, delta_ptr, statistics,
+    stride_qs, stride_os, start, end, first, last, scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add one block of queries to dk / softmax_scale and dv. Scores are held transposed, so that P^T and dS^T are left operands as they are."""
+    """Add one block of queries to dk / softmax_scale and dv. Scores are held transposed: P^T and dS^T are left operands as they are."""
     columns = start + tl.arange(0, BLOCK_Q)
     # [BLOCK_Q]
     if MASKED:
@@ -122,7 +123,8 @@ def dkdv_kernel(
 
 @triton.jit
 def query_step(
-    dq, q, dout, pivot, weight, delta, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first, last, scale,
+    dq, q, dout, pivot, weight, delta, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs,
+    start, end, first, last, scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -192,14 +194,16 @@ def dq_kernel(
         begin, full_begin, full_end, end, lo, hi, row_begin, row_end = load_segment(segments_ptr, segment)
         for start in range(full_begin, full_end, BLOCK_K):
             dq = query_step(
-                dq, q, dout, pivot, weight, delta, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, None, None, scale,
+                dq, q, dout, pivot, weight, delta, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs,
+                start, end, None, None, scale,
                 HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, False, WEIGHTED, PRECISION,
             )  # fmt: skip
         first, last = live_columns(rows, end, lo, hi, row_begin, row_end)
         for edge in range(edge_count(begin, full_begin, full_end, end, BLOCK_K)):
             start = edge_start(edge, begin, full_begin, full_end, BLOCK_K)
             dq = query_step(
-                dq, q, dout, pivot, weight, delta, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first, last, scale,
+                dq, q, dout, pivot, weight, delta, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs,
+                start, end, first, last, scale,
                 HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, True, WEIGHTED, PRECISION,
             )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Units of the softmax statistics.
 
-Kernels work with base-2 exponents; statistics leave them in natural-log units. Rounding row_max from one unit to the other moves it by up to
-half an ulp, which at a logit of 2.5e5 is a factor exp(0.008). The factor is kept: row_sum is always relative to exactly the row_max
-stored beside it.
+Kernels work with base-2 exponents; statistics leave them in natural-log units. Rounding row_max from one unit to the other moves
+it by up to half an ulp, which at a logit of 2.5e5 is a factor exp(0.008). The factor is kept: row_sum is always relative to
+exactly the row_max stored beside it.
 """
 
 import triton

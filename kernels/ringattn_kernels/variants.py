@@ -138,7 +138,8 @@ def launch_arguments(variant: Variant, launch: Launch | None = None) -> tuple[tr
 def amd_resources(binary) -> Resources:
     """Read off the assembly's own metadata."""
     registers, stack, spills = (
-        int(re.search(name + r":\s*(\d+)", binary.asm["amdgcn"])[1]) for name in (r"\.vgpr_count", "ScratchSize", r"\.vgpr_spill_count")
+        int(re.search(name + r":\s*(\d+)", binary.asm["amdgcn"])[1])
+        for name in (r"\.vgpr_count", "ScratchSize", r"\.vgpr_spill_count")
     )
     return Resources(registers, stack, spills, binary.metadata.shared)
 

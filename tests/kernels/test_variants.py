@@ -1,6 +1,7 @@
 """Kernels compile for every architecture without a GPU, fit its shared memory, and the forward on Hopper spills nothing.
 
-A variant not compiled here differs from one that is only in its dtype or its flags; `python -m ringattn_kernels.variants` compiles them all.
+A variant not compiled here differs from one that is only in its dtype or its flags; `python -m ringattn_kernels.variants`
+compiles them all.
 """
 
 import multiprocessing
