@@ -1,4 +1,4 @@
-"""Fixtures of all tests: `gloo`, eight ranks to run functions on, and the strategies of `strategies.py`."""
+"""Fixtures of all tests: ranks to run functions on, over `gloo` and `nccl`, and the strategies of `strategies.py`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 
 def _load(name: str):
@@ -33,3 +34,28 @@ def gloo():
     processes = ranks.Ranks("gloo", 8)
     yield processes
     processes.close()
+
+
+@pytest.fixture(scope="session")
+def _gpus():
+    count = torch.cuda.device_count()
+    processes = ranks.Ranks("nccl", count) if count else None
+    yield processes
+    if processes is not None:
+        processes.close()
+
+
+@pytest.fixture
+def nccl(_gpus):
+    """Ranks over NCCL, one a GPU: `nccl.run(world_size, function, *args)`."""
+    if _gpus is None:
+        pytest.skip("needs a GPU")
+    return _gpus
+
+
+@pytest.fixture(params=[1, 2, 4, 8], ids="{}gpus".format)
+def world_size(request):
+    """A number of GPUs; skips where there are fewer."""
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs, and {torch.cuda.device_count()} are here")
+    return request.param
