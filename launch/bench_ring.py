@@ -141,7 +141,7 @@ class Method:
 
 
 class Local(Method):
-    """A rank's kernels alone: all its tiles over the whole K/V in one launch, gradients into buffers that are there."""
+    """A rank's kernels alone: all its tiles over the whole K/V in one launch, gradients straight in their final dtype."""
 
     def __init__(self, case: Case) -> None:
         rank = dist.get_rank()
@@ -151,8 +151,7 @@ class Local(Method):
         self.tiles = Tiles(np.concatenate(rows), plan.lengths[rank], case.tokens)
         self.q, self.k, self.v, self.dout = case.inputs(case.tokens)
         self.score = Score(case.head_dim**-0.5)
-        self.gradients = [torch.zeros_like(x, dtype=torch.float32) for x in (self.q, self.k, self.v)]
-        self.results_bytes = 0
+        self.results_bytes = sum(x.numel() * x.element_size() for x in (self.q, self.k, self.v, self.dout))  # dq, dk, dv and out
 
     def forward(self) -> None:
         self.state = local.forward(self.q, self.k, self.v, self.tiles, self.score, state=None, final=True)
@@ -160,8 +159,7 @@ class Local(Method):
     def backward(self) -> None:
         out, *stats = self.state
         inputs = (self.q, self.k, self.v, self.dout, *stats, local.delta(out, self.dout))
-        dq, dk, dv = self.gradients
-        local.add_gradients(*inputs, self.tiles, self.score, dq=dq, dk=dk, dv=dv)
+        local.gradients(*inputs, self.tiles, self.score, dtype=self.q.dtype)
         del self.state
 
 
