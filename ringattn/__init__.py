@@ -10,7 +10,7 @@ from . import reference
 from ._version import __version__
 from .attention import attend, ring_attention
 from .collective import unshard
-from .layout import Layout, Span, balanced, contiguous, default_layout, shard, striped, zigzag
+from .layout import Layout, balanced, contiguous, default_layout, shard, striped, zigzag
 from .mask import (
     Mask,
     bigbird,
@@ -26,6 +26,7 @@ from .mask import (
 from .partial import Partial, Stats, finish, merge
 from .plan import Plan, make_plan
 from .schedule import Schedule, default_schedule, gather, ring
+from .span import Span
 
 __all__ = [
     "Layout",

@@ -17,17 +17,14 @@ import numpy as np
 import torch
 
 from .check import instance
-from .layout import Layout, Span, Spans, common_stride, fold, refine, span_table
+from .layout import Layout
 from .mask import Mask
 from .region import Table, count_pairs
 from .region import common_stride as region_stride
+from .span import Span, Spans, common_stride, fold, refine, span_table
 
 if TYPE_CHECKING:
     from ringattn_kernels import TileTable
-
-    from .mask import Mask
-
-TILE_FIELDS = 6
 
 
 class Rows:
