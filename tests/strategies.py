@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,15 @@ def pytest_configure(config):
     """The same examples every run; `--hypothesis-profile explore` draws fresh ones."""
     if config.getoption("--hypothesis-profile", None) is None:
         settings.load_profile("fixed")
+
+
+@pytest.fixture
+def one_thread():
+    """Torch computes on one thread: for small tensors, and where ranks are threads already."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -22,13 +22,7 @@ SCHEDULES = {"ring": ra.ring(), "gather": ra.gather(), "default": None}
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Ranks are threads already."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Shape(NamedTuple):

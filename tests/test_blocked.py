@@ -14,6 +14,8 @@ from ringattn import blocked
 from ringattn.plan import Tiles
 from ringattn.region import trim
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 B, H, HK, D, D_V = 2, 4, 2, 5, 3
 SCALE = 0.6
 

@@ -13,6 +13,8 @@ from ringattn.plan import Rows
 from ringattn.schedule import bytes_sent, make_steps
 from ringattn.transport import run_ranks
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SCHEDULES = {"ring": ra.ring(), "gather": ra.gather()}
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 
