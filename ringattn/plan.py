@@ -26,25 +26,16 @@ from .span import Span, Spans, common_stride, fold, refine, span_table
 if TYPE_CHECKING:
     from ringattn_kernels import TileTable
 
+# rows between needed ones that move along: fewer would cost more to leave out, for a copy would gather the others
+_GAP = 64
+
 
 class Rows:
     """A set of local rows as disjoint ascending ranges: an (n, 2) table of [begin, end)."""
 
     def __init__(self, ranges: Table) -> None:
         """Any ranges; those that overlap or touch are joined."""
-        begin, end = ranges[:, 0], ranges[:, 1]
-        filled = begin < end
-        if not filled.all():
-            begin, end = begin[filled], end[filled]
-        if (begin[1:] < begin[:-1]).any():
-            ascending = np.argsort(begin, kind="stable")
-            begin, end = begin[ascending], end[ascending]
-        reach = np.maximum.accumulate(end)
-        first = np.flatnonzero(begin[1:] > reach[:-1]) + 1
-        if len(begin):
-            begin, end = begin[np.append(0, first)], reach[np.append(first - 1, len(begin) - 1)]
-        ranges = np.stack([begin, end], axis=1)
-        self.ranges = ranges
+        self.ranges = _joined(ranges)
         self._index: dict[torch.device, torch.Tensor] = {}
 
     @classmethod
@@ -176,7 +167,6 @@ class Plan:
     order: tuple[Order | None, ...]
     table: Table  # (n, 6)
     starts: np.ndarray  # (world_size * world_size + 1): tiles of (rank, owner) begin at starts[rank * world_size + owner]
-    _needs: dict[tuple[int, int], Rows] = field(default_factory=dict, init=False, repr=False)
     _carried: dict[int, tuple[Rows, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def tiles(self, rank: int, owner: int) -> Table:
@@ -185,17 +175,26 @@ class Plan:
         return self.table[self.starts[at] : self.starts[at + 1]]
 
     def needs(self, rank: int, owner: int) -> Rows:
-        """The rows of an owner's K/V that a rank's queries see."""
-        if (rank, owner) not in self._needs:
-            self._needs[rank, owner] = Rows(self.tiles(rank, owner)[:, 2:4])
-        return self._needs[rank, owner]
+        """The rows of an owner's K/V that a rank's queries see, and small gaps between them."""
+        return self._needs[rank * self.world_size + owner]
+
+    @cached_property
+    def _needs(self) -> list[Rows]:
+        # all pairs at once: the rows of one lie too far from those of the next to be joined with them
+        apart = max(self.lengths) + _GAP + 1
+        pairs = len(self.starts) - 1
+        base = apart * np.repeat(np.arange(pairs), np.diff(self.starts))
+        ranges = _joined(self.table[:, 2:4] + base[:, None], _GAP)
+        cuts = np.searchsorted(ranges[:, 0], apart * np.arange(pairs + 1))
+        return [Rows(ranges[a:b] - apart * pair) for pair, (a, b) in enumerate(pairwise(cuts.tolist()))]
 
     def carried(self, owner: int) -> tuple[Rows, ...]:
         """Entry t: rows of an owner that its t-th next neighbour, or one further on, needs; all at 0, none at world_size."""
         if owner not in self._carried:
             carried = [Rows.span(0, 0)]
             for hop in range(self.world_size - 1, 0, -1):
-                carried.append(self.needs((owner + hop) % self.world_size, owner) | carried[-1])
+                needed = self.needs((owner + hop) % self.world_size, owner)
+                carried.append(carried[-1] if needed == carried[-1] else needed | carried[-1])
             carried.append(Rows.span(0, self.lengths[owner]))
             self._carried[owner] = tuple(reversed(carried))
         return self._carried[owner]
@@ -248,6 +247,22 @@ def _plan(query_shards: Sequence[Spans], key_shards: Sequence[Spans], mask: Mask
     order = tuple(None if rows is None else Order(rows) for _, rows in fine)
     lengths = tuple(sum(span.length for span in spans) for spans in key_shards)
     return Plan(len(key_shards), lengths, order, tiles[by_pair], starts)
+
+
+def _joined(ranges: Table, gap: int = 0) -> Table:
+    """Ranges [begin, end) in ascending order, less the empty ones; those that overlap, or lie at most `gap` rows apart, are one."""
+    ranges = ranges[ranges[:, 0] < ranges[:, 1]]
+    if len(ranges) < 2:
+        return ranges
+    begin, end = ranges.T
+    if (begin[1:] < begin[:-1]).any():
+        ascending = np.argsort(begin, kind="stable")
+        begin, end = begin[ascending], end[ascending]
+    reach = np.maximum.accumulate(end)
+    apart = begin[1:] > reach[:-1] + gap
+    first = np.flatnonzero(np.concatenate([[True], apart]))
+    last = np.flatnonzero(np.concatenate([apart, [True]]))
+    return np.stack([begin[first], reach[last]], axis=1)
 
 
 def move_keys(tiles: Table, rows: Rows, base: int) -> Table:
