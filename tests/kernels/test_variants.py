@@ -21,9 +21,9 @@ def chosen(arch: str) -> list[Variant]:
     forms += [(kernel, d, BF16) for kernel in ("forward", "dkdv", "dq") for d in (64, 256)]
     if arch == "sm_90":
         forms += [(kernel, 64, BF16) for kernel in KERNELS if "state" in kernel]
-        forms += [("forward", 128, FP16), ("dkdv", 128, FP16), ("dq", 128, FP16), ("forward", 64, FP32), ("dkdv", 64, FP32)]
+        forms += [("forward", 128, FP16), ("forward", 64, FP32), ("dq", 64, FP32)]
     if arch == "gfx942":
-        forms += [("forward", 64, FP32), ("dkdv", 64, FP32)]
+        forms += [("forward", 64, FP32)]
     return [Variant(*form, arch) for form in forms]
 
 
