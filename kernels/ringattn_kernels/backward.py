@@ -14,8 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
+from . import hopper_backward
 from .bands import load_rows
 from .config import Launch, architecture, descriptor, launch_for, padded, precision
+from .dispatch import Kernels, choose_backward
 from .forward import LOG2_E
 from .gradients import dkdv_kernel, dq_kernel
 from .table import BlockTable, TileTable
@@ -50,13 +52,20 @@ def backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
     add: bool = True,
+    kernels: Kernels | None = None,
 ) -> None:
     """Add the gradients of the table's pairs to fp32 dq, dk and dv, in place; any strides, last dim contiguous.
 
     row_max, row_sum: merged over all launches of the forward. delta: `delta(out, dout)`, less the gradient of the log-sum-exp
     if it has one. add=False overwrites all of dq, dk and dv instead, whatever they held, and takes them in any floating-point
     dtype: for a table that holds all pairs of its queries and keys this saves the zeroing, the reading and a cast.
+
+    kernels: which to run, instead of what `dispatch.choose_backward` would choose.
     """
+    if choose_backward(q, k, v, dout, table, kernels).kernels == Kernels.HOPPER:
+        outputs = dict(dq=dq, dk=dk, dv=dv, add=add)
+        hopper_backward.backward(q, k, v, dout, row_max, row_sum, delta, table, softmax_scale=softmax_scale, **outputs)
+        return
     b, _, h, d = q.shape
     hk = k.shape[2]
     arch = architecture(q.device)
