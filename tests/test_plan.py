@@ -270,7 +270,7 @@ def documents_of(seq_len, number):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("name", ["zigzag", "contiguous", "balanced"])
+@pytest.mark.parametrize("name", ["zigzag", "contiguous", "striped", "balanced"])
 def test_planning_a_million_tokens_takes_less_than_50_ms(name, schedule):
     """All that a rank does in its first call, in processor time, for other work may share the machine."""
     seq_len, world_size = 1 << 20, 8
