@@ -88,7 +88,7 @@ DEFAULTS = {
         verify_tokens=1024,
     ),
     "cuda": dict(
-        ranks=None, dtype="bfloat16", seq_len=0, steps=100, hidden=1024, layers=12, heads=8, kv_heads=4, lr=1e-3, warmup=10,
+        ranks=None, dtype="bfloat16", seq_len=0, steps=100, hidden=1024, layers=12, heads=8, kv_heads=4, lr=6e-4, warmup=10,
         verify_tokens=4096,
     ),
 }  # fmt: skip
@@ -114,7 +114,7 @@ def parse(argv: list[str] | None = None) -> Settings:
     add("--layers", type=int, help="layers (default: 4 on a CPU, 12 on GPUs)")
     add("--heads", type=int, help="query heads (default: 4 on a CPU, 8 on GPUs)")
     add("--kv-heads", type=int, help="key and value heads (default: 2 on a CPU, 4 on GPUs)")
-    add("--lr", type=float, help="peak learning rate (default: 6e-3 on a CPU, 1e-3 on GPUs)")
+    add("--lr", type=float, help="peak learning rate (default: 6e-3 on a CPU, 6e-4 on GPUs)")
     add("--warmup", type=int, help="steps of linear warm-up; cosine decay to a tenth follows (default: 8 on a CPU, 10 on GPUs)")
     add("--clip", type=float, default=1.0, help="largest norm of the whole gradient (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the weights, the windows and the sampling (default: %(default)s)")
