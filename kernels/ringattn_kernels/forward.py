@@ -14,8 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
+from . import hopper_forward
 from .bands import edge_count, edge_start, live_columns, load_block, load_rows, load_segment
 from .config import Launch, architecture, descriptor, launch_for, padded, precision
+from .dispatch import Kernels, choose_forward
 from .table import TileTable
 from .units import to_base2, to_natural
 
@@ -32,19 +34,17 @@ def forward(
     softmax_scale: float,
     state: State | None = None,
     final: bool = True,
+    kernels: Kernels | None = None,
 ) -> State:
     """Attend to the table's pairs; returns (out, row_max, row_sum), all rows of them.
 
     state: (out, row_max, row_sum) of earlier launches over other pairs, fp32 and contiguous, updated in place. final: out leaves
     in q.dtype, a fresh tensor; otherwise it is the fp32 state. row_max is in natural-log units after scaling, and row_sum is
     relative to exactly it; a row with no live pair so far is (0, -inf, 0).
+
+    kernels: which to run, instead of what `dispatch.choose_forward` would choose.
     """
     b, sq, h, _ = q.shape
-    arch = architecture(q.device)
-    launch = launch_for("forward", arch, max(q.shape[3], v.shape[3]), q.dtype)
-    blocks = table.query_blocks(launch.block, launch.step, q.device)
-    # a block without a segment still has something to write, unless its state stays as it is
-    count = blocks.touched if state is not None and not final else len(blocks)
     if state is None:
         out = torch.empty(b, sq, h, v.shape[3], device=q.device, dtype=q.dtype if final else torch.float32)
         row_max = torch.empty(b, h, sq, device=q.device, dtype=torch.float32)
@@ -54,6 +54,14 @@ def forward(
         assert out.dtype == torch.float32 and out.is_contiguous() and row_max.is_contiguous() and row_sum.is_contiguous()
         if final:
             out = torch.empty(out.shape, device=q.device, dtype=q.dtype)
+    if choose_forward(q, k, v, softmax_scale, kernels).kernels == Kernels.HOPPER:
+        hopper_forward.launch(q, k, v, table, out, row_max, row_sum, softmax_scale, state, final)
+        return out, row_max, row_sum
+    arch = architecture(q.device)
+    launch = launch_for("forward", arch, max(q.shape[3], v.shape[3]), q.dtype)
+    blocks = table.query_blocks(launch.block, launch.step, q.device)
+    # a block without a segment still has something to write, unless its state stays as it is
+    count = blocks.touched if state is not None and not final else len(blocks)
     if b * h * count > 0:
         arguments = forward_arguments(
             q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, final, launch, arch

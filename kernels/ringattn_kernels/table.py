@@ -8,7 +8,9 @@ other. `TileTable` cuts the tiles at the block boundaries on the host, so that a
 looks at a pair of blocks without a live pair in it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +44,7 @@ class TileTable:
     Block tables are built once for each (device, block size, step) and kept, so that a steady-state call builds and uploads nothing.
     """
 
-    __slots__ = ("_blocks", "k_rows", "q_rows", "tiles")
+    __slots__ = ("_blocks", "_derived", "k_rows", "q_rows", "tiles")
 
     def __init__(self, tiles: np.ndarray, q_rows: int, k_rows: int):
         tiles = np.array(tiles, dtype=np.int64, copy=True).reshape(-1, 6)
@@ -56,6 +58,7 @@ class TileTable:
         tiles.setflags(write=False)
         self.tiles, self.q_rows, self.k_rows = tiles, int(q_rows), int(k_rows)
         self._blocks: dict[tuple, BlockTable] = {}
+        self._derived: dict[tuple, Any] = {}
 
     def query_blocks(self, block: int, step: int, device: torch.device) -> BlockTable:
         """Blocks of `block` query rows, stepping through keys by `step`."""
@@ -65,6 +68,12 @@ class TileTable:
         """Blocks of `block` key rows, stepping through queries by `step`: the same cut of the transposed tiles."""
         transposed = self.tiles[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1])
         return self._cached("k", transposed, self.k_rows, block, step, device)
+
+    def derived(self, key: tuple, build: Callable[[], Any]) -> Any:
+        """`build()`, made at the first call with `key` and kept: what else a kernel needs of this table."""
+        if key not in self._derived:
+            self._derived[key] = build()
+        return self._derived[key]
 
     def _cached(self, axis: str, tiles: np.ndarray, rows: int, block: int, step: int, device: torch.device) -> BlockTable:
         key = (axis, block, step, device)

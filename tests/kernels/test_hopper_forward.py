@@ -1,0 +1,148 @@
+"""The Hopper forward: what the compiler makes of it and how its work is shared out, without a GPU; on one, accuracy over random tables."""
+
+import itertools
+import re
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+import ringattn_kernels as rk
+from ringattn_kernels import hopper_forward
+from ringattn_kernels.dispatch import Kernels, choose_forward
+from tests.kernels import dense
+from tests.kernels.test_hopper_backward import TOOLS, compile_for_hopper
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
+HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_state", "final"),
+    [(torch.bfloat16, False, True), (torch.bfloat16, True, False), (torch.float16, True, True)],
+    ids=["bf16", "bf16 from state to state", "fp16 from state"],
+)
+@pytest.mark.parametrize(("d", "dv"), HEAD_DIMS)
+def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv, dtype, has_state, final, tmp_path):
+    q, k, v = (torch.empty(1, 256, heads, dim, dtype=dtype) for heads, dim in ((4, d), (2, d), (2, dv)))
+    out = torch.empty(1, 256, 4, dv, dtype=dtype if final else torch.float32)
+    statistics = torch.empty(1, 4, 256)
+    state = (out.float(), statistics, statistics) if has_state else None
+    config = hopper_forward.LAUNCHES[max(hopper_forward.block_dim(d), hopper_forward.block_dim(dv))]
+    plan = hopper_forward.Schedule(*(torch.empty(4, dtype=torch.int32) for _ in range(3)))
+    arguments = hopper_forward.kernel_arguments(q, k, v, out, statistics, statistics, plan, 0.1, state, config)
+    compiled = compile_for_hopper(hopper_forward.hopper_forward_kernel, arguments)
+    (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
+    command = [TOOLS / "ptxas", "-v", "-arch=sm_90a", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
+    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    # C7507 setmaxnreg ignored; C7512, C7514 products serialized
+    assert not re.findall(r"C75\d\d", log), log
+    assert max(int(n) for n in re.findall(r"(\d+) bytes spill", log)) == 0
+    assert compiled.metadata.shared <= 227 * 1024
+    sass = subprocess.run([TOOLS / "nvdisasm", "-c", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+    letters = {"HGMMA": "H", "MUFU.EX2": "E", "WARPGROUP.DEPBAR.LE gsb0, 0x0": "0", "WARPGROUP.DEPBAR.LE gsb0, 0x1": "1"}
+    operations = re.findall(r"\b(HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x[01])", sass)
+    order = "".join(letters[name] for name, _ in itertools.groupby(operations))
+    # in each warpgroup's loop: both products, the wait for the scores, all exponentials, the wait for the weighted values
+    assert order.count("H1E0") == 2, order
+    in_loop = re.search(r"1(E+)0", "".join(letters[name] for name in operations))[1]
+    assert len(in_loop) >= config.step // 2
+
+
+@pytest.mark.parametrize("tiles", [dense.causal(5000), dense.full(5000, 5000), dense.documents(1, 2999, 1000, 999)], ids=len)
+@pytest.mark.parametrize("heads", [1, 6])
+def test_the_schedule_holds_each_query_block_once_and_is_even(tiles, heads):
+    config, programs = hopper_forward.LAUNCHES[128], 7
+    works, bounds, segments = hopper_forward.schedule(np.array(tiles), 5000, config, heads, 2, False, programs)
+    expected = [(head, row) for head in range(heads) for row in range(0, 5000, hopper_forward.BLOCK_Q)]
+    assert sorted(map(tuple, works[:, :2].tolist())) == expected
+    for _, _, segment, steps in works:
+        while steps > 0:
+            steps -= -(-(segments[segment, 3] - segments[segment, 0]) // config.step)
+            segment += 1
+        assert steps == 0
+    loads = np.add.reduceat(works[:, 3] + hopper_forward.WORK_OVERHEAD, bounds[:-1])
+    assert loads.max() - loads.min() <= works[:, 3].max() + hopper_forward.WORK_OVERHEAD
+    assert bounds[0] == 0 and bounds[-1] == len(works) and len(bounds) == programs + 1
+
+
+def test_query_blocks_without_pairs_are_left_out_where_only_the_others_change():
+    tiles, config = np.array([(300, 310, 0, 5, -5, 310)]), hopper_forward.LAUNCHES[64]
+    works, _, segments = hopper_forward.schedule(tiles, 1000, config, 2, 1, True, 132)
+    assert works[:, :2].tolist() == [[0, 256], [1, 256]]
+    works, _, segments = hopper_forward.schedule(tiles, 1000, config, 1, 1, False, 132)
+    assert len(works) == 8
+    empty = segments[works[works[:, 1] != 256, 2]]
+    assert (works[:, 3] == 1).all() and (empty[:, 6] >= empty[:, 7]).all()
+    works, bounds, _ = hopper_forward.schedule(np.empty((0, 6), np.int64), 1000, config, 1, 1, True, 132)
+    assert len(works) == 0 and len(bounds) == 1
+
+
+def test_a_choice_can_be_overridden_and_has_a_reason():
+    q = torch.empty(1, 8, 2, 128, dtype=torch.bfloat16)
+    assert choose_forward(q, q, q, 1.0, Kernels.PLAIN).kernels == Kernels.PLAIN
+    assert hopper_forward.obstacle(q, q, q, 1.0) == ""
+    assert "16 bytes" in hopper_forward.obstacle(torch.empty(1, 8, 2, 132, dtype=torch.bfloat16)[..., :128], q, q, 1.0)
+    assert "float32" in hopper_forward.obstacle(q.float(), q.float(), q.float(), 1.0)
+    assert "positive" in hopper_forward.obstacle(q, q, q, 0.0)
+    assert "empty" in hopper_forward.obstacle(q, q[:, :0], q[:, :0], 1.0)
+    assert "512" in hopper_forward.obstacle(torch.empty(1, 8, 2, 512, dtype=torch.bfloat16), q, q, 1.0)
+
+
+def attend(q, k, v, tables, softmax_scale, programs=None):
+    """One launch for each table, over outputs that hold NaN before."""
+    b, sq, h, _ = q.shape
+    state = None
+    for n, table in enumerate(tables):
+        final = n == len(tables) - 1
+        old = state
+        if state is None:
+            state = tuple(torch.full((b, h, sq), float("nan"), device="cuda") for _ in range(2))
+            state = (torch.empty(0), *state)
+        if old is None or final:
+            dtype = q.dtype if final else torch.float32
+            state = (torch.full((b, sq, h, v.shape[3]), float("nan"), device="cuda", dtype=dtype), *state[1:])
+        hopper_forward.launch(q, k, v, table, *state, softmax_scale, old, final, programs=programs)
+    return state
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize(("d", "dv"), [*HEAD_DIMS, (96, 40)])
+def test_random_tables_against_dense_attention(d, dv):
+    """40 tables of every head dim: odd lengths, grouped heads, strided keys and values, one launch or two, few programs or many."""
+    generator = np.random.default_rng(d + dv)
+    for case in range(40):
+        torch.manual_seed(case)
+        dtype = (torch.bfloat16, torch.float16)[case % 2]
+        sq, sk = (int(n) for n in generator.integers(1, 700, 2))
+        h, hk = ((4, 4), (4, 2), (6, 1))[case % 3]
+        tiles = dense.random_tiles(generator, sq, sk)
+        q = torch.randn(2, sq, h, d, device="cuda").to(dtype)
+        k, v = (torch.randn(sk, 2, hk, dim, device="cuda").to(dtype).transpose(0, 1) for dim in (d, dv))
+        live = dense.live_pairs(tiles, sq, sk).cuda()
+        dout = torch.zeros(2, sq, h, dv, device="cuda", dtype=dtype)
+        exact = dense.attention(q, k, v, dout, live, d**-0.5, torch.float64)
+        same = dense.attention(q, k, v, dout, live, d**-0.5, dtype)
+        whole = np.array(tiles, dtype=np.int64).reshape(-1, 6)
+        parts = [whole] if case % 4 == 0 else [whole[::2], whole[1::2]]
+        tables = [rk.TileTable(part, sq, sk) for part in parts]
+        out, row_max, row_sum = attend(q, k, v, tables, d**-0.5, programs=None if case % 5 else 3)
+        assert (out.double() - exact.out).norm() <= 2 * (same.out.double() - exact.out).norm() + 1e-6 * exact.out.norm(), case
+        torch.testing.assert_close(row_max.double(), exact.row_max, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(row_sum.double(), exact.row_sum, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_thousand_launches_end_and_give_the_same_bits(d):
+    q, k, v = (torch.randn(1, 2000, heads, d, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    table = rk.TileTable(np.array(dense.causal(2000)), 2000, 2000)
+    assert choose_forward(q, k, v, d**-0.5).kernels == Kernels.HOPPER
+    first = attend(q, k, v, [table], d**-0.5)
+    for run in range(1000):
+        again = attend(q, k, v, [table], d**-0.5, programs=(None, 5, 64)[run % 3])
+        if run % 50 == 0:
+            assert all(torch.equal(a, b) for a, b in zip(first, again))
