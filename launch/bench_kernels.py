@@ -1,7 +1,7 @@
 """Forward and backward of one GPU beside PyTorch's attention, in the same run.
 
 Work is 4*S*S*H*D operations forward (half when causal) and 2.5 times that backward. A backward counts all that autograd would:
-delta, the statistics' units and both kernels. Functions take turns; each figure is the median.
+delta, the statistics' units and both kernels. Functions take turns in random order; each figure is the median.
 """
 
 import json
@@ -61,7 +61,7 @@ def measure(sequence: int, heads: int, kv_heads: int, head_dim: int, causal: boo
     contestants = {"ringattn": ours(q, k, v, dout, causal)}
     for peer in peers:
         contestants[peer] = flex(q, k, v, dout, causal) if peer == "flex" else sdpa(q, k, v, dout, causal, PEERS[peer])
-    repeats = int(min(20, max(3, 1e14 / work)))
+    repeats = int(min(9, max(4, 1e14 / work)))
     times = {
         direction: interleaved({name: functions[n] for name, functions in contestants.items()}, repeats)
         for n, direction in enumerate(("forward", "backward"))

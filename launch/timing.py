@@ -1,9 +1,13 @@
 """Device timing that the benchmarks share."""
 
+import random
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
+
+_REST = 0.02  # seconds
 
 
 def milliseconds(function: Callable[[], object], repeats: int = 10, warmup: int = 2) -> float:
@@ -12,13 +16,21 @@ def milliseconds(function: Callable[[], object], repeats: int = 10, warmup: int 
 
 
 def interleaved(functions: dict[str, Callable[[], object]], repeats: int = 10, warmup: int = 2) -> dict[str, float]:
-    """Median milliseconds of each function; they take turns, so that clocks and neighbours touch all alike."""
+    """Median milliseconds of each function.
+
+    They take turns, in another order each round and from rest: after one that heats the chip the next runs at lower clocks.
+    """
     for function in functions.values():
         for _ in range(warmup):
             function()
     events = {name: [] for name in functions}
+    order, shuffler = list(functions), random.Random(0)
     for _ in range(repeats):
-        for name, function in functions.items():
+        shuffler.shuffle(order)
+        for name in order:
+            function = functions[name]
+            torch.cuda.synchronize()
+            time.sleep(_REST)
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             function()
