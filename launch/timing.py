@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 _REST = 0.02  # seconds
+_AHEAD = 2_000_000  # clock cycles, about a millisecond
 
 
 def milliseconds(function: Callable[[], object], repeats: int = 10, warmup: int = 2) -> float:
@@ -31,6 +32,8 @@ def interleaved(functions: dict[str, Callable[[], object]], repeats: int = 10, w
             function = functions[name]
             torch.cuda.synchronize()
             time.sleep(_REST)
+            # the device is kept busy until the host has queued all of the call, or launches would be timed too
+            torch.cuda._sleep(_AHEAD)
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             function()
