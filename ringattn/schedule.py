@@ -110,12 +110,14 @@ def gather() -> Schedule:
 
 
 def default_schedule(plan: Plan) -> Schedule:
-    """`gather` where no rank needs more rows from the others than the two K/V buffers of a ring would hold, else `ring`.
+    """`gather` where no rank needs more rows from the others than three shards hold, else `ring`.
+
+    Up to there it takes no more memory: a ring's backward pass holds two shards of K/V and three of dK and dV in fp32.
 
     Few ranks, windows and documents gather; long causal sequences over many ranks go around the ring.
     """
     n = plan.world_size
-    held = 2 * max(plan.lengths)
+    held = 3 * max(plan.lengths)
     for rank in range(n):
         if sum(len(plan.needs(rank, owner)) for owner in range(n) if owner != rank) > held:
             return Ring()

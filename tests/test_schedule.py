@@ -186,6 +186,8 @@ def test_a_forward_pass_sends_the_bytes_that_are_told(schedule, mask, make_layou
     [
         (ra.causal(), ra.zigzag, 8, "ring()"),
         (ra.full(), ra.contiguous, 8, "ring()"),
+        (ra.full(), ra.contiguous, 5, "ring()"),
+        (ra.full(), ra.contiguous, 4, "gather()"),
         (ra.full(), ra.contiguous, 2, "gather()"),
         (ra.sliding_window(64), ra.contiguous, 8, "gather()"),
         (ra.documents([512] * 8), ra.contiguous, 8, "gather()"),
