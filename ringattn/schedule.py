@@ -112,7 +112,7 @@ def gather() -> Schedule:
 def default_schedule(plan: Plan) -> Schedule:
     """`gather` where no rank needs more rows from the others than three shards hold, else `ring`.
 
-    Up to there it takes no more memory: a ring's backward pass holds two shards of K/V and three of dK and dV in fp32.
+    Up to there the backward pass peaks at no more memory than a ring's.
 
     Few ranks, windows and documents gather; long causal sequences over many ranks go around the ring.
     """
