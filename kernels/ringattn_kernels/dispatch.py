@@ -9,6 +9,7 @@ Each choice is logged once, at debug level, by the logger of this module.
 import enum
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,27 +40,25 @@ def choose_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, kernels: Kernels | None = None
 ) -> Choice:
     """The kernels for one call of `forward`; `kernels`, if given, is what the caller wants."""
-    if kernels is not None:
-        choice = Choice(kernels, "the caller's wish")
-    else:
-        arch = architecture(q.device)
-        obstacle = hopper_forward.obstacle(q, k, v, softmax_scale) if arch == "sm_90" else f"{arch} is not sm_90"
-        choice = Choice(Kernels.PLAIN, obstacle) if obstacle else Choice(Kernels.HOPPER, arch)
-    _log("forward", choice)
-    return choice
+    return _choose("forward", q.device, kernels, lambda: hopper_forward.obstacle(q, k, v, softmax_scale))
 
 
 def choose_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, table: TileTable, kernels: Kernels | None = None
 ) -> Choice:
     """The kernels for one call of `backward`; `kernels`, if given, is what the caller wants."""
-    if kernels is not None:
-        choice = Choice(kernels, "the caller's wish")
+    return _choose("backward", q.device, kernels, lambda: hopper_backward.obstacle(q, k, v, dout, table))
+
+
+def _choose(what: str, device: torch.device, wish: Kernels | None, obstacle: Callable[[], str]) -> Choice:
+    """The caller's wish, or Hopper's kernels on Hopper if there is no obstacle to them."""
+    if wish is not None:
+        choice = Choice(wish, "the caller's wish")
     else:
-        arch = architecture(q.device)
-        obstacle = hopper_backward.obstacle(q, k, v, dout, table) if arch == "sm_90" else f"{arch} is not sm_90"
-        choice = Choice(Kernels.PLAIN, obstacle) if obstacle else Choice(Kernels.HOPPER, arch)
-    _log("backward", choice)
+        arch = architecture(device)
+        why_not = obstacle() if arch == "sm_90" else f"{arch} is not sm_90"
+        choice = Choice(Kernels.PLAIN, why_not) if why_not else Choice(Kernels.HOPPER, arch)
+    _log(what, choice)
     return choice
 
 
