@@ -10,6 +10,7 @@ from . import reference
 from ._version import __version__
 from .attention import attend, ring_attention
 from .collective import unshard
+from .context import hybrid
 from .layout import Layout, balanced, contiguous, default_layout, shard, striped, zigzag
 from .mask import (
     Mask,
@@ -51,6 +52,7 @@ __all__ = [
     "full",
     "gather",
     "global_tokens",
+    "hybrid",
     "make_plan",
     "merge",
     "prefix",

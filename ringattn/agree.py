@@ -12,7 +12,7 @@ import json
 import struct
 from collections import defaultdict
 
-from .transport import Transport
+from .transport import Ranks
 
 _TEXT_BYTES = 2048
 _PATIENCE = 10.0  # seconds that a rank with bad input waits for the others to hear of it
@@ -20,22 +20,22 @@ _PATIENCE = 10.0  # seconds that a rank with bad input waits for the others to h
 Facts = dict[str, object]
 
 
-def agree(transport: Transport, facts: Facts, tokens: int) -> tuple[int, ...]:
+def agree(ranks: Ranks, facts: Facts, tokens: int) -> tuple[int, ...]:
     """Tokens of each rank. Raises ValueError, on every rank and naming the odd ones, if a fact differs or a rank refused."""
-    records = transport.all_gather_control(_record(facts, tokens, refused=False))
+    records = ranks.all_gather_control(_record(facts, tokens, refused=False))
     assert records is not None
     if any(_refused(record) for record in records) or len({record[9:] for record in records}) > 1:
-        texts = _swap_texts(transport, {name: str(value) for name, value in facts.items()}, None)
+        texts = _swap_texts(ranks, {name: str(value) for name, value in facts.items()}, None)
         assert texts is not None
         raise ValueError(_describe(records, texts))
     return tuple(_tokens(record) for record in records)
 
 
-def refuse(transport: Transport, error: ValueError) -> None:
+def refuse(ranks: Ranks, error: ValueError) -> None:
     """Tell the other ranks that this one's input is refused, so that they stop too. The caller then raises `error`."""
-    records = transport.all_gather_control(_record({}, 0, refused=True), patience=_PATIENCE)
+    records = ranks.all_gather_control(_record({}, 0, refused=True), patience=_PATIENCE)
     # ranks that come later still find both records
-    _swap_texts(transport, {"error": str(error)}, 0 if records is None else _PATIENCE)
+    _swap_texts(ranks, {"error": str(error)}, 0 if records is None else _PATIENCE)
 
 
 def _record(facts: Facts, tokens: int, refused: bool) -> bytes:
@@ -52,8 +52,8 @@ def _tokens(record: bytes) -> int:
     return struct.unpack("<q", record[1:9])[0]
 
 
-def _swap_texts(transport: Transport, facts: dict[str, str], patience: float | None) -> list[dict[str, str]] | None:
-    texts = transport.all_gather_control(_text(facts).ljust(_TEXT_BYTES), patience)
+def _swap_texts(ranks: Ranks, facts: dict[str, str], patience: float | None) -> list[dict[str, str]] | None:
+    texts = ranks.all_gather_control(_text(facts).ljust(_TEXT_BYTES), patience)
     return None if texts is None else [json.loads(text) for text in texts]
 
 

@@ -19,7 +19,8 @@ from .partial import Partial, Stats
 from .plan import Order, make_local_plan
 from .schedule import Schedule, Step, local_steps
 from .score import Score
-from .transport import Alone, Transport
+from .transport import Alone, Ranks, Transport
+from .ulysses import HybridAttention, HybridRun
 
 
 @overload
@@ -76,7 +77,8 @@ def ring_attention(
         layout: who holds which positions; by default `default_layout` of the mask (zigzag for causal), with the sequence length
             taken from the shards.
         mask: which pairs are live; causal by default.
-        group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group (with none initialised: one rank).
+        group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group (with none initialised: one rank); or a 2-D
+            DeviceMesh with the axes "ring" and "heads", or `hybrid(...)`: an all-to-all to heads along one axis, a ring along the other.
         softmax_scale: 1/sqrt(d) by default.
         schedule: `ring()` or `gather()`; by default `default_schedule` of the plan. The result is the same up to rounding.
         return_stats: also return `Stats`: row_max, row_sum and lse, (b, h, s_local), fp32 (fp64 for fp64).
@@ -91,35 +93,46 @@ def ring_attention(
     """
     mask = causal() if mask is None else mask
     context = get_context(group)
-    transport = context.transport
+    ranks = context.ranks
     try:
         check.qkv(q, k, v)
         check.same_tokens(q, k)
         check.instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
         if layout is not None:
-            _check_layout(layout, mask, transport, q.shape[1])
+            _check_layout(layout, mask, ranks, q.shape[1])
         if schedule is not None:
             check.instance("schedule", schedule, Schedule, "pass ring() or gather()")
         if not isinstance(return_stats, bool):
             raise ValueError(f"return_stats is {return_stats!r}, but must be a bool")
         scale = check.softmax_scale(softmax_scale, q.shape[3])
-        transport.check_device(q.device)
+        if context.hybrid is not None:
+            context.hybrid.check_heads(q.shape[2])
+        ranks.check_device(q.device)
     except ValueError as error:
-        if transport.size > 1:
-            refuse(transport, error)
+        if ranks.size > 1:
+            refuse(ranks, error)
         raise
     tokens = (q.shape[1],)
-    if transport.size > 1:
-        tokens = agree(transport, _facts(q, k, v, layout, mask, schedule, scale), q.shape[1])
-        transport.connect(q.device)
+    if ranks.size > 1:
+        facts = _facts(q, k, v, layout, mask, schedule, scale)
+        if context.hybrid is not None:
+            facts |= context.hybrid.facts | {"return_stats": return_stats}
+        tokens = agree(ranks, facts, q.shape[1])
+        ranks.connect(q.device)
     if layout is None:
         layout = _default_layout(context, mask, tokens)
     route = context.route(layout, mask, schedule)
-    order = route.plan.order[transport.rank]
-    run = _Run(transport, route.steps, Score(scale), final=True)
-    out, row_max, row_sum = _Attention.apply(_in_order(q, order), _in_order(k, order), _in_order(v, order), run)
-    part = _as_given(Partial(out, row_max, row_sum), order)
-    return (part.out, part.stats) if return_stats else part.out
+    q, k, v = (_in_order(x, route.order) for x in (q, k, v))
+    if route.exchange is None:
+        state = _Attention.apply(q, k, v, _Run(context.transport, route.steps, Score(scale), final=True))
+    else:
+        state = HybridAttention.apply(
+            q, k, v, HybridRun(route.exchange, context.transport, route.steps, Score(scale), return_stats)
+        )
+    if not return_stats:
+        return _restored(state[0], route.order, dim=1)
+    part = _as_given(Partial(*state), route.order)
+    return part.out, part.stats
 
 
 def attend(
@@ -198,16 +211,16 @@ class _Attention(torch.autograd.Function):
             return *passes.backward(run.transport, run.steps, run.score, q, k, v, dout, row_max, row_sum, delta), None
 
 
-def _check_layout(layout: Any, mask: Mask, transport: Transport, tokens: int) -> None:
+def _check_layout(layout: Any, mask: Mask, ranks: Ranks, tokens: int) -> None:
     check.instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")
-    if layout.world_size != transport.size:
+    if layout.world_size != ranks.size:
         raise ValueError(
-            f"layout {layout!r} is for {layout.world_size} ranks, but the group has {transport.size}: build it for the group"
+            f"layout {layout!r} is for {layout.world_size} ranks, but the group has {ranks.size}: build it for the group"
         )
-    held = layout.lengths[transport.rank]
+    held = layout.lengths[ranks.rank]
     if held != tokens:
         raise ValueError(
-            f"q has {tokens} tokens, but rank {transport.rank} of layout {layout!r} holds {held}: "
+            f"q has {tokens} tokens, but rank {ranks.rank} of layout {layout!r} holds {held}: "
             "shard q, k and v with shard(x, layout, rank), or build the layout for this sequence length"
         )
     mask.check_length(layout.seq_len)
@@ -253,6 +266,8 @@ def _in_order(x: torch.Tensor, order: Order | None) -> torch.Tensor:
 
 def _as_given(part: Partial, order: Order | None) -> Partial:
     """Rows back in the order they came in."""
-    if order is None:
-        return part
-    return Partial(order.restore(part.out, dim=1), order.restore(part.row_max, dim=2), order.restore(part.row_sum, dim=2))
+    return Partial(_restored(part.out, order, 1), _restored(part.row_max, order, 2), _restored(part.row_sum, order, 2))
+
+
+def _restored(x: torch.Tensor, order: Order | None, dim: int) -> torch.Tensor:
+    return x if order is None else order.restore(x, dim)

@@ -21,24 +21,25 @@ def unshard(x_local: torch.Tensor, layout: Layout, group: Group | None = None, d
 
     Raises ValueError for bad input, and on every rank if ranks disagree on shapes, dtype, dim or layout.
     """
-    transport = get_context(group).transport
+    context = get_context(group)
+    ranks = context.ranks
     try:
         check.instance("x_local", x_local, torch.Tensor, "pass this rank's shard")
         check.instance("layout", layout, Layout, "pass the layout that the shards were made with")
-        if layout.world_size != transport.size:
-            raise ValueError(f"layout {layout!r} is for {layout.world_size} ranks, but the group has {transport.size}")
+        if layout.world_size != ranks.size:
+            raise ValueError(f"layout {layout!r} is for {layout.world_size} ranks, but the group has {ranks.size}")
         dim = check.dim("x_local", x_local, dim)
-        held = layout.lengths[transport.rank]
+        held = layout.lengths[ranks.rank]
         if x_local.shape[dim] != held:
             raise ValueError(
-                f"x_local has {x_local.shape[dim]} tokens in dim {dim}, but rank {transport.rank} of {layout!r} holds {held}"
+                f"x_local has {x_local.shape[dim]} tokens in dim {dim}, but rank {ranks.rank} of {layout!r} holds {held}"
             )
-        transport.check_device(x_local.device)
+        ranks.check_device(x_local.device)
     except ValueError as error:
-        if transport.size > 1:
-            refuse(transport, error)
+        if ranks.size > 1:
+            refuse(ranks, error)
         raise
-    if transport.size > 1:
+    if ranks.size > 1:
         other_dims = (*x_local.shape[:dim], *x_local.shape[dim + 1 :])
         facts = {
             "function": "unshard",
@@ -49,9 +50,13 @@ def unshard(x_local: torch.Tensor, layout: Layout, group: Group | None = None, d
             "layout": f"{layout!r} ({layout.digest[:8]})",
             "requires_grad": torch.is_grad_enabled() and x_local.requires_grad,
         }
-        agree(transport, facts, held)
-        transport.connect(x_local.device)
-    return _Unshard.apply(x_local, layout, transport, dim)
+        agree(ranks, facts, held)
+        ranks.connect(x_local.device)
+    if context.hybrid is not None:
+        # first the rows of the heads axis, then the ring's
+        x_local = _Unshard.apply(x_local, context.hybrid.axis_layout(layout), context.hybrid.heads, dim)
+        layout = context.hybrid.ring_layout(layout)
+    return _Unshard.apply(x_local, layout, context.transport, dim)
 
 
 class _Unshard(torch.autograd.Function):

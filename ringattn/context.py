@@ -1,7 +1,8 @@
-"""One runtime object a group: its transport and its cached plans. The only place with state; freed with the group."""
+"""One runtime object a group: its transports and its cached plans. The only place with state; freed with the group."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .layout import Layout, default_layout
 from .mask import Mask
-from .plan import Plan, make_plan
+from .plan import Order, Plan, make_plan
 from .schedule import Schedule, Step, default_schedule, make_steps
-from .transport import Alone, ProcessGroupTransport, Transport
+from .transport import Alone, HostChannel, ProcessGroupTransport, Ranks, Transport
+from .ulysses import HeadExchange, Hybrid
 
-Group = dist.ProcessGroup | DeviceMesh | Transport
+Group = dist.ProcessGroup | DeviceMesh | Transport | Hybrid
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -27,18 +29,25 @@ _PLANS_KEPT = 64
 
 @dataclass(frozen=True)
 class Route:
-    """What a rank does for one layout, mask and schedule."""
+    """What a rank does for one layout, mask and schedule: its steps around the ring, and where there is one, what its heads axis swaps.
+
+    `order` is the order in which the plan counts this rank's rows (None: as they come).
+    """
 
     plan: Plan
     schedule: Schedule
     steps: tuple[Step, ...]
+    order: Order | None
+    exchange: HeadExchange | None
 
 
 class Context:
-    """A group's transport, and the plans made for it, newest kept."""
+    """A group's ranks, the transport of their ring, and the plans made for them, newest kept."""
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
+    def __init__(self, ranks: Transport | Hybrid) -> None:
+        self.ranks: Ranks = ranks
+        self.hybrid = ranks if isinstance(ranks, Hybrid) else None
+        self.transport = ranks.ring if isinstance(ranks, Hybrid) else ranks
         self._routes: OrderedDict[tuple[str, str, Schedule | None], Route] = OrderedDict()
         self._layouts: OrderedDict[tuple[str, int], Layout] = OrderedDict()
 
@@ -48,12 +57,18 @@ class Context:
 
     def default_layout(self, mask: Mask, seq_len: int) -> Layout:
         """`layout.default_layout` for this group, made once."""
-        return _kept(self._layouts, (mask.digest, seq_len), lambda: default_layout(mask, seq_len, self.transport.size))
+        return _kept(self._layouts, (mask.digest, seq_len), lambda: default_layout(mask, seq_len, self.ranks.size))
 
     def _make_route(self, layout: Layout, mask: Mask, schedule: Schedule | None) -> Route:
+        exchange = None
+        if self.hybrid is not None and self.hybrid.heads.size > 1:
+            exchange = HeadExchange(self.hybrid.heads, self.hybrid.rows(layout))
+            layout = self.hybrid.ring_layout(layout)
         plan = make_plan(layout, mask)
         chosen = default_schedule(plan) if schedule is None else schedule
-        return Route(plan, chosen, make_steps(chosen, plan, self.transport.rank))
+        order = plan.order[self.transport.rank]
+        order = order if exchange is None else exchange.own_order(order)
+        return Route(plan, chosen, make_steps(chosen, plan, self.transport.rank), order, exchange)
 
 
 def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
@@ -66,12 +81,14 @@ def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
     return cache[key]
 
 
-_contexts: WeakKeyDictionary[dist.ProcessGroup | Transport, Context] = WeakKeyDictionary()
+_contexts: WeakKeyDictionary[dist.ProcessGroup, Context] = WeakKeyDictionary()
+_hybrids: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[dist.ProcessGroup, Hybrid]] = WeakKeyDictionary()
+_channels: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], HostChannel]] = WeakKeyDictionary()
 _alone = Context(Alone())
 
 
 def get_context(group: Group | None) -> Context:
-    """The context of a process group, a 1-D device mesh, a transport, or (None) of the default group, if there is one.
+    """The context of a process group, a device mesh, a transport, a hybrid, or (None) of the default group, if there is one.
 
     Raises ValueError for anything else, and for a group that this rank is not in.
     """
@@ -80,18 +97,99 @@ def get_context(group: Group | None) -> Context:
             return _alone
         group = dist.group.WORLD
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"group is a {group.ndim}-D DeviceMesh, but must be 1-D: pass one axis of it, such as mesh['ring']")
-        if group.get_coordinate() is None:
-            raise ValueError("group is a DeviceMesh that does not hold this rank")
-        group = group.get_group()
+        group = _of_mesh(group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"group does not hold this rank: rank {dist.get_rank()} of the job must not call with it")
-    if not isinstance(group, (dist.ProcessGroup, Transport)):
-        raise ValueError(f"group is a {type(group).__name__}, but must be a ProcessGroup, a 1-D DeviceMesh or None")
+    if isinstance(group, (Transport, Hybrid)):
+        # kept with the ranks themselves: a weak key that its value holds would stay for ever
+        group.context = group.context or Context(group)
+        return group.context
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group is a {type(group).__name__}, but must be a ProcessGroup, a DeviceMesh, hybrid(...) or None")
     if group not in _contexts:
-        _contexts[group] = Context(group if isinstance(group, Transport) else _transport(group))
+        _contexts[group] = Context(_transport(group))
     return _contexts[group]
+
+
+def hybrid(mesh: DeviceMesh, ring: str | int = "ring", heads: str | int = "heads") -> Hybrid:
+    """Two axes of a device mesh as one group to pass to `ring_attention`: an all-to-all between sequence and heads along the axis
+    `heads`, and a ring along the axis `ring` (names or numbers of axes).
+
+    The layout is for all ranks of both axes: shard `i * u + j` is held by the i-th rank of the ring axis and the j-th of the heads
+    axis, which has u ranks. q's heads must be a multiple of u; K/V heads need not be, and are copied where they are fewer. A 2-D mesh
+    whose axes are named "ring" and "heads" may be passed as it is. Other axes of the mesh, such as data, make groups of their own.
+
+    Raises ValueError for axes that the mesh does not have, and a mesh whose ranks do not ascend along both.
+
+    >>> mesh = init_device_mesh("cuda", (8, 4), mesh_dim_names=("ring", "heads"))  # doctest: +SKIP
+    >>> out = ra.ring_attention(q, k, v, layout=ra.zigzag(seq_len, 32), group=mesh)  # doctest: +SKIP
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh is a {type(mesh).__name__}, but must be a DeviceMesh: make one with init_device_mesh")
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError("mesh is a DeviceMesh that does not hold this rank")
+    axes = _axis("ring", mesh, ring), _axis("heads", mesh, heads)
+    if axes[0] == axes[1]:
+        raise ValueError(f"ring and heads are both axis {ring!r} of the mesh: they must be two")
+    others = tuple(slice(None) if axis in axes else at for axis, at in enumerate(coordinate))
+    table = mesh.mesh[others]
+    members = table if axes[0] < axes[1] else table.T  # (ring, heads)
+    if any((members.diff(dim=dim) <= 0).any() for dim in (0, 1)):
+        raise ValueError(
+            f"mesh holds the ranks {table.tolist()}, which do not ascend along both axes: torch numbers a group's ranks in ascending "
+            "order, so a rank's place in the mesh would not be its rank in the ring"
+        )
+    groups = mesh.get_group(axes[0]), mesh.get_group(axes[1])
+    kept = _hybrids.setdefault(groups[0], WeakKeyDictionary())
+    if groups[1] not in kept:
+        kept[groups[1]] = _make_hybrid(*groups, members.flatten().tolist())
+    return kept[groups[1]]
+
+
+def _make_hybrid(ring: dist.ProcessGroup, heads: dist.ProcessGroup, members: list[int]) -> Hybrid:
+    ascending = sorted(members)
+    order = [ascending.index(member) for member in members]
+    return Hybrid(get_context(ring).transport, get_context(heads).transport, _channel(ascending), order)
+
+
+def _channel(members: list[int]) -> Ranks:
+    """The channel of some ranks of the job: one for all meshes of them, so that ranks that differ in their mesh can tell each other."""
+    if len(members) == 1:
+        return Alone()
+    world = dist.group.WORLD
+    assert world is not None
+    kept = _channels.setdefault(world, {})
+    key = tuple(members)
+    if key not in kept:
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
+        kept[key] = HostChannel(f"ranks-{digest}", key.index(dist.get_rank()), len(key))
+    return kept[key]
+
+
+def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | Hybrid:
+    names = mesh.mesh_dim_names or ()
+    if set(names) == {"ring", "heads"}:
+        return hybrid(mesh)
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"group is a {mesh.ndim}-D DeviceMesh{f' with the axes {names}' if names else ''}: pass one axis of it, such as "
+            "mesh['ring'], or hybrid(mesh, ring=..., heads=...) for a ring along one axis and heads along another"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError("group is a DeviceMesh that does not hold this rank")
+    return mesh.get_group()
+
+
+def _axis(name: str, mesh: DeviceMesh, axis: str | int) -> int:
+    """The number of an axis of a mesh."""
+    names = mesh.mesh_dim_names or ()
+    if isinstance(axis, str) and axis in names:
+        return names.index(axis)
+    if isinstance(axis, int) and not isinstance(axis, bool) and 0 <= axis < mesh.ndim:
+        return axis
+    has = f"the axes {names}" if names else f"{mesh.ndim} axes without names"
+    raise ValueError(f"{name} is {axis!r}, but the mesh has {has}: give the name or the number of one")
 
 
 def _transport(group: dist.ProcessGroup) -> Transport:

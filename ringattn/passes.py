@@ -56,11 +56,14 @@ def backward(
     row_max: torch.Tensor,
     row_sum: torch.Tensor,
     delta: torch.Tensor,
+    *,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv in the inputs' dtypes, from the merged statistics and delta (b, h, s)."""
+    """dq, dk, dv in the inputs' dtypes (dk and dv in `kv_dtype`), from the merged statistics and delta (b, h, s)."""
+    kv_dtype = kv_dtype or k.dtype
     inputs = (dout, row_max, row_sum, delta)
     # gradients that nothing is added to later leave the kernels in their final dtype
-    alone = not any(len(step.tiles) or step.grads_own for step in steps[1:])
+    alone = kv_dtype == q.dtype and not any(len(step.tiles) or step.grads_own for step in steps[1:])
     buffer = _rows_first(k, v)
     # stand-ins until step 0 has computed them; before that nothing is sent or added
     dq, own, grads = q, buffer, buffer
@@ -89,7 +92,7 @@ def backward(
                 message.slots.add_to(total, received)
         buffer = arriving
     dk, dv = _batch_first(own)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return dq.to(q.dtype), dk.to(kv_dtype), dv.to(kv_dtype)
 
 
 def _rows_first(k: torch.Tensor, v: torch.Tensor) -> KV:

@@ -124,8 +124,8 @@ OPTIONS = {
     "scale is NaN": (lambda: call(softmax_scale=NAN), "softmax_scale is nan, but must be finite"),
     "scale is infinite": (lambda: local(softmax_scale=float("inf")), "softmax_scale is inf, but must be finite"),
     "return_stats is a number": (lambda: call(return_stats=1), "return_stats is 1, but must be a bool"),
-    "group is a number": (lambda: call(group=3), "group is a int, but must be a ProcessGroup, a 1-D DeviceMesh or None"),
-    "group is a name": (lambda: call(group="world"), "group is a str, but must be a ProcessGroup, a 1-D DeviceMesh or None"),
+    "group is a number": (lambda: call(group=3), "group is a int, but must be a ProcessGroup, a DeviceMesh, hybrid"),
+    "group is a name": (lambda: call(group="world"), "group is a str, but must be a ProcessGroup, a DeviceMesh, hybrid"),
     "too few positions": (
         lambda: local(q_positions=torch.arange(5)),
         "q_positions has 5 positions, but q has 6 tokens: give one position a token",
@@ -319,7 +319,7 @@ def refusals_in_a_job(group):
 def test_refusals_in_a_job(gloo):
     for rank, messages in enumerate(gloo.run(8, refusals_in_a_job)):
         assert messages["DTensor"] == "q is a DTensor: pass this rank's shard, q.to_local()"
-        assert messages["mesh"].startswith("group is a 2-D DeviceMesh, but must be 1-D")
+        assert messages["mesh"].startswith("group is a 2-D DeviceMesh")
         assert "is for 1 ranks, but the group has 8" in messages["layout"]
         assert "needs at least 50 tokens and is longer than the sequence of 48" in messages["mask"]
         assert f"x_local has 5 tokens in dim 1, but rank {rank} of zigzag" in messages["unshard"]

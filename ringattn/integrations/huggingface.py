@@ -245,5 +245,5 @@ def _models(model: nn.Module) -> list[nn.Module]:
 
 
 def _rank_and_size(group: Group | None) -> tuple[int, int]:
-    transport = get_context(group).transport
-    return transport.rank, transport.size
+    ranks = get_context(group).ranks
+    return ranks.rank, ranks.size

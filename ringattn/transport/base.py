@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,18 +24,12 @@ class Handle(ABC):
         """Return once the tensors may be used: on a GPU the current stream waits, not the host."""
 
 
-class Transport(ABC):
-    """A group of ranks that can exchange tensors. Ranks are those of the group, 0 to size - 1."""
+class Ranks(ABC):
+    """A group of ranks, 0 to size - 1, that can agree on what they do."""
 
     rank: int
     size: int
-
-    @abstractmethod
-    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
-        """Start sending and receiving contiguous tensors, all at once; the tensors must be left alone until the handle's `wait`.
-
-        Between two ranks, receives match sends in order, and sizes agree: both sides know them beforehand.
-        """
+    context: Any = None  # what `context.py` keeps for them
 
     @abstractmethod
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
@@ -45,10 +39,21 @@ class Transport(ABC):
         """
 
     def check_device(self, device: torch.device) -> None:  # noqa: B027 - any device will do, unless a transport says otherwise
-        """Raise ValueError if the transport cannot move tensors of this device."""
+        """Raise ValueError if tensors of this device cannot move between the ranks."""
 
     def connect(self, device: torch.device) -> None:  # noqa: B027 - nothing to set up, unless a transport says otherwise
         """Set up what the first exchange of tensors of this device needs; all ranks call it together."""
+
+
+class Transport(Ranks):
+    """A group of ranks that can exchange tensors."""
+
+    @abstractmethod
+    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
+        """Start sending and receiving contiguous tensors, all at once; the tensors must be left alone until the handle's `wait`.
+
+        Between two ranks, receives match sends in order, and sizes agree: both sides know them beforehand.
+        """
 
 
 class Done(Handle):

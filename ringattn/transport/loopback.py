@@ -21,6 +21,12 @@ class _Mailboxes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._boxes: dict[tuple[int, int, str], queue.Queue] = defaultdict(queue.Queue)
+        self._groups: dict[tuple[int, ...], _Mailboxes] = defaultdict(_Mailboxes)
+
+    def of(self, ranks: tuple[int, ...]) -> _Mailboxes:
+        """Those of a group within this one."""
+        with self._lock:
+            return self._groups[ranks]
 
     def box(self, src: int, dst: int, kind: str) -> queue.Queue:
         with self._lock:
@@ -48,6 +54,10 @@ class LoopbackTransport(Transport):
         self.size = size
         self.bytes_sent = 0
         self._mailboxes = mailboxes
+
+    def subgroup(self, ranks: Sequence[int]) -> LoopbackTransport:
+        """This rank in a group of some of the ranks, numbered in the order given; each of them makes it."""
+        return LoopbackTransport(list(ranks).index(self.rank), len(ranks), self._mailboxes.of(tuple(ranks)))
 
     def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
         for dst, tensor in sends:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .base import Handle, Peer, Transport
+from .host_channel import HostChannel
 
 
 class _Works(Handle):
@@ -33,11 +31,10 @@ class ProcessGroupTransport(Transport):
         self.size = dist.get_world_size(group)
         # weak, so that what is kept for a group goes with it
         self._group = weakref.ref(group)
-        self._name = group.group_name
         self._global_ranks = dist.get_process_group_ranks(group)
         # such as {"cpu": "gloo", "cuda": "nccl"}
         self._backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
-        self._control: Any = None  # a ProcessGroupGloo
+        self._channel = HostChannel(group.group_name, self.rank, self.size)
         self._connected: set[str] = set()
 
     def check_device(self, device: torch.device) -> None:
@@ -63,24 +60,4 @@ class ProcessGroupTransport(Transport):
         return _Works(dist.batch_isend_irecv(ops) if ops else [], tensors)
 
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
-        if self._control is None:
-            self._control = self._make_control()
-        mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        work = self._control.allgather([everyone], [mine])
-        if patience is not None:
-            deadline = time.monotonic() + patience
-            while not work.is_completed():
-                if time.monotonic() > deadline:
-                    return None
-                time.sleep(0.002)
-        work.wait()
-        return [bytes(x.numpy()) for x in everyone]
-
-    def _make_control(self) -> Any:
-        # dist.new_group would need the job's other ranks, or that all members have made equally many groups before
-        store = dist.distributed_c10d._get_default_store()
-        # names come back when a group has been destroyed, keys of the store stay
-        generation = store.add(f"ringattn/{self._name}/{self.rank}", 1)
-        prefix = dist.distributed_c10d.PrefixStore(f"ringattn/{self._name}/{generation}/", store)
-        return dist.ProcessGroupGloo(prefix, self.rank, self.size, timeout=timedelta(minutes=30))
+        return self._channel.all_gather_control(record, patience)

@@ -62,6 +62,13 @@ def test_minimal(command):
     assert all(float(line.rsplit(maxsplit=1)[-1]) < 1e-5 for line in printed if line.startswith("rank"))
 
 
+def test_hybrid_mesh():
+    printed = succeed(*TORCHRUN, 4, EXAMPLES / "hybrid_mesh.py").splitlines()
+    errors = [float(line.rsplit(maxsplit=1)[-1]) for line in printed if "a mesh of (2, 2)" in line]
+    assert len(errors) == 4
+    assert max(errors) < 1e-5
+
+
 def test_drawing(tmp_path):
     succeed(EXAMPLES / "draw_layouts_and_masks.py", "--seq-len", 48, "--ranks", 3, "--out", tmp_path)
     for name in ("layouts_and_masks.png", "documents_balanced.png"):

@@ -1,0 +1,320 @@
+"""Grids of ranks over gloo: every rank's output, statistics and gradients against the dense reference, in fp64, and errors."""
+
+import gc
+import time
+import weakref
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import ringattn as ra
+from ringattn import context
+
+# ring x heads, and the heads that go with them: query and K/V
+GRIDS = {
+    (2, 2): ((8, 2), (4, 1), (6, 6)),
+    (2, 3): ((6, 2), (3, 1), (12, 3), (9, 9)),
+    (3, 2): ((4, 2), (2, 1), (6, 3)),
+    (2, 4): ((8, 2), (4, 1), (8, 8), (12, 3)),
+    (1, 4): ((8, 2),),
+    (4, 1): ((3, 1),),
+}
+LAYOUTS = {
+    "zigzag": ra.zigzag,
+    "striped": ra.striped,
+    "balanced": lambda n, world_size: ra.balanced(ra.documents(lengths=[n // 3, n // 4]), n, world_size),
+    "lopsided": lambda n, world_size: lopsided(n, world_size),
+}
+MASKS = {
+    "causal": lambda n: ra.causal(),
+    "full": lambda n: ra.full(),
+    "window": lambda n: ra.sliding_window(11, 3),
+    "documents": lambda n: ra.documents(lengths=[n // 3, 0, 1, n // 5]),  # and padding
+    "dilated&causal": lambda n: (ra.dilated_window((5, 5), 3) | ra.sliding_window(2)) & ra.causal(),
+}
+SCHEDULES = (ra.ring(), ra.gather(), None)
+LENGTHS = (61, 5, 47, 97)
+
+
+def lopsided(n, world_size):
+    """The last rank holds half of the sequence, rank 1 and at most one other the rest, out of order; the others nothing."""
+    spans = [() for _ in range(world_size)]
+    spans[-1] = (ra.Span(1, n // 2, 2),)
+    even = (n + 1) // 2
+    spans[1] += (ra.Span(2 * (even // 3), even - even // 3, 2),)
+    spans[world_size // 2] += (ra.Span(0, even // 3, 2),)
+    return ra.Layout(n, tuple(spans), "lopsided")
+
+
+_meshes = {}
+
+
+def grid(shape, names=("ring", "heads")):
+    """A mesh of the first ranks, made once; on all 8 ranks together."""
+    if (shape, names) not in _meshes:
+        ranks = torch.arange(shape[0] * shape[1]).view(shape)
+        _meshes[shape, names] = DeviceMesh("cpu", ranks, mesh_dim_names=names)
+    return _meshes[shape, names]
+
+
+def inputs(n, seed, heads, batch=1):
+    """q, k, v, dout and weights of lse of a whole sequence, the same on every rank."""
+    h, hk = heads
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (batch, n, h, 5), (batch, n, hk, 5), (batch, n, hk, 3), (batch, n, h, 3), (batch, h, n)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def difference(x, y):
+    """Greatest difference; infinities of one sign are equal."""
+    assert x.shape == y.shape
+    off = torch.where(x == y, 0, x - y).abs()
+    return float(off.max()) if off.numel() else 0.0
+
+
+def check(group, rank, n, mask, layout, schedule, heads, seed):
+    """Greatest difference of this rank's out, statistics and gradients (through out and lse) from the reference's."""
+    q, k, v, dout, dlse = inputs(n, seed, heads, batch=1 + seed % 2)
+    # a rank whose loss leaves out the statistics takes part all the same
+    dlse[..., layout.positions(1)] = 0
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    ref, ref_stats = ra.reference.attention(*whole, mask=mask, return_stats=True)
+    wanted = torch.autograd.grad((ref * dout).sum() + (ref_stats.lse * dlse).sum(), whole)
+    leaves = [ra.shard(x, layout, rank).requires_grad_() for x in (q, k, v)]
+    out, stats = ra.ring_attention(*leaves, layout=layout, mask=mask, group=group, schedule=schedule, return_stats=True)
+    loss = (out * ra.shard(dout, layout, rank)).sum()
+    if rank != 1:
+        loss = loss + (stats.lse * ra.shard(dlse, layout, rank, dim=2)).sum()
+    found = torch.autograd.grad(loss, leaves)
+    pairs = [(x, ra.shard(y, layout, rank)) for x, y in zip((out, *found), (ref, *wanted), strict=True)]
+    pairs += [(getattr(stats, name), ra.shard(getattr(ref_stats, name), layout, rank, 2)) for name in ("row_max", "row_sum", "lse")]
+    return max(difference(x.detach(), y.detach()) for x, y in pairs)
+
+
+def check_grid(group, shape, names, cases):
+    """`check` of each case on a grid; the worst few. Ranks that are not in it have nothing to do."""
+    mesh = grid(shape, names)
+    if mesh.get_coordinate() is None:
+        return []
+    ring, heads = (mesh.get_local_rank(name) for name in ("ring", "heads"))
+    sizes = dict(zip(names, shape))
+    rank, world_size = ring * sizes["heads"] + heads, shape[0] * shape[1]
+    found = []
+    for seed, (mask, layout, schedule, heads, n) in enumerate(cases):
+        args = n, MASKS[mask](n), LAYOUTS[layout](n, world_size), schedule, heads
+        found.append((check(mesh, rank, *args, seed), (mask, layout, schedule, heads, n)))
+    return sorted(found, key=lambda item: -item[0])[:4]
+
+
+@pytest.mark.parametrize("shape", GRIDS, ids="{0[0]}x{0[1]}".format)
+def test_every_rank_agrees_with_the_reference(gloo, shape):
+    heads = GRIDS[shape]
+    cases = [
+        (mask, layout, SCHEDULES[(i + shape[1]) % 3], heads[i % len(heads)], LENGTHS[(i + shape[0]) % 4])
+        for i, (layout, mask) in enumerate(product(LAYOUTS, MASKS))
+    ]
+    found = gloo.run(8, check_grid, shape, ("ring", "heads"), cases)
+    assert [len(worst) for worst in found] == [4] * (shape[0] * shape[1]) + [0] * (8 - shape[0] * shape[1])
+    for worst in found[: shape[0] * shape[1]]:
+        assert worst[0][0] < 1e-10, worst
+
+
+def test_the_heads_axis_may_come_first(gloo):
+    cases = [("causal", "zigzag", ra.ring(), (6, 2), 47), ("window", "lopsided", ra.gather(), (4, 1), 61)]
+    found = gloo.run(8, check_grid, (2, 3), ("heads", "ring"), cases)
+    assert max(worst[0][0] for worst in found[:6]) < 1e-10, found
+
+
+def cube(group):
+    """Two grids at once, axes picked by name and by number, of a mesh of three dimensions; and what is kept for them."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "seq", "head"))
+    pair = ra.hybrid(mesh, ring="seq", heads="head")
+    assert ra.hybrid(mesh["seq", "head"], 0, 1) is pair
+    parity = mesh.get_local_rank("data")
+    layout = ra.zigzag(40 + 7 * parity, 4)
+    worst = [check(pair, pair.rank, layout.seq_len, ra.causal(), layout, None, (4, 2), seed) for seed in range(2 + parity)]
+    x = torch.arange(2.0 * layout.seq_len).view(2, -1)
+    whole = ra.unshard(ra.shard(x, layout, pair.rank, 1).requires_grad_(), layout, pair)
+    assert torch.equal(whole, x)
+    return pair.rank, max(worst)
+
+
+def test_grids_of_a_larger_mesh(gloo):
+    found = gloo.run(8, cube)
+    assert [rank for rank, _ in found] == [0, 1, 2, 3] * 2
+    assert max(worst for _, worst in found) < 1e-10
+
+
+def put_together(group, shape, n):
+    """unshard over a grid is the inverse of shard, and its gradient the adjoint."""
+    mesh = grid(shape)
+    if mesh.get_coordinate() is None:
+        return
+    pair = ra.hybrid(mesh)
+    for make in LAYOUTS.values():
+        layout = make(n, pair.size)
+        x = torch.randint(-99, 99, (2, n, 3), generator=torch.Generator().manual_seed(n)).double()  # sums are exact
+        leaf = ra.shard(x, layout, pair.rank).requires_grad_()
+        whole = ra.unshard(leaf, layout, mesh)
+        assert torch.equal(whole, x)
+        (gradient,) = torch.autograd.grad(whole, leaf, (pair.rank + 1) * x)
+        assert torch.equal(gradient, ra.shard(x * sum(range(1, pair.size + 1)), layout, pair.rank))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (4, 2)], ids="{0[0]}x{0[1]}".format)
+def test_unshard(gloo, shape):
+    for n in (5, 23):
+        gloo.run(8, put_together, shape, n)
+
+
+def half_precision(group, shape, heads, n):
+    """Errors of a rank's shard in bf16, and of dense attention in bf16."""
+    mesh = grid(shape)
+    if mesh.get_coordinate() is None:
+        return []
+    pair = ra.hybrid(mesh)
+    layout = ra.zigzag(n, pair.size)
+    *whole, dout, _ = (x.bfloat16() for x in inputs(n, 3, heads))
+    results = {}
+    for kind in (torch.float64, torch.bfloat16):
+        leaves = [x.to(kind).requires_grad_() for x in whole]
+        out = ra.reference.attention(*leaves)
+        results[kind] = [ra.shard(x.double(), layout, pair.rank) for x in (out, *torch.autograd.grad(out, leaves, dout.to(kind)))]
+    leaves = [ra.shard(x, layout, pair.rank).requires_grad_() for x in whole]
+    out = ra.ring_attention(*leaves, layout=layout, group=pair)
+    got = [out, *torch.autograd.grad(out, leaves, ra.shard(dout, layout, pair.rank))]
+    assert all(x.dtype == torch.bfloat16 for x in got)
+    return [(difference(x.double(), y), difference(z, y)) for x, y, z in zip(got, *results.values(), strict=True)]
+
+
+@pytest.mark.parametrize("heads", [(8, 4), (8, 1)], ids=["shared", "copied"])
+def test_half_precision(gloo, heads):
+    for rows in gloo.run(8, half_precision, (2, 4), heads, 130):
+        for factor, (error, same_dtype) in zip((2, 3, 3, 3), rows, strict=True):
+            assert error <= factor * same_dtype
+
+
+def call(group, odd):
+    """What every rank of a 2 x 2 grid passes if it does nothing odd, but for what is odd: 24 tokens, 4 heads over 2."""
+    options = {"h": 4, "layout": ra.zigzag(24, 4), "mask": ra.causal(), "return_stats": False, "swapped": False, **odd}
+    mesh = grid((2, 2))
+    pair = ra.hybrid(mesh, "heads", "ring") if options.pop("swapped") else mesh
+    h = options.pop("h")
+    q, k = torch.ones(1, 6, h, 8), torch.ones(1, 6, 2 if h % 2 == 0 else h, 8)
+    return ra.ring_attention(q, k, k, group=pair, **options)
+
+
+def disagree(group, odd_rank, odd):
+    """The message that a rank gets where one calls with `odd`, how long it took, and whether the grid works afterwards."""
+    mesh = grid((2, 2))
+    if mesh.get_coordinate() is None:
+        return None
+    began = time.monotonic()
+    message = ""
+    try:
+        call(group, odd if ra.hybrid(mesh).rank == odd_rank else {})
+    except ValueError as error:
+        message = str(error)
+    took = time.monotonic() - began
+    out = call(group, {"return_stats": True})[0]
+    return message, took, bool((out - 1).abs().max() < 1e-6)
+
+
+DISAGREEMENTS = {
+    "mask": ({"mask": ra.full()}, r"^ranks disagree: mask is full\(\) \(.*\) on rank 3, but causal\(\) \(.*\) on ranks 0, 1, 2"),
+    "schedule": ({"schedule": ra.ring()}, r"schedule is ring\(\) on rank 3, but None on ranks 0, 1, 2"),
+    "statistics": ({"return_stats": True}, "^ranks disagree: return_stats is True on rank 3, but False on ranks 0, 1, 2"),
+    "axes": ({"swapped": True}, "^ranks disagree: mesh is .*, but .*: pass the same on every rank"),
+}
+
+
+@pytest.mark.parametrize(("odd", "message"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
+def test_every_rank_hears_of_the_odd_one(gloo, odd, message):
+    for text, took, works in gloo.run(8, disagree, 3, odd, timeout=30)[:4]:
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(text)
+        assert took < 5
+        assert works
+
+
+REFUSALS = {
+    "heads": ({"h": 5}, "q has 5 heads, which the 2 ranks of the heads axis do not divide"),
+    "layout": ({"layout": ra.zigzag(24, 2)}, r"layout zigzag\(seq_len=24, world_size=2\) is for 2 ranks, but the group has 4"),
+    "length": ({"layout": ra.zigzag(27, 4)}, r"q has 6 tokens, but rank 2 of layout zigzag\(.*\) holds 8"),
+}
+
+
+@pytest.mark.parametrize(("odd", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_bad_input_of_one_rank_stops_all(gloo, odd, message):
+    for rank, (text, took, works) in enumerate(gloo.run(8, disagree, 2, odd, timeout=30)[:4]):
+        with pytest.raises(ValueError, match=f"^{message}" if rank == 2 else f"^rank 2 refused the input: rank 2: {message}"):
+            raise ValueError(text)
+        assert took < 5
+        assert works
+
+
+def bad_meshes(group):
+    """What meshes that make no grid are refused with."""
+    mesh = grid((2, 4), ("data", "ring"))
+    unordered = DeviceMesh("cpu", [[0, 3], [2, 1], [4, 5], [6, 7]], mesh_dim_names=("ring", "heads"))
+    unnamed = DeviceMesh("cpu", [[0, 1, 2, 3], [4, 5, 6, 7]])
+    calls = {
+        "a number": lambda: ra.hybrid(4),  # type: ignore[arg-type]
+        "no such axis": lambda: ra.hybrid(mesh),
+        "no such number": lambda: ra.hybrid(unnamed, 0, 2),
+        "no names": lambda: ra.hybrid(unnamed),
+        "one axis": lambda: ra.hybrid(mesh, "ring", "ring"),
+        "unordered": lambda: ra.hybrid(unordered),
+    }
+    messages = {}
+    for name, make in calls.items():
+        with pytest.raises(ValueError) as caught:
+            make()
+        messages[name] = str(caught.value)
+    return messages
+
+
+def test_bad_meshes(gloo):
+    for messages in gloo.run(8, bad_meshes):
+        assert messages["a number"] == "mesh is a int, but must be a DeviceMesh: make one with init_device_mesh"
+        assert messages["no such axis"].startswith("heads is 'heads', but the mesh has the axes ('data', 'ring'): give")
+        assert messages["no such number"].startswith("heads is 2, but the mesh has 2 axes without names: give")
+        assert messages["no names"].startswith("ring is 'ring', but the mesh has 2 axes without names")
+        assert messages["one axis"].startswith("ring and heads are both axis 'ring' of the mesh")
+        assert "[[0, 3], [2, 1], [4, 5], [6, 7]], which do not ascend along both axes" in messages["unordered"]
+
+
+def outsider(group):
+    """A mesh that this rank is not in."""
+    mesh = grid((2, 2))
+    if mesh.get_coordinate() is None:
+        with pytest.raises(ValueError) as caught:
+            ra.hybrid(mesh)
+        return str(caught.value)
+
+
+def test_a_rank_outside_the_mesh(gloo):
+    assert gloo.run(8, outsider) == [None] * 4 + ["mesh is a DeviceMesh that does not hold this rank"] * 4
+
+
+def come_and_go(group):
+    """Nothing stays of grids whose groups are gone, and a new mesh of the same ranks works."""
+    before = len(context._hybrids)
+    for _ in range(3):
+        mesh = DeviceMesh("cpu", [[0, 1, 2, 3], [4, 5, 6, 7]], mesh_dim_names=("ring", "heads"))
+        kept = weakref.ref(ra.hybrid(mesh))
+        q = torch.ones(1, 3, 4, 2, requires_grad=True)
+        ra.ring_attention(q, q, q, group=mesh).sum().backward()
+        for made in mesh.get_all_groups():
+            dist.destroy_process_group(made)
+        del mesh, made
+        gc.collect()
+        assert kept() is None
+    return len(context._hybrids) - before
+
+
+def test_grids_go_with_their_groups(gloo):
+    assert gloo.run(8, come_and_go) == [0] * 8
