@@ -7,13 +7,18 @@
 positions the ranks hold, what is live and who the ranks are. Every rank then runs the model on its own shard of the
 sequence; everything but attention is local to a token. Position ids default to the shard's global positions.
 
-Whatever a model asks of its attention is honoured or refused by name: a sliding window becomes part of the mask; a
-padding mask, dropout, a softcap, attention sinks, a key/value cache, position bias, chunked attention and attention
-weights as output raise ValueError.
+Whatever a model asks of its attention is honoured or refused by name (`hf_options.py`). A sliding window, packed documents
+and attention sinks are honoured; a padding mask, dropout, a softcap, a key/value cache, position bias, chunked attention and
+attention weights as output raise ValueError, and so does any option that is not known here.
+
+What is live travels through the model as its `attention_mask`: transformers asks for one mask per kind of layer, and gets a
+`LiveMask` instead of a tensor. Any module that would use it as a tensor, around this door, stops with an error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +28,9 @@ from torch import nn
 from ..attention import ring_attention
 from ..context import Group, get_context
 from ..layout import Layout
-from ..mask import Mask, causal, full, sliding_window
+from ..mask import Documents, Mask, causal, documents, full, sliding_window
+from . import hf_options
+from .data import documents_of_positions, packed_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,27 +38,67 @@ if TYPE_CHECKING:
 NAME = "ringattn"
 
 
-@dataclass(frozen=True)
-class Ring:
-    """What an attention module needs to know: who holds what, what is live, and among whom."""
+@dataclass(frozen=True, eq=False)
+class Live:
+    """What is live in a call: the attached mask, within the call's documents. Masks are made once a kind of layer."""
 
-    layout: Layout
     mask: Mask | None
-    group: Group | None
-    rank: int
-    _masks: dict[tuple[bool, int | None], Mask] = field(default_factory=dict, compare=False, repr=False)
+    documents: Documents | None = None
+    _masks: dict[tuple[bool, int | None], Mask] = field(default_factory=dict, repr=False)
 
     def mask_for(self, is_causal: bool, window: int | None) -> Mask:
-        """The attached mask (None: causal or full, as the module is) within the module's window, made once."""
+        """The mask (None: causal or full, as the module is) within the documents and the module's window."""
         key = (is_causal, window)
         if key not in self._masks:
-            mask = (causal() if is_causal else full()) if self.mask is None else self.mask
+            mask = self.mask
+            if mask is None and self.documents is None:
+                mask = causal() if is_causal else full()
+            if self.documents is not None:
+                packed = documents(cu_seqlens=self.documents.cu_seqlens, causal=is_causal and mask is None)
+                mask = packed if mask is None else mask & packed
+            assert mask is not None
             # transformers counts the query's own position: a window of 1 sees only itself
             self._masks[key] = mask if window is None else mask & sliding_window(window - 1, None)
         return self._masks[key]
 
+
+@dataclass(frozen=True, eq=False)
+class LiveMask:
+    """What stands for a mask tensor inside a model: what is live in this call, and what this kind of layer is.
+
+    Some models tell their attention that it is not causal whenever there is a mask, so the mask knows better.
+    """
+
+    live: Live | None
+    window: int | None
+    is_causal: bool | None
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """What an attention module needs to know: who holds what, what is live, and among whom."""
+
+    layout: Layout
+    live: Live
+    group: Group | None
+    rank: int
+    ignored: frozenset[str]
+    before: str | None
+
     def __deepcopy__(self, memo: dict) -> Ring:
         return self  # a process group has no copy, and a copied model is on the same ring
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of an attached model under way: of which model, and what is live in it."""
+
+    model: nn.Module
+    live: Live
+
+
+# for the mask function, which transformers calls within, and models within the model
+_call: ContextVar[Call | None] = ContextVar("ringattn_call", default=None)
 
 
 def register() -> None:
@@ -60,52 +107,55 @@ def register() -> None:
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, ring_attention_forward)
-    AttentionMaskInterface.register(NAME, _refuse_masks)
+    AttentionMaskInterface.register(NAME, _live_mask)
 
 
-def attach(model: PreTrainedModel, *, layout: Layout, mask: Mask | None = None, group: Group | None = None) -> None:
+def attach(
+    model: PreTrainedModel, *, layout: Layout, mask: Mask | None = None, group: Group | None = None, ignore: Iterable[str] = ()
+) -> None:
     """Run a transformers model's attention around a ring, from the next forward on; again with another layout replaces it.
 
     Args:
         model: a `PreTrainedModel` whose attention goes through `AttentionInterface`.
         layout: which positions each rank holds; its world size is the group's.
         mask: which pairs are live, over global positions; None is causal for causal modules, full for the others.
-            A module's own sliding window is intersected with it.
-        group: the ranks of the ring: a ProcessGroup, a 1-D DeviceMesh, or None for the default group.
+            A module's own sliding window is intersected with it, and so are documents given with a call.
+        group: the ranks of the ring: a ProcessGroup, a DeviceMesh, a hybrid, or None for the default group.
+        ignore: names of further options that the model passes to its attention and that do not touch it, as you know.
 
-    Call the model with this rank's rows: `input_ids` or `inputs_embeds` of `layout.lengths[rank]` tokens. `position_ids`
-    are filled in from the layout unless given (give them where positions restart, as in packed documents). Labels must be
-    shifted before the sequence is split, so a causal model's `labels` are refused without `shift_labels`.
+    Call the model with this rank's rows: `input_ids` or `inputs_embeds` of `layout.lengths[rank]` tokens. Caches are off.
+
+    - `position_ids` are filled in from the layout unless given. Given without a mask, they must be the global positions, or
+      restart at each packed document: then tokens see their own document only (the ranks compare them, once a call).
+    - `cu_seq_lens_q` and `cu_seq_lens_k`, the bounds of packed documents in the whole sequence, do the same without comparing,
+      and `position_ids` restart by default. `max_length_q` and `max_length_k` may come with them.
+    - Labels must be shifted before the sequence is split, so a causal model's `labels` are refused without `shift_labels`; and on
+      several ranks without `num_items_in_batch`, the tokens counted on all of them, since the mean of one rank's is another.
 
     Raises ValueError if the layout is for another number of ranks or leaves one empty, or the model cannot take another
-    attention.
+    attention, or mixes tokens by other means too.
     """
-    rank, size = _rank_and_size(group)
-    if layout.world_size != size:
-        raise ValueError(f"layout is for {layout.world_size} ranks, but the group has {size}: make it for {size}")
+    ranks = get_context(group).ranks
+    if layout.world_size != ranks.size:
+        raise ValueError(f"layout is for {layout.world_size} ranks, but the group has {ranks.size}: make it for {ranks.size}")
     if 0 in layout.lengths:
         raise ValueError(
             f"{layout!r} leaves rank {layout.lengths.index(0)} without tokens, which transformers' models cannot run on: "
             "use fewer ranks or a longer sequence"
         )
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ValueError(
-            f"{type(model).__name__} does not take its attention from AttentionInterface: ring attention cannot be put in"
-        )
-    if getattr(model.config, "attention_chunk_size", None) is not None:
-        raise ValueError(
-            f"attention_chunk_size is {model.config.attention_chunk_size}: chunked attention is not supported; "
-            "attach with mask=ringattn.documents(...) and a config without it"
-        )
+    hf_options.check_model(model)
     modules = [module for module in model.modules() if "Attention" in type(module).__name__]
     if not modules:
         raise ValueError(f"{type(model).__name__} has no module with Attention in its class name")
     register()
-    ring = Ring(layout, mask, group, rank)
+    attached: Ring | None = getattr(model, NAME, None)
+    before = model.config._attn_implementation if attached is None else attached.before
+    ring = Ring(layout, Live(mask), group, ranks.rank, frozenset(ignore), before)
     # a model with a head holds one without: whichever is called gets its positions
-    for module in _models(model):
+    for module in hf_options.models(model):
         if not hasattr(module, NAME):
-            module.register_forward_pre_hook(_prepare_inputs, with_kwargs=True)
+            module.register_forward_pre_hook(_enter, with_kwargs=True)
+            module.register_forward_hook(_leave, always_call=True)
         setattr(module, NAME, ring)
     for module in modules:
         setattr(module, NAME, ring)
@@ -113,14 +163,19 @@ def attach(model: PreTrainedModel, *, layout: Layout, mask: Mask | None = None, 
         model.set_attn_implementation(NAME)
 
 
-def detach(model: PreTrainedModel, attn_implementation: str = "sdpa") -> None:
-    """Undo `attach`: the model runs on whole sequences again, with an attention of transformers' own."""
+def detach(model: PreTrainedModel, attn_implementation: str | None = None) -> None:
+    """Undo `attach`: the model runs on whole sequences again, with the attention it had before, or another of transformers'."""
+    attached: Ring | None = getattr(model, NAME, None)
     for module in model.modules():
         if hasattr(module, NAME):
             del module.ringattn
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if hook is _prepare_inputs:
-                del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook in (_enter, _leave)]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
+    if attn_implementation is None:
+        attn_implementation = "sdpa" if attached is None else attached.before
     model.set_attn_implementation(attn_implementation)
 
 
@@ -129,121 +184,108 @@ def ring_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: LiveMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function: q (b, h, s, d), k (b, hk, s, d), v (b, hk, s, d_v) -> (b, s, h, d_v), None."""
-    ring = getattr(module, NAME, None)
+    """transformers' attention function: q (b, h, s, d), k (b, hk, s, d), v (b, hk, s, d_v) -> (b, s, h, d_v), None.
+
+    `s_aux` (h,) are attention sinks: a score a head that takes part in every softmax and brings no value.
+    """
+    ring: Ring | None = getattr(module, NAME, None)
     if ring is None:
         raise ValueError(
             f"{type(module).__name__} is set to {NAME!r} but has no layout: call ringattn.integrations.huggingface.attach"
         )
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    _refuse_options(attention_mask, dropout, options)
+    if attention_mask is not None and not isinstance(attention_mask, LiveMask):
+        raise ValueError(
+            "attention_mask is given, but ring attention takes its mask over global positions: attach(model, mask=...) it"
+        )
+    hf_options.check_attention(dropout, options, ring.ignored)
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"the keys have {key.shape[2]} tokens and the queries {query.shape[2]}: key/value caches and "
             "cross-attention are not supported; call the model with use_cache=False"
         )
-    if sliding_window is not None and not is_causal:
-        raise ValueError(
-            f"sliding_window is {sliding_window} on a module that is not causal, where transformers gives it no one meaning: "
-            "set the config's window to None and attach with mask=ringattn.sliding_window(left, right)"
-        )
+    known = None if attention_mask is None else attention_mask.is_causal
+    looks_back = next(said for said in (known, is_causal, getattr(module, "is_causal", True)) if said is not None)
+    window = _window(module, sliding_window, attention_mask, looks_back)
     if torch.is_autocast_enabled(query.device.type):
         # rotary embeddings leave q and k in fp32 and v in the low precision: all three go as autocast would have them
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) if x.dtype == torch.float32 else x for x in (query, key, value))
-    out = ring_attention(
+    live = ring.live if attention_mask is None or attention_mask.live is None else attention_mask.live
+    out, stats = ring_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
         layout=ring.layout,
-        mask=ring.mask_for(is_causal, sliding_window),
+        mask=live.mask_for(looks_back, window),
         group=ring.group,
         softmax_scale=scaling,
+        return_stats=True,
     )
-    return out, None
+    return (out if s_aux is None else _with_sinks(out, stats.lse, s_aux)), None
 
 
-# what models pass beside the tensors, and why it cannot be honoured; None, False and 0 ask for nothing
-_REFUSED = {
-    "softcap": "capped scores are not supported",
-    "s_aux": "attention sinks are not supported",
-    "head_mask": "masking heads is not supported",
-    "output_attentions": "attention weights are never formed",
-    "position_bias": "biased scores are not supported",
-    "cache": "paged key/value caches are not supported",
-    "cu_seq_lens_q": "say which tokens belong together with attach(mask=ringattn.documents(...))",
-    "cu_seq_lens_k": "say which tokens belong together with attach(mask=ringattn.documents(...))",
-    "seq_idx": "say which tokens belong together with attach(mask=ringattn.documents(...))",
-    "indices": "sparse selections of keys are not supported",
-}
+def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """The output (b, s, h, d_v) of a softmax with one more score a head, `sinks` (h,), which brings no value.
+
+    With l = exp(lse) the sum over the keys, every weight becomes l / (l + exp(sink)) = sigmoid(lse - sink) times itself.
+    """
+    if sinks.shape != lse.shape[1:2]:
+        raise ValueError(f"s_aux has shape {tuple(sinks.shape)}, but must be ({lse.shape[1]},): one sink a query head")
+    share = (lse - sinks.to(lse.dtype)[None, :, None]).sigmoid()  # (b, h, s)
+    return (out * share.transpose(1, 2).unsqueeze(-1)).to(out.dtype)
 
 
-def _refuse_options(attention_mask: Any, dropout: float, options: dict[str, Any]) -> None:
-    if attention_mask is not None:
+def _window(module: nn.Module, given: int | None, mask: LiveMask | None, is_causal: bool) -> int | None:
+    """The module's window: what it says itself and what its kind of layer's mask says must be one."""
+    masked = None if mask is None else mask.window
+    if given is not None and masked is not None and given != masked:
+        raise ValueError(f"sliding_window is {given} in {type(module).__name__}, but its mask was made for {masked}: give one")
+    window = masked if given is None else given
+    if window is not None and not is_causal:
         raise ValueError(
-            "attention_mask is given, but ring attention takes its mask over global positions: attach(model, mask=...) it"
+            f"sliding_window is {window} on a module that is not causal, where transformers gives it no one meaning: "
+            "set the config's window to None and attach with mask=ringattn.sliding_window(left, right)"
         )
-    if dropout:
-        raise ValueError(f"dropout is {dropout}, but attention dropout is not supported: set attention_dropout=0.0")
-    for name, why in _REFUSED.items():
-        value = options.get(name)
-        if value is not None and value is not False:
-            shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            raise ValueError(f"{name} is {shown}, but {why}")
+    return window
 
 
-def _refuse_masks(*args: Any, attention_mask: torch.Tensor | None = None, **options: Any) -> None:
-    """transformers' mask function: a ring needs no mask tensor, so there is none, and one that is asked for is refused."""
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise ValueError(
-            "attention_mask hides tokens (padding), but ring attention takes its mask over global positions: "
-            "attach(model, mask=ringattn.documents(...)) hides what follows the last document"
-        )
-    if options.get("use_vmap"):
-        raise ValueError(
-            "this model adds a mask function of its own, which ring attention does not know: attach(model, mask=...) the whole mask"
-        )
+def _live_mask(*args: Any, local_size: int | None = None, **options: Any) -> LiveMask:
+    """transformers' mask function: no tensor, but what is live; refuses a mask that asks for more."""
+    is_causal = hf_options.check_mask(**options)
+    call = _call.get()
+    return LiveMask(None if call is None else call.live, local_size, is_causal)
 
 
-def _prepare_inputs(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Before the model runs: the shard must be the layout's, positions are global, labels are shifted already."""
+def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Before the model runs: the shard must be the layout's, positions are global, documents known, labels shifted already."""
     ring: Ring = model.ringattn  # pyright: ignore[reportAssignmentType]
-    tokens = kwargs.get("input_ids")
-    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-    tokens = args[0] if tokens is None and args else tokens
-    if not isinstance(tokens, torch.Tensor):
-        raise ValueError("the model is called without input_ids and inputs_embeds: give this rank's shard of one of them")
-    here = ring.layout.lengths[ring.rank]
-    if tokens.shape[1] != here:
-        raise ValueError(
-            f"the input has {tokens.shape[1]} tokens, but rank {ring.rank} of {ring.layout!r} holds {here}: "
-            "cut the whole sequence with ringattn.shard"
-        )
-    if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and "CausalLM" in type(model).__name__:
-        raise ValueError(
-            "labels would be shifted within the shard, which loses the token after its end: shift them before sharding, "
-            "see ringattn.integrations.causal_lm"
-        )
-    if kwargs.get("output_attentions"):
-        raise ValueError("output_attentions is True, but attention weights are never formed: leave it out")
-    if kwargs.get("position_ids") is None:
-        kwargs = {**kwargs, "position_ids": ring.layout.positions(ring.rank).to(tokens.device)[None]}
+    tokens = hf_options.check_inputs(model, args, kwargs, ring.layout, ring.rank)
+    if getattr(model.config, "use_cache", None):
+        kwargs = {**kwargs, "use_cache": False}
+    call = _call.get()
+    if call is not None and call.model is not model:
+        return args, kwargs  # within a model that has done the rest
+    given, kwargs = hf_options.take_documents(kwargs)
+    positions = kwargs.get("position_ids")
+    if given is None and positions is not None and ring.live.mask is None:
+        given = documents_of_positions(positions, ring.layout, get_context(ring.group).ranks)
+    if positions is None:
+        here = ring.layout.positions(ring.rank)
+        here = here if given is None else packed_positions(given, here)
+        kwargs["position_ids"] = here.to(tokens.device)[None]
+    _call.set(Call(model, ring.live if given is None else Live(ring.live.mask, given)))
     return args, kwargs
 
 
-def _models(model: nn.Module) -> list[nn.Module]:
-    from transformers import PreTrainedModel
-
-    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-
-
-def _rank_and_size(group: Group | None) -> tuple[int, int]:
-    ranks = get_context(group).ranks
-    return ranks.rank, ranks.size
+def _leave(model: PreTrainedModel, args: tuple, output: Any) -> None:
+    call = _call.get()
+    if call is not None and call.model is model:
+        _call.set(None)

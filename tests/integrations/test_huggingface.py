@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from transformers.masking_utils import AttentionMaskInterface
 
 import ringattn as ra
-from ringattn.integrations.causal_lm import shift_labels, sum_gradients, token_loss
-from ringattn.integrations.huggingface import NAME, attach, detach, register, ring_attention_forward
+from ringattn.integrations.causal_lm import shift_labels, sum_gradients
+from ringattn.integrations.huggingface import NAME, LiveMask, attach, detach, register, ring_attention_forward
 
 SIZES = dict(
     vocab_size=61,
@@ -27,49 +29,129 @@ SIZES = dict(
     pad_token_id=None,
 )
 WINDOW = 7
+ALTERNATING = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
+
+
+def make(kind: str, **settings) -> nn.Module:
+    config_type = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")
+    model = getattr(transformers, f"{kind}ForCausalLM")(config_type(**{**SIZES, **settings}))
+    # what keeps fp64 where there is a choice: eager attention rounds weights to fp32, grouped experts take no fp64
+    if kind not in ("GptOss", "Gemma2"):
+        model.set_attn_implementation("sdpa")
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model
+
+
 MODELS = {
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "llama": lambda: make("Llama"),
+    "qwen3": lambda: make("Qwen3", head_dim=16),
     # every layer has the window
-    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=WINDOW)),
+    "mistral": lambda: make("Mistral", sliding_window=WINDOW),
     # the second layer has it
-    "qwen2": lambda: transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)
+    "qwen2": lambda: make("Qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    # the scale is not that of head_dim
+    "gemma2": lambda: make("Gemma2", head_dim=8, query_pre_attn_scalar=5, attn_logit_softcapping=None, **ALTERNATING),
+    "gemma3": lambda: make("Gemma3", head_dim=8, query_pre_attn_scalar=5, **ALTERNATING),
+    # sinks in both layers, a window in one, experts
+    "gpt-oss": lambda: make("GptOss", head_dim=8, num_local_experts=4, num_experts_per_tok=2, **ALTERNATING),
+    # rotary embeddings on a part of each head, biases, layer norm, an output bias
+    "phi": lambda: make("Phi"),
+    # head_dim 192 for queries and keys, 128 for values; experts in the second layer
+    "deepseek-v3": lambda: make(
+        "DeepseekV3",
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+    ),
+    # tells its attention that it is not causal whenever it has a mask
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=61,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=64,
+            bos_token_id=None,
+            eos_token_id=None,
+            attn_pdrop=0.0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+        )
     ),
 }
 LAYOUTS = {"zigzag": ra.zigzag, "contiguous": ra.contiguous, "striped": ra.striped}
 DOCUMENTS = (11, 1, 17, 8)
+BOUNDS = [0, 11, 12, 29, 37]
+# DeepSeek's experts run in fp32 alone in older versions; Gemma 2's eager attention rounds its weights to fp32
+DTYPES = {"deepseek-v3": torch.float32}
+TOLERANCE = {"deepseek-v3": 2e-6, "gemma2": 2e-6}
+
+
+class Norm(nn.Module):
+    """An RMS norm of transformers, in fp64 throughout: its own rounds to fp32 inside, which would hide small errors."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.offset = 1.0 if type(norm).__name__.startswith("Gemma") else 0.0
+        self.eps = getattr(norm, "variance_epsilon", None) or norm.eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight + self.offset, self.eps)
 
 
 def build(name: str) -> nn.Module:
-    """The model in fp64 throughout: transformers' own norms round to fp32 inside, which would hide small errors."""
     torch.manual_seed(0)
-    model = MODELS[name]().double()
+    model = MODELS[name]().to(DTYPES.get(name, torch.float64))
     for parent in list(model.modules()):
         for child_name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RMSNorm"):
-                norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon, dtype=torch.float64)
-                norm.load_state_dict(child.state_dict())
-                setattr(parent, child_name, norm)
-    return model
+                setattr(parent, child_name, Norm(child))
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("sinks"):
+                parameter.copy_(torch.linspace(-1, 2, len(parameter)))
+    return model.train()
 
 
 def sequence(seq_len: int) -> torch.Tensor:
     return torch.randint(SIZES["vocab_size"], (2, seq_len), generator=torch.Generator().manual_seed(1))
 
 
-def dense_run(name: str, seq_len: int, mask: ra.Mask | None = None):
-    """Logits, mean loss and gradients, of the whole sequence in one process."""
+def dense_run(name: str, seq_len: int, mask: ra.Mask | None = None, packed: bool = False):
+    """Logits, mean loss and gradients, of the whole sequence in one process; packed: documents that transformers itself keeps apart."""
     model = build(name)
     tokens = sequence(seq_len)
     allowed = None if mask is None else mask.dense(seq_len)[None, None]
-    out = model(input_ids=tokens, labels=tokens, attention_mask=allowed)
-    loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    torch.testing.assert_close(out.loss.double(), loss, rtol=1e-6, atol=0)  # transformers' own, in fp32
+    if name == "gpt-oss" and packed:
+        # transformers makes this model's masks without looking for documents: they are given by kind of layer, to be added
+        mask = ra.documents(lengths=DOCUMENTS)
+        live = dict(full_attention=mask, sliding_attention=mask & ra.sliding_window(WINDOW - 1))
+        allowed = {kind: torch.where(mask.dense(seq_len), 0.0, -1e30)[None, None] for kind, mask in live.items()}
+    positions = restarting(seq_len).expand(2, -1) if packed else None
+    logits = model(input_ids=tokens, attention_mask=allowed, position_ids=positions, use_cache=False).logits
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
-    return out.logits.detach(), loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+    return logits.detach(), loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def ring_run(group, name: str, layout: ra.Layout, mask: ra.Mask | None, recompute: bool = False):
+def restarting(seq_len: int) -> torch.Tensor:
+    """Positions within documents: (1, s)."""
+    return torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(BOUNDS)])[None, :seq_len]
+
+
+def ring_run(group, name: str, layout: ra.Layout, mask: ra.Mask | None, recompute: bool = False, documents: str | None = None):
     """This rank's logits, its part of the mean loss, and the gradients of all ranks."""
     torch.set_num_threads(1)
     rank = 0 if group is None else group.rank()
@@ -79,56 +161,144 @@ def ring_run(group, name: str, layout: ra.Layout, mask: ra.Mask | None, recomput
         model.gradient_checkpointing_enable({"use_reentrant": False})
     tokens = sequence(layout.seq_len)
     ids, labels = (ra.shard(x, layout, rank) for x in (tokens, shift_labels(tokens)))
-    out = model.model(input_ids=ids)
-    loss = token_loss(out.last_hidden_state, model.lm_head.weight, labels, chunk=5) / (2 * (layout.seq_len - 1))
+    inputs = dict(input_ids=ids)
+    if documents == "bounds":
+        bounds = torch.tensor(BOUNDS, dtype=torch.int32)
+        inputs |= dict(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=17, max_length_k=17)
+    elif documents == "positions":
+        inputs |= dict(position_ids=ra.shard(restarting(layout.seq_len), layout, rank).expand(2, -1))
+    logits = model(**inputs).logits
+    if recompute:
+        # another call, of other documents, before the first one's layers run again
+        with torch.no_grad():
+            model(input_ids=ids, cu_seq_lens_q=[0, 5, 37])
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (2 * (layout.seq_len - 1))
     loss.backward()
     sum_gradients(model.parameters(), group)
-    with torch.no_grad():
-        logits = model(input_ids=ids).logits
-    return logits, loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+    return logits.detach(), loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def assert_same(results: list, layout: ra.Layout, expected: tuple) -> None:
+def assert_same(results: list, layout: ra.Layout, expected: tuple, atol: float = 1e-10) -> None:
     logits, loss, gradients = expected
     for rank, (own, _, summed) in enumerate(results):
-        torch.testing.assert_close(own, ra.shard(logits, layout, rank), rtol=0, atol=1e-10, msg=lambda m: f"logits: {m}")
+        torch.testing.assert_close(own, ra.shard(logits, layout, rank), rtol=0, atol=atol, msg=lambda m: f"logits: {m}")
+        assert all((summed[name] is None) == (gradient is None) for name, gradient in gradients.items())
         for name, gradient in gradients.items():
-            torch.testing.assert_close(summed[name], gradient, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
-    torch.testing.assert_close(sum(own for _, own, _ in results), loss, rtol=0, atol=1e-10)
+            if gradient is not None:
+                torch.testing.assert_close(summed[name], gradient, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(sum(own for _, own, _ in results), loss, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_alone_a_model_is_the_dense_one(name):
     layout = ra.zigzag(37, 1)
-    assert_same([ring_run(None, name, layout, None)], layout, dense_run(name, 37))
+    assert_same([ring_run(None, name, layout, None)], layout, dense_run(name, 37), TOLERANCE.get(name, 1e-10))
 
 
 @pytest.mark.parametrize(
     ("name", "world_size", "kind"),
-    [("llama", 2, "zigzag"), ("llama", 3, "striped"), ("mistral", 2, "zigzag"), ("qwen2", 2, "contiguous")],
+    [
+        ("llama", 2, "zigzag"),
+        ("llama", 3, "striped"),
+        ("qwen3", 4, "zigzag"),
+        ("mistral", 2, "zigzag"),
+        ("qwen2", 2, "contiguous"),
+        ("gemma2", 2, "zigzag"),
+        ("gemma3", 3, "contiguous"),
+        ("gpt-oss", 4, "zigzag"),
+        ("phi", 2, "striped"),
+        ("deepseek-v3", 2, "zigzag"),
+    ],
     ids=lambda value: str(value),
 )
 def test_on_a_ring_a_model_is_the_dense_one(gloo, name, world_size, kind):
     layout = LAYOUTS[kind](37, world_size)
-    assert_same(gloo.run(world_size, ring_run, name, layout, None, timeout=120), layout, dense_run(name, 37))
+    results = gloo.run(world_size, ring_run, name, layout, None, timeout=120)
+    assert_same(results, layout, dense_run(name, 37), TOLERANCE.get(name, 1e-10))
 
 
-def test_recomputing_activations_changes_nothing(gloo):
+@pytest.mark.parametrize(
+    ("name", "world_size", "kind", "documents"),
+    [
+        ("llama", 2, "zigzag", "positions"),
+        ("llama", 4, "striped", "bounds"),
+        ("gemma3", 3, "contiguous", "positions"),
+        ("gpt-oss", 2, "zigzag", "bounds"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_packed_documents_see_themselves_only(gloo, name, world_size, kind, documents):
+    layout = LAYOUTS[kind](37, world_size)
+    results = gloo.run(world_size, ring_run, name, layout, None, False, documents, timeout=120)
+    assert_same(results, layout, dense_run(name, 37, packed=True))
+
+
+@pytest.mark.parametrize("documents", [None, "bounds"])
+def test_recomputing_activations_changes_nothing(gloo, documents):
     layout = ra.zigzag(37, 2)
-    assert_same(gloo.run(2, ring_run, "llama", layout, None, True, timeout=120), layout, dense_run("llama", 37))
+    results = gloo.run(2, ring_run, "mistral", layout, None, True, documents, timeout=120)
+    assert_same(results, layout, dense_run("mistral", 37, packed=documents is not None))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_documents_within_a_models_window(gloo, name):
+def test_an_attached_mask_within_a_models_window(gloo, name):
     mask = ra.documents(lengths=DOCUMENTS)
     layout = ra.balanced(mask, 37, 2)
     whole = mask & ra.sliding_window(WINDOW - 1) if name == "mistral" else mask
     assert_same(gloo.run(2, ring_run, name, layout, mask, timeout=120), layout, dense_run(name, 37, whole))
 
 
+def test_documents_of_a_call_lie_within_an_attached_mask():
+    layout, mask = ra.zigzag(37, 1), ra.prefix(20)
+    result = ring_run(None, "llama", layout, mask, False, "bounds")
+    whole = mask & ra.documents(lengths=DOCUMENTS, causal=False)
+    assert_same([result], layout, dense_run("llama", 37, whole, packed=True))
+
+
+def test_a_call_that_fails_leaves_nothing_behind(monkeypatch):
+    model = build("llama")
+    attach(model, layout=ra.zigzag(9, 1))
+    expected = model(input_ids=sequence(9)).logits
+    for inputs in (dict(cu_seq_lens_q=[0, 4, 12]), dict(cu_seq_lens_q=[0, 4, 9], unknown=3)):
+        with pytest.raises(ValueError, match=r"needs at least 12 tokens|unknown is 3"):
+            model(input_ids=sequence(9), **inputs)
+    assert torch.equal(model.model(input_ids=sequence(9)).last_hidden_state @ model.lm_head.weight.T, expected)
+
+
+def positions_that_disagree(group, kind: str):
+    layout = ra.zigzag(12, 2)
+    model = build("llama")
+    attach(model, layout=layout, group=group)
+    inputs = dict(input_ids=ra.shard(sequence(12), layout, group.rank()))
+    positions = layout.positions(group.rank())[None]
+    if kind == "one rank only":
+        inputs |= dict(position_ids=positions) if group.rank() else {}
+    elif kind == "ahead":
+        inputs |= dict(position_ids=positions + 3 * group.rank())
+    else:
+        # a jump within a document: rank 1 says that 0 to 8 are one, rank 0 that one starts at 10
+        inputs |= dict(position_ids=positions if group.rank() else torch.tensor([[0, 1, 2, 2, 0, 1]]))
+    with pytest.raises(ValueError) as raised:
+        model(**inputs)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("one rank only", "ranks disagree: function is"),
+        ("ahead", "run ahead of the global positions"),
+        ("jump", "neither are the global positions nor restart"),
+    ],
+)
+def test_position_ids_that_ranks_cannot_agree_on_are_refused_everywhere(gloo, kind, message):
+    for said in gloo.run(2, positions_that_disagree, kind, timeout=60):
+        assert message in said
+
+
 def test_position_ids_given_are_kept():
     model = build("llama")
-    attach(model, layout=ra.zigzag(8, 1))
+    attach(model, layout=ra.zigzag(8, 1), mask=ra.causal())
     inputs = dict(input_ids=sequence(8), position_ids=torch.arange(8)[None] * 3)
     ring = model(**inputs).logits
     detach(model)
@@ -146,7 +316,8 @@ def test_another_layout_replaces_the_first_and_detach_undoes_it():
     hooks = sum(len(module._forward_pre_hooks) for module in model.modules())
     assert hooks == 2, "the model and the model within it have one hook each"
     detach(model)
-    assert not any(module._forward_pre_hooks or hasattr(module, NAME) for module in model.modules())
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(module._forward_pre_hooks or module._forward_hooks or hasattr(module, NAME) for module in model.modules())
     assert torch.equal(model(input_ids=sequence(9)).logits, before)
 
 
@@ -200,14 +371,14 @@ def attached_module(is_causal: bool = True) -> nn.Module:
         (dict(attention_mask=torch.ones(1, 1, 6, 6)), "attention_mask is given"),
         (dict(dropout=0.1), r"dropout is 0\.1"),
         (dict(softcap=50.0), r"softcap is 50\.0"),
-        (dict(s_aux=torch.zeros(4)), r"s_aux is a tensor of shape \(4,\), but attention sinks"),
+        (dict(s_aux=torch.zeros(3)), r"s_aux has shape \(3,\), but must be \(4,\)"),
         (dict(head_mask=torch.ones(4)), "head_mask is a tensor"),
         (dict(output_attentions=True), "output_attentions is True"),
         (dict(position_bias=torch.zeros(1, 4, 6, 6)), "position_bias is a tensor"),
         (dict(cache=object()), "cache is"),
-        (dict(cu_seq_lens_q=torch.tensor([0, 6])), "cu_seq_lens_q is a tensor"),
-        (dict(cu_seq_lens_k=torch.tensor([0, 6])), "cu_seq_lens_k is a tensor"),
-        (dict(seq_idx=torch.zeros(6)), "seq_idx is a tensor"),
+        (dict(seq_idx=torch.zeros(6)), "seq_idx is a tensor of shape .*cu_seq_lens_q"),
+        (dict(past_key_values=object()), "past_key_values is"),
+        (dict(temperature=0.5), r"temperature is 0\.5, but the ring does not know .* attach\(model, ignore=\['temperature'\]\)"),
         (dict(indices=torch.zeros(6)), "indices is a tensor"),
         (dict(keys=9), "keys have 9 tokens and the queries 6"),
     ],
@@ -220,6 +391,28 @@ def test_options_are_refused_by_name(options, message):
 
 def test_options_that_ask_for_nothing_pass():
     attend_with(attached_module(), softcap=None, s_aux=None, output_attentions=False, dropout=0.0, sliding_window=None)
+
+
+def test_an_option_can_be_ignored_on_request():
+    model = build("llama")
+    attach(model, layout=ra.zigzag(6, 1), ignore=["temperature"])
+    attend_with(model.model.layers[0].self_attn, temperature=0.5)
+    with pytest.raises(ValueError, match=r"pressure is 0\.5"):
+        attend_with(model.model.layers[0].self_attn, temperature=0.5, pressure=0.5)
+
+
+def test_windows_that_differ_are_refused():
+    with pytest.raises(ValueError, match="sliding_window is 4 in LlamaAttention, but its mask was made for 5"):
+        attend_with(attached_module(), sliding_window=4, attention_mask=LiveMask(None, 5, True))
+
+
+def test_a_window_that_only_the_mask_knows_is_honoured():
+    module = attached_module()
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    by_mask, _ = ring_attention_forward(module, q, k, k, LiveMask(None, 2, True))
+    by_module, _ = ring_attention_forward(module, q, k, k, None, sliding_window=2)
+    assert torch.equal(by_mask, by_module)
+    assert not torch.equal(by_mask, ring_attention_forward(module, q, k, k, None)[0])
 
 
 def test_a_window_on_a_module_that_is_not_causal_is_refused():
@@ -242,10 +435,36 @@ def test_a_model_without_a_layout_is_refused():
         (dict(input_ids=sequence(6), labels=sequence(6)), "shift them before sharding"),
         (dict(input_ids=sequence(6), attention_mask=torch.tensor([[1, 1, 1, 1, 1, 0]] * 2)), "attention_mask hides tokens"),
         (dict(input_ids=sequence(6), attention_mask=torch.ones(2, 1, 6, 6)), "attention_mask is given"),
+        (dict(input_ids=sequence(6), attention_mask=torch.tensor([[1, 1, 1, 2, 2, 2]] * 2)), "attention_mask counts to 2"),
         (dict(input_ids=sequence(6), output_attentions=True), "output_attentions is True"),
+        (dict(input_ids=sequence(6), use_cache=True), "use_cache is True, but key/value caches"),
+        (dict(input_ids=sequence(6), cu_seq_lens_q=[0, 6], cu_seq_lens_k=[0, 2, 6]), "cu_seq_lens_q and cu_seq_lens_k differ"),
+        (dict(input_ids=sequence(6), cu_seq_lens_q=[3, 6]), r"cu_seq_lens_q starts with \[3\]"),
+        (dict(input_ids=sequence(6), max_length_q=6), "max_length_q is 6, but cu_seq_lens_q"),
+        (dict(input_ids=sequence(6), position_ids=torch.arange(6).expand(3, 1, 6)), "position_ids have shape"),
+        (
+            dict(input_ids=sequence(6), position_ids=torch.stack([torch.arange(6), torch.zeros(6)]).long()),
+            "position_ids differ between",
+        ),
+        (dict(input_ids=sequence(6), position_ids=torch.arange(6)[None] * 3), "position_ids run ahead"),
         ({}, "without input_ids"),
     ],
-    ids=["length", "labels", "padding", "4-D mask", "weights", "no input"],
+    ids=[
+        *(
+            "length",
+            "labels",
+            "padding",
+            "4-D mask",
+            "packing mask",
+            "weights",
+            "cache",
+            "two bounds",
+            "bounds",
+            "longest",
+            "3-D positions",
+        ),
+        *("positions by row", "positions ahead", "no input"),
+    ],
 )
 def test_inputs_are_refused_by_name(inputs, message):
     model = build("llama")
@@ -254,12 +473,36 @@ def test_inputs_are_refused_by_name(inputs, message):
         model(**inputs)
 
 
-def test_a_cache_in_use_is_refused():
+def test_generating_is_refused():
     model = build("llama")
     attach(model, layout=ra.zigzag(6, 1))
-    past = model(input_ids=sequence(6), use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="key/value caches"):
-        model(input_ids=sequence(6), past_key_values=past)
+    with pytest.raises(ValueError, match=r"key/value caches are not supported: .* generate with a detached model"):
+        model.generate(input_ids=sequence(6), max_new_tokens=2, use_cache=True)
+    with pytest.raises(ValueError, match="the input has 7 tokens, but rank 0"):
+        model.generate(input_ids=sequence(6), max_new_tokens=2, use_cache=False)
+
+
+def test_a_cache_that_a_config_asks_for_is_off():
+    model = MODELS["llama"]()
+    model.config.use_cache = True
+    attach(model, layout=ra.zigzag(6, 1))
+    assert model(input_ids=sequence(6)).past_key_values is None
+
+
+def test_a_local_mean_is_refused_among_ranks(gloo):
+    gloo.run(2, mean_of_own_tokens, timeout=60)
+
+
+def mean_of_own_tokens(group):
+    layout = ra.zigzag(12, 2)
+    model = build("llama")
+    attach(model, layout=layout, group=group)
+    ids, labels = (ra.shard(x, layout, group.rank()) for x in (sequence(12), shift_labels(sequence(12))))
+    with pytest.raises(ValueError, match="without num_items_in_batch"):
+        model(input_ids=ids, labels=labels, shift_labels=labels)
+    part = model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=22)
+    whole = F.cross_entropy(part.logits.flatten(0, 1), labels.flatten(), reduction="sum") / 22
+    torch.testing.assert_close(part.loss.double(), whole, rtol=1e-6, atol=0)
 
 
 def test_dropout_in_training_is_refused():
@@ -272,24 +515,34 @@ def test_dropout_in_training_is_refused():
     model(input_ids=sequence(6))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=8)), "softcap is"),
-        (
-            lambda: transformers.GptOssForCausalLM(
-                transformers.GptOssConfig(**SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
-            ),
-            "s_aux is",
-        ),
-    ],
-    ids=["gemma2", "gpt-oss"],
-)
-def test_models_that_need_more_are_refused(make, message):
-    model = make()
+def test_a_softcap_is_refused():
+    model = make("Gemma2", head_dim=8)
     attach(model, layout=ra.zigzag(6, 1))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"softcap is 50\.0, but capped scores are not supported"):
         model(input_ids=sequence(6))
+
+
+def test_layers_that_mix_tokens_otherwise_are_refused():
+    model = build("llama")
+    model.model.layers[1].mlp.short = nn.Conv1d(4, 4, 3)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.short is a Conv1d, which mixes tokens"):
+        attach(model, layout=ra.zigzag(6, 1))
+    model = build("gemma3")
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(ValueError, match="layer_types have 'linear_attention'"):
+        attach(model, layout=ra.zigzag(6, 1))
+
+
+def test_a_mask_that_sees_ahead_is_refused():
+    """Image blocks see themselves in both directions: transformers adds that to the mask function."""
+    register()
+    function = AttentionMaskInterface()[NAME]
+    blocks = torch.tensor([0, 1, 1, 0])
+    options = dict(q_length=4, cache_position=torch.arange(4), allow_is_causal_skip=False)
+    with pytest.raises(ValueError, match="a mask function of its own"):
+        function(mask_function=lambda b, h, q, k: (k <= q) | (blocks[q] * blocks[k] == 1), **options)
+    assert function(mask_function=lambda b, h, q, k: k <= q, **options).is_causal
+    assert not function(mask_function=lambda b, h, q, k: k >= 0, q_length=4, cache_position=torch.arange(4)).is_causal
 
 
 def test_attach_refuses_what_it_cannot_do():

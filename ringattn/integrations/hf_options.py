@@ -1,0 +1,199 @@
+"""What transformers' models ask of attention, checked: each thing is honoured in `huggingface.py`, or refused here by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import check
+from ..layout import Layout
+from ..mask import Documents, documents
+
+# layers that see other tokens through attention alone, and in the two ways that are honoured
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+# what models pass to attention beside the tensors, and why it cannot be honoured; None, False and 0 ask for nothing
+_REFUSED = {
+    "softcap": "capped scores are not supported",
+    "head_mask": "masking heads is not supported",
+    "output_attentions": "attention weights are never formed",
+    "position_bias": "biased scores are not supported",
+    "cache": "paged key/value caches are not supported",
+    "past_key_values": "key/value caches are not supported",
+    "past_key_value": "key/value caches are not supported",
+    "seq_idx": "say where packed documents end with cu_seq_lens_q and cu_seq_lens_k",
+    "indices": "sparse selections of keys are not supported",
+}
+
+# what they pass that says nothing to attention, or what a ring does anyway
+_HARMLESS = frozenset(
+    {
+        "position_ids",  # rotary embeddings have used them
+        "cache_position",
+        "use_cache",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "logits_to_keep",
+        "num_logits_to_keep",
+        "num_items_in_batch",
+        "shift_labels",
+        "deterministic",  # the same inputs always give the same bits
+    }
+)
+
+_CACHES = "a shard's cache serves nobody: leave it out, and train or score whole sequences; generate with a detached model"
+
+
+def models(model: nn.Module) -> list[nn.Module]:
+    """The transformers models within, itself included."""
+    from transformers import PreTrainedModel
+
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise ValueError if a model does not take another attention, or its layers see other tokens by other means."""
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ValueError(
+            f"{type(model).__name__} does not take its attention from AttentionInterface: ring attention cannot be put in"
+        )
+    for config in [module.config for module in models(model)]:
+        chunk = getattr(config, "attention_chunk_size", None)
+        if chunk is not None:
+            raise ValueError(
+                f"attention_chunk_size is {chunk}: chunked attention is not supported; "
+                "attach with mask=ringattn.documents(...) and a config without it"
+            )
+        other = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+        if other:
+            raise ValueError(
+                f"the config's layer_types have {', '.join(map(repr, other))}, but only layers that see other tokens through full "
+                "or sliding attention can run on shards"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Conv1d, nn.RNNBase)):
+            raise ValueError(
+                f"{name} is a {type(module).__name__}, which mixes tokens beside attention: it would not see past the shard's ends"
+            )
+
+
+def check_attention(dropout: float, options: dict[str, Any], ignored: frozenset[str]) -> None:
+    """Raise ValueError, naming it, for anything a module asks of its attention that is not done."""
+    if dropout:
+        raise ValueError(f"dropout is {dropout}, but attention dropout is not supported: set attention_dropout=0.0")
+    for name, value in options.items():
+        if value is None or value is False or name in _HARMLESS or name in ignored:
+            continue
+        why = _REFUSED.get(
+            name,
+            "the ring does not know what that asks of attention: leave it out, or, if it asks nothing, attach(model, "
+            f"ignore=[{name!r}])",
+        )
+        raise ValueError(f"{name} is {_shown(value)}, but {why}")
+
+
+def check_mask(
+    *,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    mask_function: Callable[..., Any] | None = None,
+    allow_is_causal_skip: bool = True,
+    q_length: int = 0,
+    **options: Any,
+) -> bool | None:
+    """Whether the mask that transformers asks for is causal, if it can be told.
+
+    Raises ValueError if it hides tokens, or is more than causal or full, windowed and packed.
+    """
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise ValueError(
+            "attention_mask hides tokens (padding), but ring attention takes its mask over global positions: "
+            "attach(model, mask=ringattn.documents(...)) hides what follows the last document"
+        )
+    # older versions give the positions of the queries, newer ones their number
+    positions = options.get("cache_position")
+    tokens = len(positions) if isinstance(positions, torch.Tensor) else q_length
+    ahead = None if mask_function is None or tokens < 2 else _sees_ahead(mask_function, 1 if allow_is_causal_skip else tokens - 1)
+    # a mask that shows some token the one after it, though it was to be causal, has image blocks or the like
+    if use_vmap or (ahead and not allow_is_causal_skip):
+        raise ValueError(
+            "this model adds a mask function of its own, which ring attention does not know: attach(model, mask=...) the whole mask"
+        )
+    return None if ahead is None else not ahead
+
+
+def check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any], layout: Layout, rank: int) -> torch.Tensor:
+    """The tokens a model is called with. Raises ValueError if they or what comes with them is not for this rank's shard."""
+    tokens = kwargs.get("input_ids")
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    tokens = args[0] if tokens is None and args else tokens
+    if not isinstance(tokens, torch.Tensor):
+        raise ValueError("the model is called without input_ids and inputs_embeds: give this rank's shard of one of them")
+    here = layout.lengths[rank]
+    if tokens.shape[1] != here:
+        raise ValueError(
+            f"the input has {tokens.shape[1]} tokens, but rank {rank} of {layout!r} holds {here}: "
+            "cut the whole sequence with ringattn.shard"
+        )
+    for name in ("past_key_values", "use_cache"):
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise ValueError(f"{name} is {_shown(kwargs[name])}, but key/value caches are not supported: {_CACHES}")
+    if kwargs.get("output_attentions"):
+        raise ValueError("output_attentions is True, but attention weights are never formed: leave it out")
+    if kwargs.get("labels") is not None and "CausalLM" in type(model).__name__:
+        if kwargs.get("shift_labels") is None:
+            raise ValueError(
+                "labels would be shifted within the shard, which loses the token after its end: shift them before sharding, "
+                "see ringattn.integrations.causal_lm"
+            )
+        if layout.world_size > 1 and kwargs.get("num_items_in_batch") is None:
+            raise ValueError(
+                "labels are given without num_items_in_batch, so the loss would be the mean over this rank's tokens, which says "
+                "nothing of the whole's: give the tokens counted on all ranks, see ringattn.integrations.loss"
+            )
+    attention_mask = kwargs.get("attention_mask")
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2 and attention_mask.dtype != torch.bool:
+        most = int(attention_mask.max())
+        if most > 1:
+            raise ValueError(
+                f"attention_mask counts to {most}, as for packed documents: give cu_seq_lens_q and cu_seq_lens_k instead"
+            )
+    return tokens
+
+
+def take_documents(kwargs: dict[str, Any]) -> tuple[Documents | None, dict[str, Any]]:
+    """The packed documents among a call's arguments, under the names flash attention has for them, and the arguments left."""
+    kwargs = dict(kwargs)
+    bounds = [kwargs.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    longest = {name: kwargs.pop(name, None) for name in ("max_length_q", "max_length_k")}
+    given = [check.integers(name, value) for name, value in zip(("cu_seq_lens_q", "cu_seq_lens_k"), bounds) if value is not None]
+    if not given:
+        for name, value in longest.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name} is {_shown(value)}, but cu_seq_lens_q and cu_seq_lens_k, which it belongs to, are not given"
+                )
+        return None, kwargs
+    if len(given) == 2 and given[0].tolist() != given[1].tolist():
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ, but queries and keys are of the same tokens: give the same")
+    if not len(given[0]) or given[0][0] != 0:
+        raise ValueError(
+            f"cu_seq_lens_q starts with {given[0][:1].tolist()}, but must start with 0 and give the bounds of all documents"
+        )
+    packed = documents(cu_seqlens=given[0].tolist())
+    assert isinstance(packed, Documents)
+    return packed, kwargs
+
+
+def _sees_ahead(mask_function: Callable[..., Any], tokens: int) -> bool:
+    """Whether any of the first tokens sees the one after it."""
+    query, zero = torch.arange(tokens), torch.zeros((), dtype=torch.int64)
+    return bool(torch.as_tensor(mask_function(zero, zero, query, query + 1)).any())
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
