@@ -1,0 +1,234 @@
+"""What the doctor reads off: versions, settings, and which paths of the library are open. Each check is `observe`d by every rank and judged
+from all ranks' records."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from doctor_board import Board
+
+import ringattn
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTINGS = re.compile(r"(NCCL|TORCH|GLOO|CUDA|TRITON|PYTORCH|CUBLAS|CUDNN|OMP|MKL|UCX|FI)_|(LD_PRELOAD|PYTHONHASHSEED)$")
+# what a launcher gives each rank for itself
+OWN_SETTINGS = re.compile(r"TORCHELASTIC_|TORCH_NCCL_ASYNC_ERROR_HANDLING$|CUDA_VISIBLE_DEVICES$|CUDA_MPS_PIPE_DIRECTORY$")
+MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+
+class Verdict(enum.Enum):
+    """What a check came to."""
+
+    FINE = "ok"
+    NOTE = "note"
+    LOOK = "LOOK"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A row of the table: what was seen, and the ranks to look at."""
+
+    check: str
+    verdict: Verdict
+    text: str
+    ranks: tuple[int, ...] = ()
+    records: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a rank is, and what is too much."""
+
+    rank: int
+    size: int
+    hosts: tuple[str, ...]  # of each rank
+    device: torch.device
+    board: Board
+    group: dist.ProcessGroup  # of all ranks
+    slow: float  # times the median of all ranks' work
+    link: float  # times the median of its kind of links
+    skew: float  # seconds
+
+    def peers(self, rank: int) -> list[int]:
+        """The ranks on a rank's host."""
+        return [other for other in range(self.size) if self.hosts[other] == self.hosts[rank]]
+
+
+def named(ranks: Sequence[int]) -> str:
+    """`rank 2`, `ranks 2, 3`, with long lists cut short."""
+    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+
+
+def odd_ones(values: Sequence[Hashable]) -> list[int]:
+    """The ranks whose value is not the commonest (rank 0's, where two are)."""
+    common = Counter(values).most_common(1)[0][0]
+    return [rank for rank, value in enumerate(values) if value != common]
+
+
+def compare(check: str, records: Sequence[dict[str, str]], fine: str) -> Finding:
+    """Records that must be equal: names what differs, where, and from what."""
+    texts, ranks = [], set()
+    for name in sorted(set().union(*records)):
+        values = [record.get(name, "not set") for record in records]
+        odd = odd_ones(values)
+        if odd:
+            rest = [rank for rank in range(len(values)) if rank not in odd]
+            shown = "; ".join(f"{values[rank]} on rank {rank}" for rank in odd[:4])
+            texts.append(f"{name} is {shown}, but {values[rest[0]]} on {named(rest)}")
+            ranks |= set(odd)
+    if not texts:
+        return Finding(check, Verdict.FINE, fine, (), records)
+    return Finding(check, Verdict.LOOK, "; ".join(texts), tuple(sorted(ranks)), records)
+
+
+class Versions:
+    """The same software, driver and kind of GPU everywhere."""
+
+    name = "versions"
+
+    def observe(self, site: Site) -> dict[str, str]:
+        return versions(site.device)
+
+    def judge(self, site: Site, records: list[dict[str, str]]) -> Finding:
+        common = records[0]
+        return compare(self.name, records, ", ".join(f"{name} {value}" for name, value in common.items()))
+
+
+def versions(device: torch.device) -> dict[str, str]:
+    """Of everything that a step depends on."""
+    found = {"Python": platform.python_version(), "torch": torch.__version__}
+    found |= {name: installed(name) for name in ("triton", "transformers", "deepspeed")}
+    found |= {"ringattn": ringattn.__version__, "its code": source_digest()}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "CUDA": str(torch.version.cuda),
+            "cuDNN": str(torch.backends.cudnn.version()),
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+            "driver": driver(),
+            "GPU": properties.name,
+            "multiprocessors": str(properties.multi_processor_count),
+            "GPU memory": f"{properties.total_memory / 2**30:.0f} GiB",
+        }
+    return found
+
+
+def installed(name: str) -> str:
+    """The version of a package."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def source_digest() -> str:
+    """A fingerprint of the two packages' files: another checkout of the same version is another program."""
+    digest = hashlib.blake2b(digest_size=4)
+    for package in ("ringattn", "kernels/ringattn_kernels"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def driver() -> str:
+    """The version of NVIDIA's kernel module."""
+    path = Path("/proc/driver/nvidia/version")
+    found = re.search(r"Kernel Module[^0-9]*(?:for \S+\s+)?([\d.]+)", path.read_text()) if path.exists() else None
+    return found.group(1) if found else "unknown"
+
+
+class Environment:
+    """The same settings of the libraries everywhere, and multicast off."""
+
+    name = "environment"
+
+    def observe(self, site: Site) -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if SETTINGS.match(name) and not OWN_SETTINGS.match(name)}
+
+    def judge(self, site: Site, records: list[dict[str, str]]) -> Finding:
+        found = compare(self.name, records, f"{len(records[0])} settings, equal on all ranks")
+        if site.device.type != "cuda":
+            return found
+        wrong = [rank for rank, record in enumerate(records) if any(record.get(n) != v for n, v in MULTICAST_OFF.items())]
+        if not wrong:
+            return found
+        wanted = " and ".join(f"{name}={value}" for name, value in MULTICAST_OFF.items())
+        text = f"{named(wrong)}: start with {wanted}, as launch/torchrun.sh does"
+        if found.ranks:
+            text = f"{found.text}; {text}"
+        return Finding(self.name, Verdict.LOOK, text, tuple(sorted({*found.ranks, *wrong})), records)
+
+
+class KernelChoice:
+    """Which kernels a bf16 call with head dim 128 runs, and why."""
+
+    name = "kernels"
+
+    def observe(self, site: Site) -> dict[str, str]:
+        if site.device.type != "cuda":
+            return dict.fromkeys(("forward", "backward"), "plain torch: no GPU")
+        from ringattn_kernels import TileTable, dispatch
+
+        q, dout = (torch.zeros(1, 256, 4, 128, device=site.device, dtype=torch.bfloat16) for _ in range(2))
+        k, v = (torch.zeros(1, 256, 2, 128, device=site.device, dtype=torch.bfloat16) for _ in range(2))
+        table = TileTable(np.array([(0, 256, 0, 256, 0, 256)]), 256, 256)
+        choices = {
+            "forward": dispatch.choose_forward(q, k, v, 128**-0.5),
+            "backward": dispatch.choose_backward(q, k, v, dout, table),
+        }
+        return {name: f"{choice.kernels.value} ({choice.reason})" for name, choice in choices.items()}
+
+    def judge(self, site: Site, records: list[dict[str, str]]) -> Finding:
+        return compare(self.name, records, ", ".join(f"{name} {choice}" for name, choice in records[0].items()))
+
+
+class SymmetricMemory:
+    """Whether GPUs of a host can write to each other's memory directly, tried, or why not."""
+
+    name = "symmetric memory"
+
+    def observe(self, site: Site) -> str:
+        """Empty if it works."""
+        if site.device.type != "cuda":
+            return "needs GPUs"
+        import torch.distributed._symmetric_memory as symmetric
+
+        groups = {host: dist.new_group([r for r in range(site.size) if site.hosts[r] == host]) for host in sorted(set(site.hosts))}
+        here = site.peers(site.rank)
+        if len(here) == 1:
+            return "one GPU on its host"
+        neighbour = (here.index(site.rank) + 1) % len(here)
+        try:
+            buffer = symmetric.empty(1024, dtype=torch.int32, device=site.device)
+            handle = symmetric.rendezvous(buffer, groups[site.hosts[site.rank]])
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        buffer.fill_(site.rank)
+        handle.barrier()
+        seen = handle.get_buffer(neighbour, (1024,), torch.int32).unique().tolist()
+        handle.barrier()
+        return "" if seen == [here[neighbour]] else f"reads {seen[:3]} from rank {here[neighbour]}"
+
+    def judge(self, site: Site, records: list[str]) -> Finding:
+        bad = [rank for rank, record in enumerate(records) if record]
+        if not bad:
+            return Finding(self.name, Verdict.FINE, "works between the GPUs of each host", (), records)
+        wrong = [rank for rank in bad if records[rank].startswith("reads")]
+        if wrong or len(bad) < site.size:
+            look = wrong or bad
+            return Finding(self.name, Verdict.LOOK, f"{named(look)}: {records[look[0]]}", tuple(look), records)
+        return Finding(self.name, Verdict.NOTE, f"not available: {records[0]}", (), records)
