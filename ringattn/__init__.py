@@ -26,7 +26,7 @@ from .mask import (
 )
 from .partial import Partial, Stats, finish, merge
 from .plan import Plan, make_plan
-from .schedule import Schedule, default_schedule, gather, ring
+from .schedule import Schedule, default_schedule, double_ring, gather, ring, waves
 from .span import Span
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "default_schedule",
     "dilated_window",
     "documents",
+    "double_ring",
     "finish",
     "full",
     "gather",
@@ -63,5 +64,6 @@ __all__ = [
     "sliding_window",
     "striped",
     "unshard",
+    "waves",
     "zigzag",
 ]

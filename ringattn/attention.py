@@ -17,8 +17,9 @@ from .layout import Layout
 from .mask import Mask, causal
 from .partial import Partial, Stats
 from .plan import Order, make_local_plan
-from .schedule import Schedule, Step, local_steps
+from .schedule import RowBytes, Schedule
 from .score import Score
+from .steps import Steps, local_steps
 from .transport import Alone, Ranks, Transport
 from .ulysses import HybridAttention, HybridRun
 
@@ -80,7 +81,8 @@ def ring_attention(
         group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group (with none initialised: one rank); or a 2-D
             DeviceMesh with the axes "ring" and "heads", or `hybrid(...)`: an all-to-all to heads along one axis, a ring along the other.
         softmax_scale: 1/sqrt(d) by default.
-        schedule: `ring()` or `gather()`; by default `default_schedule` of the plan. The result is the same up to rounding.
+        schedule: `ring()`, `gather()`, `waves(width)` or `double_ring(ranks_per_node)`; by default `default_schedule` of the plan. The
+            result is the same up to rounding.
         return_stats: also return `Stats`: row_max, row_sum and lse, (b, h, s_local), fp32 (fp64 for fp64).
 
     Returns out (b, s_local, h, d_v) in q's dtype; rows with nothing live are 0. Raises ValueError for bad input, and on every
@@ -101,7 +103,7 @@ def ring_attention(
         if layout is not None:
             _check_layout(layout, mask, ranks, q.shape[1])
         if schedule is not None:
-            check.instance("schedule", schedule, Schedule, "pass ring() or gather()")
+            check.instance("schedule", schedule, Schedule, "build one with ring(), waves(width) and the like")
         if not isinstance(return_stats, bool):
             raise ValueError(f"return_stats is {return_stats!r}, but must be a bool")
         scale = check.softmax_scale(softmax_scale, q.shape[3])
@@ -114,14 +116,15 @@ def ring_attention(
         raise
     tokens = (q.shape[1],)
     if ranks.size > 1:
-        facts = _facts(q, k, v, layout, mask, schedule, scale)
+        facts = _facts(q, k, v, layout, mask, schedule, scale) | {"ranks per node": ranks.ranks_per_node}
         if context.hybrid is not None:
             facts |= context.hybrid.facts | {"return_stats": return_stats}
         tokens = agree(ranks, facts, q.shape[1])
         ranks.connect(q.device)
     if layout is None:
         layout = _default_layout(context, mask, tokens)
-    route = context.route(layout, mask, schedule)
+    kv_heads = k.shape[2] if context.hybrid is None else context.hybrid.kv_heads(q.shape[2], k.shape[2])
+    route = context.route(layout, mask, schedule, RowBytes.of(k, v, kv_heads))
     q, k, v = (_in_order(x, route.order) for x in (q, k, v))
     if route.exchange is None:
         state = _Attention.apply(q, k, v, _Run(context.transport, route.steps, Score(scale), final=True))
@@ -175,7 +178,7 @@ class _Run:
     """What autograd carries besides tensors."""
 
     transport: Transport
-    steps: tuple[Step, ...]
+    steps: Steps
     score: Score
     final: bool
 

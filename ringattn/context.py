@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .layout import Layout, default_layout
 from .mask import Mask
 from .plan import Order, Plan, make_plan
-from .schedule import Schedule, Step, default_schedule, make_steps
+from .schedule import RowBytes, Schedule, default_schedule
+from .steps import Steps, make_steps
 from .transport import Alone, HostChannel, ProcessGroupTransport, Ranks, Transport
 from .ulysses import HeadExchange, Hybrid
 
@@ -36,7 +37,7 @@ class Route:
 
     plan: Plan
     schedule: Schedule
-    steps: tuple[Step, ...]
+    steps: Steps
     order: Order | None
     exchange: HeadExchange | None
 
@@ -48,24 +49,31 @@ class Context:
         self.ranks: Ranks = ranks
         self.hybrid = ranks if isinstance(ranks, Hybrid) else None
         self.transport = ranks.ring if isinstance(ranks, Hybrid) else ranks
-        self._routes: OrderedDict[tuple[str, str, Schedule | None], Route] = OrderedDict()
+        self._routes: OrderedDict[tuple[str, str, Schedule | None, RowBytes | None], Route] = OrderedDict()
         self._layouts: OrderedDict[tuple[str, int], Layout] = OrderedDict()
 
-    def route(self, layout: Layout, mask: Mask, schedule: Schedule | None) -> Route:
-        """The plan and this rank's steps, made once. A schedule of None chooses one by the plan."""
-        return _kept(self._routes, (layout.digest, mask.digest, schedule), lambda: self._make_route(layout, mask, schedule))
+    def route(self, layout: Layout, mask: Mask, schedule: Schedule | None, row_bytes: RowBytes | None = None) -> Route:
+        """The plan and this rank's steps, made once. A schedule of None chooses one by the plan.
+
+        `row_bytes` is for schedules by memory. Raises ValueError if the schedule does not fit the group or its memory.
+        """
+        row_bytes = row_bytes if schedule is not None and schedule.by_memory else None
+        key = (layout.digest, mask.digest, schedule, row_bytes)
+        return _kept(self._routes, key, lambda: self._make_route(layout, mask, schedule, row_bytes))
 
     def default_layout(self, mask: Mask, seq_len: int) -> Layout:
         """`layout.default_layout` for this group, made once."""
         return _kept(self._layouts, (mask.digest, seq_len), lambda: default_layout(mask, seq_len, self.ranks.size))
 
-    def _make_route(self, layout: Layout, mask: Mask, schedule: Schedule | None) -> Route:
+    def _make_route(self, layout: Layout, mask: Mask, schedule: Schedule | None, row_bytes: RowBytes | None) -> Route:
         exchange = None
         if self.hybrid is not None and self.hybrid.heads.size > 1:
             exchange = HeadExchange(self.hybrid.heads, self.hybrid.rows(layout))
             layout = self.hybrid.ring_layout(layout)
         plan = make_plan(layout, mask)
-        chosen = default_schedule(plan) if schedule is None else schedule
+        ranks_per_node = self.transport.ranks_per_node
+        chosen = default_schedule(plan, ranks_per_node) if schedule is None else schedule
+        chosen = chosen.resolve(plan, ranks_per_node, row_bytes)
         order = plan.order[self.transport.rank]
         order = order if exchange is None else exchange.own_order(order)
         return Route(plan, chosen, make_steps(chosen, plan, self.transport.rank), order, exchange)

@@ -44,20 +44,45 @@ def gradients(
     *,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv of the tiles' pairs alone, in `dtype`, summed in fp32 (fp64): `add_gradients` to zeros, without the zeros on a GPU."""
-    inputs = (q, k, v)
+    """dq, dk and dv of the tiles' pairs alone, in `dtype`: `write_gradients` to new tensors."""
+    dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x in (q, k, v))
+    write_gradients(q, k, v, dout, row_max, row_sum, delta, tiles, score, dq, dk, dv)
+    return dq, dk, dv
+
+
+def write_gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    row_max: torch.Tensor,
+    row_sum: torch.Tensor,
+    delta: torch.Tensor,
+    tiles: Tiles,
+    score: Score,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> None:
+    """Overwrites all of dq, dk and dv, of any dtype, with the gradients of the tiles' pairs, summed in fp32 (fp64)."""
     if len(tiles) and q.is_cuda:
         import ringattn_kernels
 
-        dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x in inputs)
         table, scale = tiles.kernel_table, score.softmax_scale
         ringattn_kernels.backward(
             q, k, v, dout, row_max, row_sum, delta, table, softmax_scale=scale, dq=dq, dk=dk, dv=dv, add=False
         )
-        return dq, dk, dv
-    dq, dk, dv = (torch.zeros_like(x, dtype=row_sum.dtype) for x in inputs)
-    add_gradients(q, k, v, dout, row_max, row_sum, delta, tiles, score, dq=dq, dk=dk, dv=dv)
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+        return
+    outputs = dq, dk, dv
+    if dq.dtype == row_sum.dtype:
+        for x in outputs:
+            x.zero_()
+        add_gradients(q, k, v, dout, row_max, row_sum, delta, tiles, score, dq=dq, dk=dk, dv=dv)
+        return
+    sums = tuple(torch.zeros_like(x, dtype=row_sum.dtype) for x in outputs)
+    add_gradients(q, k, v, dout, row_max, row_sum, delta, tiles, score, dq=sums[0], dk=sums[1], dv=sums[2])
+    for x, total in zip(outputs, sums, strict=True):
+        x.copy_(total)
 
 
 def add_gradients(

@@ -13,16 +13,17 @@ from collections.abc import Iterable
 import torch
 
 from . import local
-from .schedule import Message, Step
 from .score import Score
-from .transport import Peer, Transport
+from .steps import Message, Step, Steps
+from .transport import Handle, Peer, Transport
 
 KV = tuple[torch.Tensor, torch.Tensor]  # (rows, b, hk, d) and (rows, b, hk, d_v)
+Buffers = dict[int, KV]
 
 
 def forward(
     transport: Transport,
-    steps: tuple[Step, ...],
+    steps: Steps,
     score: Score,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -31,23 +32,22 @@ def forward(
     final: bool,
 ) -> local.State:
     """out (b, s, h, d_v), row_max and row_sum (b, h, s); with `final`, out in q's dtype."""
-    last = max((t for t, step in enumerate(steps) if len(step.tiles)), default=0)
-    buffer = _rows_first(k, v)
+    buffers = {0: _rows_first(k, v)}
     state = None
-    for t, step in enumerate(steps[:-1]):
-        arriving = _like(buffer, step.receives)
-        handle = transport.exchange(_outgoing(step.sends, buffer), _incoming(step.receives, arriving))
-        if len(step.tiles) or t == last == 0:
-            state = local.forward(q, *_batch_first(buffer), step.tiles, score, state=state, final=final and t == last)
+    for t, step in enumerate(steps.forward):
+        handle = _exchange(transport, step, buffers)
+        if len(step.tiles) or t == steps.last == 0:
+            state = local.forward(q, *_keys(step, buffers), step.tiles, score, state=state, final=final and t == steps.last)
         handle.wait()
-        buffer = arriving
+        for number in step.closes:
+            del buffers[number]
     assert state is not None
     return state
 
 
 def backward(
     transport: Transport,
-    steps: tuple[Step, ...],
+    steps: Steps,
     score: Score,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -62,37 +62,59 @@ def backward(
     """dq, dk, dv in the inputs' dtypes (dk and dv in `kv_dtype`), from the merged statistics and delta (b, h, s)."""
     kv_dtype = kv_dtype or k.dtype
     inputs = (dout, row_max, row_sum, delta)
+    buffers = {0: _rows_first(k, v)}
     # gradients that nothing is added to later leave the kernels in their final dtype
-    alone = kv_dtype == q.dtype and not any(len(step.tiles) or step.grads_own for step in steps[1:])
-    buffer = _rows_first(k, v)
-    # stand-ins until step 0 has computed them; before that nothing is sent or added
-    dq, own, grads = q, buffer, buffer
-    for t, step in enumerate(steps):
-        previous = grads
-        if t > 0:
-            grads = _zeros_like(buffer, row_sum.dtype)
-        arriving = _like(buffer, step.receives)
-        # gradients that come for this step's rows, and for the rank's own
-        inbox = [(message, grads, _empty_rows(grads, message)) for message in step.grads_in]
-        inbox += [(message, own, _empty_rows(own, message)) for message in step.grads_own]
-        sends = _outgoing(step.sends, buffer) + _outgoing(step.grads_out, previous)
-        receives = _incoming(step.receives, arriving)
-        receives += [Peer(message.peer, x) for message, _, box in inbox for x in box]
-        handle = transport.exchange(sends, receives)
+    alone = kv_dtype == q.dtype and steps.alone
+    dtype = q.dtype if alone else row_sum.dtype
+    dq = torch.empty_like(q, dtype=dtype)
+    grads = {0: _empty(buffers[0], k.shape[1], dtype)}
+    for t, step in enumerate(steps.backward):
+        inbox = [(message, _empty(buffers[0], len(message.slots), dtype)) for message in step.grads_in]
+        sends = [peer for message in step.grads_out for peer in _rows_to(message, grads[message.buffer])]
+        handle = _exchange(transport, step, buffers, sends, [Peer(message.peer, x) for message, box in inbox for x in box])
         if t == 0:
-            dtype = q.dtype if alone else row_sum.dtype
-            dq, dk, dv = local.gradients(q, *_batch_first(buffer), *inputs, step.tiles, score, dtype=dtype)
-            own = grads = dk.transpose(0, 1), dv.transpose(0, 1)
-        else:
-            dk, dv = _batch_first(grads)
-            local.add_gradients(q, *_batch_first(buffer), *inputs, step.tiles, score, dq=dq, dk=dk, dv=dv)
+            written, rest = _split(grads[0], step.tiles.k_rows)
+            for x in rest:
+                x.zero_()
+            local.write_gradients(q, *_keys(step, buffers), *inputs, step.tiles, score, dq, *_batch_first(written))
+        elif step.collects:
+            if step.buffer:
+                grads[step.buffer] = _zeros_like(buffers[step.buffer], dtype)
+            _, mine = _split(grads[step.buffer], step.begin)
+            dk, dv = _batch_first(mine)
+            local.add_gradients(q, *_keys(step, buffers), *inputs, step.tiles, score, dq=dq, dk=dk, dv=dv)
         handle.wait()
-        for message, target, box in inbox:
-            for total, received in zip(target, box, strict=True):
+        for message, box in inbox:
+            for total, received in zip(grads[message.buffer], box, strict=True):
                 message.slots.add_to(total, received)
-        buffer = arriving
-    dk, dv = _batch_first(own)
+        for number in step.closes:
+            del buffers[number]
+        for number in step.grads_close:
+            del grads[number]
+    dk, dv = _batch_first(grads[0])
     return dq.to(q.dtype), dk.to(kv_dtype), dv.to(kv_dtype)
+
+
+def _exchange(
+    transport: Transport, step: Step, buffers: Buffers, sends: Iterable[Peer] = (), receives: Iterable[Peer] = ()
+) -> Handle:
+    """Start a step's K/V on their way, into new buffers where it says so, and after them what else it sends and receives."""
+    for number, rows in step.opens:
+        buffers[number] = _empty(buffers[0], rows, buffers[0][0].dtype)
+    out = [peer for message in step.sends for peer in _rows_to(message, buffers[message.buffer])]
+    into = [Peer(message.peer, message.slots.take(x)) for message in step.receives for x in buffers[message.buffer]]
+    return transport.exchange([*out, *sends], [*into, *receives])
+
+
+def _rows_to(message: Message, buffer: KV) -> list[Peer]:
+    return [Peer(message.peer, message.slots.take(x).contiguous()) for x in buffer]
+
+
+def _keys(step: Step, buffers: Buffers) -> KV:
+    """The K/V that a step's tiles are over: (b, rows, hk, d) and (b, rows, hk, d_v)."""
+    rows = slice(step.begin, step.begin + step.tiles.k_rows)
+    k, v = buffers[step.buffer]
+    return k[rows].transpose(0, 1), v[rows].transpose(0, 1)
 
 
 def _rows_first(k: torch.Tensor, v: torch.Tensor) -> KV:
@@ -103,26 +125,16 @@ def _batch_first(buffer: KV) -> KV:
     return buffer[0].transpose(0, 1), buffer[1].transpose(0, 1)
 
 
-def _like(buffer: KV, receives: tuple[Message, ...]) -> KV:
-    """An empty buffer for what the messages bring."""
-    rows = sum(len(message.slots) for message in receives)
+def _split(buffer: KV, rows: int) -> tuple[KV, KV]:
     k, v = buffer
-    return k.new_empty(rows, *k.shape[1:]), v.new_empty(rows, *v.shape[1:])
+    return (k[:rows], v[:rows]), (k[rows:], v[rows:])
+
+
+def _empty(buffer: KV, rows: int, dtype: torch.dtype) -> KV:
+    k, v = buffer
+    return k.new_empty((rows, *k.shape[1:]), dtype=dtype), v.new_empty((rows, *v.shape[1:]), dtype=dtype)
 
 
 def _zeros_like(buffer: KV, dtype: torch.dtype) -> KV:
     k, v = buffer
-    return torch.zeros(k.shape, dtype=dtype, device=k.device), torch.zeros(v.shape, dtype=dtype, device=v.device)
-
-
-def _empty_rows(buffer: KV, message: Message) -> KV:
-    k, v = buffer
-    return k.new_empty(len(message.slots), *k.shape[1:]), v.new_empty(len(message.slots), *v.shape[1:])
-
-
-def _outgoing(messages: Iterable[Message], buffer: KV) -> list[Peer]:
-    return [Peer(message.peer, message.slots.take(x).contiguous()) for message in messages for x in buffer]
-
-
-def _incoming(messages: Iterable[Message], buffer: KV) -> list[Peer]:
-    return [Peer(message.peer, message.slots.take(x)) for message in messages for x in buffer]
+    return torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)

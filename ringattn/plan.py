@@ -8,7 +8,7 @@ exactly one tile.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ import torch
 from .check import instance
 from .layout import Layout
 from .mask import Mask
-from .region import Table, count_pairs
+from .region import Table, count_pairs, trim
 from .region import common_stride as region_stride
 from .span import Span, Spans, common_stride, fold, refine, span_table
 
@@ -75,6 +75,18 @@ class Rows:
         """This set, a subset of `outer`, as rows of a buffer that holds `outer`'s rows one after the other."""
         begin = outer.rank_of(self.ranges[:, 0])
         return Rows(np.stack([begin, begin + self.ranges[:, 1] - self.ranges[:, 0]], axis=1))
+
+    def cut(self, parts: int) -> list[Rows]:
+        """These rows in order as at most so many sets of about equal size, none of them empty."""
+        if parts == 1:
+            return [self] if len(self) else []
+        sizes = self.ranges[:, 1] - self.ranges[:, 0]
+        before = np.cumsum(sizes) - sizes
+        bounds = len(self) * np.arange(parts + 1) // parts
+        pieces = [
+            self.ranges[:, :1] + np.clip(np.stack([a - before, b - before], axis=1), 0, sizes[:, None]) for a, b in pairwise(bounds)
+        ]
+        return [rows for rows in map(Rows, pieces) if len(rows)]
 
     def index(self, device: torch.device) -> torch.Tensor:
         """The rows as an int64 tensor; made once a device."""
@@ -141,6 +153,13 @@ class Tiles:
         """Live pairs."""
         return int(count_pairs(*self.table.T).sum())
 
+    def of_keys(self, begin: int, end: int) -> Tiles:
+        """The part of the tiles that lies in rows [begin, end) of the buffer, over these rows."""
+        k_begin, k_end = np.clip(self.table[:, 2:4].T, begin, end) - begin
+        q_begin, q_end, _, _, lo, hi = self.table.T
+        *table, live = trim(q_begin, q_end, k_begin, k_end, lo + begin, hi + begin)
+        return Tiles(np.stack(table, axis=1)[live], self.q_rows, end - begin)
+
     @cached_property
     def rows(self) -> list[list[int]]:
         """The tiles as lists of integers."""
@@ -167,7 +186,6 @@ class Plan:
     order: tuple[Order | None, ...]
     table: Table  # (n, 6)
     starts: np.ndarray  # (world_size * world_size + 1): tiles of (rank, owner) begin at starts[rank * world_size + owner]
-    _carried: dict[int, tuple[Rows, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def tiles(self, rank: int, owner: int) -> Table:
         """The (n, 6) tiles of a rank's queries with an owner's keys."""
@@ -187,17 +205,6 @@ class Plan:
         ranges = _joined(self.table[:, 2:4] + base[:, None], _GAP)
         cuts = np.searchsorted(ranges[:, 0], apart * np.arange(pairs + 1))
         return [Rows(ranges[a:b] - apart * pair) for pair, (a, b) in enumerate(pairwise(cuts.tolist()))]
-
-    def carried(self, owner: int) -> tuple[Rows, ...]:
-        """Entry t: rows of an owner that its t-th next neighbour, or one further on, needs; all at 0, none at world_size."""
-        if owner not in self._carried:
-            carried = [Rows.span(0, 0)]
-            for hop in range(self.world_size - 1, 0, -1):
-                needed = self.needs((owner + hop) % self.world_size, owner)
-                carried.append(carried[-1] if needed == carried[-1] else needed | carried[-1])
-            carried.append(Rows.span(0, self.lengths[owner]))
-            self._carried[owner] = tuple(reversed(carried))
-        return self._carried[owner]
 
     def pairs(self) -> np.ndarray:
         """Live pairs of each (rank, owner): (world_size, world_size) int64."""

@@ -1,102 +1,228 @@
-"""Schedules: the order in which owners' K/V come to hand, as data.
+"""Schedules: which rows of K/V move from whom to whom in which step, as data.
 
-Time runs in steps, numbered alike on all ranks. In step t a rank computes with the K/V rows in its buffer (in step 0: its own
-shard) while the transfers of step t fill the buffers of step t + 1. A schedule only says who sends which rows to whom; sizes
-follow from the plan, so that nothing is negotiated. Gradients need no route of their own: after a step, the dK/dV rows whose
-K/V row was sent on follow it, one step behind, and all others go home to their owner.
+Time runs in steps, numbered alike on all ranks. A rank starts with buffer 0, its own shard, which is always at hand; transfers
+fill its buffer of step t while earlier steps compute, and in step t it computes with that buffer. A schedule is the list of all
+ranks' transfers, in an order that all ranks derive alike from the plan: nothing is negotiated, and between two ranks sends and
+receives match by their order. Each step has one exchange, so that links of all kinds work at once; what takes longer than a step is cut
+into a piece a step.
 
-Sources: ring (Ring Attention, Liu et al. 2023, section 3); gather, all K/V at once (Llama 3, Dubey et al. 2024, section 3.3.2).
+Gradients need no schedule of their own: dK/dV follow the K/V transfers that are `followed`, one step behind, and go home to
+their owner from where no such transfer leads on.
+
+Sources: ring (Ring Attention, Liu et al. 2023, section 3); one wave of all owners (Llama 3, Dubey et al. 2024, section 3.3.2); double
+ring (LoongTrain, Gu et al. 2024, section 4.3).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
+import torch
 
-from .plan import Plan, Rows, Tiles, move_keys
+from .check import integer
+from .plan import Plan, Rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Transfer:
-    """`rows` of an owner's K/V (or of its dK/dV) from rank `src` to rank `dst`."""
+    """`rows` of an owner's K/V, or of its dK/dV, under way from rank `src` to rank `dst` in step `step`.
+
+    K/V leave src's buffer of step `held` <= step for dst's buffer of step `into` > step; what leaves the owner leaves its shard.
+    dK/dV leave those of src's buffer of step `held` < step, complete by then, and are added to those of dst's buffer of step `into`
+    <= step. Buffer 0 is a rank's own shard.
+    """
 
     src: int
     dst: int
     owner: int
     rows: Rows
+    held: int
+    into: int
+    step: int
+    followed: bool = False  # K/V: dK/dV of these rows leave src for dst too
+
+
+class RowBytes(NamedTuple):
+    """Bytes of one row's K and V, all batches and heads, and of its dK and dV."""
+
+    kv: int
+    grads: int
+
+    @classmethod
+    def of(cls, k: torch.Tensor, v: torch.Tensor, heads: int) -> RowBytes:
+        """Of so many heads of k (b, s, hk, d) and v (b, s, hk, d_v), with dK and dV in fp32 (fp64 for fp64)."""
+        elements = k.shape[0] * heads * (k.shape[3] + v.shape[3])
+        return cls(elements * k.element_size(), elements * max(4, k.element_size()))
 
 
 class Schedule(ABC):
     """Who sends which rows to whom, step by step."""
 
-    @abstractmethod
-    def steps(self, world_size: int) -> int:
-        """Number of steps in which something is computed."""
+    @property
+    def by_memory(self) -> bool:
+        """Whether `resolve` looks at the bytes of a row."""
+        return False
+
+    def resolve(self, plan: Plan, ranks_per_node: int | None, row_bytes: RowBytes | None) -> Schedule:
+        """This schedule with all that it leaves open chosen. Raises ValueError if it does not fit the ranks or the memory."""
+        return self
 
     @abstractmethod
-    def incoming(self, plan: Plan, rank: int, step: int) -> tuple[Transfer, ...]:
-        """The transfers that fill a rank's buffer of `step` >= 1, in buffer order; they are under way in step - 1."""
+    def transfers(self, plan: Plan) -> list[Transfer]:
+        """All K/V transfers of all ranks, those into an earlier buffer first."""
 
-    @abstractmethod
-    def outgoing(self, plan: Plan, rank: int, step: int) -> tuple[Transfer, ...]:
-        """The transfers out of a rank's buffer of `step`, under way in that step."""
-
-    @abstractmethod
-    def holders(self, plan: Plan, owner: int, step: int) -> tuple[int, ...]:
-        """The ranks, other than the owner, that have rows of an owner in their buffer of `step`, ascending in time and rank."""
+    def return_steps(self, plan: Plan, holder: int, owner: int, buffer: int) -> int:
+        """Over how many steps dK/dV of an owner's rows in a holder's `buffer` are spread on their way home, if so many are left."""
+        return 1
 
 
 @dataclass(frozen=True)
 class Ring(Schedule):
     """K/V go to the next rank each step; rows that no later rank needs stay behind. Memory for two shards of K/V."""
 
-    def steps(self, world_size: int) -> int:
-        return world_size
-
-    def incoming(self, plan: Plan, rank: int, step: int) -> tuple[Transfer, ...]:
-        owner = (rank - step) % plan.world_size
-        rows = plan.carried(owner)[step]
-        return (Transfer((rank - 1) % plan.world_size, rank, owner, rows),) if len(rows) else ()
-
-    def outgoing(self, plan: Plan, rank: int, step: int) -> tuple[Transfer, ...]:
-        owner = (rank - step) % plan.world_size
-        rows = plan.carried(owner)[step + 1]
-        return (Transfer(rank, (rank + 1) % plan.world_size, owner, rows),) if len(rows) else ()
-
-    def holders(self, plan: Plan, owner: int, step: int) -> tuple[int, ...]:
-        return ((owner + step) % plan.world_size,) if step and len(plan.carried(owner)[step]) else ()
+    def transfers(self, plan: Plan) -> list[Transfer]:
+        n = plan.world_size
+        found = []
+        for owner in range(n):
+            path = [(owner + hop) % n for hop in range(1, n)]
+            for hop, (rank, rows) in enumerate(zip(path, _needed_from(plan, owner, path)), 1):
+                if len(rows):
+                    found.append(Transfer((rank - 1) % n, rank, owner, rows, hop - 1, hop, hop - 1, followed=hop > 1))
+        return _in_time(found)
 
     def __repr__(self) -> str:
         return "ring()"
 
 
 @dataclass(frozen=True)
-class Gather(Schedule):
-    """Each rank fetches all the rows it needs straight from their owners, behind its own K/V, and computes them in one launch.
+class Waves(Schedule):
+    """Owners in order of distance, `width` at a time, straight from themselves, with the next wave under way.
 
-    Two steps; memory for all the K/V rows that a rank needs.
+    A rank's owners are those it needs rows of. The last wave has what is left over: its gradients are the last to go home.
     """
 
-    def steps(self, world_size: int) -> int:
-        return min(2, world_size)
+    width: int | None
+    memory: int | None = None
 
-    def incoming(self, plan: Plan, rank: int, step: int) -> tuple[Transfer, ...]:
-        owners = [owner for owner in range(plan.world_size) if owner != rank]
-        found = (Transfer(owner, rank, owner, plan.needs(rank, owner)) for owner in owners)
-        return tuple(t for t in found if len(t.rows)) if step == 1 else ()
+    @property
+    def by_memory(self) -> bool:
+        return self.memory is not None
 
-    def outgoing(self, plan: Plan, rank: int, step: int) -> tuple[Transfer, ...]:
-        others = [other for other in range(plan.world_size) if other != rank]
-        found = (Transfer(rank, other, rank, plan.needs(other, rank)) for other in others)
-        return tuple(t for t in found if len(t.rows)) if step == 0 else ()
+    def resolve(self, plan: Plan, ranks_per_node: int | None, row_bytes: RowBytes | None) -> Schedule:
+        if self.memory is None:
+            return self
+        assert row_bytes is not None
+        least = self._bytes(plan, 1, row_bytes)
+        if least > self.memory:
+            raise ValueError(
+                f"waves have {self.memory} bytes of memory, but one owner at a time takes {least} bytes a rank in the backward pass: "
+                "give them more memory, or spread the sequence over more ranks"
+            )
+        widths = range(1, max(2, plan.world_size))
+        return Waves(bisect_right(widths, self.memory, key=lambda width: self._bytes(plan, width, row_bytes)))
 
-    def holders(self, plan: Plan, owner: int, step: int) -> tuple[int, ...]:
-        return tuple(t.dst for t in self.outgoing(plan, owner, 0)) if step == 1 else ()
+    def transfers(self, plan: Plan) -> list[Transfer]:
+        found = []
+        for rank in range(plan.world_size):
+            for i, owner in enumerate(_owners(plan, rank)):
+                wave = 1 + (i // self.width if self.width else 0)
+                found.append(Transfer(owner, rank, owner, plan.needs(rank, owner), 0, wave, wave - 1))
+        return _in_time(found)
+
+    def _bytes(self, plan: Plan, width: int, row_bytes: RowBytes) -> int:
+        """The most that a rank holds at a time in the backward pass.
+
+        K/V of this wave and the next; dK/dV of this wave and the one on its way home, and those that come home.
+        """
+        transfers = Waves(width).transfers(plan)
+        steps = 2 + max((t.into for t in transfers), default=0)
+        held = [[0] * (steps + 1) for _ in range(plan.world_size)]  # rows in buffers
+        home = [[0] * (steps + 1) for _ in range(plan.world_size)]  # rows that come home
+        for t in transfers:
+            held[t.dst][t.into] += len(t.rows)
+            home[t.src][t.into + 1] += len(t.rows)
+        return max(
+            row_bytes.kv * (mine[step] + mine[step + 1]) + row_bytes.grads * (mine[step] + mine[step - 1] + back[step])
+            for mine, back in zip(held, home)
+            for step in range(1, steps)
+        )
 
     def __repr__(self) -> str:
-        return "gather()"
+        if self.memory is not None:
+            return f"waves(memory={self.memory})"
+        return "gather()" if self.width is None else f"waves({self.width})"
+
+
+@dataclass(frozen=True)
+class DoubleRing(Schedule):
+    """A ring over the ranks of each node, while the shards that it began with travel to the next node.
+
+    Rank = node * ranks_per_node + local rank. Round n of an inner ring is of the shards of the n-th node before. Between nodes a shard's
+    K/V travel once a node, in a piece a step; its dK/dV gather along the inner ring and go straight home, likewise in pieces.
+    """
+
+    ranks_per_node: int | None
+
+    def resolve(self, plan: Plan, ranks_per_node: int | None, row_bytes: RowBytes | None) -> Schedule:
+        size = ranks_per_node if self.ranks_per_node is None else self.ranks_per_node
+        if size is None:
+            raise ValueError(
+                "double_ring() takes the ranks of each node from the launcher, but this group's ranks do not lie node by node, equally "
+                "many on each: pass ranks_per_node, or a group that does"
+            )
+        if plan.world_size % size:
+            raise ValueError(
+                f"double_ring has {size} ranks a node, which does not divide the group's {plan.world_size}: "
+                "pass ranks_per_node, a divisor, with the ranks of a node next to each other in the group"
+            )
+        return DoubleRing(size)
+
+    def transfers(self, plan: Plan) -> list[Transfer]:
+        found = []
+        for owner in range(plan.world_size):
+            found += self._of_owner(plan, owner)
+        return _in_time(found)
+
+    def _of_owner(self, plan: Plan, owner: int) -> list[Transfer]:
+        size, nodes = self._sizes(plan)
+        rounds = []
+        for turn in range(nodes):
+            node = (owner // size + turn) % nodes
+            ranks = [(node * size + (owner + hop) % size, turn * size + hop) for hop in range(size)]
+            # (rank, buffer) of those who need something; others are passed by
+            stops = [(rank, buffer) for rank, buffer in ranks if rank != owner and len(plan.needs(rank, owner))]
+            if stops:
+                rounds.append((turn, stops, _needed_from(plan, owner, [rank for rank, _ in stops])))
+        outer = _unions_from([rows[0] for _, _, rows in rounds])
+        found = []
+        source, held = owner, 0
+        for (turn, stops, inner), onward in zip(rounds, outer):
+            if turn > 0:
+                head, into = stops[0]
+                pieces = onward.cut(min(size, into - held))
+                found += [Transfer(source, head, owner, rows, held, into, into - len(pieces) + i) for i, rows in enumerate(pieces)]
+                source, held = head, into
+            else:
+                stops, inner = [(owner, 0), *stops], [Rows.span(0, 0), *inner]
+            for (src, a), (dst, b), rows in zip(stops, stops[1:], inner[1:]):
+                found.append(Transfer(src, dst, owner, rows, a, b, b - 1, followed=src != owner))
+        return found
+
+    def return_steps(self, plan: Plan, holder: int, owner: int, buffer: int) -> int:
+        size, _ = self._sizes(plan)
+        return 1 if holder // size == owner // size else size
+
+    def _sizes(self, plan: Plan) -> tuple[int, int]:
+        assert self.ranks_per_node is not None
+        return self.ranks_per_node, plan.world_size // self.ranks_per_node
+
+    def __repr__(self) -> str:
+        return f"double_ring({'' if self.ranks_per_node is None else self.ranks_per_node})"
 
 
 def ring() -> Schedule:
@@ -105,155 +231,93 @@ def ring() -> Schedule:
 
 
 def gather() -> Schedule:
-    """All K/V rows that a rank needs at once, straight from their owners."""
-    return Gather()
+    """All K/V rows that a rank needs at once, straight from their owners, in one launch: one wave."""
+    return Waves(None)
 
 
-def default_schedule(plan: Plan) -> Schedule:
-    """`gather` where no rank needs more rows from the others than three shards hold, else `ring`.
+def waves(width: int | None = None, *, memory: int | None = None) -> Schedule:
+    """Owners in order of distance, `width` at a time and one launch a wave, straight from themselves; the next wave is under way.
 
-    Up to there the backward pass peaks at no more memory than a ring's.
+    width: owners a wave; None for all of them, which is `gather()`.
+    memory: instead, bytes a rank for K/V on their way and fp32 dK/dV of others in the backward pass: the widest waves that fit.
 
-    Few ranks, windows and documents gather; long causal sequences over many ranks go around the ring.
+    Raises ValueError if both are given or one is less than 1; a call, if the memory does not hold one owner at a time.
+    """
+    if width is not None and memory is not None:
+        raise ValueError(f"width is {width} and memory is {memory}, but only one of them chooses the waves: leave one out")
+    width = None if width is None else integer("width", width, least=1)
+    return Waves(width, None if memory is None else integer("memory", memory, least=1))
+
+
+def double_ring(ranks_per_node: int | None = None) -> Schedule:
+    """Rings within nodes inside a ring over nodes: between nodes, a shard travels once a node and not once a rank.
+
+    ranks_per_node: a divisor of the group's size; by default as many as the launcher started on each node (`LOCAL_WORLD_SIZE`).
+        Ranks of a node are next to each other in the group. A call raises ValueError if it does not divide.
+    """
+    return DoubleRing(None if ranks_per_node is None else integer("ranks_per_node", ranks_per_node, least=1))
+
+
+def default_schedule(plan: Plan, ranks_per_node: int | None = None) -> Schedule:
+    """`gather` where no rank needs more rows from the others than three shards hold, else `ring`; over several nodes `double_ring`.
+
+    Few ranks, windows and documents gather; long causal sequences over many ranks go around the ring. `ranks_per_node` is the
+    number of ranks of each node, None for one node.
     """
     n = plan.world_size
     held = 3 * max(plan.lengths)
-    for rank in range(n):
-        if sum(len(plan.needs(rank, owner)) for owner in range(n) if owner != rank) > held:
-            return Ring()
-    return Gather()
+    if all(sum(len(plan.needs(rank, owner)) for owner in range(n) if owner != rank) <= held for rank in range(n)):
+        return Waves(None)
+    return DoubleRing(ranks_per_node) if ranks_per_node is not None and 1 < ranks_per_node < n else Ring()
 
 
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """An owner's rows in a buffer: rows [begin, begin + len(rows)) of it."""
-
-    owner: int
-    rows: Rows
-    begin: int
-
-    @property
-    def end(self) -> int:
-        return self.begin + len(self.rows)
-
-    def slots(self, rows: Rows) -> Rows:
-        """Some of the owner's rows as rows of the buffer."""
-        return Rows(rows.within(self.rows).ranges + self.begin)
-
-
-@dataclass(frozen=True, eq=False)
-class Message:
-    """Rows of this rank's buffer (or of its own shard) that go to, or come from, a peer."""
-
-    peer: int
-    slots: Rows
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One rank's part in one step. `tiles` is over `k_rows` rows of the buffer. All rows are rows of buffers.
-
-    During it, `sends` leave this step's buffer and `receives` fill the next one. In the backward pass also `grads_out` leave
-    the dK/dV of the previous step's buffer for the next holder or the owner, `grads_in` come to be added to this step's dK/dV,
-    and `grads_own` to the rank's own.
-    """
-
-    k_rows: int
-    tiles: Tiles
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
-    grads_out: tuple[Message, ...]
-    grads_in: tuple[Message, ...]
-    grads_own: tuple[Message, ...]
-
-
-def make_steps(schedule: Schedule, plan: Plan, rank: int) -> tuple[Step, ...]:
-    """A rank's steps. The last one computes nothing: it is there for the gradients of the one before."""
-    n = schedule.steps(plan.world_size)
-    buffers = [_buffer(schedule, plan, rank, step) for step in range(n + 1)]
-    return tuple(_step(schedule, plan, rank, step, buffers, n) for step in range(n + 1))
-
-
-def local_steps(tiles: Tiles) -> tuple[Step, ...]:
-    """The steps of a rank that has all it needs."""
-    nothing = Tiles(np.empty((0, 6), dtype=np.int64), tiles.q_rows, 0)
-    return Step(tiles.k_rows, tiles, (), (), (), (), ()), Step(0, nothing, (), (), (), (), ())
+def gradient_transfers(schedule: Schedule, plan: Plan, transfers: Sequence[Transfer]) -> list[Transfer]:
+    """The transfers of dK/dV that K/V transfers lead to, those that leave first first."""
+    came: dict[tuple[int, int, int], list[Transfer]] = defaultdict(list)
+    onward: dict[tuple[int, int, int], list[Transfer]] = defaultdict(list)
+    for t in transfers:
+        came[t.dst, t.into, t.owner].append(t)
+        if t.followed:
+            onward[t.src, t.held, t.owner].append(t)
+    last = max((t.into for t in transfers), default=0)
+    found = []
+    for (rank, buffer, owner), arrivals in came.items():
+        rows = plan.needs(rank, owner)
+        for t in arrivals:
+            if t.followed:
+                rows = rows | t.rows
+        for t in onward[rank, buffer, owner]:
+            rows = rows - t.rows
+            found.append(Transfer(rank, t.dst, owner, t.rows, buffer, t.into, t.into))
+        if len(rows):
+            parts = rows.cut(min(schedule.return_steps(plan, rank, owner, buffer), last + 1 - buffer))
+            found += [Transfer(rank, owner, owner, part, buffer, 0, buffer + 1 + i) for i, part in enumerate(parts)]
+    return sorted(found, key=lambda t: t.step)
 
 
 def bytes_sent(schedule: Schedule, plan: Plan, rank: int, row_bytes: int) -> int:
     """Bytes of K/V that a rank sends in a forward pass, at `row_bytes` for the K and V of one row."""
-    steps = range(schedule.steps(plan.world_size))
-    return row_bytes * sum(len(t.rows) for step in steps for t in schedule.outgoing(plan, rank, step))
+    return row_bytes * sum(len(t.rows) for t in schedule.transfers(plan) if t.src == rank)
 
 
-def _buffer(schedule: Schedule, plan: Plan, rank: int, step: int) -> tuple[Piece, ...]:
-    if step == 0:
-        return (Piece(rank, Rows.span(0, plan.lengths[rank]), 0),)
-    if step >= schedule.steps(plan.world_size):
-        return ()
-    pieces: list[Piece] = []
-    for transfer in schedule.incoming(plan, rank, step):
-        pieces.append(Piece(transfer.owner, transfer.rows, pieces[-1].end if pieces else 0))
-    return tuple(pieces)
+def _owners(plan: Plan, rank: int) -> list[int]:
+    """The other ranks of which a rank needs rows, nearest before it first."""
+    before = [(rank - distance) % plan.world_size for distance in range(1, plan.world_size)]
+    return [owner for owner in before if len(plan.needs(rank, owner))]
 
 
-def _step(schedule: Schedule, plan: Plan, rank: int, step: int, buffers: list[tuple[Piece, ...]], n: int) -> Step:
-    here = buffers[step]
-    tiles = [move_keys(plan.tiles(rank, piece.owner), piece.rows, piece.begin) for piece in here]
-    k_rows = here[-1].end if here else 0
-    return Step(
-        k_rows=k_rows,
-        tiles=Tiles(np.concatenate(tiles) if tiles else np.empty((0, 6), dtype=np.int64), plan.lengths[rank], k_rows),
-        sends=tuple(Message(t.dst, _piece(here, t.owner).slots(t.rows)) for t in schedule.outgoing(plan, rank, step))
-        if step < n
-        else (),
-        receives=_arrivals(schedule, plan, rank, buffers, step + 1) if step + 1 < n else (),
-        grads_out=_grads_out(schedule, plan, rank, buffers[step - 1], step - 1) if step > 1 else (),
-        grads_in=_grads_in(schedule, plan, rank, here, step) if 1 < step < n else (),
-        grads_own=_grads_own(schedule, plan, rank, step - 1) if step > 1 else (),
-    )
+def _needed_from(plan: Plan, owner: int, path: list[int]) -> list[Rows]:
+    """Entry i: the rows of an owner that the ranks from path[i] on need."""
+    return _unions_from([plan.needs(rank, owner) for rank in path])
 
 
-def _arrivals(schedule: Schedule, plan: Plan, rank: int, buffers: list[tuple[Piece, ...]], step: int) -> tuple[Message, ...]:
-    arriving = zip(schedule.incoming(plan, rank, step), buffers[step], strict=True)
-    return tuple(Message(transfer.src, Rows.span(piece.begin, piece.end)) for transfer, piece in arriving)
+def _unions_from(sets: list[Rows]) -> list[Rows]:
+    """Entry i: the union of sets[i:]."""
+    unions = sets[-1:]
+    for rows in reversed(sets[:-1]):
+        unions.append(unions[-1] if rows == unions[-1] or not len(rows) else rows | unions[-1])
+    return unions[::-1]
 
 
-def _grads_out(schedule: Schedule, plan: Plan, rank: int, buffer: tuple[Piece, ...], step: int) -> tuple[Message, ...]:
-    """dK/dV of the buffer of `step`: rows sent on follow, the others go home."""
-    onward = schedule.outgoing(plan, rank, step)
-    messages = [Message(t.dst, _piece(buffer, t.owner).slots(t.rows)) for t in onward]
-    for piece in buffer:
-        home = _left_behind(piece, onward)
-        if len(home):
-            messages.append(Message(piece.owner, piece.slots(home)))
-    return tuple(messages)
-
-
-def _grads_in(schedule: Schedule, plan: Plan, rank: int, buffer: tuple[Piece, ...], step: int) -> tuple[Message, ...]:
-    """What followed this step's K/V here, one step behind; K/V that came straight from its owner brings none."""
-    followed = [t for t in schedule.incoming(plan, rank, step) if t.src != t.owner]
-    return tuple(Message(t.src, _piece(buffer, t.owner).slots(t.rows)) for t in followed)
-
-
-def _grads_own(schedule: Schedule, plan: Plan, rank: int, step: int) -> tuple[Message, ...]:
-    """dK/dV of this rank's own rows that come home from the holders of `step`."""
-    messages = []
-    for holder in schedule.holders(plan, rank, step):
-        piece = _piece(_buffer(schedule, plan, holder, step), rank)
-        home = _left_behind(piece, schedule.outgoing(plan, holder, step))
-        if len(home):
-            messages.append(Message(holder, home))
-    return tuple(messages)
-
-
-def _left_behind(piece: Piece, onward: tuple[Transfer, ...]) -> Rows:
-    home = piece.rows
-    for transfer in onward:
-        if transfer.owner == piece.owner:
-            home = home - transfer.rows
-    return home
-
-
-def _piece(buffer: tuple[Piece, ...], owner: int) -> Piece:
-    return next(piece for piece in buffer if piece.owner == owner)
+def _in_time(transfers: list[Transfer]) -> list[Transfer]:
+    return sorted(transfers, key=lambda t: t.into)

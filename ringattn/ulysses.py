@@ -26,9 +26,9 @@ import torch
 from . import local, passes
 from .layout import Layout
 from .plan import Order
-from .schedule import Step
 from .score import Score
 from .span import Span
+from .steps import Steps
 from .transport import Peer, Ranks, Transport
 
 
@@ -67,6 +67,10 @@ class Hybrid(Ranks):
                 f"q has {h} heads, which the {self.heads.size} ranks of the heads axis do not divide: "
                 "make the heads axis shorter and the ring longer"
             )
+
+    def kv_heads(self, h: int, hk: int) -> int:
+        """K/V heads on each rank of the ring."""
+        return kv_copies(h, hk, self.heads.size) * hk // self.heads.size
 
     def rows(self, layout: Layout) -> tuple[int, ...]:
         """Rows of each rank of this rank's heads axis."""
@@ -154,7 +158,7 @@ class HybridRun:
 
     exchange: HeadExchange
     ring: Transport
-    steps: tuple[Step, ...]
+    steps: Steps
     score: Score
     stats: bool
 

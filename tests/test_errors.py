@@ -111,7 +111,7 @@ OPTIONS = {
     ),
     "schedule is a name": (
         lambda: call(schedule="ring"),
-        r"schedule is 'ring', but must be a Schedule: pass ring\(\) or gather\(\)",
+        r"schedule is 'ring', but must be a Schedule: build one with ring\(\), waves\(width\) and the like",
     ),
     "schedule is not called": (lambda: call(schedule=ra.ring), "schedule is <function ring at .*>, but must be a Schedule"),
     "scale is a tensor": (

@@ -14,11 +14,11 @@ import ringattn as ra
 from ringattn import region
 from ringattn.context import Context
 from ringattn.plan import Rows, Tiles, is_full, make_local_plan, merge_full, move_keys, spans_of
-from ringattn.schedule import make_steps
+from ringattn.steps import make_steps
 from ringattn.transport import Alone, LoopbackTransport
 from ringattn.transport.loopback import _Mailboxes
 
-SCHEDULES = {"ring": ra.ring(), "gather": ra.gather()}
+SCHEDULES = {"ring": ra.ring(), "gather": ra.gather(), "waves": ra.waves(2)}
 
 
 def covered(tiles, q_rows, k_rows):
@@ -89,12 +89,11 @@ def test_the_steps_of_each_rank_cover_the_same_pairs(cases, schedule, data):
     rows = [rows_of(layout, plan, rank) for rank in range(layout.world_size)]
     for rank, queries in enumerate(rows):
         total = np.zeros((len(queries), layout.seq_len), dtype=int)
-        for step, part in enumerate(make_steps(schedule, plan, rank)):
+        for step, part in enumerate(make_steps(schedule, plan, rank).forward):
             buffer = [rows[rank]] if step == 0 else []
-            if 0 < step < schedule.steps(plan.world_size):
-                buffer = [rows[t.owner][listed(t.rows)] for t in schedule.incoming(plan, rank, step)]
+            buffer += [rows[t.owner][listed(t.rows)] for t in schedule.transfers(plan) if (t.dst, t.into) == (rank, step)]
             held = np.concatenate(buffer) if buffer else np.empty(0, dtype=int)
-            assert part.k_rows == part.tiles.k_rows == len(held)
+            assert part.tiles.k_rows == len(held)
             assert part.tiles.q_rows == len(queries)
             counts = covered(part.tiles.table, len(queries), len(held))
             assert part.tiles.pairs == counts.sum()
@@ -142,7 +141,7 @@ def test_shuffled_positions_have_few_tiles():
 def gathered(layout, mask, rank):
     """A rank's tiles with all that it fetches in one buffer."""
     plan = ra.make_plan(layout, mask)
-    return make_steps(ra.gather(), plan, rank)[1].tiles
+    return make_steps(ra.gather(), plan, rank).forward[1].tiles
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])

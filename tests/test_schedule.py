@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn.plan import Rows
-from ringattn.schedule import bytes_sent, make_steps
+from ringattn.schedule import DoubleRing, RowBytes, bytes_sent
+from ringattn.steps import make_steps
 from ringattn.transport import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SCHEDULES = {"ring": ra.ring(), "gather": ra.gather()}
+SCHEDULES = {
+    "ring": ra.ring(),
+    "gather": ra.gather(),
+    "waves-1": ra.waves(1),
+    "waves-2": ra.waves(2),
+    "waves-3": ra.waves(3),
+    "double-ring-2": ra.double_ring(2),
+    "double-ring-4": ra.double_ring(4),
+}
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 
 
@@ -37,6 +48,11 @@ def cases(layout_strategy, mask_strategy):
     return _cases(layout_strategy, mask_strategy)
 
 
+def fitting(schedule, world_size):
+    """The schedule for so many ranks."""
+    return ra.double_ring(math.gcd(world_size, schedule.ranks_per_node)) if isinstance(schedule, DoubleRing) else schedule
+
+
 class Wires:
     """Rows under way between ranks in one step, matched in posting order."""
 
@@ -56,73 +72,139 @@ class Wires:
         assert not any(self.posted.values())
 
 
-@every_schedule
-@given(st.data())
-def test_simulated_passes(cases, schedule, data):
-    """A forward and a backward pass of integers: each K/V row is its position, each gradient a count per (query, key)."""
-    layout, mask = data.draw(cases)
+class Simulated:
+    """A rank whose K/V rows are their positions, and whose dK/dV count, for each key, each query's contribution."""
+
+    def __init__(self, steps, order, rank, seq_len):
+        self.steps, self.rank, self.seq_len = steps, rank, seq_len
+        self.queries = order[rank]
+        self.buffers = {0: order[rank]}
+        self.grads = {0: np.zeros((len(order[rank]), seq_len), dtype=int)}
+
+    def begin(self, step, wires, grads):
+        for number, rows in step.opens:
+            assert number not in self.buffers
+            self.buffers[number] = np.full(rows, -1)
+        for message in step.sends:
+            rows = self.buffers[message.buffer][listed(message.slots)]
+            assert (rows >= 0).all()
+            wires.send(self.rank, message.peer, rows)
+        for message in step.grads_out if grads else ():
+            wires.send(self.rank, message.peer, self.grads[message.buffer][listed(message.slots)])
+
+    def compute(self, step):
+        """(queries, keys) of the step's pairs."""
+        if not len(step.tiles):
+            return
+        keys = self.buffers[step.buffer][step.begin : step.begin + step.tiles.k_rows]
+        assert len(keys) == step.tiles.k_rows
+        assert (keys >= 0).all()
+        for q_begin, q_end, k_begin, k_end, lo, hi in step.tiles.rows:
+            for i in range(q_begin, q_end):
+                for j in range(max(k_begin, i - hi), min(k_end, i - lo + 1)):
+                    yield self.queries[i], keys[j], step.begin + j
+
+    def add(self, step):
+        if step.collects and step.buffer:
+            assert step.buffer not in self.grads
+            self.grads[step.buffer] = np.zeros((len(self.buffers[step.buffer]), self.seq_len), dtype=int)
+        for query, _, row in self.compute(step):
+            self.grads[step.buffer][row, query] += 1
+
+    def end(self, step, wires, grads):
+        for message in step.receives:
+            rows = listed(message.slots)
+            assert (self.buffers[message.buffer][rows] == -1).all()
+            self.buffers[message.buffer][rows] = wires.receive(message.peer, self.rank, len(rows))
+        for message in step.grads_in if grads else ():
+            rows = listed(message.slots)
+            self.grads[message.buffer][rows] += wires.receive(message.peer, self.rank, len(rows))
+        for number in step.closes:
+            del self.buffers[number]
+        for number in step.grads_close if grads else ():
+            del self.grads[number]
+
+
+def simulate(schedule, layout, mask):
     plan = ra.make_plan(layout, mask)
-    live = mask.dense(layout.seq_len).numpy()
     ranks = range(layout.world_size)
     order = [
         layout.positions(r).numpy() if plan.order[r] is None else layout.positions(r).numpy()[plan.order[r].rows] for r in ranks
     ]
     steps = [make_steps(schedule, plan, rank) for rank in ranks]
-    assert len({len(part) for part in steps}) == 1
-    held = list(order)
-    # gradient of a buffer row: how often each query has added to it
-    own = [np.zeros((len(keys), layout.seq_len), dtype=int) for keys in order]
-    previous, grads = [None] * len(ranks), list(own)
-    for t in range(len(steps[0])):
+    assert len({(len(part.forward), len(part.backward)) for part in steps}) == 1
+    live = mask.dense(layout.seq_len).numpy().astype(int)
+    # forward: each query has seen its keys once
+    world = [Simulated(steps[rank], order, rank, layout.seq_len) for rank in ranks]
+    seen = np.zeros_like(live)
+    for t in range(len(steps[0].forward)):
         wires = Wires()
-        for rank in ranks:
-            step = steps[rank][t]
-            assert step.k_rows == len(held[rank])
-            for message in step.sends:
-                wires.send(rank, message.peer, held[rank][listed(message.slots)])
-            for message in step.grads_out:
-                wires.send(rank, message.peer, previous[rank][listed(message.slots)])
-        arriving, inbox = [], []
-        for rank in ranks:
-            step = steps[rank][t]
-            rows = np.full(sum(len(message.slots) for message in step.receives), -1)
-            for message in step.receives:
-                rows[listed(message.slots)] = wires.receive(message.peer, rank, len(message.slots))
-            assert (rows >= 0).all()
-            arriving.append(rows)
-            for target, messages in ((grads, step.grads_in), (own, step.grads_own)):
-                inbox += [(target, rank, message, wires.receive(message.peer, rank, len(message.slots))) for message in messages]
+        for rank in world:
+            rank.begin(rank.steps.forward[t], wires, grads=False)
+        for rank in world:
+            for query, key, _ in rank.compute(rank.steps.forward[t]):
+                seen[query, key] += 1
+        for rank in world:
+            rank.end(rank.steps.forward[t], wires, grads=False)
         wires.assert_empty()
-        for rank in ranks:
-            for q_begin, q_end, k_begin, k_end, lo, hi in steps[rank][t].tiles.rows:
-                for i in range(q_begin, q_end):
-                    for j in range(max(k_begin, i - hi), min(k_end, i - lo + 1)):
-                        grads[rank][j, order[rank][i]] += 1
-                        assert live[order[rank][i], held[rank][j]]
-        for target, rank, message, rows in inbox:
-            target[rank][listed(message.slots)] += rows
-        previous, held = grads, arriving
-        grads = [np.zeros((len(rows), layout.seq_len), dtype=int) for rows in held]
-    # every query's contribution to every key it sees is at the key's owner, once
-    for rank in ranks:
-        assert np.array_equal(own[rank], live[:, order[rank]].T)
+    assert np.array_equal(seen, live)
+    # backward: every query's contribution to every key it sees is at the key's owner, once
+    world = [Simulated(steps[rank], order, rank, layout.seq_len) for rank in ranks]
+    for t in range(len(steps[0].backward)):
+        wires = Wires()
+        for rank in world:
+            rank.begin(rank.steps.backward[t], wires, grads=True)
+        for rank in world:
+            rank.add(rank.steps.backward[t])
+        for rank in world:
+            rank.end(rank.steps.backward[t], wires, grads=True)
+        wires.assert_empty()
+    for rank in world:
+        assert rank.buffers.keys() == rank.grads.keys() == {0}
+        assert np.array_equal(rank.grads[0], live[:, rank.queries].T)
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(sorted(SCHEDULES)), st.data())
+def test_simulated_passes(cases, schedule, data):
+    layout, mask = data.draw(cases)
+    simulate(fitting(SCHEDULES[schedule], layout.world_size), layout, mask)
+
+
+@settings(max_examples=100)
+@given(st.sampled_from([(2, 2), (2, 3), (2, 4), (3, 2), (4, 2), (1, 4), (4, 1)]), st.data())
+def test_simulated_double_rings(layout_strategy, mask_strategy, nodes, data):
+    seq_len = data.draw(st.integers(0, 30))
+    mask, _ = data.draw(mask_strategy(seq_len))
+    simulate(ra.double_ring(nodes[1]), data.draw(layout_strategy(seq_len, math.prod(nodes))), mask)
 
 
 @every_schedule
+@settings(max_examples=30)
 @given(st.data())
 def test_only_rows_that_someone_still_needs_move(cases, schedule, data):
+    """Each transfer is of what the receiver and those after it need, and brings no rank a row twice."""
     layout, mask = data.draw(cases)
     plan = ra.make_plan(layout, mask)
-    ranks = range(layout.world_size)
-    for rank in ranks:
-        for t in range(schedule.steps(layout.world_size)):
-            for transfer in schedule.outgoing(plan, rank, t):
-                # in a ring the ranks from the receiver on to the owner come after
-                distance = (transfer.owner - transfer.dst) % layout.world_size
-                later = [(transfer.dst + i) % layout.world_size for i in range(distance)]
-                users = [transfer.dst] if schedule == ra.gather() else later
-                needed = Rows(np.concatenate([plan.needs(user, transfer.owner).ranges for user in users]))
-                assert transfer.rows == needed
+    transfers = fitting(schedule, layout.world_size).transfers(plan)
+    after = {}  # transfers out of the buffer that a transfer goes into, by owner
+    for t in transfers:
+        after.setdefault((t.src, t.held, t.owner), []).append(t)
+        assert t.held <= t.step < t.into
+        assert t.held > 0 or t.src == t.owner
+
+    def needed(rank, owner, buffer):
+        rows = plan.needs(rank, owner)
+        for t in after.get((rank, buffer, owner), ()):
+            rows = rows | needed(t.dst, owner, t.into)
+        return rows
+
+    for rank in range(layout.world_size):
+        for owner in range(layout.world_size):
+            came = [t for t in transfers if (t.dst, t.owner) == (rank, owner)]
+            total = Rows(np.concatenate([t.rows.ranges for t in came])) if came else Rows.span(0, 0)
+            assert len(total) == sum(len(t.rows) for t in came)
+            assert total == (needed(rank, owner, came[0].into) if came else plan.needs(rank, owner) if rank != owner else total)
 
 
 @pytest.mark.parametrize("row_bytes", [1, 4096])
@@ -181,6 +263,118 @@ def test_a_forward_pass_sends_the_bytes_that_are_told(schedule, mask, make_layou
     assert run_ranks(world_size, work) == [bytes_sent(schedule, plan, rank, row_bytes) for rank in range(world_size)]
 
 
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (2, 3), (2, 4), (3, 2)])
+@pytest.mark.parametrize("schedule", [ra.ring(), ra.double_ring()], ids=repr)
+def test_bytes_between_nodes(schedule, nodes, ranks_per_node):
+    """K/V of each owner come to each other node once, twice with the backward pass; its dK/dV leave each once."""
+    world_size, tokens, hk, d = nodes * ranks_per_node, 6, 2, 4
+    layout = ra.contiguous(world_size * tokens, world_size)
+
+    def work(transport):
+        q = torch.randn(1, tokens, hk, d, requires_grad=True)
+        out = ra.ring_attention(q, q, q, layout=layout, mask=ra.full(), group=transport, schedule=schedule)
+        forward = list(transport.bytes_sent_to)
+        out.sum().backward()
+        return [(forward[dst], transport.bytes_sent_to[dst] - forward[dst]) for dst in range(world_size)]
+
+    sent = run_ranks(world_size, work, ranks_per_node)
+    shard = 2 * tokens * hk * d * 4  # K and V
+    for node in range(nodes):
+        inside = range(node * ranks_per_node, (node + 1) * ranks_per_node)
+        forward, backward = (
+            sum(sent[src][dst][part] for src in inside for dst in range(world_size) if dst not in inside) for part in (0, 1)
+        )
+        if isinstance(schedule, DoubleRing):
+            assert forward == ranks_per_node * (nodes - 1) * shard
+            assert backward == 2 * forward
+        else:
+            assert forward == (world_size - 1) * shard
+
+
+@pytest.mark.parametrize("size", [1, 3, 10])
+def test_waves_of_owners(size):
+    """Each rank's owners by distance, so many a step, straight from themselves, and the smallest wave last."""
+    plan = ra.make_plan(ra.contiguous(80, 8), ra.full())
+    for rank in range(8):
+        fetched = [t for t in ra.waves(size).transfers(plan) if t.dst == rank]
+        assert [t.owner for t in fetched] == [(rank - distance) % 8 for distance in range(1, 8)]
+        assert [t.step for t in fetched] == [i // size for i in range(7)]
+        assert all(t.src == t.owner and t.into == t.step + 1 for t in fetched)
+
+
+def test_owners_of_which_nothing_is_needed_have_no_place_in_a_wave():
+    plan = ra.make_plan(ra.contiguous(80, 8), ra.global_tokens([35]))
+    for rank in set(range(8)) - {3}:
+        assert [(t.owner, t.into) for t in ra.waves(1).transfers(plan) if t.dst == rank] == [(3, 1)]
+
+
+def test_one_wave_of_all_is_gather():
+    assert ra.waves() == ra.gather() != ra.waves(7)
+    plan = ra.make_plan(ra.zigzag(70, 7), ra.causal())
+    gathered, waved = (
+        [(t.src, t.dst, t.into, t.rows) for t in schedule.transfers(plan)] for schedule in (ra.gather(), ra.waves(6))
+    )
+    assert gathered == waved
+
+
+def test_waves_as_wide_as_memory_allows():
+    """Bytes a rank in the backward pass: K/V of this wave and the next, dK/dV of this wave, of the last and those that come home."""
+    plan = ra.make_plan(ra.contiguous(80, 8), ra.full())
+    row = RowBytes(kv=1, grads=2)
+    # shards of 10 rows, in the middle of the pass: (2 * 1 + 3 * 2) * 10 a width, where three waves are at hand
+    wanted = {80: "waves(1)", 159: "waves(1)", 160: "waves(2)", 240: "waves(3)", 10_000: "waves(7)"}
+    for memory, name in wanted.items():
+        assert repr(ra.waves(memory=memory).resolve(plan, 8, row)) == name
+    with pytest.raises(ValueError, match="waves have 79 bytes of memory, but one owner at a time takes 80 bytes a rank"):
+        ra.waves(memory=79).resolve(plan, 8, row)
+
+
+def test_waves_by_memory_in_a_call():
+    q, layout = torch.randn(1, 8, 2, 4), ra.contiguous(64, 8)
+    shard = 8 * 2 * (4 + 4) * 4
+
+    def work(transport, memory):
+        return ra.ring_attention(q, q, q, layout=layout, mask=ra.full(), group=transport, schedule=ra.waves(memory=memory))
+
+    assert torch.equal(run_ranks(8, lambda t: work(t, 5 * shard))[0], run_ranks(8, lambda t: work(t, 9 * shard))[0])
+    with pytest.raises(
+        ValueError, match=f"waves have {5 * shard - 1} bytes of memory, but one owner at a time takes {5 * shard} bytes"
+    ):
+        run_ranks(8, lambda t: work(t, 5 * shard - 1))
+
+
+BAD = {
+    "no width": (lambda: ra.waves(0), "width is 0, but must be at least 1"),
+    "half a width": (lambda: ra.waves(1.5), "width is 1.5, but must be an integer"),
+    "width and memory": (lambda: ra.waves(2, memory=100), "width is 2 and memory is 100, but only one of them chooses the waves"),
+    "no memory": (lambda: ra.waves(memory=0), "memory is 0, but must be at least 1"),
+    "no ranks": (lambda: ra.double_ring(0), "ranks_per_node is 0, but must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_schedules(name):
+    make, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_double_ring_must_fit_the_group():
+    q = torch.randn(1, 4, 1, 4)
+
+    def work(transport, schedule):
+        with pytest.raises(ValueError) as error:
+            ra.ring_attention(q, q, q, layout=ra.contiguous(24, 6), group=transport, schedule=schedule)
+        assert transport.bytes_sent == 0
+        return str(error.value)
+
+    for message in run_ranks(6, lambda t: work(t, ra.double_ring(4))):
+        assert "double_ring has 4 ranks a node, which does not divide the group's 6" in message
+    plan = ra.make_plan(ra.contiguous(24, 6), ra.full())
+    with pytest.raises(ValueError, match="ranks do not lie node by node"):
+        ra.double_ring().resolve(plan, None, None)
+
+
 @pytest.mark.parametrize(
     ("mask", "make_layout", "world_size", "wanted"),
     [
@@ -199,14 +393,25 @@ def test_default_schedule(mask, make_layout, world_size, wanted):
     assert repr(ra.default_schedule(ra.make_plan(make_layout(4096, world_size), mask))) == wanted
 
 
+@pytest.mark.parametrize(
+    ("world_size", "ranks_per_node", "wanted"),
+    [(8, 4, "double_ring(4)"), (8, 8, "ring()"), (8, 1, "ring()"), (8, None, "ring()"), (4, 2, "gather()")],
+)
+def test_default_schedule_over_nodes(world_size, ranks_per_node, wanted):
+    plan = ra.make_plan(ra.zigzag(4096, world_size), ra.causal())
+    assert repr(ra.default_schedule(plan, ranks_per_node)) == wanted
+
+
 def test_schedules_are_values():
+    assert ra.double_ring(2) == ra.double_ring(2) != ra.double_ring(3)
     assert ra.ring() == ra.ring() != ra.gather()
     assert len({ra.ring(), ra.ring(), ra.gather()}) == 2
 
 
 def test_a_rank_alone_exchanges_nothing():
     for schedule in SCHEDULES.values():
-        steps = make_steps(schedule, ra.make_plan(ra.zigzag(16, 1), ra.causal()), 0)
-        for step in steps:
-            assert not any((step.sends, step.receives, step.grads_out, step.grads_in, step.grads_own))
-        assert sum(step.tiles.pairs for step in steps) == 16 * 17 // 2
+        steps = make_steps(fitting(schedule, 1), ra.make_plan(ra.zigzag(16, 1), ra.causal()), 0)
+        for part in (steps.forward, steps.backward):
+            for step in part:
+                assert not any((step.opens, step.sends, step.receives, step.grads_out, step.grads_in))
+            assert sum(step.tiles.pairs for step in part) == 16 * 17 // 2

@@ -38,6 +38,11 @@ class Ranks(ABC):
         Blocks until all ranks have called; with `patience`, for at most so many seconds, and then returns None.
         """
 
+    @property
+    def ranks_per_node(self) -> int | None:
+        """Ranks on each node: rank // ranks_per_node is a rank's node. None if nodes hold unequally many, or not one after the other."""
+        return self.size
+
     def check_device(self, device: torch.device) -> None:  # noqa: B027 - any device will do, unless a transport says otherwise
         """Raise ValueError if tensors of this device cannot move between the ranks."""
 

@@ -47,22 +47,31 @@ class _Pending(Handle):
 
 
 class LoopbackTransport(Transport):
-    """One rank of a world of threads; `bytes_sent` counts what it has sent."""
+    """One rank of a world of threads; `bytes_sent_to` counts what it has sent to each rank."""
 
-    def __init__(self, rank: int, size: int, mailboxes: _Mailboxes) -> None:
+    def __init__(self, rank: int, size: int, mailboxes: _Mailboxes, ranks_per_node: int | None = None) -> None:
         self.rank = rank
         self.size = size
-        self.bytes_sent = 0
+        self.bytes_sent_to = [0] * size
+        self._ranks_per_node = size if ranks_per_node is None else ranks_per_node
         self._mailboxes = mailboxes
 
     def subgroup(self, ranks: Sequence[int]) -> LoopbackTransport:
         """This rank in a group of some of the ranks, numbered in the order given; each of them makes it."""
         return LoopbackTransport(list(ranks).index(self.rank), len(ranks), self._mailboxes.of(tuple(ranks)))
 
+    @property
+    def bytes_sent(self) -> int:
+        return sum(self.bytes_sent_to)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self._ranks_per_node
+
     def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
         for dst, tensor in sends:
             assert tensor.is_contiguous()
-            self.bytes_sent += tensor.numel() * tensor.element_size()
+            self.bytes_sent_to[dst] += tensor.numel() * tensor.element_size()
             self._mailboxes.box(self.rank, dst, "data").put(tensor.clone())
         return _Pending([(self._mailboxes.box(src, self.rank, "data"), tensor) for src, tensor in receives])
 
@@ -78,15 +87,18 @@ class LoopbackTransport(Transport):
             return None
 
 
-def run_ranks(size: int, work: Callable[[LoopbackTransport], T]) -> list[T]:
-    """Run `work(transport)` as `size` ranks, each in a thread; their results in rank order. The first error of a rank is raised."""
+def run_ranks(size: int, work: Callable[[LoopbackTransport], T], ranks_per_node: int | None = None) -> list[T]:
+    """Run `work(transport)` as `size` ranks, each in a thread; their results in rank order. The first error of a rank is raised.
+
+    The transports say that ranks are on nodes of `ranks_per_node`, or (None) all on one.
+    """
     mailboxes = _Mailboxes()
     results: list = [None] * size
     errors: list[BaseException | None] = [None] * size
 
     def start(rank: int) -> None:
         try:
-            results[rank] = work(LoopbackTransport(rank, size, mailboxes))
+            results[rank] = work(LoopbackTransport(rank, size, mailboxes, ranks_per_node))
         except BaseException as error:
             errors[rank] = error
 

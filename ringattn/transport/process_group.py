@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 
@@ -32,10 +33,15 @@ class ProcessGroupTransport(Transport):
         # weak, so that what is kept for a group goes with it
         self._group = weakref.ref(group)
         self._global_ranks = dist.get_process_group_ranks(group)
+        self._ranks_per_node = _ranks_per_node(self._global_ranks)
         # such as {"cpu": "gloo", "cuda": "nccl"}
         self._backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
         self._channel = HostChannel(group.group_name, self.rank, self.size)
         self._connected: set[str] = set()
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        return self._ranks_per_node
 
     def check_device(self, device: torch.device) -> None:
         backend = self._backends.get(device.type)
@@ -61,3 +67,14 @@ class ProcessGroupTransport(Transport):
 
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
         return self._channel.all_gather_control(record, patience)
+
+
+def _ranks_per_node(global_ranks: list[int]) -> int | None:
+    """By the launcher's number of ranks on each node, consecutive ones; without it all are on one."""
+    size = os.environ.get("LOCAL_WORLD_SIZE")
+    if size is None:
+        return len(global_ranks)
+    nodes = [rank // int(size) for rank in global_ranks]
+    count = nodes.count(nodes[0])
+    node_by_node = all(len(set(nodes[i : i + count])) == 1 for i in range(0, len(nodes), count))
+    return count if node_by_node and len(nodes) == count * len(set(nodes)) else None

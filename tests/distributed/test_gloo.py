@@ -32,6 +32,11 @@ MASKS = {
     "bigbird": lambda n: ra.bigbird(n, 8, random_blocks=2),
 }
 SCHEDULES = {"ring": ra.ring(), "gather": ra.gather(), "default": None}
+WAVES = {"waves-1": ra.waves(1), "waves-2": ra.waves(2), "waves-5": ra.waves(5)}
+DOUBLE_RINGS = {f"double-ring-{n}": ra.double_ring(n) for n in (1, 2, 3, 4)}
+
+
+ALL_SCHEDULES = SCHEDULES | WAVES | DOUBLE_RINGS
 
 
 def lopsided(n, world_size):
@@ -91,7 +96,7 @@ def check_many(group, cases):
     world_size = dist.get_world_size(group)
     found = []
     for seed, (mask, layout, schedule, n) in enumerate(cases):
-        args = n, MASKS[mask](n), LAYOUTS[layout](n, world_size), SCHEDULES[schedule]
+        args = n, MASKS[mask](n), LAYOUTS[layout](n, world_size), ALL_SCHEDULES[schedule]
         found.append((check(group, *args, seed), (mask, layout, schedule, n)))
     return sorted(found, reverse=True)[:4]
 
@@ -117,6 +122,24 @@ def test_every_rank_agrees_with_the_reference(gloo, world_size):
 )
 def test_a_thousand_tokens(gloo, world_size, cases):
     for worst in gloo.run(world_size, check_many, cases):
+        assert worst[0][0] < 1e-10, worst
+
+
+def some(schedule, shift):
+    """Each mask with two or three layouts, at shifting lengths."""
+    cases = [(mask, layout, schedule, LENGTHS[i % 7]) for i, (mask, layout) in enumerate(product(MASKS, LAYOUTS))]
+    return cases[shift % 2 :: 2]
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (2, 3), (2, 4), (3, 2)], ids=lambda n: str(n))
+def test_double_rings(gloo, nodes, ranks_per_node):
+    for worst in gloo.run(nodes * ranks_per_node, check_many, some(f"double-ring-{ranks_per_node}", nodes + ranks_per_node)):
+        assert worst[0][0] < 1e-10, worst
+
+
+@pytest.mark.parametrize(("schedule", "shift"), [(name, i) for i, name in enumerate(WAVES)])
+def test_waves(gloo, schedule, shift):
+    for worst in gloo.run(6, check_many, some(schedule, shift)):
         assert worst[0][0] < 1e-10, worst
 
 
