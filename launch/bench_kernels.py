@@ -1,125 +1,166 @@
-"""Forward and backward of one GPU beside PyTorch's attention, in the same run.
+"""Forward and backward of one GPU beside PyTorch's attentions and FlashAttention-4, in the same run.
 
-Work is 4*S*S*H*D operations forward (half when causal) and 2.5 times that backward. A backward counts all that autograd would:
-delta, the statistics' units and both kernels. Functions take turns in random order; each figure is the median.
+Rates are operations on live pairs over the median of the timings, in TFLOP/s (`bench_kernels_cases.py` says how operations are counted).
+All contestants of a case, and a dense 8192^3 matrix product, take turns in random order, each from rest. Kinds of cases:
+
+    dense   causal or full, q/k and v of one length
+    zigzag  what one of 8 ranks of 16k tokens computes: two spans against 16, in one table; beside a dense causal call of as much work
+    packed  32 documents of mixed length in 64k tokens, causal within each; peers by their variable-length calls and block masks
 """
+
+from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
 
-import numpy as np
+import bench_kernels_peers as contestants
 import torch
 import triton
-from timing import interleaved
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from bench_kernels_cases import HEAD_DIMS, KINDS, Case, quick, table
+from bench_kernels_plot import plot
+from timing import Spread, spreads
+from triton.runtime.errors import OutOfResources
 
-import ringattn_kernels as rk
-
-PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
+DIRECTIONS = ("forward", "backward")
+IMAGE = Path(__file__).resolve().parents[1] / "docs" / "images" / "kernels.png"
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--sequences", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--quick", action="store_true", help="a selection that takes less than 90 seconds, beside the first peer")
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--sequences", type=int, nargs="+", help="of dense cases (default: 4k to 64k)")
+    parser.add_argument("--head-dims", nargs="+", help=f"of dense cases; 192/128 is q/k's and v's (default: {' '.join(HEAD_DIMS)})")
     parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, nargs="+", default=[32, 8])
-    parser.add_argument("--masks", nargs="+", default=["causal", "full"], choices=["causal", "full"])
-    parser.add_argument("--peers", nargs="+", default=["cudnn"], choices=[*PEERS, "flex"])
+    parser.add_argument("--kv-heads", type=int, nargs="+", default=[32, 8], help="of dense cases")
+    parser.add_argument("--masks", nargs="+", default=["causal", "full"], choices=["causal", "full"], help="of dense cases")
+    parser.add_argument(
+        "--peers", nargs="+", choices=contestants.PEERS, help="default: all that are installed, flex for packed cases only"
+    )
     parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument("--plot", type=Path, nargs="?", const=IMAGE, help="draw the figures (default: into docs/images)")
+    parser.add_argument("--from", dest="source", type=Path, help="take the figures from this JSON file instead of measuring")
 
 
 def main(arguments) -> None:
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}; TFLOP/s forward / backward")
-    peers = arguments.peers
-    print("| S | D | heads | mask | ringattn | " + " | ".join(peers) + f" | ringattn / {peers[0]} |")
-    print("|" + " --- |" * (6 + len(peers)))
-    rows = []
-    for head_dim in arguments.head_dims:
-        for sequence in arguments.sequences:
-            for kv_heads in arguments.kv_heads:
-                for mask in arguments.masks:
-                    shape = (sequence, arguments.heads, kv_heads, head_dim)
-                    rates = measure(*shape, mask == "causal", peers)
-                    rows.append({"shape": shape, "mask": mask} | rates)
-                    cells = [f"{rate['forward']:.0f} / {rate['backward']:.0f}" for rate in rates.values()]
-                    ratios = [f"{rates['ringattn'][d] / rates[peers[0]][d]:.2f}" for d in ("forward", "backward")]
-                    cells = [sequence, head_dim, f"{arguments.heads}:{kv_heads}", mask, *cells, " / ".join(ratios)]
-                    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-    if arguments.json:
-        command = " ".join(["python", *sys.argv])
-        header = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-        arguments.json.write_text(json.dumps(header | {"command": command, "rows": rows}, indent=1))
+    if arguments.source is not None:
+        record = json.loads(arguments.source.read_text())
+        print(heading(record))
+        for row in record["rows"]:
+            print(line(row))
+    else:
+        record = measure_all(arguments)
+    if arguments.plot is not None:
+        plot(record, arguments.plot)
 
 
-def measure(sequence: int, heads: int, kv_heads: int, head_dim: int, causal: bool, peers: list[str]) -> dict[str, dict[str, float]]:
-    """TFLOP/s of the forward and the backward of each contestant."""
-    work = 4 * sequence * sequence * heads * head_dim / (2 if causal else 1)
-    torch.manual_seed(0)
-    q, dout = (torch.randn(1, sequence, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    k, v = (torch.randn(1, sequence, kv_heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    contestants = {"ringattn": ours(q, k, v, dout, causal)}
-    for peer in peers:
-        contestants[peer] = flex(q, k, v, dout, causal) if peer == "flex" else sdpa(q, k, v, dout, causal, PEERS[peer])
-    repeats = int(min(9, max(4, 1e14 / work)))
-    times = {
-        direction: interleaved({name: functions[n] for name, functions in contestants.items()}, repeats)
-        for n, direction in enumerate(("forward", "backward"))
+def measure_all(arguments) -> dict:
+    """All cases, printed as they come; the JSON file is complete after each."""
+    cases = quick() if arguments.quick else table(
+        arguments.kinds, arguments.sequences, arguments.head_dims, arguments.heads, arguments.kv_heads, arguments.masks
+    )  # fmt: skip
+    record = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "command": " ".join(["python", *sys.argv]),
+        "rows": [],
     }
-    factor = {"forward": 1.0, "backward": 2.5}
-    return {name: {d: factor[d] * work / times[d][name] / 1e9 for d in times} for name in contestants}
+    print(heading(record))
+    for case in cases:
+        record["rows"].append(measure(case, peers_of(case, arguments.peers, arguments.quick)))
+        print(line(record["rows"][-1]), flush=True)
+        if arguments.json:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(record, indent=1))
+        torch.cuda.empty_cache()
+    return record
 
 
-def ours(q, k, v, dout, causal: bool):
-    """(forward, backward) of the kernels."""
-    sequence, softmax_scale = q.shape[1], q.shape[3] ** -0.5
-    lo = 0 if causal else -sequence
-    table = rk.TileTable(np.array([(0, sequence, 0, sequence, lo, sequence)]), sequence, sequence)
-
-    def forward():
-        return rk.forward(q, k, v, table, softmax_scale=softmax_scale)
-
-    out, row_max, row_sum = forward()
-
-    def backward():
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        delta = rk.delta(out, dout)
-        rk.backward(
-            q, k, v, dout, row_max, row_sum, delta, table, softmax_scale=softmax_scale, dq=dq, dk=dk, dv=dv, add=False
-        )  # fmt: skip
-        return dq, dk, dv
-
-    return forward, backward
+def peers_of(case: Case, wanted: list[str] | None, is_quick: bool) -> list[str]:
+    """Whom a case is measured beside."""
+    if case.kind == "zigzag":
+        return []
+    if wanted:
+        return wanted
+    if is_quick:
+        return ["cudnn", "flash2"] if case.kind == "packed" else ["cudnn"]
+    return contestants.installed() + (["flex"] if case.kind == "packed" else [])
 
 
-def sdpa(q, k, v, dout, causal: bool, backend: SDPBackend):
-    """(forward, backward) of torch.nn.functional.scaled_dot_product_attention."""
-    leaves = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
-    dout = dout.transpose(1, 2)
-    grouped = q.shape[2] != k.shape[2]
+def measure(case: Case, peers: list[str]) -> dict:
+    """Rates of all contestants of a case, by name and direction, and why those are missing that could not take part."""
+    inputs = contestants.tensors(case)
+    functions, flop, missing = {"matmul": contestants.matmul()}, {"matmul": dict.fromkeys(DIRECTIONS, contestants.MATMUL_FLOP)}, {}
+    for name, mode in contestants.backward_modes().items():
+        functions[name] = contestants.ours(case, inputs, **mode)
+    if case.kind == "zigzag":
+        dense = case.dense_alike
+        for name, mode in contestants.backward_modes().items():
+            functions[name + ", dense"] = contestants.ours(dense, contestants.tensors(dense), **mode)
+            flop[name + ", dense"] = {direction: dense.flop(direction) for direction in DIRECTIONS}
+    for peer in peers:
+        found = take_part(peer, case, inputs)
+        if isinstance(found, str):
+            missing[peer] = found
+        else:
+            functions[peer] = found
+    repeats = int(min(9, max(5, 1e14 / case.flop("forward"))))
+    rates: dict[str, dict[str, dict]] = {name: {} for name in functions}
+    for n, direction in enumerate(DIRECTIONS):
+        # the modes of the backward share one forward
+        taking_part = {name: pair[n] for name, pair in functions.items() if direction == "backward" or "deterministic" not in name}
+        for name, spread in spreads(taking_part, repeats).items():
+            rates[name][direction] = rated(spread, flop.get(name, {}).get(direction) or case.flop(direction))
+    facts = {"case": case.name, "kind": case.kind, "tokens": case.tokens, "heads": case.heads, "kv_heads": case.kv_heads}
+    facts |= {"head_dim": case.head_dim, "v_dim": case.v_dim, "mask": case.mask, "pairs": case.tiles.pairs}
+    return facts | {"rates": rates, "missing": missing}
 
-    def forward():
-        with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=grouped)
 
-    out = forward()
-    return forward, lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+def take_part(peer: str, case: Case, inputs: contestants.Tensors) -> contestants.Functions | str:
+    """A peer's functions, each run once, or why it cannot compute this case."""
+    try:
+        forward, backward = contestants.PEERS[peer](case, inputs)
+        backward()
+        apart = difference(contestants.ours(case, inputs)[0]()[0], forward())
+    except (RuntimeError, AssertionError, OutOfResources) as error:  # how peers refuse a shape
+        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return (forward, backward) if apart < 0.02 else f"its result differs from ours by {apart:.1%}"
 
 
-def flex(q, k, v, dout, causal: bool):
-    """(forward, backward) of FlexAttention, compiled."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Relative, in the Euclidean norm, of (1, s, h, d) and the same in one of the peers' shapes: (1, h, s, d) or (s, h, d)."""
+    theirs = theirs[None] if theirs.dim() == 3 else theirs
+    theirs = theirs if theirs.shape == ours.shape else theirs.transpose(1, 2)
+    return ((theirs - ours).float().norm() / ours.float().norm()).item()
 
-    leaves = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
-    dout, sequence = dout.transpose(1, 2), q.shape[1]
-    block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, sequence, sequence) if causal else None
-    # the same graph is run backward many times
-    torch._functorch.config.donated_buffer = False
-    compiled = torch.compile(flex_attention)
-    grouped = q.shape[2] != k.shape[2]
 
-    def forward():
-        return compiled(*leaves, block_mask=block_mask, enable_gqa=grouped)
+def rated(spread: Spread, flop: float) -> dict[str, float]:
+    """Milliseconds, and TFLOP/s of the median and both quartiles."""
+    tflops = {"tflops": flop / spread.median / 1e9, "low": flop / spread.upper / 1e9, "high": flop / spread.lower / 1e9}
+    return {"ms": spread.median} | tflops
 
-    out = forward()
-    return forward, lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+def heading(record: dict) -> str:
+    versions = ", ".join(f"{name} {record[name]}" for name in ("torch", "triton", "cudnn"))
+    head = f"{record['device']}, {versions}; TFLOP/s forward / backward, ± half the distance of the quartiles"
+    columns = "| case | ringattn | share of matmul | others | ratio |"
+    return "\n".join([head, columns, "|" + " --- |" * 5])
+
+
+def line(row: dict) -> str:
+    """A row of the table: our rate, its share of the ceiling, the others', and our ratio to the first of these."""
+    rates = dict(row["rates"])
+    matmul, mine = rates.pop("matmul"), rates.pop("ringattn")
+    share = " / ".join(f"{mine[d]['tflops'] / matmul[d]['tflops']:.2f}" for d in DIRECTIONS)
+    others = [f"{name} {cell(rate)}" for name, rate in rates.items()] + [f"{name}: not for this" for name in row["missing"]]
+    rivals = [rate for name, rate in rates.items() if "deterministic" not in name]
+    ratio = " / ".join(f"{mine[d]['tflops'] / rivals[0][d]['tflops']:.2f}" for d in DIRECTIONS) if rivals else ""
+    return f"| {row['case']} | {cell(mine)} | {share} | {'; '.join(others)} | {ratio} |"
+
+
+def cell(rate: dict[str, dict[str, float]]) -> str:
+    """`646 ± 3 / 511 ± 2`, and a dash for a direction that was not measured."""
+    found = [rate.get(direction) for direction in DIRECTIONS]
+    return " / ".join(f"{r['tflops']:.0f} ± {(r['high'] - r['low']) / 2:.0f}" if r else "-" for r in found)

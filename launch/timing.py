@@ -4,6 +4,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +18,21 @@ def milliseconds(function: Callable[[], object], repeats: int = 10, warmup: int 
 
 
 def interleaved(functions: dict[str, Callable[[], object]], repeats: int = 10, warmup: int = 2) -> dict[str, float]:
-    """Median milliseconds of each function.
+    """Median milliseconds of each function, as `spreads` measures them."""
+    return {name: spread.median for name, spread in spreads(functions, repeats, warmup).items()}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Milliseconds: the median and both quartiles."""
+
+    lower: float
+    median: float
+    upper: float
+
+
+def spreads(functions: dict[str, Callable[[], object]], repeats: int = 10, warmup: int = 2) -> dict[str, Spread]:
+    """How long each function takes.
 
     They take turns, in another order each round and from rest: after one that heats the chip the next runs at lower clocks.
     """
@@ -40,4 +55,10 @@ def interleaved(functions: dict[str, Callable[[], object]], repeats: int = 10, w
             end.record()
             events[name].append((start, end))
     torch.cuda.synchronize()
-    return {name: statistics.median(start.elapsed_time(end) for start, end in pairs) for name, pairs in events.items()}
+    return {name: spread([start.elapsed_time(end) for start, end in pairs]) for name, pairs in events.items()}
+
+
+def spread(times: list[float]) -> Spread:
+    """Of at least two times."""
+    lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
+    return Spread(lower, median, upper)
