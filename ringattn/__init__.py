@@ -11,6 +11,7 @@ from ._version import __version__
 from .attention import attend, ring_attention
 from .collective import unshard
 from .context import hybrid
+from .integrations.verify import Report, verify
 from .layout import Layout, balanced, contiguous, default_layout, shard, striped, zigzag
 from .mask import (
     Mask,
@@ -34,6 +35,7 @@ __all__ = [
     "Mask",
     "Partial",
     "Plan",
+    "Report",
     "Schedule",
     "Span",
     "Stats",
@@ -64,6 +66,7 @@ __all__ = [
     "sliding_window",
     "striped",
     "unshard",
+    "verify",
     "waves",
     "zigzag",
 ]

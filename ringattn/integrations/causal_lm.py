@@ -9,13 +9,20 @@ Shapes: b batch, s local tokens, n features, vocab tokens of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 IGNORE = -100  # the label of a token that is not counted
 
@@ -25,7 +32,27 @@ def shift_labels(tokens: torch.Tensor) -> torch.Tensor:
     return F.pad(tokens[..., 1:], (0, 1), value=IGNORE)
 
 
-def token_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int = 512) -> torch.Tensor:
+@dataclass(frozen=True)
+class Head:
+    """What turns hidden states into logits beside the weight: softcap * tanh(x / softcap) of x = scale * hidden @ weight.T + bias.
+
+    bias: (vocab,) or None. softcap: None for none. The scale is not applied to the bias, as it is applied to hidden.
+    """
+
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """(..., n), (vocab, n) -> (..., vocab), fp32 or wider."""
+        logits = F.linear(hidden if self.scale == 1.0 else hidden * self.scale, weight, self.bias)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
+
+
+def token_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int = 512, *, head: Head | None = None
+) -> torch.Tensor:
     """Summed cross-entropy of local tokens under logits `hidden @ weight.T`, `chunk` tokens at a time, fp32 or wider.
 
     Logits of a chunk are formed, reduced and dropped, and formed again in backward: those of a long shard never exist whole.
@@ -35,22 +62,88 @@ def token_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor,
         weight: (vocab, n), the output embedding.
         labels: (b, s) int64, `IGNORE` where a token is not counted.
         chunk: tokens whose logits exist at a time.
+        head: a bias, a scale and a softcap of the logits; none of them by default.
 
     Returns a scalar; 0 for an empty shard, with zero gradients. Divide it by the tokens counted on all ranks.
     Raises ValueError if the shapes do not fit.
     """
-    if hidden.shape[:-1] != labels.shape:
-        raise ValueError(f"hidden has the tokens {tuple(hidden.shape[:-1])} and labels {tuple(labels.shape)}: give one a token")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}, but must be (vocab, {hidden.shape[-1]}), hidden's features")
+    head = Head() if head is None else head
+    _check_shapes(hidden, weight, labels)
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}, but must be at least 1")
-    total = (hidden.sum() + weight.sum()) * 0 if not labels.numel() else None
+    total = _nothing(hidden, weight, head) if not labels.numel() else None
     for rows, targets in zip(hidden.flatten(0, -2).split(chunk), labels.flatten().split(chunk), strict=True):
-        part = checkpoint(_chunk_loss, rows, weight, targets, use_reentrant=False)
+        part = checkpoint(_chunk_loss, rows, weight, targets, head, use_reentrant=False)
         total = part if total is None else total + part
     assert isinstance(total, torch.Tensor)
     return total
+
+
+def fused_token_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int = 512, *, head: Head | None = None
+) -> torch.Tensor:
+    """`token_loss` by Liger's fused kernel where there is a GPU and `liger_kernel` is installed, by chunks of torch elsewhere.
+
+    Same arguments and result. The kernel forms gradients in the forward pass, with the weight's summed in fp32 ("Liger Kernel",
+    Hsu et al. 2024, section 3.2), so no logits are formed twice; `chunk` is its own affair.
+    """
+    if not hidden.is_cuda or not hidden.numel() or importlib.util.find_spec("liger_kernel") is None:
+        return token_loss(hidden, weight, labels, chunk, head=head)
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    head = Head() if head is None else head
+    _check_shapes(hidden, weight, labels)
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    rows = hidden.flatten(0, -2)
+    bias = None if head.bias is None else head.bias.to(rows.dtype)
+    loss = liger_fused_linear_cross_entropy(
+        rows if head.scale == 1.0 else rows * head.scale,
+        weight,
+        labels.flatten(),
+        bias,
+        ignore_index=IGNORE,
+        reduction="sum",
+        softcap=head.softcap,
+        accum_dtype=torch.float32,
+    )
+    assert isinstance(loss, torch.Tensor)
+    return loss.float()
+
+
+class CausalLMLoss(nn.Module):
+    """A transformers causal model with its summed loss as output: wrap this, not the model, in FSDP2, DDP or DeepSpeed.
+
+    Logits of a shard never exist whole, and the output embedding is used within the wrapper's forward pass, where a sharded one is at hand.
+
+        summed = CausalLMLoss(model)(**shard_batch(batch, layout, rank))
+
+    Args:
+        model: a causal model of transformers, attached or not. What it does to its logits is read from its config: a final softcap
+            (Gemma 2), a logit scale (Cohere), a logit divisor (Granite). `ringattn.verify` compares with the model's own logits.
+        loss: `fused_token_loss` (the default) or `token_loss`.
+
+    Calling it returns the cross-entropy summed over this rank's tokens: a scalar in fp32 (fp64 for fp64), for `mean_loss`.
+    """
+
+    def __init__(self, model: PreTrainedModel, loss: Callable[..., torch.Tensor] = fused_token_loss) -> None:
+        super().__init__()
+        output = model.get_output_embeddings()
+        if not isinstance(output, nn.Linear) or model.base_model is model:
+            raise ValueError(
+                f"{type(model).__name__} has no linear output embedding on a model without head: give a causal language model"
+            )
+        self.model = model
+        self.loss = loss
+        config: Any = model.config.get_text_config()
+        self._scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+        self._softcap = getattr(config, "final_logit_softcapping", None)
+
+    def forward(self, shift_labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        hidden = self.model.base_model(**inputs)[0]
+        output: Any = self.model.get_output_embeddings()
+        return self.loss(hidden, output.weight, shift_labels, head=Head(output.bias, self._scale, self._softcap))
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
@@ -73,7 +166,18 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessG
         work.wait()
 
 
-def _chunk_loss(rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    logits = F.linear(rows, weight)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+def _check_shapes(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> None:
+    if hidden.shape[:-1] != labels.shape:
+        raise ValueError(f"hidden has the tokens {tuple(hidden.shape[:-1])} and labels {tuple(labels.shape)}: give one a token")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, but must be (vocab, {hidden.shape[-1]}), hidden's features")
+
+
+def _nothing(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
+    """0, with zero gradients for all that a loss depends on."""
+    zero = (hidden.sum() + weight.sum()) * 0
+    return zero if head.bias is None else zero + head.bias.sum() * 0
+
+
+def _chunk_loss(rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, head: Head) -> torch.Tensor:
+    return F.cross_entropy(head.logits(rows, weight), targets, ignore_index=IGNORE, reduction="sum")

@@ -175,7 +175,7 @@ def detach(model: PreTrainedModel, attn_implementation: str | None = None) -> No
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)
     if attn_implementation is None:
-        attn_implementation = "sdpa" if attached is None else attached.before
+        attn_implementation = (None if attached is None else attached.before) or "sdpa"
     model.set_attn_implementation(attn_implementation)
 
 

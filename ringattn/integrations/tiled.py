@@ -1,0 +1,58 @@
+"""Modules local to a token, run over tiles of the sequence: their inner activations exist for one tile at a time.
+
+The hidden layer of an MLP is some four times as wide as its input, and of a million tokens on eight GPUs it is what does not fit.
+Source: ALST (Bekman et al. 2025, section 3.1, "sequence tiling").
+
+Shapes: b batch, s local tokens, n features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from .. import check
+
+
+def tiled(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rows: int) -> torch.Tensor:
+    """`function(x)` by tiles of `rows` tokens, each computed again in backward: (b, s, n) -> (b, s, m).
+
+    `function` must treat each token by itself; gradients of its parameters add up. Raises ValueError for rows below 1.
+    """
+    check.integer("rows", rows, least=1)
+    if x.shape[1] <= rows:
+        return function(x)
+    parts = [checkpoint(function, part, use_reentrant=False) for part in x.split(rows, dim=1)]
+    for part in parts:
+        if not isinstance(part, torch.Tensor):
+            raise ValueError(f"the module gives a {type(part).__name__} for a tile, but must give one tensor, one row a token")
+    return torch.cat(parts, dim=1)
+
+
+class _Tiled(nn.Module):
+    """A mixin: the module's own forward, by tiles of `tile_rows` tokens."""
+
+    tile_rows: int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return tiled(super().forward, x, self.tile_rows)
+
+
+def tile_mlps(model: nn.Module, rows: int, suffix: str = "MLP") -> list[str]:
+    """Let every module whose class name ends in `suffix` run over tiles of `rows` tokens; returns their names.
+
+    Parameters and their names stay. Do it before wrapping in FSDP2; once more changes the rows. Raises ValueError if there is none.
+    """
+    check.integer("rows", rows, least=1)
+    found = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith(suffix)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no module whose class name ends in {suffix!r}")
+    for _, module in found:
+        if not isinstance(module, _Tiled):
+            # a class of the module's own keeps copies and wrappers right, where a patched forward would not
+            module.__class__ = type(type(module).__name__, (_Tiled, type(module)), {})
+        object.__setattr__(module, "tile_rows", rows)
+    return [name for name, _ in found]

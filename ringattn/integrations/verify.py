@@ -1,0 +1,295 @@
+"""One training step with the sequence sharded against the same step whole, on a user's own model: the loss and every gradient.
+
+The reference is the whole step in fp64 on rank 0. Beside the ring stands the same whole step in the ring's own precision: in the loss
+the ring may be twice as far from the reference, in a gradient three times, or as close as `FLOOR`, where rounding decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from ..context import get_context
+from ..layout import Layout, zigzag
+from ..mask import Mask, causal, documents, sliding_window
+from .causal_lm import IGNORE
+from .data import shard_batch
+from .loss import Group
+
+FLOOR = {torch.float64: 2e-6, torch.float32: 2e-6, torch.bfloat16: 1e-4, torch.float16: 1e-4}
+_LOSS_BOUND, _GRADIENT_BOUND = 2.0, 3.0
+
+Loss = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far the sharded step and the same whole step are from the reference, relative (L2), and how far the first may be."""
+
+    name: str
+    sharded: float
+    whole: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.sharded <= self.limit  # false for NaN
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found, the same on every rank; `print(report)` gives the table, with the worst layer of each kind."""
+
+    layout: Layout
+    loss: float
+    whole_loss: float
+    differences: tuple[Difference, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the loss and every gradient are within their bounds."""
+        return all(row.passed for row in self.differences)
+
+    def __str__(self) -> str:
+        worst: dict[str, Difference] = {}
+        for row in self.differences:
+            kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", row.name)
+            if kind not in worst or not row.sharded / row.limit <= worst[kind].sharded / worst[kind].limit:
+                worst[kind] = row
+        lines = [
+            f"{self.layout!r}, against the whole sequence in fp64; differences are relative (L2)",
+            f"{'':56} {'sharded':>9} {'whole':>9} {'limit':>9}",
+        ]
+        for kind, row in worst.items():
+            what = kind if row is self.differences[0] else f"gradient of {kind}"
+            lines.append(f"{what:56} {row.sharded:9.1e} {row.whole:9.1e} {row.limit:9.1e}  {'ok' if row.passed else 'FAILED'}")
+        verdict = "all within bounds" if self.passed else "NOT within bounds"
+        lines.append(f"loss {self.loss:.6f} sharded, {self.whole_loss:.6f} whole: {verdict}")
+        return "\n".join(lines)
+
+
+def verify(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    layout: Layout | None = None,
+    mask: Mask | None = None,
+    group: Group | None = None,
+    loss: Loss | None = None,
+    whole: nn.Module | None = None,
+    autocast: torch.dtype | None = None,
+) -> Report:
+    """Compare a step of `model` on shards with the step whole: loss and all gradients. A collective; changes neither weights nor `.grad`.
+
+    Args:
+        model: the same weights on every rank, not yet wrapped (FSDP2, DDP, DeepSpeed). A transformers model is attached for the
+            step and then left as it was; another must be sharded by itself, for `layout`.
+        batch: whole sequences, the same on every rank: `input_ids` (b, s) and what else `shard_batch` takes. Without labels, the
+            tokens are their own. Short ones: rank 0 also runs them whole, in fp64, with dense attention.
+        layout: who holds what; zigzag over the group by default.
+        mask: what is live, as for `attach`.
+        group: the ranks of the ring.
+        loss: `loss(model, inputs)`, the summed loss of the tokens given, shards or whole; by default the cross-entropy of
+            `model(**inputs).logits` with `shift_labels`.
+        whole: for a model that is not of transformers, a copy of it that runs whole sequences with dense attention.
+        autocast: run in this precision under autocast, all but the reference.
+
+    Returns a `Report`: `assert report.passed, report`. Raises ValueError if the ranks' weights differ, a dropout is on, or the
+    model is neither of transformers nor given with `whole`.
+
+    >>> report = ringattn.verify(model, {"input_ids": tokens})  # doctest: +SKIP
+    """
+    ranks = get_context(group).ranks
+    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+    layout = zigzag(tokens.shape[1], ranks.size) if layout is None else layout
+    if "labels" not in batch and "shift_labels" not in batch:
+        batch = {**batch, "labels": batch["input_ids"]}
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    device = next(model.parameters()).device
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.training and module.p:
+            raise ValueError(f"{name} drops {module.p} of its input at random, so no two steps are alike: call model.eval() first")
+    _check_weights(model, group, ranks.size)
+    loss = _summed_cross_entropy if loss is None else loss
+    # a layout of one rank holds positions in order: the same labels and positions for the whole sequence
+    everything = shard_batch(batch, zigzag(layout.seq_len, 1), 0)
+    inputs = _on(shard_batch(batch, layout, ranks.rank), device)
+    counted = int((everything["shift_labels"] != IGNORE).sum())
+    with _attached(model, layout, mask, group):
+        ours = _step(model, loss, inputs, counted, autocast)
+    for value in ours:
+        _sum_over(value, group, ranks.size)
+    # relative differences of (sharded, whole), and the whole's loss; NaN, which passes nowhere, if the first rank fails
+    found = torch.full((len(ours) + 1, 2), float("nan"), dtype=torch.float64)
+    try:
+        if ranks.rank == 0:
+            dense = _dense(model) if whole is None else whole
+            same = _step(dense, loss, _whole_inputs(dense, everything, mask, layout, whole is None), counted, autocast)
+            dense = _in_fp64(dense)
+            exact = _step(dense, loss, _whole_inputs(dense, everything, mask, layout, whole is None), counted, None)
+            rows = [[_distance(a, e), _distance(b, e)] for a, b, e in zip(ours, same, exact, strict=True)]
+            found = torch.tensor([*rows, [exact[0].item()] * 2], dtype=torch.float64)
+    finally:
+        found = _from_first(found, group, ranks.size, device)
+    *rows, (whole_loss, _) = found.tolist()
+    dtype = next(model.parameters()).dtype if autocast is None else autocast
+    bounds = [_LOSS_BOUND] + [_GRADIENT_BOUND] * len(names)
+    differences = tuple(
+        Difference(name, sharded, theirs, max(FLOOR[dtype], bound * theirs))
+        for name, (sharded, theirs), bound in zip(["loss", *names], rows, bounds, strict=True)
+    )
+    return Report(layout, ours[0].item(), whole_loss, differences)
+
+
+def _summed_cross_entropy(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    inputs = dict(inputs)
+    labels = inputs.pop("shift_labels")
+    logits = model(**inputs).logits
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def _step(
+    model: nn.Module, loss: Loss, inputs: Mapping[str, Any], counted: int, autocast: torch.dtype | None
+) -> list[torch.Tensor]:
+    """The loss and each trainable parameter's gradient, fp64, of the tokens given."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with torch.autocast(parameters[0].device.type, autocast) if autocast is not None else contextlib.nullcontext():
+        value = loss(model, inputs) / max(1, counted)
+    gradients = torch.autograd.grad(value, parameters, allow_unused=True)
+    filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
+    return [value.detach().double(), *(gradient.double() for gradient in filled)]
+
+
+@contextlib.contextmanager
+def _attached(model: Any, layout: Layout, mask: Mask | None, group: Group | None):
+    """The model on its ring, if it is of transformers; afterwards as it was."""
+    if not hasattr(model, "set_attn_implementation"):
+        yield
+        return
+    from .huggingface import NAME, attach, detach
+
+    before = getattr(model, NAME, None)
+    attach(model, layout=layout, mask=mask, group=group, ignore=() if before is None else before.ignored)
+    try:
+        yield
+    finally:
+        if before is None:
+            detach(model)
+        else:
+            attach(model, layout=before.layout, mask=before.live.mask, group=before.group, ignore=before.ignored)
+
+
+def _dense(model: Any) -> nn.Module:
+    """A copy with transformers' own attention."""
+    if not hasattr(model, "set_attn_implementation"):
+        raise ValueError(
+            f"{type(model).__name__} is not a transformers model, so that nothing is known of how it runs whole sequences: "
+            "give whole=, a copy of it with dense attention"
+        )
+    from .huggingface import NAME, detach
+
+    dense = copy.deepcopy(model)
+    if getattr(dense, NAME, None) is not None:
+        detach(dense)
+    return dense
+
+
+def _in_fp64(model: Any) -> nn.Module:
+    model = copy.deepcopy(model).double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped matrix products take no fp64
+    return model
+
+
+def _whole_inputs(model: Any, batch: Mapping[str, Any], mask: Mask | None, layout: Layout, of_transformers: bool) -> dict[str, Any]:
+    """The inputs of a dense model, in its precision; of transformers, with a tensor for a mask or packed documents."""
+    parameter = next(model.parameters())
+    inputs = {
+        name: value.to(parameter.dtype) if _is_float(value) else value for name, value in _on(batch, parameter.device).items()
+    }
+    return _masked(model, inputs, mask, layout.seq_len) if of_transformers else inputs
+
+
+def _masked(model: Any, inputs: Mapping[str, Any], mask: Mask | None, seq_len: int) -> dict[str, Any]:
+    """Without a mask and documents, transformers makes its own masks."""
+    inputs = {name: value for name, value in inputs.items() if not name.startswith("max_length_")}
+    bounds = [inputs.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    if bounds[0] is not None:
+        packed = documents(cu_seqlens=bounds[0], causal=mask is None)
+        mask = packed if mask is None else mask & packed
+    inputs["use_cache"] = False
+    if mask is None:
+        return inputs
+    parameter = next(model.parameters())
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = set(getattr(config, "layer_types", None) or ())
+
+    def added(live: Mask) -> torch.Tensor:
+        dense = live.dense(seq_len).to(parameter.device)[None, None]
+        # transformers adds the mask to the scores
+        return torch.zeros(dense.shape, dtype=parameter.dtype, device=parameter.device).masked_fill(
+            ~dense, torch.finfo(parameter.dtype).min
+        )
+
+    within = mask if window is None else mask & sliding_window(window - 1, None) & causal()
+    if kinds <= {"full_attention"} and "full_attention" in kinds:
+        within = mask
+    if "sliding_attention" in kinds:
+        inputs["attention_mask"] = {"full_attention": added(mask), "sliding_attention": added(within)}
+    else:
+        inputs["attention_mask"] = added(within)
+    return inputs
+
+
+def _check_weights(model: nn.Module, group: Group | None, size: int) -> None:
+    """Raise ValueError, on every rank, if the ranks' weights differ."""
+    sums = torch.stack([parameter.detach().double().sum() for parameter in model.parameters()])
+    highest, lowest = sums.clone(), -sums
+    for value in (highest, lowest):
+        if size > 1:
+            dist.all_reduce(value, dist.ReduceOp.MAX, group=_process_group(group))
+    different = [name for (name, _), high, low in zip(model.named_parameters(), highest, lowest) if high != -low]
+    if different:
+        raise ValueError(f"the ranks have different weights, for one in {different[0]}: seed them alike, or load the same ones")
+
+
+def _process_group(group: Group | None) -> dist.ProcessGroup | None:
+    return group if group is None or isinstance(group, dist.ProcessGroup) else group.get_group()
+
+
+def _sum_over(value: torch.Tensor, group: Group | None, size: int) -> None:
+    if size > 1:
+        dist.all_reduce(value, group=_process_group(group))
+
+
+def _from_first(x: torch.Tensor, group: Group | None, size: int, device: torch.device) -> torch.Tensor:
+    """The first rank's tensor on every rank."""
+    if size == 1:
+        return x
+    x = x.to(device)
+    dist.broadcast(x, group=_process_group(group), group_src=0)
+    return x.cpu()
+
+
+def _on(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _distance(value: torch.Tensor, exact: torch.Tensor) -> float:
+    """The norm of the difference over the norm of the exact value; absolute where that is 0."""
+    return float((value - exact).norm() / (exact.norm() if exact.any() else 1.0))

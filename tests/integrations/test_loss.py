@@ -1,0 +1,199 @@
+"""`ringattn.integrations.loss`: the mean over all tokens and its gradient, under each wrapper's own reduction of gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ringattn as ra
+from ringattn.integrations.causal_lm import IGNORE, CausalLMLoss, sum_gradients, token_loss
+from ringattn.integrations.data import shard_batch
+from ringattn.integrations.huggingface import attach
+from ringattn.integrations.loss import Reduction, averaged, count_tokens, deepspeed, mean_loss, summed
+
+SEQ_LEN = 24
+
+
+def build() -> CausalLMLoss:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    return CausalLMLoss(transformers.LlamaForCausalLM(config), loss=token_loss)
+
+
+def whole_batch(replica: int) -> dict[str, torch.Tensor]:
+    """A sequence a replica. The first rank's half has few labels; the second replica's last quarter, a rank's shard, has none."""
+    ids = torch.randint(61, (1, SEQ_LEN), generator=torch.Generator().manual_seed(replica))
+    labels = ids.clone()
+    labels[:, 1:9] = IGNORE
+    if replica:
+        labels[:, 12:] = IGNORE
+    return dict(input_ids=ids, labels=labels)
+
+
+def expected(replicas: int):
+    model = build()
+    batches = [shard_batch(whole_batch(replica), ra.contiguous(SEQ_LEN, 1), 0) for replica in range(replicas)]
+    counted = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
+    loss = sum(model(**batch) for batch in batches) / counted
+    loss.backward()
+    return loss.item(), counted, {name: p.grad for name, p in model.named_parameters()}
+
+
+def wrapped_step(group, wrapper: str, replicas: int, accumulate: bool = False):
+    torch.set_num_threads(1)
+    size, rank = group.size(), group.rank()
+    ring_size = size // replicas
+    first = rank // ring_size * ring_size
+    ring = dist.new_group(list(range(first, first + ring_size)), use_local_synchronization=True)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    layout = ra.contiguous(SEQ_LEN, ring_size)
+    model = build()
+    attach(model.model, layout=layout, group=ring)
+    mine = shard_batch(whole_batch(rank // ring_size), layout, rank % ring_size)
+    reduction = summed() if wrapper == "none" else averaged(mesh if wrapper == "fsdp2" else group)
+    run = model
+    if wrapper == "ddp":
+        run = DistributedDataParallel(model, process_group=group)
+    elif wrapper == "fsdp2":
+        for layer in model.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    if accumulate:
+        # the same tokens in two micro-batches, whose labels share them out unevenly
+        parts = [mine["shift_labels"].clone(), mine["shift_labels"].clone()]
+        parts[0][:, :4], parts[1][:, 4:] = IGNORE, IGNORE
+        total = count_tokens(*parts, group=group)
+        means = []
+        for labels in parts:
+            step = mean_loss(run(**{**mine, "shift_labels": labels}), labels, reduction=reduction, group=group, tokens=total)
+            step.loss.backward()
+            means.append(step.mean.item())
+        mean, tokens = sum(means), total.item()
+    else:
+        step = mean_loss(run(**mine), mine["shift_labels"], reduction=reduction, group=group)
+        step.loss.backward()
+        mean, tokens = step.mean.item(), step.tokens.item()
+    if wrapper == "none":
+        sum_gradients(model.parameters(), group)
+    gradients = {name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()}
+    valid = int((mine["shift_labels"] != IGNORE).sum())
+    return mean, tokens, gradients, valid
+
+
+@pytest.mark.parametrize("wrapper", ["none", "ddp", "fsdp2"])
+@pytest.mark.parametrize(("replicas", "ring"), [(1, 2), (2, 2)], ids=["1x2", "2x2"])
+def test_gradients_are_those_of_the_mean_over_all_tokens(gloo, wrapper, replicas, ring):
+    loss, counted, gradients = expected(replicas)
+    results = gloo.run(replicas * ring, wrapped_step, wrapper, replicas, timeout=120)
+    for mean, tokens, summed_up, _ in results:
+        assert mean == pytest.approx(loss, rel=1e-6)
+        assert tokens == counted
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(summed_up[name], gradient, rtol=2e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+    valid = [valid for *_, valid in results]
+    assert len(set(valid)) == len(valid), "the ranks' counts differ"
+    assert (0 in valid) == (replicas == 2), "one shard is all padding"
+
+
+def test_micro_batches_add_up(gloo):
+    loss, counted, gradients = expected(2)
+    for mean, tokens, summed_up, _ in gloo.run(4, wrapped_step, "none", 2, True, timeout=120):
+        assert mean == pytest.approx(loss, rel=1e-6)
+        assert tokens == counted
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(summed_up[name], gradient, rtol=2e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_without_a_valid_token_all_is_zero():
+    model = build()
+    batch = shard_batch(whole_batch(0), ra.contiguous(SEQ_LEN, 1), 0)
+    batch["shift_labels"][:] = IGNORE
+    step = mean_loss(model(**batch), batch["shift_labels"], reduction=Reduction(3))
+    step.loss.backward()
+    assert step.loss.item() == step.mean.item() == step.tokens.item() == 0
+    assert all(not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_the_factors_of_wrappers():
+    assert not dist.is_initialized()
+    assert [summed().divisor, averaged().divisor, deepspeed(4).divisor, deepspeed(4, accumulation=8).divisor] == [1, 1, 4, 32]
+    value = torch.tensor(10.0)
+    assert mean_loss(value, torch.tensor([[1, 2, IGNORE]]), reduction=deepspeed(4)).loss.item() == 20.0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Reduction(0), "divisor is 0, but must be at least 1"),
+        (lambda: deepspeed(1.5), r"data_parallel is 1\.5"),
+        (lambda: mean_loss(torch.zeros(3), torch.zeros(1, 3), reduction=summed()), r"summed_loss has shape \(3,\)"),
+        (lambda: count_tokens(), "labels is empty"),
+        (lambda: CausalLMLoss(build().model.model), "has no linear output embedding"),
+    ],
+    ids=["divisor", "data parallel", "no sum", "no labels", "no head"],
+)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi", "gemma2", "cohere", "granite"])
+def test_the_summed_loss_is_that_of_the_models_own_logits(kind):
+    """An output bias (Phi), a final softcap (Gemma 2), a scale (Cohere), a divisor (Granite)."""
+    sizes = dict(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
+    extra = dict(
+        gemma2=dict(head_dim=8, final_logit_softcapping=0.3), cohere=dict(logit_scale=0.25), granite=dict(logits_scaling=3.0)
+    ).get(kind, {})
+    name = kind.capitalize()
+    config = getattr(transformers, f"{name}Config")(**sizes, **extra, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    if kind == "phi":
+        torch.nn.init.normal_(model.lm_head.bias)
+    ids = torch.randint(61, (2, 9))
+    labels = torch.randint(61, (2, 9))
+    logits = model(input_ids=ids).logits
+    whole = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss = CausalLMLoss(model)(shift_labels=labels, input_ids=ids)
+    torch.testing.assert_close(loss, whole, rtol=1e-6, atol=0)
+    parameters = list(model.parameters())
+    torch.testing.assert_close(torch.autograd.grad(loss, parameters), torch.autograd.grad(whole, parameters), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [True, False])
+def test_the_fused_kernel_gives_the_chunked_loss(autocast):
+    """Liger's kernel against the chunks in fp32: as close as chunks of the kernel's dtype are, three times in gradients."""
+    pytest.importorskip("liger_kernel")
+    from ringattn.integrations.causal_lm import Head, fused_token_loss
+
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 777, 256, device="cuda", requires_grad=True)
+    weight = (torch.randn(5003, 256, device="cuda") / 16).requires_grad_()
+    labels = torch.randint(5003, (2, 777), device="cuda")
+    labels[:, 100:300] = IGNORE
+    head = Head(scale=0.5, softcap=20.0)
+
+    def run(loss, dtype):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast and dtype == torch.float32):
+            values = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
+            value = loss(*values, labels, head=head)
+        return value.double(), [g.double() for g in torch.autograd.grad(value, values)]
+
+    exact, exact_gradients = run(token_loss, torch.float64)
+    ours, ours_gradients = run(fused_token_loss, torch.float32)
+    theirs, theirs_gradients = run(token_loss, torch.float32)
+    assert abs(ours - exact) <= max(2 * abs(theirs - exact), 1e-3 if autocast else 1e-5 * exact)
+    for own, other, truth in zip(ours_gradients, theirs_gradients, exact_gradients, strict=True):
+        assert (own - truth).norm() <= 3 * (other - truth).norm() + 1e-6 * truth.norm()

@@ -1,0 +1,55 @@
+"""`ringattn.integrations.tiled`: modules over tiles of the sequence give the same, and hold less."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from ringattn.integrations.tiled import tile_mlps, tiled
+
+
+@pytest.mark.parametrize("rows", [1, 4, 7, 13, 100])
+def test_tiles_give_the_same(rows):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 5)).double()
+    x = torch.randn(2, 13, 6, dtype=torch.float64, requires_grad=True)
+    seen = []
+    module[0].register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    inputs = [x, *module.parameters()]
+    expected, out = module(x), tiled(module, x, rows)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=0)
+    ours, theirs = (torch.autograd.grad(value.square().sum(), inputs) for value in (out, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    assert max(seen[1:]) <= rows
+
+
+def test_a_models_mlps_are_tiled_in_place():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(61, (1, 11))
+    before, names = model(input_ids=ids).logits, list(model.state_dict())
+    assert tile_mlps(model, 8) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert tile_mlps(model, 3) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    seen = []
+    twin = copy.deepcopy(model)
+    twin.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    torch.testing.assert_close(twin(input_ids=ids).logits, before)
+    assert seen == [3, 3, 3, 2]
+    assert list(model.state_dict()) == names
+    assert type(model.model.layers[0].mlp).__name__ == "LlamaMLP"
+
+
+def test_what_cannot_be_tiled_is_named():
+    with pytest.raises(ValueError, match="rows is 0, but must be at least 1"):
+        tiled(nn.Identity(), torch.zeros(1, 4, 2), 0)
+    with pytest.raises(ValueError, match="the module gives a tuple for a tile"):
+        tiled(lambda x: (x, x), torch.zeros(1, 4, 2), 2)
+    with pytest.raises(ValueError, match="Identity has no module whose class name ends in 'MLP'"):
+        tile_mlps(nn.Identity(), 4)

@@ -1,0 +1,152 @@
+"""`ringattn.verify`: right models pass, and each mistake that people make does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import ringattn as ra
+from ringattn.integrations import huggingface
+from ringattn.integrations.causal_lm import CausalLMLoss
+from ringattn.integrations.data import pack
+
+SIZES = dict(
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=8, bos_token_id=None, eos_token_id=None, pad_token_id=None, attention_dropout=0.0,
+)  # fmt: skip
+KINDS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    if name == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    if name == "mistral":
+        return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=7))
+    if name == "gemma3":
+        return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SIZES, **KINDS, final_logit_softcapping=2.0))
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**SIZES, **KINDS, num_local_experts=2, num_experts_per_tok=1))
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(61, (2, 37), generator=torch.Generator().manual_seed(1))
+
+
+def report_of(group, name: str, mistake: str | None = None, packed: bool = False, mask: ra.Mask | None = None) -> ra.Report:
+    torch.set_num_threads(1)
+    model = build(name, group.rank() if mistake == "weights" else 0)
+    batch = dict(input_ids=tokens())
+    if packed:
+        batch = pack([tokens()[0, :11], tokens()[0, 11:30], tokens()[1, :7]])
+    patch = pytest.MonkeyPatch()
+    if mistake == "positions":
+        # with a mask attached they are positions alone: without, the ring itself would refuse them
+        mask, truth = ra.causal(), ra.Layout.positions
+        patch.setattr(ra.Layout, "positions", lambda self, rank: truth(self, rank) * self.world_size)
+    elif mistake == "documents":
+        patch.setattr(huggingface, "documents", lambda **options: ra.causal())
+    elif mistake == "sinks":
+        patch.setattr(huggingface, "_with_sinks", lambda out, lse, sinks: out + 0 * sinks.sum())
+    elif mistake == "labels":
+        batch = {**batch, "shift_labels": batch["input_ids"]}
+        patch.setattr(ra.integrations.verify, "shard_batch", shifted_within_shards)
+    with patch.context():
+        try:
+            report = ra.verify(model, batch, group=group, mask=mask)
+        finally:
+            patch.undo()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not hasattr(model, huggingface.NAME)
+    return report
+
+
+def shifted_within_shards(batch, layout, rank):
+    from ringattn.integrations.data import shard_batch
+
+    part = shard_batch({"input_ids": batch["input_ids"], "labels": batch["input_ids"]}, layout, rank)
+    return {**part, "shift_labels": torch.cat([part["input_ids"][:, 1:], torch.full((2, 1), -100)], dim=1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {}),
+        ("mistral", dict(packed=True)),
+        ("gemma3", {}),
+        ("gpt-oss", dict(packed=True)),
+        ("llama", dict(mask=ra.prefix(9))),
+        ("mistral", dict(mask=ra.documents(lengths=[20, 17]))),
+    ],
+    ids=["llama", "mistral packed", "gemma3", "gpt-oss packed", "llama prefix", "mistral documents"],
+)
+def test_right_models_pass(gloo, name, options):
+    first, second = gloo.run(2, report_of, name, None, *[options.get(key) for key in ("packed", "mask")], timeout=120)
+    assert first == second
+    assert first.passed, first
+    assert len(first.differences) == 1 + len(list(build(name).parameters()))
+    assert str(first).endswith("all within bounds")
+    assert "gradient of model.layers.*.self_attn.q_proj.weight" in str(first)
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake", "packed"),
+    [("llama", "positions", False), ("llama", "labels", False), ("llama", "documents", True), ("gpt-oss", "sinks", False)],
+)
+def test_mistakes_do_not_pass(gloo, name, mistake, packed):
+    for report in gloo.run(2, report_of, name, mistake, packed, timeout=120):
+        assert not report.passed
+        assert "NOT within bounds" in str(report)
+        assert "FAILED" in str(report)
+
+
+def test_weights_that_differ_are_named(gloo):
+    with pytest.raises(AssertionError, match=r"the ranks have different weights, for one in model.embed_tokens.weight"):
+        gloo.run(2, report_of, "llama", "weights", timeout=120)
+
+
+def test_a_loss_of_ones_own_and_autocast():
+    def loss(model, inputs):
+        return CausalLMLoss(model)(**inputs)
+
+    for name, autocast in (("llama", torch.bfloat16), ("gemma3", None)):
+        report = ra.verify(build(name), dict(input_ids=tokens()), loss=loss, autocast=autocast)
+        assert report.passed, report
+
+
+class Plain(nn.Module):
+    """A module without transformers: one layer of attention, around a ring or dense."""
+
+    def __init__(self, layout: ra.Layout | None, scale: float = 0.5) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 24)
+        self.qkv = nn.Linear(24, 72)
+        self.out = nn.Linear(24, 61)
+        self.layout = layout
+        self.scale = scale
+
+    def forward(self, input_ids, **unused):
+        q, k, v = self.qkv(self.embed(input_ids)).view(*input_ids.shape, 3, 3, 8).unbind(2)
+        if self.layout is None:
+            out = ra.reference.attention(q, k, v, softmax_scale=0.5)
+        else:
+            out = ra.ring_attention(q, k, v, layout=self.layout, softmax_scale=self.scale)
+        return transformers.modeling_outputs.CausalLMOutput(logits=self.out(out.flatten(2)))
+
+
+def test_a_plain_module_is_compared_with_its_twin():
+    layout = ra.zigzag(37, 1)
+    whole = Plain(None)
+    for scale in (0.5, 0.6):
+        model = Plain(layout, scale)
+        model.load_state_dict(whole.state_dict())
+        assert ra.verify(model, dict(input_ids=tokens()), layout=layout, whole=whole).passed == (scale == 0.5)
+    with pytest.raises(ValueError, match="Plain is not a transformers model"):
+        ra.verify(model, dict(input_ids=tokens()), layout=layout)
+
+
+def test_dropout_is_refused():
+    model = transformers.PhiForCausalLM(transformers.PhiConfig(**{**SIZES, "resid_pdrop": 0.1})).train()
+    with pytest.raises(ValueError, match=r"resid_dropout drops 0\.1 of its input"):
+        ra.verify(model, dict(input_ids=tokens()))
