@@ -1,8 +1,9 @@
 """Benchmarks: `python launch/bench.py COMMAND --help`.
 
-    kernels  forward and backward of one GPU beside PyTorch's, in the same run
-    ring     ring attention on all GPUs of a host, beside one GPU's kernels and Ulysses, in the same run
-    sweep    block sizes, warps and stages of the kernels, to fill `ringattn_kernels/config.py`
+    kernels   forward and backward of one GPU beside PyTorch's, in the same run
+    overhead  what a call costs the host beside kernels and transfers
+    ring      ring attention on all GPUs of a host, beside one GPU's kernels and Ulysses, in the same run
+    sweep     block sizes, warps and stages of the kernels, to fill `ringattn_kernels/config.py`
 
 Each command lives in a module beside this one with `add_arguments(parser)` and `main(arguments)`.
 """
@@ -12,7 +13,7 @@ import importlib
 import sys
 from pathlib import Path
 
-COMMANDS = {"kernels": "bench_kernels", "ring": "bench_ring", "sweep": "bench_sweep"}
+COMMANDS = {"kernels": "bench_kernels", "overhead": "bench_overhead", "ring": "bench_ring", "sweep": "bench_sweep"}
 
 
 def main() -> None:

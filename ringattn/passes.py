@@ -70,18 +70,18 @@ def backward(
     grads = {0: _empty(buffers[0], k.shape[1], dtype)}
     for t, step in enumerate(steps.backward):
         inbox = [(message, _empty(buffers[0], len(message.slots), dtype)) for message in step.grads_in]
-        sends = [peer for message in step.grads_out for peer in _rows_to(message, grads[message.buffer])]
-        handle = _exchange(transport, step, buffers, sends, [Peer(message.peer, x) for message, box in inbox for x in box])
+        receives = [Peer(message.peer, x) for message, box in inbox for x in box]
+        handle = _exchange(transport, step, buffers, _peers(step.grads_out, grads), receives)
         if t == 0:
-            written, rest = _split(grads[0], step.tiles.k_rows)
-            for x in rest:
+            rows = step.tiles.k_rows
+            for x in _part(grads[0], rows, k.shape[1]) if rows < k.shape[1] else ():
                 x.zero_()
-            local.write_gradients(q, *_keys(step, buffers), *inputs, step.tiles, score, dq, *_batch_first(written))
+            dk, dv = _batch_first(_part(grads[0], 0, rows))
+            local.write_gradients(q, *_keys(step, buffers), *inputs, step.tiles, score, dq, dk, dv)
         elif step.collects:
             if step.buffer:
                 grads[step.buffer] = _zeros_like(buffers[step.buffer], dtype)
-            _, mine = _split(grads[step.buffer], step.begin)
-            dk, dv = _batch_first(mine)
+            dk, dv = _batch_first(_part(grads[step.buffer], step.begin, step.begin + step.tiles.k_rows))
             local.add_gradients(q, *_keys(step, buffers), *inputs, step.tiles, score, dq=dq, dk=dk, dv=dv)
         handle.wait()
         for message, box in inbox:
@@ -101,20 +101,17 @@ def _exchange(
     """Start a step's K/V on their way, into new buffers where it says so, and after them what else it sends and receives."""
     for number, rows in step.opens:
         buffers[number] = _empty(buffers[0], rows, buffers[0][0].dtype)
-    out = [peer for message in step.sends for peer in _rows_to(message, buffers[message.buffer])]
-    into = [Peer(message.peer, message.slots.take(x)) for message in step.receives for x in buffers[message.buffer]]
-    return transport.exchange([*out, *sends], [*into, *receives])
+    return transport.exchange([*_peers(step.sends, buffers), *sends], [*_peers(step.receives, buffers), *receives])
 
 
-def _rows_to(message: Message, buffer: KV) -> list[Peer]:
-    return [Peer(message.peer, message.slots.take(x).contiguous()) for x in buffer]
+def _peers(messages: Iterable[Message], buffers: Buffers) -> list[Peer]:
+    """The rows that messages are about: views of the buffers, except for scattered rows to send, which are gathered."""
+    return [Peer(message.peer, message.slots.take(x)) for message in messages for x in buffers[message.buffer]]
 
 
 def _keys(step: Step, buffers: Buffers) -> KV:
     """The K/V that a step's tiles are over: (b, rows, hk, d) and (b, rows, hk, d_v)."""
-    rows = slice(step.begin, step.begin + step.tiles.k_rows)
-    k, v = buffers[step.buffer]
-    return k[rows].transpose(0, 1), v[rows].transpose(0, 1)
+    return _batch_first(_part(buffers[step.buffer], step.begin, step.begin + step.tiles.k_rows))
 
 
 def _rows_first(k: torch.Tensor, v: torch.Tensor) -> KV:
@@ -125,9 +122,9 @@ def _batch_first(buffer: KV) -> KV:
     return buffer[0].transpose(0, 1), buffer[1].transpose(0, 1)
 
 
-def _split(buffer: KV, rows: int) -> tuple[KV, KV]:
+def _part(buffer: KV, begin: int, end: int) -> KV:
     k, v = buffer
-    return (k[:rows], v[:rows]), (k[rows:], v[rows:])
+    return buffer if end - begin == k.shape[0] else (k[begin:end], v[begin:end])
 
 
 def _empty(buffer: KV, rows: int, dtype: torch.dtype) -> KV:

@@ -42,8 +42,17 @@ class Rows:
     def span(cls, begin: int, end: int) -> Rows:
         return cls(np.array([[begin, end]], dtype=np.int64))
 
-    def __len__(self) -> int:
+    @cached_property
+    def _count(self) -> int:
         return int((self.ranges[:, 1] - self.ranges[:, 0]).sum())
+
+    @cached_property
+    def _only(self) -> tuple[int, int] | None:
+        """(begin, end) if the rows are one range."""
+        return tuple(self.ranges[0].tolist()) if len(self.ranges) == 1 else None
+
+    def __len__(self) -> int:
+        return self._count
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Rows) and np.array_equal(self.ranges, other.ranges)
@@ -96,20 +105,19 @@ class Rows:
         return self._index[device]
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """These rows of x, along dim 0: a view where they are one range."""
-        if len(self.ranges) == 1:
-            begin, end = self.ranges[0].tolist()
-            return x[begin:end]
-        return x.index_select(0, self.index(x.device))
+        """These rows of x, along dim 0: a view where they are one range, x itself where they are all."""
+        if self._only is None:
+            return x.index_select(0, self.index(x.device))
+        begin, end = self._only
+        return x if end - begin == x.shape[0] else x[begin:end]
 
     def add_to(self, x: torch.Tensor, values: torch.Tensor) -> None:
         """x[these rows] += values, in place."""
-        if len(self.ranges) == 1:
-            begin, end = self.ranges[0].tolist()
-            x[begin:end] += values
-        else:
+        if self._only is None:
             index = self.index(x.device)
             x[index] = x.index_select(0, index) + values
+        else:
+            self.take(x).add_(values)
 
     def __repr__(self) -> str:
         return f"Rows({self.ranges.tolist()})"

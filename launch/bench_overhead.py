@@ -1,0 +1,106 @@
+"""What a call costs the host: the time of `ring_attention` around its kernels and transfers, for one rank of a world.
+
+The rank runs alone: a transport that moves nothing stands in for the others, and the kernels are left out. So what is timed is
+the library's own Python and torch's dispatch of its small operations, microseconds a call, forward and backward with autograd.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import time
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+import torch
+
+import ringattn as ra
+from ringattn import local
+from ringattn.transport import Handle, Peer, Transport
+
+SCHEDULES: dict[str, Callable[[int], ra.Schedule]] = {
+    "ring": lambda ranks: ra.ring(),
+    "gather": lambda ranks: ra.gather(),
+    "waves(3)": lambda ranks: ra.waves(3),
+    "double_ring": lambda ranks: ra.double_ring(max(1, ranks // 2)),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--calls", type=int, default=50, help="calls of each round (default 50)")
+    parser.add_argument("--rounds", type=int, default=40, help="rounds, of which the fastest counts (default 40)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--profile", action="store_true", help="also print where the time goes")
+
+
+class _Sent(Handle):
+    def wait(self) -> None:
+        pass
+
+
+class Silent(Transport):
+    """A rank of a world in which all agree and nothing moves."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
+        return _Sent()
+
+    def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
+        return [record] * self.size
+
+
+def main(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    print(
+        f"{'ranks':>5} {'schedule':>12}  {'forward':>8} {'backward':>8}   microseconds a call on the host, without kernels and transfers"
+    )
+    for world_size in arguments.world_sizes:
+        for name, make in SCHEDULES.items():
+            forward, backward = measure(world_size, make(world_size), arguments)
+            print(f"{world_size:>5} {name:>12}  {forward:>8.0f} {backward:>8.0f}", flush=True)
+
+
+def measure(world_size: int, schedule: ra.Schedule, arguments: argparse.Namespace) -> tuple[float, float]:
+    """Microseconds of a forward and of a backward call: the least of many rounds, for others slow the machine down."""
+    tokens, layout = 16, ra.zigzag(16 * world_size, world_size)
+    group = Silent(world_size // 2, world_size)
+    q, k, v, dout = (torch.randn(1, tokens, h, 8, device=arguments.device) for h in (4, 2, 2, 4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    statistic = torch.ones(1, 4, tokens, device=arguments.device)
+    state = torch.zeros_like(dout), statistic, statistic
+
+    def call() -> torch.Tensor:
+        return ra.ring_attention(*leaves, layout=layout, mask=ra.causal(), group=group, schedule=schedule)
+
+    with mock.patch.multiple(
+        local,
+        # tensors of their own, for autograd makes them outputs
+        forward=lambda *args, **options: tuple(x.detach() for x in state),
+        delta=lambda *args: statistic,
+        write_gradients=lambda *args: None,
+        add_gradients=lambda *args, **options: None,
+    ):
+        rounds = [_round(call, leaves, dout, arguments.calls) for _ in range(arguments.rounds)]
+        if arguments.profile:
+            profile = cProfile.Profile()
+            profile.runcall(_round, call, leaves, dout, arguments.calls)
+            pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+    forward, backward = map(min, zip(*rounds))
+    return forward, backward
+
+
+def _round(call: Callable[[], torch.Tensor], leaves: list[torch.Tensor], dout: torch.Tensor, calls: int) -> tuple[float, float]:
+    """Microseconds a call, of the process's own time."""
+    marks = [time.process_time()]
+    outs = [call() for _ in range(calls)]
+    marks.append(time.process_time())
+    for out in outs:
+        torch.autograd.grad(out, leaves, dout)
+    marks.append(time.process_time())
+    forward, backward = ((b - a) / calls * 1e6 for a, b in zip(marks, marks[1:]))
+    return forward, backward
