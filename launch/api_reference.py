@@ -148,8 +148,10 @@ def entry(shown: str, node: Definition) -> str:
     lines = [f"#### `{shown}`", f"```python\n{signature(shown, node)}\n```", rendered(ast.get_docstring(node) or "")]
     if isinstance(node, ast.ClassDef):
         for member in node.body:
-            text = ast.get_docstring(member) if isinstance(member, ast.FunctionDef) else None
-            if text and not member.name.startswith("_"):
+            if not isinstance(member, ast.FunctionDef) or member.name.startswith("_"):
+                continue
+            text = ast.get_docstring(member)
+            if text:
                 decorators = {ast.unparse(decorator) for decorator in member.decorator_list}
                 call = member.name if decorators & {"property", "cached_property"} else _call(member.name, member, 1)
                 first, *rest = rendered(text).split("\n")

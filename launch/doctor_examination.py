@@ -42,8 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("doctor: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set: start it by launch/torchrun.sh or torchrun")
         return 2
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device(options.device, int(os.environ.get("LOCAL_RANK", 0)) if options.device == "cuda" else None)
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     # two connections: the watch must not wait for the one that the examination is waiting on

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from doctor_board import Board
+from torch.cuda import nccl
 
 import ringattn
 
@@ -118,7 +119,7 @@ def versions(device: torch.device) -> dict[str, str]:
         found |= {
             "CUDA": str(torch.version.cuda),
             "cuDNN": str(torch.backends.cudnn.version()),
-            "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+            "NCCL": ".".join(map(str, nccl.version())),
             "driver": driver(),
             "GPU": properties.name,
             "multiprocessors": str(properties.multi_processor_count),

@@ -136,6 +136,40 @@ def test_figures_are_shown_and_drawn_from_a_file(tmp_path, capsys):
     assert parser.parse_args(["--plot"]).plot == bench.IMAGE
 
 
+def test_a_whole_run_with_stand_ins_for_everything_that_needs_a_gpu(monkeypatch, tmp_path, capsys):
+    bench, peers, timing = module("bench_kernels"), module("bench_kernels_peers"), module("timing")
+    out = torch.ones(1, 4, 2, 8)
+
+    def refuse(case, inputs):
+        raise RuntimeError("No available kernel\nat all")
+
+    def spreads(functions, repeats):
+        return {name: timing.Spread(1.0, 2.0, 4.0) for name in functions}
+
+    cases = [case("dense", 512), case("zigzag", 64), case("packed", 197)]
+    monkeypatch.setattr(bench, "table", lambda *_: cases)
+    monkeypatch.setattr(bench, "spreads", spreads)
+    monkeypatch.setattr(peers, "tensors", lambda case: ())
+    monkeypatch.setattr(peers, "backward_modes", lambda: {"ringattn": {}, "ringattn deterministic": {"deterministic": True}})
+    monkeypatch.setattr(peers, "ours", lambda case, inputs, **mode: (lambda: (out,), lambda: None))
+    monkeypatch.setattr(peers, "matmul", lambda: (lambda: None,) * 2)
+    right, wrong = (lambda case, inputs, x=x: (lambda: x.transpose(1, 2), lambda: None) for x in (out, out * 1.1))
+    monkeypatch.setattr(peers, "PEERS", {"cudnn": right, "flash2": refuse, "flex": wrong})
+    for name, value in {"get_device_name": "GPU", "empty_cache": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    bench.main(parser.parse_args(["--peers", "cudnn", "flash2", "flex", "--json", str(tmp_path / "a" / "figures.json")]))
+    rows = json.loads((tmp_path / "a" / "figures.json").read_text())["rows"]
+    assert [row["kind"] for row in rows] == ["dense", "zigzag", "packed"]
+    assert set(rows[0]["rates"]) == {"matmul", "ringattn", "ringattn deterministic", "cudnn"}
+    assert rows[0]["missing"] == {"flash2": "RuntimeError: No available kernel", "flex": "its result differs from ours by 10.0%"}
+    assert set(rows[0]["rates"]["ringattn deterministic"]) == {"backward"}
+    assert rows[0]["rates"]["ringattn"]["forward"]["tflops"] == cases[0].flop("forward") / 2.0 / 1e9
+    assert rows[1]["rates"]["ringattn, dense"]["backward"]["tflops"] == cases[1].dense_alike.flop("backward") / 2.0 / 1e9
+    assert "not for this" in capsys.readouterr().out
+
+
 def test_rates_come_from_the_median_and_the_quartiles():
     timing = module("timing")
     spread = timing.spread([5.0, 1.0, 2.0, 4.0, 3.0])
