@@ -9,6 +9,7 @@ torch.Size([1, 16, 2, 8])
 from . import reference
 from ._version import __version__
 from .attention import attend, ring_attention
+from .checkpoint import checkpoint_contexts, checkpoint_policy
 from .collective import unshard
 from .context import hybrid
 from .integrations.verify import Report, verify
@@ -45,6 +46,8 @@ __all__ = [
     "bigbird",
     "block_sparse",
     "causal",
+    "checkpoint_contexts",
+    "checkpoint_policy",
     "contiguous",
     "default_layout",
     "default_schedule",

@@ -5,22 +5,23 @@ Shapes: b batch, s_local tokens of this rank, h query heads, hk key/value heads,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 
-from . import check, local, passes
-from .agree import agree, refuse
-from .context import Context, Group, get_context
+from . import check
+from .agree import refuse
+from .context import Group, get_context, group_name
 from .layout import Layout
 from .mask import Mask, causal
+from .op import attention
 from .partial import Partial, Stats
-from .plan import Order, make_local_plan
-from .schedule import RowBytes, Schedule
+from .plan import make_local_plan
+from .run import LocalRun, RingRun, Work, compiled_run
+from .schedule import Schedule
 from .score import Score
-from .steps import Steps, local_steps
-from .transport import Alone, Ranks, Transport
+from .steps import local_steps
+from .transport import Alone
 from .ulysses import HybridAttention, HybridRun
 
 
@@ -93,49 +94,34 @@ def ring_attention(
     >>> ra.ring_attention(q, k, v, mask=ra.causal()).shape
     torch.Size([1, 16, 2, 8])
     """
-    mask = causal() if mask is None else mask
+    if not isinstance(return_stats, bool):
+        raise ValueError(f"return_stats is {return_stats!r}, but must be a bool")
+    if torch.compiler.is_compiling():
+        check.tensors(q, k, v)
+        scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+        digests = (None if x is None else x.digest for x in (layout, mask, schedule))
+        part = Partial(*attention(q, k, v, compiled_run(group_name(group), *digests), scale))
+        return (part.out, part.stats) if return_stats else part.out
     context = get_context(group)
-    ranks = context.ranks
+    mask = causal() if mask is None else mask
     try:
-        check.qkv(q, k, v)
-        check.same_tokens(q, k)
+        check.tensors(q, k, v)
         check.instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
         if layout is not None:
-            _check_layout(layout, mask, ranks, q.shape[1])
+            check.instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")
         if schedule is not None:
             check.instance("schedule", schedule, Schedule, "build one with ring(), waves(width) and the like")
-        if not isinstance(return_stats, bool):
-            raise ValueError(f"return_stats is {return_stats!r}, but must be a bool")
         scale = check.softmax_scale(softmax_scale, q.shape[3])
-        if context.hybrid is not None:
-            context.hybrid.check_heads(q.shape[2])
-        ranks.check_device(q.device)
     except ValueError as error:
-        if ranks.size > 1:
-            refuse(ranks, error)
+        if context.ranks.size > 1:
+            refuse(context.ranks, error)
         raise
-    tokens = (q.shape[1],)
-    if ranks.size > 1:
-        facts = _facts(q, k, v, layout, mask, schedule, scale) | {"ranks per node": ranks.ranks_per_node}
-        if context.hybrid is not None:
-            facts |= context.hybrid.facts | {"return_stats": return_stats}
-        tokens = agree(ranks, facts, q.shape[1])
-        ranks.connect(q.device)
-    if layout is None:
-        layout = _default_layout(context, mask, tokens)
-    kv_heads = k.shape[2] if context.hybrid is None else context.hybrid.kv_heads(q.shape[2], k.shape[2])
-    route = context.route(layout, mask, schedule, RowBytes.of(k, v, kv_heads))
-    q, k, v = (_in_order(x, route.order) for x in (q, k, v))
-    if route.exchange is None:
-        state = _Attention.apply(q, k, v, _Run(context.transport, route.steps, Score(scale), final=True))
+    run = RingRun(context, layout, mask, schedule, stats=return_stats)
+    if context.hybrid is None or context.hybrid.heads.size == 1:
+        part = Partial(*attention(q, k, v, run.number, scale))
     else:
-        state = HybridAttention.apply(
-            q, k, v, HybridRun(route.exchange, context.transport, route.steps, Score(scale), return_stats)
-        )
-    if not return_stats:
-        return _restored(state[0], route.order, dim=1)
-    part = _as_given(Partial(*state), route.order)
-    return part.out, part.stats
+        part = _hybrid_attention(q, k, v, run, scale)
+    return (part.out, part.stats) if return_stats else part.out
 
 
 def attend(
@@ -168,109 +154,20 @@ def attend(
     keys = check.positions("k_positions", k_positions, k.shape[1], "k")
     seq_len = max([mask.min_length] + [int(p.max()) + 1 for p in (queries, keys) if len(p)])
     tiles, q_order, k_order = make_local_plan(queries, keys, mask, seq_len)
-    run = _Run(Alone(), local_steps(tiles), Score(scale), final=False)
-    out, row_max, row_sum = _Attention.apply(_in_order(q, q_order), _in_order(k, k_order), _in_order(v, k_order), run)
-    return _as_given(Partial(out, row_max, row_sum), q_order)
+    run = LocalRun(Work(Alone(), local_steps(tiles), q_order, k_order))
+    return Partial(*attention(q, k, v, run.number, scale))
 
 
-@dataclass(frozen=True, eq=False)
-class _Run:
-    """What autograd carries besides tensors."""
-
-    transport: Transport
-    steps: Steps
-    score: Score
-    final: bool
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: _Run) -> local.State:
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        # autocast would round the states and gradients between hops
-        with torch.autocast(q.device.type, enabled=False):
-            out, row_max, row_sum = passes.forward(run.transport, run.steps, run.score, q, k, v, final=run.final)
-        ctx.save_for_backward(q, k, v, out, row_max, row_sum)
-        ctx.run = run
-        ctx.mark_non_differentiable(row_max)
-        ctx.set_materialize_grads(False)
-        return out, row_max, row_sum
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        dout, _, drow_sum = grads
-        if torch.is_grad_enabled():
-            raise ValueError("ring attention has no second derivative: call backward without create_graph=True")
-        q, k, v, out, row_max, row_sum = ctx.saved_tensors
-        run: _Run = ctx.run
-        if dout is None:
-            dout = torch.zeros_like(out)
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        delta = local.delta(out, dout)
-        if drow_sum is not None:
-            # d lse = d row_sum * row_sum enters dS = P (dP - delta) as P d lse
-            delta = delta - drow_sum * row_sum
-        with torch.autocast(q.device.type, enabled=False):
-            return *passes.backward(run.transport, run.steps, run.score, q, k, v, dout, row_max, row_sum, delta), None
-
-
-def _check_layout(layout: Any, mask: Mask, ranks: Ranks, tokens: int) -> None:
-    check.instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")
-    if layout.world_size != ranks.size:
-        raise ValueError(
-            f"layout {layout!r} is for {layout.world_size} ranks, but the group has {ranks.size}: build it for the group"
-        )
-    held = layout.lengths[ranks.rank]
-    if held != tokens:
-        raise ValueError(
-            f"q has {tokens} tokens, but rank {ranks.rank} of layout {layout!r} holds {held}: "
-            "shard q, k and v with shard(x, layout, rank), or build the layout for this sequence length"
-        )
-    mask.check_length(layout.seq_len)
-
-
-def _default_layout(context: Context, mask: Mask, tokens: tuple[int, ...]) -> Layout:
-    layout = context.default_layout(mask, sum(tokens))
-    if layout.lengths != tokens:
-        odd = next(rank for rank, (held, got) in enumerate(zip(layout.lengths, tokens, strict=True)) if held != got)
-        raise ValueError(
-            f"q has {tokens[odd]} tokens on rank {odd}, but the default layout of {mask!r}, {layout!r}, "
-            f"holds {layout.lengths[odd]} there: pass the layout that the shards were made with"
-        )
-    return layout
-
-
-def _facts(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout | None, mask: Mask, schedule: Schedule | None, scale: float
-) -> dict[str, object]:
-    """What must be equal on all ranks, under the names a user knows."""
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return {
-        "function": "ring_attention",
-        "batch size": q.shape[0],
-        "number of query heads": q.shape[2],
-        "number of key/value heads": k.shape[2],
-        "head_dim": q.shape[3],
-        "v's head_dim": v.shape[3],
-        "dtype": q.dtype,
-        "device": q.device.type,
-        "softmax_scale": scale,
-        "schedule": schedule,
-        "requires_grad": needs_grad,
-        "mask": f"{mask!r} ({mask.digest[:8]})",
-        "layout": "the default" if layout is None else f"{layout!r} ({layout.digest[:8]})",
-    }
-
-
-def _in_order(x: torch.Tensor, order: Order | None) -> torch.Tensor:
-    """Rows in the order in which the plan counts them."""
-    return x if order is None else order.sort(x, dim=1)
-
-
-def _as_given(part: Partial, order: Order | None) -> Partial:
-    """Rows back in the order they came in."""
-    return Partial(_restored(part.out, order, 1), _restored(part.row_max, order, 2), _restored(part.row_sum, order, 2))
-
-
-def _restored(x: torch.Tensor, order: Order | None, dim: int) -> torch.Tensor:
-    return x if order is None else order.restore(x, dim)
+def _hybrid_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: RingRun, scale: float) -> Partial:
+    """Around a ring and over a heads axis; with empty statistics unless the run is to return them."""
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    route = run.route(run.begin(q, k, v, scale, needs_grad), q, k, v)
+    assert route.exchange is not None
+    q, k, v = (x if route.order is None else route.order.sort(x, dim=1) for x in (q, k, v))
+    hybrid = HybridRun(route.exchange, run.context.transport, route.steps, Score(scale), run.stats)
+    out, row_max, row_sum = HybridAttention.apply(q, k, v, hybrid)
+    if route.order is not None:
+        out = route.order.restore(out, dim=1)
+        if run.stats:
+            row_max, row_sum = route.order.restore(row_max, dim=2), route.order.restore(row_sum, dim=2)
+    return Partial(out, row_max, row_sum)

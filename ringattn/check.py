@@ -79,8 +79,18 @@ def softmax_scale(value: Any, head_dim: int) -> float:
 
 def qkv(q: Any, k: Any, v: Any) -> None:
     """Types, shapes (b, s, h, d), (b, sk, hk, d), (b, sk, hk, d_v), dtypes and devices that attention can take."""
+    tensors(q, k, v)
+    fit(q, k, v)
+
+
+def tensors(q: Any, k: Any, v: Any) -> None:
+    """Tensors that attention can take, each by itself: plain, of four dimensions."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _dense_tensor(name, x)
+
+
+def fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Tensors of one dtype on one device, of shapes that fit together."""
     _same_kind(q, k, v)
     shapes(q, k, v)
 
@@ -102,9 +112,6 @@ def shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(f"k has {hk} heads, which does not divide q's {h}: grouped-query attention needs h % hk == 0")
     if k.shape[3] != d:
         raise ValueError(f"k has head_dim {k.shape[3]} and q has {d}: they must be equal (only v's may differ)")
-    for name, size in (("q", d), ("v", v.shape[3])):
-        if not 1 <= size <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} has head_dim {size}, but it must be 1 to {MAX_HEAD_DIM}")
 
 
 def same_tokens(q: torch.Tensor, k: torch.Tensor) -> None:
@@ -141,9 +148,11 @@ def _dense_tensor(name: str, x: Any) -> None:
         raise ValueError(
             f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}, but must have 4: (batch, tokens, heads, head_dim)"
         )
+    if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(f"{name} has head_dim {x.shape[3]}, but it must be 1 to {MAX_HEAD_DIM}")
     if x.dtype not in DTYPES:
         raise ValueError(f"{name} has dtype {x.dtype}, but must be bfloat16, float16, float32 or (on CPU) float64")
-    if x.device.type not in ("cpu", "cuda"):
+    if x.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name} is on {x.device}, but ringattn computes on cpu and cuda devices")
     if x.dtype == torch.float64 and x.is_cuda:
         raise ValueError(

@@ -51,6 +51,7 @@ class Context:
         self.transport = ranks.ring if isinstance(ranks, Hybrid) else ranks
         self._routes: OrderedDict[tuple[str, str, Schedule | None, RowBytes | None], Route] = OrderedDict()
         self._layouts: OrderedDict[tuple[str, int], Layout] = OrderedDict()
+        self.compiled: dict[int, object] = {}  # what compiled graphs find by number, see run.py
 
     def route(self, layout: Layout, mask: Mask, schedule: Schedule | None, row_bytes: RowBytes | None = None) -> Route:
         """The plan and this rank's steps, made once. A schedule of None chooses one by the plan.
@@ -198,6 +199,15 @@ def _axis(name: str, mesh: DeviceMesh, axis: str | int) -> int:
         return axis
     has = f"the axes {names}" if names else f"{mesh.ndim} axes without names"
     raise ValueError(f"{name} is {axis!r}, but the mesh has {has}: give the name or the number of one")
+
+
+def group_name(group: Group | None) -> str | None:
+    """The name by which torch knows a process group or that of a 1-D mesh; None for the default group."""
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return None if group is None else group.group_name
+    raise ValueError("torch.compile knows a group by its name: pass a ProcessGroup or a 1-D DeviceMesh")
 
 
 def _transport(group: dist.ProcessGroup) -> Transport:

@@ -9,7 +9,6 @@ Sources: zigzag, two opposite chunks a rank (Llama 3, Dubey et al. 2024, section
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 
 from .check import dim as check_dim
 from .check import instance, integer
+from .digest import Digested, constant
 from .mask import Causal, DilatedWindow, Full, Mask, Prefix, SlidingWindow
 from .region import common_stride as region_stride
 from .region import count_pairs
@@ -30,7 +30,7 @@ _BUILD_A_MASK = "build one with causal(), documents(...) and the like"
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Layout(Digested):
     """Who holds which positions: `spans[rank]` are the spans of a rank's shard, in the order of its local rows.
 
     Raises ValueError unless every position of `0 <= p < seq_len` is held exactly once.
@@ -52,6 +52,7 @@ class Layout:
         problem = _coverage_problem(self.seq_len, kept)
         if problem:
             raise ValueError(f"spans do not hold each of {self.seq_len} positions exactly once: {problem}")
+        super().__post_init__()
 
     @property
     def world_size(self) -> int:
@@ -87,12 +88,9 @@ class Layout:
         work = self.work(mask)
         return float(work.max() / work.mean()) if work.any() else 1.0
 
-    @cached_property
-    def digest(self) -> str:
-        """A fingerprint of who holds what, equal on ranks that were given the same layout."""
+    def _key(self) -> bytes:
         rows = [(rank, span.start, span.length, span.stride) for rank, spans in enumerate(self.spans) for span in spans]
-        data = np.array([(self.seq_len, self.world_size, 0, 0), *rows], dtype=np.int64).tobytes()
-        return hashlib.blake2b(data, digest_size=16).hexdigest()
+        return np.array([(self.seq_len, self.world_size, 0, 0), *rows], dtype=np.int64).tobytes()
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -108,12 +106,14 @@ class Layout:
             raise ValueError(f"rank is {rank}, but {self!r} has the ranks 0 to {self.world_size - 1}")
 
 
+@constant
 def contiguous(seq_len: int, world_size: int) -> Layout:
     """Rank r holds the r-th of `world_size` equal chunks."""
     bounds = _bounds(seq_len, world_size, chunks=1)
     return Layout(seq_len, tuple((Span(a, b - a),) for a, b in bounds), "contiguous")
 
 
+@constant
 def zigzag(seq_len: int, world_size: int) -> Layout:
     """Of `2 * world_size` equal chunks rank r holds the r-th and the r-th from the end: even work under a causal mask."""
     bounds = _bounds(seq_len, world_size, chunks=2)
@@ -122,6 +122,7 @@ def zigzag(seq_len: int, world_size: int) -> Layout:
     return Layout(seq_len, spans, "zigzag")
 
 
+@constant
 def striped(seq_len: int, world_size: int) -> Layout:
     """Rank r holds the positions r, r + world_size, r + 2 * world_size, ..."""
     _bounds(seq_len, world_size, chunks=1)
@@ -129,6 +130,7 @@ def striped(seq_len: int, world_size: int) -> Layout:
     return Layout(seq_len, spans, "striped")
 
 
+@constant
 def balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
     """Chunks dealt to ranks so that live work is even for this mask, and tokens too, to one chunk.
 
@@ -150,6 +152,7 @@ def balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
             return best
 
 
+@constant
 def default_layout(mask: Mask, seq_len: int, world_size: int) -> Layout:
     """The layout that suits a mask.
 

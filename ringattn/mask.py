@@ -10,10 +10,8 @@ section 3.1); window + global + random blocks (BigBird, Zaheer et al. 2020, sect
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +19,7 @@ import torch
 
 from . import check, region
 from .check import integer, integers
+from .digest import Digested, constant
 from .region import Region, Table
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 Window = int | tuple[int | None, int | None]
 
 
-class Mask:
+class Mask(Digested):
     """A set of live (query, key) pairs of global positions. Immutable; `a | b` and `a & b` combine."""
 
     @property
@@ -86,11 +85,6 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         return Intersection(self, _mask(other))
-
-    @cached_property
-    def digest(self) -> str:
-        """A fingerprint of what the mask is, equal on ranks that were given the same mask."""
-        return hashlib.blake2b(self._key(), digest_size=16).hexdigest()
 
     def _key(self) -> bytes:
         parts = [type(self).__name__]
@@ -276,16 +270,19 @@ class Intersection(_Pair):
         return f"({self.a!r} & {self.b!r})"
 
 
+@constant
 def full() -> Mask:
     """Every query sees every key."""
     return Full()
 
 
+@constant
 def causal() -> Mask:
     """A query sees the keys at its own position and before: `k <= q`."""
     return Causal()
 
 
+@constant
 def sliding_window(left: int | None, right: int | None = 0) -> Mask:
     """A query at q sees the keys q - left, ..., q + right; None on a side means no limit on that side.
 
@@ -294,6 +291,7 @@ def sliding_window(left: int | None, right: int | None = 0) -> Mask:
     return SlidingWindow(_side("left", left), _side("right", right))
 
 
+@constant
 def dilated_window(window: int | tuple[int, int], dilation: int) -> Mask:
     """A query sees every `dilation`-th key of a window: the keys q - n * dilation for -right <= n <= left.
 
@@ -304,6 +302,7 @@ def dilated_window(window: int | tuple[int, int], dilation: int) -> Mask:
     return DilatedWindow(integer("window", left), integer("window", right), integer("dilation", dilation, least=1))
 
 
+@constant
 def documents(
     cu_seqlens: Sequence[int] | torch.Tensor | None = None,
     causal: bool = True,
@@ -343,11 +342,13 @@ def documents(
     return Documents(tuple(values.tolist()), causal, _side("window", left), _side("window", right))
 
 
+@constant
 def prefix(n: int) -> Mask:
     """Prefix-LM: causal, and the first `n` positions also see each other in both directions. Raises ValueError for n < 0."""
     return Prefix(integer("n", n))
 
 
+@constant
 def global_tokens(n_or_positions: int | Iterable[int] | torch.Tensor) -> Mask:
     """Longformer's global tokens, which see every key and are seen by every query: the first n, or those at the positions given.
 
@@ -367,6 +368,7 @@ def global_tokens(n_or_positions: int | Iterable[int] | torch.Tensor) -> Mask:
     return GlobalTokens(tuple((int(run[0]), int(run[-1]) + 1) for run in runs))
 
 
+@constant
 def block_sparse(block_mask: torch.Tensor | np.ndarray | Sequence[Sequence[bool]], block_size: int) -> Mask:
     """Live blocks: the pair (q, k) is live where `block_mask[q // block_size, k // block_size]`.
 
@@ -382,6 +384,7 @@ def block_sparse(block_mask: torch.Tensor | np.ndarray | Sequence[Sequence[bool]
     return BlockSparse(np.packbits(given.astype(bool)).tobytes(), (given.shape[0], given.shape[1]), size)
 
 
+@constant
 def bigbird(
     seq_len: int,
     block_size: int = 64,

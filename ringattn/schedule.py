@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from .check import integer
+from .digest import Digested, constant
 from .plan import Plan, Rows
 
 
@@ -60,8 +61,11 @@ class RowBytes(NamedTuple):
         return cls(elements * k.element_size(), elements * max(4, k.element_size()))
 
 
-class Schedule(ABC):
+class Schedule(Digested, ABC):
     """Who sends which rows to whom, step by step."""
+
+    def _key(self) -> bytes:
+        return repr(self).encode()
 
     @property
     def by_memory(self) -> bool:
@@ -225,16 +229,19 @@ class DoubleRing(Schedule):
         return f"double_ring({'' if self.ranks_per_node is None else self.ranks_per_node})"
 
 
+@constant
 def ring() -> Schedule:
     """K/V go around the ring, a hop a step, with the next hop in flight while this one is computed."""
     return Ring()
 
 
+@constant
 def gather() -> Schedule:
     """All K/V rows that a rank needs at once, straight from their owners, in one launch: one wave."""
     return Waves(None)
 
 
+@constant
 def waves(width: int | None = None, *, memory: int | None = None) -> Schedule:
     """Owners in order of distance, `width` at a time and one launch a wave, straight from themselves; the next wave is under way.
 
@@ -249,6 +256,7 @@ def waves(width: int | None = None, *, memory: int | None = None) -> Schedule:
     return Waves(width, None if memory is None else integer("memory", memory, least=1))
 
 
+@constant
 def double_ring(ranks_per_node: int | None = None) -> Schedule:
     """Rings within nodes inside a ring over nodes: between nodes, a shard travels once a node and not once a rank.
 

@@ -44,7 +44,6 @@ TENSORS = {
     "float8": (lambda: call(k=tensor().to(torch.float8_e4m3fn)), "k has dtype torch.float8_e4m3fn, but must be bfloat16"),
     "sparse": (lambda: call(k=tensor().to_sparse()), r"k has the layout torch.sparse_coo, but must be dense: pass k.to_dense\(\)"),
     "nested": (lambda: call(q=NESTED), r"q is a nested tensor: pack the sequences into one dimension and pass mask=documents"),
-    "meta": (lambda: call(q=tensor(device="meta")), "q is on meta, but ringattn computes on cpu and cuda devices"),
     "k's dtype": (
         lambda: call(k=tensor(dtype=torch.bfloat16)),
         "k has dtype torch.bfloat16 and q has torch.float32: cast all three",

@@ -1,0 +1,71 @@
+"""Compiled attention over gloo: agreement, exchange and gradients are inside of the operators."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import ringattn as ra
+
+N = 37
+
+
+def whole_inputs():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, N, heads, 5, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4)]
+
+
+def compiled_gradients(group, mesh, layout, mask):
+    """Greatest summed difference of this rank's out and gradients, compiled, from the reference's."""
+    rank = dist.get_rank(group)
+    held = ra.default_layout(mask, N, dist.get_world_size(group)) if layout is None else layout
+    q, k, v, dout = whole_inputs()
+    ring = DeviceMesh.from_group(group, "cpu") if mesh else group
+
+    def attention(q, k, v):
+        return checkpoint(
+            lambda q, k, v: ra.ring_attention(2 * q, k, v, layout=layout, mask=mask, group=ring),
+            q, k, v, use_reentrant=False, context_fn=ra.checkpoint_contexts,
+        )  # fmt: skip
+
+    torch.compiler.reset()
+    leaves = [ra.shard(x, held, rank).requires_grad_() for x in (q, k, v)]
+    out = torch.compile(attention, fullgraph=True, backend="aot_eager")(*leaves)
+    got = out, *torch.autograd.grad(out, leaves, ra.shard(dout, held, rank))
+    ref = [x.requires_grad_() for x in (q, k, v)]
+    out = ra.reference.attention(2 * ref[0], *ref[1:], mask=mask)
+    wanted = out, *torch.autograd.grad(out, ref, dout)
+    return max(float((x - ra.shard(y, held, rank)).abs().sum()) for x, y in zip(got, wanted))
+
+
+def disagree(group):
+    """What a compiled call with another mask on rank 1 says, and whether the next one works."""
+    rank = dist.get_rank(group)
+    q, k, v, _ = (ra.shard(x, ra.zigzag(N, 3), rank) for x in whole_inputs())
+    run = torch.compile(
+        lambda q, k, v, mask: ra.ring_attention(q, k, v, mask=mask, group=group), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(ValueError) as caught:
+        run(q, k, v, ra.prefix(5) if rank == 1 else ra.causal())
+    return str(caught.value), run(q, k, v, ra.causal()).shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("world_size", "mesh", "layout", "mask"),
+    [
+        (3, False, None, ra.causal()),
+        (2, True, ra.striped(N, 2), ra.sliding_window(9)),
+        (3, False, ra.Layout(N, ((ra.Span(20, 17),), (), (ra.Span(0, 20),))), ra.dilated_window((4, 2), 3)),
+    ],
+    ids=["default layout", "mesh", "an empty shard and another order"],
+)
+def test_compiled_attention_is_exact_on_every_rank(gloo, world_size, mesh, layout, mask):
+    assert max(gloo.run(world_size, compiled_gradients, mesh, layout, mask, timeout=120)) < 1e-12
+
+
+def test_ranks_that_disagree_in_compiled_code_hear_of_it(gloo):
+    for message, works in gloo.run(3, disagree, timeout=120):
+        assert "mask is prefix(5)" in message
+        assert "on rank 1, but causal()" in message
+        assert works
