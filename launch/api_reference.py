@@ -93,6 +93,7 @@ def _file(base: Path) -> Path:
 
 def public() -> Iterator[tuple[str, list[tuple[Module, list[str]]]]]:
     """(import name, [(module of the definitions, their names)]) of every package and door."""
+    shown: set[tuple[Path, str]] = set()
     for name, folder in (("ringattn", ROOT / "ringattn"), ("ringattn_kernels", ROOT / "kernels" / "ringattn_kernels")):
         package = Module(name, folder / "__init__.py")
         files: dict[Path, tuple[Module, list[str]]] = {}
@@ -105,13 +106,17 @@ def public() -> Iterator[tuple[str, list[tuple[Module, list[str]]]]]:
                 files.setdefault(path, (module, []))[1].extend(f"{exported}.{found}" for found in module.definitions())
             else:
                 files.setdefault(path, (Module(f"{name}.{path.stem}", path), []))[1].append(exported)
+                shown.add((path, inner))
         yield name, [files[path] for path in sorted(files)]
     dispatch = ROOT / "kernels" / "ringattn_kernels" / "dispatch.py"
     doors = sorted((ROOT / "ringattn" / "integrations").glob("*.py"))
     for name, path in [("ringattn_kernels.dispatch", dispatch), *((f"ringattn.integrations.{door.stem}", door) for door in doors)]:
         module = Module(name, path)
         if not path.stem.startswith("_") and path.stem not in INNER:
-            yield name, [(module, module.exports() or list(module.definitions()))]
+            # what a package exports from here has its section there
+            names = [inner for inner in module.exports() or module.definitions() if (path, inner) not in shown]
+            if names:
+                yield name, [(module, names)]
 
 
 def build() -> str:

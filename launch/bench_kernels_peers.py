@@ -140,6 +140,8 @@ def flex(case: Case, inputs: Tensors) -> Functions:
         block_mask = create_block_mask(live, None, None, case.tokens, case.tokens, _compile=True)
     elif case.mask == "causal":
         block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.tokens, case.tokens, _compile=True)
+    # each case compiles anew, and of one function only so many times
+    torch._dynamo.reset()
     # the same graph is run backward many times
     torch._functorch.config.donated_buffer = False
     compiled = torch.compile(flex_attention, dynamic=False)
