@@ -166,8 +166,8 @@ class Waves(Schedule):
 class DoubleRing(Schedule):
     """A ring over the ranks of each node, while the shards that it began with travel to the next node.
 
-    Rank = node * ranks_per_node + local rank. Round n of an inner ring is of the shards of the n-th node before. Between nodes a shard's
-    K/V travel once a node, in a piece a step; its dK/dV gather along the inner ring and go straight home, likewise in pieces.
+    Rank = node * ranks_per_node + local rank. Round n of an inner ring is of the shards of the n-th node before. Between nodes each rank
+    passes K/V on to its like on the next, in a piece a step; dK/dV gather along the inner ring and go straight home, likewise in pieces.
     """
 
     ranks_per_node: int | None
@@ -258,7 +258,7 @@ def waves(width: int | None = None, *, memory: int | None = None) -> Schedule:
 
 @constant
 def double_ring(ranks_per_node: int | None = None) -> Schedule:
-    """Rings within nodes inside a ring over nodes: between nodes, a shard travels once a node and not once a rank.
+    """Rings within nodes inside a ring over nodes: every rank, not one of each node, sends to the next node, and in a whole round's time.
 
     ranks_per_node: a divisor of the group's size; by default as many as the launcher started on each node (`LOCAL_WORLD_SIZE`).
         Ranks of a node are next to each other in the group. A call raises ValueError if it does not divide.

@@ -7,7 +7,7 @@ import queue
 import pytest
 import torch
 
-from ringattn.transport import Alone, Peer, run_ranks
+from ringattn.transport import Alone, Peer, process_group, run_ranks
 
 
 def test_results_come_in_rank_order():
@@ -104,3 +104,22 @@ def test_a_rank_alone():
     assert (alone.rank, alone.size) == (0, 1)
     alone.exchange([], []).wait()
     assert alone.all_gather_control(b"record") == [b"record"]
+
+
+@pytest.mark.parametrize(
+    ("launched", "ranks", "wanted"),
+    [
+        (None, [0, 1, 2, 3], 4),
+        ("4", range(8), 4),
+        ("4", range(4, 8), 4),
+        ("4", [0, 1, 4, 5], 2),
+        ("4", [1, 5, 9], 1),
+        ("4", [0, 1, 2, 4], None),  # unequal
+        ("4", [0, 4, 1, 5], None),  # not node by node
+    ],
+)
+def test_ranks_per_node(monkeypatch, launched, ranks, wanted):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if launched is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", launched)
+    assert process_group._ranks_per_node(list(ranks)) == wanted

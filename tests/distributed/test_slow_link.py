@@ -1,0 +1,174 @@
+"""Two nodes with a slow link between them: which bytes cross it, and how long a pass takes, for each schedule.
+
+A node is a network namespace with four ranks; a virtual cable joins the two, and a token bucket at either end holds it to a rate. Ranks of
+one node talk over its loopback device, so that the cable's own counters tell what crosses.
+
+Run as a script, this file is the ranks' launcher: it imports torch once and forks them into the namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NODES, RANKS_PER_NODE = 2, 4
+WORLD_SIZE = NODES * RANKS_PER_NODE
+TOKENS, HEADS, HEAD_DIM = 12, 16, 256  # of a rank: many bytes for little compute
+SHARD = 2 * TOKENS * HEADS * HEAD_DIM * 4  # K and V in fp32, bytes
+LINK_BYTES_PER_SECOND = 60e6 / 8
+# shards of K/V that leave a node in a forward pass
+SHARDS_OUT = {"ring": WORLD_SIZE - 1, "double ring": RANKS_PER_NODE, "hybrid": RANKS_PER_NODE}
+
+
+def test_bytes_and_time_over_a_slow_link(nodes):
+    found = run_ranks(nodes)
+    for method, shards in SHARDS_OUT.items():
+        # the backward pass moves K/V again, and as many bytes of fp32 dK/dV
+        for part, wanted in enumerate((shards * SHARD, 2 * shards * SHARD)):
+            for node in range(NODES):
+                # headers, acknowledgements and the records by which ranks agree come on top
+                assert wanted <= found[method]["bytes"][node][part] <= 1.15 * wanted, (method, found[method])
+            # nothing is faster than the link
+            assert found[method]["seconds"][part] > 0.9 * wanted / LINK_BYTES_PER_SECOND, (method, found[method])
+    seconds = {method: found[method]["seconds"] for method in SHARDS_OUT}
+    for part in (0, 1):
+        # four shards against seven
+        assert seconds["double ring"][part] < 0.8 * seconds["ring"][part], seconds
+        assert seconds["hybrid"][part] < 0.8 * seconds["ring"][part], seconds
+
+
+def command(*args: object) -> None:
+    subprocess.run([str(x) for x in args], check=True, capture_output=True, text=True, timeout=20)
+
+
+@pytest.fixture
+def nodes():
+    """The names of two namespaces with a slow cable between them."""
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        pytest.skip("needs ip and tc")
+    names = [f"ringattn{os.getpid()}n{i}" for i in range(NODES)]
+    try:
+        try:
+            for name in names:
+                command("ip", "netns", "add", name)
+            command("ip", "link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"needs network namespaces: {error.stderr.strip()}")
+        for i, name in enumerate(names):
+            inside = ("ip", "-n", name)
+            command(*inside, "link", "set", "lo", "up")
+            command(*inside, "address", "add", f"10.77.0.{i + 1}/24", "dev", "cable")
+            command(*inside, "link", "set", "cable", "up")
+            # a queue that nothing drops out of
+            rate = f"{LINK_BYTES_PER_SECOND * 8:.0f}bit"
+            command(
+                "tc", "-n", name, "qdisc", "add", "dev", "cable", "root", "tbf", "rate", rate, "burst", "128kb", "latency", "2s"
+            )
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+
+
+def run_ranks(nodes: list[str]) -> dict:
+    """Per method: "seconds" of a forward pass and of the backward after it, "bytes" that each node sent in them."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "cable",
+        "LOCAL_WORLD_SIZE": str(RANKS_PER_NODE),
+    }
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as answer, tempfile.TemporaryFile("w+") as log:
+        launcher = subprocess.Popen(
+            [sys.executable, __file__, answer.name, *nodes], env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            status = launcher.wait(timeout=120)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+        log.seek(0)
+        assert status == 0, log.read()
+        return json.load(answer)
+
+
+def launch(path: str, nodes: list[str]) -> int:
+    """Fork a rank for each place on each node; the first failure ends all."""
+    import ringattn  # noqa: F401  once for all ranks
+
+    for rank in range(WORLD_SIZE):
+        if os.fork() == 0:
+            with open(f"/var/run/netns/{nodes[rank // RANKS_PER_NODE]}") as namespace:
+                if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), "setns")
+            serve(rank, path)
+            os._exit(0)
+    return max(os.waitpid(-1, 0)[1] for _ in range(WORLD_SIZE))
+
+
+def serve(rank: int, path: str) -> None:
+    """One rank: run each method, and on rank 0 write what was measured."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import ringattn as ra
+
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=60)
+    store = dist.TCPStore("10.77.0.1", 29871, WORLD_SIZE, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timeout)
+    mesh = init_device_mesh("cpu", (NODES, RANKS_PER_NODE), mesh_dim_names=("ring", "heads"))
+    methods = {
+        "ring": {"schedule": ra.ring()},
+        "double ring": {"schedule": ra.double_ring()},
+        "hybrid": {"group": mesh, "schedule": ra.ring()},
+    }
+    layout = ra.contiguous(WORLD_SIZE * TOKENS, WORLD_SIZE)
+    q, k, v, dout = torch.randn(4, 1, TOKENS, HEADS, HEAD_DIM).unbind()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    found = {}
+    for method, options in methods.items():
+        rounds = []
+        for _ in range(3):
+            marks = [mark(dist)]
+            out = ra.ring_attention(*leaves, layout=layout, mask=ra.full(), **options)
+            marks.append(mark(dist))
+            torch.autograd.grad(out, leaves, dout)
+            marks.append(mark(dist))
+            rounds.append([[b - a for a, b in zip(x, y)] for x, y in zip(marks, marks[1:])])
+        parts = zip(*rounds[1:])  # the first round connects
+        fastest = [min(part) for part in parts]  # (seconds, bytes) of the forward and of the backward pass
+        everyone: list = [None] * WORLD_SIZE
+        dist.all_gather_object(everyone, [sent for _, sent in fastest])
+        found[method] = {"seconds": [seconds for seconds, _ in fastest], "bytes": everyone[::RANKS_PER_NODE]}
+    if rank == 0:
+        Path(path).write_text(json.dumps(found))
+    dist.barrier()
+
+
+def mark(dist) -> tuple[float, int]:
+    """Now, and the bytes that have left this node, while all ranks are here."""
+    dist.barrier()
+    now = time.perf_counter()
+    (line,) = [line for line in Path("/proc/self/net/dev").read_text().splitlines() if line.strip().startswith("cable:")]
+    dist.barrier()
+    return now, int(line.split(":")[1].split()[8])
+
+
+if __name__ == "__main__":
+    sys.exit(bool(launch(sys.argv[1], sys.argv[2:])))
