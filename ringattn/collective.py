@@ -11,6 +11,7 @@ from .agree import agree, refuse
 from .context import Group, get_context
 from .layout import Layout, shard
 from .transport import Peer, Transport
+from .ulysses import ring_layout
 
 
 def unshard(x_local: torch.Tensor, layout: Layout, group: Group | None = None, dim: int = 1) -> torch.Tensor:
@@ -55,7 +56,7 @@ def unshard(x_local: torch.Tensor, layout: Layout, group: Group | None = None, d
     if context.hybrid is not None:
         # first the rows of the heads axis, then the ring's
         x_local = _Unshard.apply(x_local, context.hybrid.axis_layout(layout), context.hybrid.heads, dim)
-        layout = context.hybrid.ring_layout(layout)
+        layout = ring_layout(layout, context.hybrid.heads.size)
     return _Unshard.apply(x_local, layout, context.transport, dim)
 
 

@@ -82,12 +82,6 @@ class Hybrid(Ranks):
         starts = accumulate(self.rows(layout), initial=0)
         return Layout(sum(self.rows(layout)), tuple((Span(start, n),) for start, n in zip(starts, self.rows(layout))), "rows")
 
-    def ring_layout(self, layout: Layout) -> Layout:
-        """The layout of the ring: the shards of each heads axis, one after the other."""
-        u = self.heads.size
-        shards = (layout.spans[first : first + u] for first in range(0, self.size, u))
-        return Layout(layout.seq_len, tuple(tuple(span for spans in shard for span in spans) for shard in shards), layout.name)
-
     @cached_property
     def facts(self) -> dict[str, object]:
         """What must be equal on all ranks for the grid to be one."""
@@ -96,6 +90,12 @@ class Hybrid(Ranks):
 
     def __repr__(self) -> str:
         return f"hybrid(ring={self.ring.size}, heads={self.heads.size})"
+
+
+def ring_layout(layout: Layout, u: int) -> Layout:
+    """The layout of the ring: the shards of each heads axis of u ranks, one after the other."""
+    shards = (layout.spans[first : first + u] for first in range(0, layout.world_size, u))
+    return Layout(layout.seq_len, tuple(tuple(span for spans in shard for span in spans) for shard in shards), layout.name)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,150 @@
+"""`python -m ringattn plan`: what a layer's attention takes on given GPUs with each schedule, predicted by `planner.py`.
+
+One world and length prints a table of the schedules, and recommends one; several print the best of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from itertools import product
+
+from . import timeline
+from .machine import MACHINES, Machine
+from .mask import Mask, causal, full, sliding_window
+from .planner import check_work, held_bytes, options, predict, recommend
+from .simulation import Prediction, Work
+
+_GIB = 1 << 30
+_COLUMNS = (
+    "forward ms | fwd+bwd ms | exposed ms | TFLOP/s a GPU | share of the kernels' rate | sent GiB | between nodes GiB | peak GiB"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command line; None is the process's own."""
+    parser = argparse.ArgumentParser(prog="python -m ringattn", description="Attention over sequences too long for one GPU.")
+    commands = parser.add_subparsers(required=True)
+    plan = commands.add_parser("plan", help="predict time, communication and memory of each schedule", description=__doc__)
+    plan.add_argument("--gpus", type=int, nargs="+", required=True, help="GPUs in all")
+    plan.add_argument("--gpus-per-node", type=int, default=8, help="(default 8)")
+    plan.add_argument("--tokens", type=int, nargs="+", required=True, help="tokens of the whole sequence")
+    plan.add_argument("--heads", type=int, default=32, help="query heads (default 32)")
+    plan.add_argument("--kv-heads", type=int, default=8, help="K/V heads (default 8)")
+    plan.add_argument("--head-dim", type=int, default=128, help="(default 128)")
+    plan.add_argument("--mask", default="causal", help="causal (default), full, or window:TOKENS: causal, the last so many")
+    plan.add_argument(
+        "--memory-gib",
+        type=float,
+        help="what attention may take of a GPU beyond q, k, v, out and their gradients (default: all that these leave)",
+    )
+    plan.add_argument("--machine", choices=sorted(MACHINES), default="h200")
+    plan.add_argument("--rates", nargs="+", default=[], metavar="NAME=VALUE", help="figures of the machine to replace: node_gbs=90")
+    plan.add_argument("--json", action="store_true", help="print all figures as JSON")
+    plan.add_argument("--timeline", metavar="PNG", help="draw the recommended schedule, step by step; needs matplotlib")
+    given = parser.parse_args(arguments)
+    try:
+        _plan(given)
+    except ValueError as error:
+        plan.error(str(error))
+
+
+def _plan(given: argparse.Namespace) -> None:
+    machine = MACHINES[given.machine].with_rates(dict(_rate(text) for text in given.rates))
+    mask = parse_mask(given.mask)
+    worlds = list(product(given.gpus, given.tokens))
+    if given.timeline and len(worlds) > 1:
+        raise ValueError(f"--timeline draws one world, but {len(worlds)} are given: leave one value of --gpus and of --tokens")
+    if given.timeline:
+        timeline.need_figures()
+    found = []
+    for gpus, tokens in worlds:
+        work = Work(tokens, given.heads, given.kv_heads, given.head_dim, mask)
+        check_work(work, gpus, given.gpus_per_node)
+        memory = _budget(given.memory_gib, machine, work, gpus)
+        predictions = [
+            predict(machine, work, gpus, given.gpus_per_node, option) for option in options(work, gpus, given.gpus_per_node)
+        ]
+        found.append((gpus, tokens, predictions, recommend(predictions, memory), memory))
+    if given.json:
+        print(json.dumps([_record(machine, *world) for world in found], indent=1))
+    elif len(found) == 1:
+        _print_world(*found[0])
+    else:
+        _print_worlds(found)
+    if given.timeline:
+        _, _, predictions, best, _ = found[0]
+        timeline.draw(best or min(predictions, key=lambda p: p.peak), given.timeline)
+        print(f"timeline: {given.timeline}", file=sys.stderr)
+
+
+def parse_mask(text: str) -> Mask:
+    """The mask of a word. Raises ValueError for one that is none."""
+    word, _, number = text.partition(":")
+    if text in ("causal", "full"):
+        return causal() if text == "causal" else full()
+    if word == "window" and number.isdigit() and int(number) > 0:
+        return sliding_window(int(number) - 1)
+    raise ValueError(f"mask is {text!r}, but must be causal, full or window:TOKENS, such as window:4096")
+
+
+def _rate(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise ValueError(f"--rates has {text!r}, but takes NAME=VALUE, such as node_gbs=90") from None
+
+
+def _budget(memory_gib: float | None, machine: Machine, work: Work, gpus: int) -> float:
+    """Bytes for attention beyond what it is given and returns."""
+    if memory_gib is not None:
+        if not memory_gib > 0:
+            raise ValueError(f"memory_gib is {memory_gib}, but must be more than 0")
+        return memory_gib * _GIB
+    return machine.memory_gib * _GIB - held_bytes(work, gpus)
+
+
+def _figures(p: Prediction) -> str:
+    times = f"{p.forward * 1e3:,.1f} | {p.total * 1e3:,.1f} | {p.exposed * 1e3:,.1f}"
+    rates = f"{p.tflops:.0f} | {p.alone / p.total:.2f}"
+    return f"{times} | {rates} | {p.sent / _GIB:.2f} | {p.sent_between_nodes / _GIB:.2f} | {p.peak / _GIB:.2f}"
+
+
+def _print_world(gpus: int, tokens: int, predictions: list[Prediction], best: Prediction | None, memory: float) -> None:
+    print(f"{gpus} GPUs, {tokens:,} tokens: one layer, predicted\n")
+    print(f"| schedule | {_COLUMNS} |")
+    print("|---" * 9 + "|")
+    for p in predictions:
+        mark = " (recommended)" if p is best else " (too large)" if p.peak > memory else ""
+        print(f"| {p.option}{mark} | {_figures(p)} |")
+    if best is None:
+        print(f"\nNothing fits in {max(memory, 0) / _GIB:.1f} GiB a GPU beyond inputs, output and gradients: take more GPUs.")
+
+
+def _print_worlds(found: list) -> None:
+    print(f"| GPUs | tokens | schedule | {_COLUMNS} |")
+    print("|---" * 11 + "|")
+    for gpus, tokens, _, best, _ in found:
+        row = f"{best.option} | {_figures(best)}" if best is not None else "does not fit" + " | " * 8
+        print(f"| {gpus:,} | {tokens:,} | {row} |")
+
+
+def _record(
+    machine: Machine, gpus: int, tokens: int, predictions: list[Prediction], best: Prediction | None, memory: float
+) -> dict:
+    names = ("forward", "backward", "total", "exposed", "alone", "tflops", "sent", "sent_between_nodes", "peak")
+    return {
+        "machine": machine.name,
+        "gpus": gpus,
+        "tokens": tokens,
+        "memory": memory,
+        "recommended": None if best is None else str(best.option),
+        "schedules": [{"schedule": str(p.option), **{name: getattr(p, name) for name in names}} for p in predictions],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Predicts time, exposed communication and memory of a layer's attention on many GPUs, for every schedule: `python -m ringattn plan`.
+
+The work is counted, not guessed (`simulation.py`): live pairs of each rank and owner come from the plan, rows of each message from
+the schedule's own transfers. What the machine makes of them is a model of a few constants, `Machine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import ceil
+
+from .machine import Machine
+from .mask import Causal, Full, Mask, SlidingWindow
+from .schedule import double_ring, gather, ring, waves
+from .simulation import ITEM, Option, Prediction, Work, simulate
+
+# a ring of more ranks than this (or than four nodes have) is not simulated: the figures of two smaller ones, with shards of the
+# same size, are continued, for every further rank adds the same
+_RANKS = 32
+
+
+def predict(machine: Machine, work: Work, gpus: int, gpus_per_node: int, option: Option) -> Prediction:
+    """One option on so many GPUs; those of a node are next to each other. Raises ValueError if work or option do not fit them."""
+    check_work(work, gpus, gpus_per_node)
+    u = option.heads_axis
+    if gpus % u or work.heads % u:
+        raise ValueError(f"the heads axis is {u}, but must divide the {gpus} GPUs and the {work.heads} heads")
+    if gpus_per_node % u and u % gpus_per_node:
+        raise ValueError(f"the heads axis is {u}, but must divide the {gpus_per_node} GPUs of a node, or be a multiple of them")
+    n, shard = gpus // u, ceil(work.tokens / gpus)
+    worlds = _smaller_worlds(work.mask, n, max(1, gpus_per_node // u), shard * u)
+    if worlds is None:
+        return simulate(machine, work, gpus, gpus_per_node, option)
+    small, large = (
+        simulate(machine, replace(work, tokens=shard * ranks * u), ranks * u, gpus_per_node, option) for ranks in worlds
+    )
+    if _reach(work.mask) is None:
+        return _continued(small, large, (n - worlds[1]) / (worlds[1] - worlds[0]))
+    # the ranks that do most do no more in larger worlds; the mean lacks ever less of what the first positions do not see
+    further = (worlds[1] / n - 1) / (1 - worlds[1] / worlds[0])
+    return replace(large, flop=large.flop + (large.flop - small.flop) * further)
+
+
+def options(work: Work, gpus: int, gpus_per_node: int) -> list[Option]:
+    """The ways worth comparing."""
+    axes = [u for u in (2, 4, 8, 16, 32, 64) if u <= gpus_per_node or u == gpus]
+    found = []
+    for u in [1, *axes]:
+        if gpus % u or work.heads % u or (gpus_per_node % u and u % gpus_per_node):
+            continue
+        ranks, per_node = gpus // u, max(1, gpus_per_node // u)
+        found.append(Option(ring(), u))
+        if u == 1:
+            found += [Option(waves(width), u) for width in (2, 4, 8) if width < ranks - 1]
+        if ranks > 2:
+            found.append(Option(gather(), u))
+        if 1 < per_node < ranks:
+            found.append(Option(double_ring(per_node), u))
+    return found
+
+
+def recommend(predictions: Iterable[Prediction], memory: float) -> Prediction | None:
+    """The fastest, forward and backward, of those that take at most so many bytes beyond inputs, output and gradients."""
+    return min((p for p in predictions if p.peak <= memory), key=lambda p: p.total, default=None)
+
+
+def held_bytes(work: Work, gpus: int) -> int:
+    """What a GPU holds of q, k, v, out and the gradients of all four."""
+    return ceil(work.tokens / gpus) * work.head_dim * 4 * (work.heads + work.kv_heads) * ITEM
+
+
+def check_work(work: Work, gpus: int, gpus_per_node: int) -> None:
+    """Raise ValueError for what is no attention, or no world."""
+    figures = {"gpus": gpus, "gpus_per_node": gpus_per_node, "tokens": work.tokens, "head_dim": work.head_dim}
+    figures |= {"heads": work.heads, "kv_heads": work.kv_heads}
+    for name, value in figures.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}, but must be at least 1")
+    if gpus > gpus_per_node and gpus % gpus_per_node:
+        raise ValueError(f"gpus is {gpus}, but must be a multiple of the {gpus_per_node} of a node, or fewer")
+    if work.heads % work.kv_heads:
+        raise ValueError(f"kv_heads is {work.kv_heads}, which does not divide the {work.heads} heads")
+    work.mask.check_length(work.tokens)
+
+
+def _reach(mask: Mask) -> int | None:
+    """How many positions a query of a window sees; None if it sees all that are there."""
+    return mask.left + mask.right if isinstance(mask, SlidingWindow) and mask.left is not None and mask.right is not None else None
+
+
+def _smaller_worlds(mask: Mask, n: int, per_node: int, shard: int) -> tuple[int, int] | None:
+    """Ranks of two rings, of whole nodes and larger than the mask's reach, to stand for one of n; None if n is small itself.
+
+    Only full and causal masks and windows look the same in worlds of all sizes.
+    """
+    reach = _reach(mask)
+    if reach is None and not isinstance(mask, (Causal, Full)):
+        return None
+    half = per_node * max(2, ceil(max(_RANKS / 2, (reach or 0) / shard) / per_node))
+    return (half, 2 * half) if n > 2 * half else None
+
+
+def _continued(small: Prediction, large: Prediction, further: float) -> Prediction:
+    """The line through two predictions, so many of their distances beyond the second."""
+    names = ["forward", "backward", "exposed", "alone_forward", "alone_backward", "flop", "sent", "sent_between_nodes"]
+    if len(small.backward_steps) == len(large.backward_steps):
+        # larger steps; more steps hold as much each
+        names.append("peak")
+    ends = {name: (getattr(small, name), getattr(large, name)) for name in names}
+    return replace(large, **{name: high + (high - low) * further for name, (low, high) in ends.items()})

@@ -1,0 +1,292 @@
+"""One layer's attention on a model of a machine, step by step.
+
+All ranks go through a step together: it lasts as long as the slowest rank's computation or transfer, which run beside each other.
+Pairs are those of the plan, messages those of the schedule, for all ranks. An all-to-all of a heads axis has nothing beside it.
+
+Shapes: n ranks of the ring, t steps; h query heads and hk key/value heads of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from .layout import default_layout
+from .machine import Machine
+from .mask import Mask
+from .plan import make_plan
+from .schedule import Schedule, Transfer, gradient_transfers
+from .ulysses import kv_copies, ring_layout
+
+ITEM = 2  # bytes of an element of q, k, v
+_SUM = 4  # of sums: states between steps, and gradients
+
+
+@dataclass(frozen=True)
+class Work:
+    """A layer's attention over a whole sequence: batch 1, 16-bit inputs, the default layout of the mask."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mask: Mask
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to run it: a schedule around the ring, beside a heads axis of `heads_axis` ranks (1: none)."""
+
+    schedule: Schedule
+    heads_axis: int = 1
+
+    def __str__(self) -> str:
+        return repr(self.schedule) if self.heads_axis == 1 else f"heads {self.heads_axis}, {self.schedule!r}"
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step: of its slowest rank's computation, of its slowest transfer, and of the step."""
+
+    name: str
+    compute: float
+    transfer: float
+    total: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a layer, and bytes a GPU, of the one that has most."""
+
+    option: Option
+    forward: float
+    backward: float
+    exposed: float  # what free communication would save
+    alone_forward: float  # in one launch, without communication: the kernels' rate on the same work
+    alone_backward: float
+    flop: float  # forward and backward
+    sent: float  # forward and backward
+    sent_between_nodes: float
+    peak: float  # beyond inputs, output and gradients
+    forward_steps: tuple[StepTime, ...]  # of a smaller world where figures are continued
+    backward_steps: tuple[StepTime, ...]
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def alone(self) -> float:
+        return self.alone_forward + self.alone_backward
+
+    @property
+    def tflops(self) -> float:
+        return self.flop / self.total / 1e12
+
+
+def simulate(machine: Machine, work: Work, gpus: int, gpus_per_node: int, option: Option) -> Prediction:
+    """All ranks and steps of one option."""
+    world = World(machine, work, gpus, gpus_per_node, option)
+    forward, backward = world.forward(), world.backward()
+    seconds = [sum(step.total for step in steps) for steps in (forward, backward)]
+    alone = [float(world.kernel(world.pairs.sum(axis=1), backward).max()) for backward in (False, True)]
+    sent = world.sent
+    return Prediction(
+        option=option,
+        forward=seconds[0],
+        backward=seconds[1],
+        exposed=sum(step.total - step.compute for step in (*forward, *backward)),
+        alone_forward=alone[0],
+        alone_backward=alone[1],
+        flop=3.5 * 4 * float(world.pairs.sum()) / world.n * world.h * world.d,
+        sent=float(sent.sum(axis=1).max()),
+        sent_between_nodes=float(sent[:, 1].max()),
+        peak=world.peak_bytes(),
+        forward_steps=tuple(forward),
+        backward_steps=tuple(backward),
+    )
+
+
+class World:
+    """One option on some GPUs: what each rank computes, moves and holds in each step."""
+
+    def __init__(self, machine: Machine, work: Work, gpus: int, gpus_per_node: int, option: Option) -> None:
+        self.machine, self.u = machine, option.heads_axis
+        self.n = gpus // self.u
+        layout = default_layout(work.mask, work.tokens, gpus)
+        plan = make_plan(ring_layout(layout, self.u), work.mask)
+        self.pairs = plan.pairs()  # (n, n)
+        self.rows = max(plan.lengths)
+        self.own_rows = max(layout.lengths)
+        copies = kv_copies(work.heads, work.kv_heads, self.u)
+        self.copied = copies > 1
+        self.h, self.hk, self.d = work.heads // self.u, work.kv_heads * copies // self.u, work.head_dim
+        self.node = np.arange(self.n) * self.u // gpus_per_node
+        # ranks of a heads axis on this node and on others, but for itself
+        inside = min(self.u, gpus_per_node)
+        self.peers = np.array([inside - 1, self.u - inside])
+        self.kv = option.schedule.transfers(plan)
+        self.grads = gradient_transfers(option.schedule, plan, self.kv)
+        self.steps = 1 + max((t.into for t in self.kv), default=0)
+
+    @property
+    def kv_row(self) -> int:
+        return 2 * self.hk * self.d * ITEM
+
+    @property
+    def grad_row(self) -> int:
+        return 2 * self.hk * self.d * _SUM
+
+    def kernel(self, pairs: np.ndarray, backward: bool) -> np.ndarray:
+        """Seconds of launches by themselves."""
+        machine = self.machine
+        rate, launch = machine.forward_tflops, machine.forward_launch_us
+        flop = 4.0 * pairs * self.h * self.d
+        if backward:
+            rate, launch, flop = machine.backward_tflops, machine.backward_launch_us, 2.5 * flop
+        return (pairs > 0) * (launch / 1e6 + flop / rate / 1e12)
+
+    def forward(self) -> list[StepTime]:
+        pairs = self.forward_pairs()
+        # the state is written for, and read from, each other step
+        computes = pairs > 0
+        resumed = computes & (np.cumsum(computes, axis=0) > 1)
+        left = computes & (np.cumsum(computes[::-1], axis=0)[::-1] > 1)
+        state = (resumed * 1.0 + left) * self.rows * self.h * self.d * _SUM
+        compute = self.kernel(pairs, backward=False) + state / self.machine.hbm_gbs / 1e9
+        steps = self._together(compute, self._moved(self.kv, self.kv_row, self.steps), stalls=True)
+        return [*self._swap("q, k, v to heads", self._qkv), *steps, *self._swap("out to rows", self._out)]
+
+    def backward(self) -> list[StepTime]:
+        pairs = self.backward_pairs()
+        count = len(pairs)
+        received = self._rows(self.grads, count, at="dst")
+        computes = pairs > 0
+        resumed = computes & (np.cumsum(computes, axis=0) > 1)
+        touched = (computes * 1.0 + resumed) * self.rows * self.h * self.d * _SUM + 3 * received * self.grad_row
+        compute = self.kernel(pairs, backward=True) + touched / self.machine.hbm_gbs / 1e9
+        moved = self._moved(self.kv, self.kv_row, count) + self._moved(self.grads, self.grad_row, count)
+        steps = self._together(compute, moved, stalls=False)
+        return [*self._swap("dout to heads", self._out), *steps, *self._swap("dq, dk, dv to rows", self._dqkv)]
+
+    @cached_property
+    def sent(self) -> np.ndarray:
+        """Bytes that each rank sends within its node and between nodes, forward and backward: (n, 2)."""
+        swapped = self._qkv + 2 * self._out + self._dqkv
+        count = self.steps + 1
+        ring = 2 * self._moved(self.kv, self.kv_row, count) + self._moved(self.grads, self.grad_row, count)
+        return ring[:, 0].sum(axis=0) + swapped * self.peers
+
+    def peak_bytes(self) -> float:
+        """Of the backward pass, beyond inputs, output and gradients: sums of all gradients, statistics, others' K/V and dK/dV at hand.
+
+        Around an all-to-all also q, k, v, out and dout of a rank's heads, and dq, dk and dv before and after they come back.
+        """
+        state = 3 * self.rows * self.h * _SUM  # row_max, row_sum, delta
+        swapped = 0
+        if self.u > 1:
+            state += (3 * self.h + 2 * self.hk) * self.d * ITEM * self.rows
+            swapped = 2 * self.u * self._dqkv
+        if not self.kv:
+            return state + swapped
+        kv, grads = self._alive()
+        came = self._rows(self.grads, self.steps + 2, at="dst")
+        # what came in the step before goes once the next has its room
+        boxes = came + np.concatenate([0 * came[:1], came[:-1]])
+        others = float((kv * self.kv_row + (grads + boxes) * self.grad_row).max())
+        own = self.rows * (self.h * self.d * _SUM + self.grad_row)
+        return state + max(others + own, swapped)
+
+    def _alive(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of others' K/V, and of others' dK/dV, that a rank holds in each step of the backward pass: (t, n)."""
+        rows: dict[tuple[int, int], int] = {}
+        spans: dict[tuple[int, int], tuple[int, int]] = {}
+        for t in self.kv:
+            buffer = t.dst, t.into
+            rows[buffer] = rows.get(buffer, 0) + len(t.rows)
+            first, last = spans.get(buffer, (t.step, t.into))
+            spans[buffer] = min(first, t.step), last
+        for t in self.kv:
+            if t.held:
+                first, last = spans[t.src, t.held]
+                spans[t.src, t.held] = first, max(last, t.step)
+        # sums leave until so late, and are held a step longer by what sends them
+        leave = {(t.src, t.held): t.step + 1 for t in sorted(self.grads, key=lambda t: t.step)}
+        kv, grads = (np.zeros((self.steps + 2, self.n)) for _ in range(2))
+        for (rank, number), size in rows.items():
+            first, last = spans[rank, number]
+            kv[first : last + 1, rank] += size
+            grads[number : leave.get((rank, number), number) + 1, rank] += size
+        return kv, grads
+
+    def forward_pairs(self) -> np.ndarray:
+        """Live pairs that each rank computes in each step of the forward pass: (t, n)."""
+        pairs = np.zeros((self.steps, self.n))
+        pairs[0] = self.pairs.diagonal()
+        for into, dst, owner in {(t.into, t.dst, t.owner) for t in self.kv}:
+            pairs[into, dst] += self.pairs[dst, owner]
+        return pairs
+
+    def backward_pairs(self) -> np.ndarray:
+        """The same in the backward pass: half of a rank's own pairs wait for the last step, in which otherwise only gradients travel."""
+        pairs = self.forward_pairs()
+        if self.steps == 1:
+            return pairs
+        pairs = np.concatenate([pairs, np.zeros((1, self.n))])
+        travels = sum(self._rows(self.grads, len(pairs), at)[-1] for at in ("src", "dst")) > 0
+        pairs[-1] = travels * pairs[0] / 2
+        pairs[0] -= pairs[-1]
+        return pairs
+
+    def _rows(self, transfers: Sequence[Transfer], count: int, at: str) -> np.ndarray:
+        """Rows that leave ("src"), or come to ("dst"), each rank in each step: (t, n)."""
+        rows = np.zeros((count, self.n))
+        np.add.at(rows, ([t.step for t in transfers], [getattr(t, at) for t in transfers]), [len(t.rows) for t in transfers])
+        return rows
+
+    def _moved(self, transfers: Sequence[Transfer], row_bytes: int, count: int) -> np.ndarray:
+        """Bytes that each rank sends and receives in each step, within its node and between nodes: (t, 2, n, 2)."""
+        moved = np.zeros((count, 2, self.n, 2))
+        if transfers:
+            step, src, dst, rows = np.array([(t.step, t.src, t.dst, len(t.rows)) for t in transfers]).T
+            between = (self.node[src] != self.node[dst]).astype(int)
+            for way, rank in enumerate((src, dst)):
+                np.add.at(moved, (step, way, rank, between), rows * row_bytes)
+        return moved
+
+    def _transfer(self, moved: np.ndarray) -> np.ndarray:
+        """Seconds of exchanges: links within nodes and between them, and both directions, work at once. (..., 2) to (...)."""
+        seconds = (moved / np.array([self.machine.nvlink_gbs, self.machine.node_gbs]) / 1e9).max(axis=-1)
+        return seconds + (seconds > 0) * self.machine.latency_us / 1e6
+
+    def _together(self, compute: np.ndarray, moved: np.ndarray, stalls: bool) -> list[StepTime]:
+        transfer = self._transfer(moved).max(axis=1)  # (t, n)
+        beside = np.minimum(compute, transfer) * self.machine.slowdown
+        if stalls:
+            beside += (transfer > 0) * np.minimum(compute * self.machine.stall_share, self.machine.stall_ms / 1e3)
+        total = np.maximum(compute + beside, transfer).max(axis=1)
+        slowest = zip(compute.max(axis=1).tolist(), transfer.max(axis=1).tolist(), total.tolist())
+        return [StepTime(f"step {t}", *seconds) for t, seconds in enumerate(slowest)]
+
+    def _swap(self, name: str, bytes_a_peer: int) -> list[StepTime]:
+        """An all-to-all of the heads axis, and the copies before and after it."""
+        if self.u == 1:
+            return []
+        transfer = float(self._transfer(bytes_a_peer * self.peers))
+        copies = 4 * self.u * bytes_a_peer / self.machine.hbm_gbs / 1e9
+        return [StepTime(name, copies, transfer, copies + transfer)]
+
+    @property
+    def _qkv(self) -> int:
+        return self.own_rows * (self.h * self.d * ITEM + self.kv_row)
+
+    @property
+    def _out(self) -> int:
+        return self.own_rows * self.h * self.d * ITEM
+
+    @property
+    def _dqkv(self) -> int:
+        return self.own_rows * (self.h * self.d * ITEM + (self.grad_row if self.copied else self.kv_row))

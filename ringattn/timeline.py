@@ -1,0 +1,43 @@
+"""A picture of one layer's predicted steps: what a GPU computes and what its links move, over time. Needs matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .simulation import Prediction
+
+_COMPUTE, _TRANSFER, _WAIT, _INK = "#2f6db5", "#e8873a", "#c8497a", "#33333d"
+
+
+def need_figures() -> Any:
+    """matplotlib's Figure. Raises ValueError if it is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("a timeline needs matplotlib, which is not installed: pip install matplotlib") from None
+    return Figure
+
+
+def draw(prediction: Prediction, path: str | Path) -> None:
+    """The steps of a forward and a backward pass, saved by the path's suffix. Raises ValueError if matplotlib is not installed."""
+    Figure = need_figures()
+    figure = Figure(figsize=(11, 4.6), layout="constrained", facecolor="white")
+    passes = ("forward", prediction.forward_steps), ("backward", prediction.backward_steps)
+    for axes, (name, steps) in zip(figure.subplots(2), passes):
+        begin = 0.0
+        for step in steps:
+            ms = [1e3 * x for x in (begin, step.compute, step.transfer, step.total)]
+            axes.broken_barh([(ms[0], ms[1])], (1.1, 0.8), color=_COMPUTE, edgecolor="white", linewidth=0.5)
+            axes.broken_barh([(ms[0] + ms[1], ms[3] - ms[1])], (1.1, 0.8), color=_WAIT, alpha=0.35, linewidth=0)
+            axes.broken_barh([(ms[0], ms[2])], (0.1, 0.8), color=_TRANSFER, edgecolor="white", linewidth=0.5)
+            begin += step.total
+        axes.set(xlim=(0, 1e3 * begin), ylim=(0, 2), yticks=(0.5, 1.5), yticklabels=("links", "compute"), ylabel=name)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.tick_params(length=0, colors=_INK, labelsize=9)
+        axes.set_xlabel("milliseconds", color=_INK)
+    figure.suptitle(
+        f"{prediction.option}: blue computes, orange moves, pink is exposed communication (predicted)", color=_INK, fontsize=11
+    )
+    figure.savefig(path, dpi=140)
