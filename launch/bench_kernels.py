@@ -56,6 +56,8 @@ def main(arguments) -> None:
 
 def measure_all(arguments) -> dict:
     """All cases, printed as they come; the JSON file is complete after each."""
+    if not torch.cuda.is_available():
+        sys.exit("bench.py kernels measures on a GPU, and torch sees none here; --from shows and draws figures that there are")
     cases = quick() if arguments.quick else table(
         arguments.kinds, arguments.sequences, arguments.head_dims, arguments.heads, arguments.kv_heads, arguments.masks
     )  # fmt: skip

@@ -155,7 +155,7 @@ def test_a_whole_run_with_stand_ins_for_everything_that_needs_a_gpu(monkeypatch,
     monkeypatch.setattr(peers, "matmul", lambda: (lambda: None,) * 2)
     right, wrong = (lambda case, inputs, x=x: (lambda: x.transpose(1, 2), lambda: None) for x in (out, out * 1.1))
     monkeypatch.setattr(peers, "PEERS", {"cudnn": right, "flash2": refuse, "flex": wrong})
-    for name, value in {"get_device_name": "GPU", "empty_cache": None}.items():
+    for name, value in {"is_available": True, "get_device_name": "GPU", "empty_cache": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
@@ -168,6 +168,15 @@ def test_a_whole_run_with_stand_ins_for_everything_that_needs_a_gpu(monkeypatch,
     assert rows[0]["rates"]["ringattn"]["forward"]["tflops"] == cases[0].flop("forward") / 2.0 / 1e9
     assert rows[1]["rates"]["ringattn, dense"]["backward"]["tflops"] == cases[1].dense_alike.flop("backward") / 2.0 / 1e9
     assert "not for this" in capsys.readouterr().out
+
+
+def test_without_a_gpu_it_says_so(monkeypatch):
+    bench = module("bench_kernels")
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="measures on a GPU"):
+        bench.main(parser.parse_args(["--quick"]))
 
 
 def test_rates_come_from_the_median_and_the_quartiles():
