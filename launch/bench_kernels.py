@@ -117,7 +117,7 @@ def measure(case: Case, peers: list[str]) -> dict:
             rates[name][direction] = rated(spread, flop.get(name, {}).get(direction) or case.flop(direction))
     facts = {"case": case.name, "kind": case.kind, "tokens": case.tokens, "heads": case.heads, "kv_heads": case.kv_heads}
     facts |= {"head_dim": case.head_dim, "v_dim": case.v_dim, "mask": case.mask, "pairs": case.tiles.pairs}
-    return facts | {"rates": rates, "missing": missing}
+    return facts | {"kernels": contestants.choices(case, inputs), "rates": rates, "missing": missing}
 
 
 def take_part(peer: str, case: Case, inputs: contestants.Tensors) -> contestants.Functions | str:
@@ -147,8 +147,8 @@ def rated(spread: Spread, flop: float) -> dict[str, float]:
 def heading(record: dict) -> str:
     versions = ", ".join(f"{name} {record[name]}" for name in ("torch", "triton", "cudnn"))
     head = f"{record['device']}, {versions}; TFLOP/s forward / backward, ± half the distance of the quartiles"
-    columns = "| case | ringattn | share of matmul | others | ratio |"
-    return "\n".join([head, columns, "|" + " --- |" * 5])
+    columns = "| case | kernels | ringattn | share of matmul | others | ratio |"
+    return "\n".join([head, columns, "|" + " --- |" * 6])
 
 
 def line(row: dict) -> str:
@@ -159,7 +159,8 @@ def line(row: dict) -> str:
     others = [f"{name} {cell(rate)}" for name, rate in rates.items()] + [f"{name}: not for this" for name in row["missing"]]
     rivals = [rate for name, rate in rates.items() if "deterministic" not in name]
     ratio = " / ".join(f"{mine[d]['tflops'] / rivals[0][d]['tflops']:.2f}" for d in DIRECTIONS) if rivals else ""
-    return f"| {row['case']} | {cell(mine)} | {share} | {'; '.join(others)} | {ratio} |"
+    kernels = " / ".join(row["kernels"][direction].split(":")[0] for direction in DIRECTIONS)
+    return f"| {row['case']} | {kernels} | {cell(mine)} | {share} | {'; '.join(others)} | {ratio} |"
 
 
 def cell(rate: dict[str, dict[str, float]]) -> str:

@@ -16,6 +16,7 @@ from bench_kernels_cases import Case
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringattn_kernels as rk
+from ringattn_kernels import dispatch
 
 Functions = tuple[Callable[[], object], Callable[[], object]]
 Tensors = tuple[torch.Tensor, ...]
@@ -38,6 +39,16 @@ def backward_modes() -> dict[str, dict[str, bool]]:
     if "deterministic" in inspect.signature(rk.backward).parameters:
         return {"ringattn": {"deterministic": False}, "ringattn deterministic": {"deterministic": True}}
     return {"ringattn": {}}
+
+
+def choices(case: Case, inputs: Tensors) -> dict[str, str]:
+    """Which of this library's kernels run, and why."""
+    q, k, v, dout = inputs
+    chosen = {
+        "forward": dispatch.choose_forward(q, k, v, case.head_dim**-0.5),
+        "backward": dispatch.choose_backward(q, k, v, dout, case.tiles.kernel_table),
+    }
+    return {direction: f"{choice.kernels.name.lower()}: {choice.reason}" for direction, choice in chosen.items()}
 
 
 def ours(case: Case, inputs: Tensors, **mode: bool) -> Functions:

@@ -2,7 +2,8 @@
 
 Methods, which take turns in every round, forward and backward, causal:
 
-    ring, gather  `ring_attention` over a zigzag layout, with that schedule
+    ring, gather  `ring_attention` over a zigzag layout, with that schedule, over the transport that the group gets by itself
+    ring-nccl, gather-nccl  the same over the process group, where asked for
     local         the same rank's tiles in one launch on random K/V: no communication, the kernels' single-GPU rate
     ulysses       all-to-all from sequence to heads and back around PyTorch's attention (cuDNN), over a contiguous layout
 
@@ -36,13 +37,14 @@ from ringattn.plan import Rows, Tiles, move_keys
 from ringattn.score import Score
 
 METHODS = ("ring", "gather", "ulysses", "local")
+OVER_PROCESS_GROUP = {"ring-nccl": "ring", "gather-nccl": "gather"}
 _LONG = 15.0  # seconds of a round that is not repeated
 Tensors = tuple[torch.Tensor, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", help="total tokens (default: 64k, 128k, 512k and 1M)")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--methods", nargs="+", choices=(*METHODS, *OVER_PROCESS_GROUP), default=METHODS)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -169,8 +171,10 @@ def make_method(name: str, case: Case) -> Method:
     if name == "ulysses":
         return Method(case, ulysses)
     layout = ra.zigzag(case.tokens, dist.get_world_size())
-    schedule = {"ring": ra.ring, "gather": ra.gather}[name]()
-    return Method(case, lambda leaves: ra.ring_attention(*leaves, layout=layout, mask=ra.causal(), schedule=schedule))
+    schedule = {"ring": ra.ring, "gather": ra.gather}[OVER_PROCESS_GROUP.get(name, name)]()
+    options = {"layout": layout, "mask": ra.causal(), "schedule": schedule}
+    options["group"] = ra.process_group() if name in OVER_PROCESS_GROUP else None
+    return Method(case, lambda leaves: ra.ring_attention(*leaves, **options))
 
 
 class _AllToAll(torch.autograd.Function):
@@ -295,15 +299,17 @@ def memory_fits(rows: list[dict]) -> dict[str, dict[str, float]]:
 def report(rows: list[dict], header: bool) -> None:
     """Print one size's rows, with each method's fraction of the local rate."""
     if header:
-        print(f"{'':>9} {'':>8}  {'milliseconds':>20}  {'TFLOP/s a GPU':>15}  {'of local':>9}  {'peak GiB':>8}")
-        print(f"{'tokens':>9} {'method':>8}  {'forward':>9} {'fwd+bwd':>10}  {'forward':>7} {'fwd+bwd':>7}  {'fwd':>4} {'both':>4}")
+        print(f"{'':>9} {'':>11}  {'milliseconds':>20}  {'TFLOP/s a GPU':>15}  {'of local':>9}  {'peak GiB':>8}")
+        print(
+            f"{'tokens':>9} {'method':>11}  {'forward':>9} {'fwd+bwd':>10}  {'forward':>7} {'fwd+bwd':>7}  {'fwd':>4} {'both':>4}"
+        )
     alone = next((row for row in rows if row["method"] == "local"), None)
     for row in rows:
         of_local = ""
         if alone is not None:
             of_local = "{:4.0%} {:4.0%}".format(*(row[key] / alone[key] for key in ("forward_tflops", "forward_backward_tflops")))
         print(
-            f"{row['tokens']:>9} {row['method']:>8}  {row['forward_ms']:9.2f} {row['forward_backward_ms']:10.2f}  "
+            f"{row['tokens']:>9} {row['method']:>11}  {row['forward_ms']:9.2f} {row['forward_backward_ms']:10.2f}  "
             f"{row['forward_tflops']:7.1f} {row['forward_backward_tflops']:7.1f}  {of_local:>9}  "
             f"{row['peak_bytes_beyond_inputs'] / 2**30:8.2f}",
             flush=True,

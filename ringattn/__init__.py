@@ -11,7 +11,7 @@ from ._version import __version__
 from .attention import attend, ring_attention
 from .checkpoint import checkpoint_contexts, checkpoint_policy
 from .collective import unshard
-from .context import hybrid
+from .context import hybrid, process_group, symmetric
 from .integrations.verify import Report, verify
 from .layout import Layout, balanced, contiguous, default_layout, shard, striped, zigzag
 from .mask import (
@@ -62,12 +62,14 @@ __all__ = [
     "make_plan",
     "merge",
     "prefix",
+    "process_group",
     "reference",
     "ring",
     "ring_attention",
     "shard",
     "sliding_window",
     "striped",
+    "symmetric",
     "unshard",
     "verify",
     "waves",

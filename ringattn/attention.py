@@ -80,7 +80,8 @@ def ring_attention(
             taken from the shards.
         mask: which pairs are live; causal by default.
         group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group (with none initialised: one rank); or a 2-D
-            DeviceMesh with the axes "ring" and "heads", or `hybrid(...)`: an all-to-all to heads along one axis, a ring along the other.
+            DeviceMesh with the axes "ring" and "heads", or `hybrid(...)`: an all-to-all to heads along one axis, a ring along the other;
+            or a transport, `symmetric(...)` or `process_group(...)`.
         softmax_scale: 1/sqrt(d) by default.
         schedule: `ring()`, `gather()`, `waves(width)` or `double_ring(ranks_per_node)`; by default `default_schedule` of the plan. The
             result is the same up to rounding.

@@ -17,7 +17,16 @@ from .mask import Mask
 from .plan import Order, Plan, make_plan
 from .schedule import RowBytes, Schedule, default_schedule
 from .steps import Steps, make_steps
-from .transport import Alone, HostChannel, ProcessGroupTransport, Ranks, Transport
+from .transport import (
+    DEFAULT_BUDGET,
+    Alone,
+    AutomaticTransport,
+    HostChannel,
+    ProcessGroupTransport,
+    Ranks,
+    SymmetricTransport,
+    Transport,
+)
 from .ulysses import HeadExchange, Hybrid, ring_layout
 
 Group = dist.ProcessGroup | DeviceMesh | Transport | Hybrid
@@ -101,23 +110,73 @@ def get_context(group: Group | None) -> Context:
 
     Raises ValueError for anything else, and for a group that this rank is not in.
     """
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return _alone
+    group = _ranks(group)
+    if isinstance(group, (Transport, Hybrid)):
+        # kept with the ranks themselves: a weak key that its value holds would stay for ever
+        group.context = group.context or Context(group)
+        return group.context
+    if group not in _contexts:
+        _contexts[group] = Context(_transport(group))
+    return _contexts[group]
+
+
+def symmetric(group: dist.ProcessGroup | DeviceMesh | None = None, *, budget: int = DEFAULT_BUDGET) -> Transport:
+    """A transport for GPUs of one host: copy engines pull tensors through memory that all ranks map, beside kernels that fill the GPU.
+
+    Make it once, on every rank, and pass it as `group=` to every call. It is what a group of NCCL uses by itself where it can; make
+    one to choose the budget, or to be told where it cannot be used. It keeps `budget` bytes of this rank's GPU from the first call
+    on, for messages on their way; messages that find too little room go in pieces.
+
+    Raises ValueError for a bad group or budget. The first call raises ValueError, on every rank, unless all ranks are on one host, on
+    GPUs of their own that reach each other's memory, with a driver of CUDA 12.8 or later, and have the same budget.
+
+    >>> transport = ra.symmetric(budget=1 << 30)  # doctest: +SKIP
+    >>> out = ra.ring_attention(q, k, v, group=transport)  # doctest: +SKIP
+    """
+    if isinstance(budget, bool) or not isinstance(budget, int):
+        raise ValueError(f"budget is a {type(budget).__name__}, but must be a number of bytes")
+    group = _process_group(group)
+    return SymmetricTransport(group, budget) if dist.get_world_size(group) > 1 else Alone()
+
+
+def process_group(group: dist.ProcessGroup | DeviceMesh | None = None) -> Transport:
+    """A transport over a process group's own sends and receives, NCCL or gloo, and never over shared memory.
+
+    Make it once, on every rank, and pass it as `group=` to every call. Raises ValueError for a bad group.
+    """
+    group = _process_group(group)
+    return ProcessGroupTransport(group) if dist.get_world_size(group) > 1 else Alone()
+
+
+def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The one process group that is meant."""
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        raise ValueError("there is no default group: call torch.distributed.init_process_group first, or pass a group")
+    found = _ranks(group)
+    if not isinstance(found, dist.ProcessGroup):
+        raise ValueError(
+            f"group is a {type(group).__name__} of {found.size} ranks, but must be a ProcessGroup, or one axis of a DeviceMesh"
+        )
+    return found
+
+
+def _ranks(group: Group | None) -> dist.ProcessGroup | Transport | Hybrid:
+    """What is meant by `group`, which holds this rank."""
     if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return _alone
         group = dist.group.WORLD
     if isinstance(group, DeviceMesh):
         group = _of_mesh(group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"group does not hold this rank: rank {dist.get_rank()} of the job must not call with it")
-    if isinstance(group, (Transport, Hybrid)):
-        # kept with the ranks themselves: a weak key that its value holds would stay for ever
-        group.context = group.context or Context(group)
-        return group.context
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"group is a {type(group).__name__}, but must be a ProcessGroup, a DeviceMesh, hybrid(...) or None")
-    if group not in _contexts:
-        _contexts[group] = Context(_transport(group))
-    return _contexts[group]
+    if not isinstance(group, (Transport, Hybrid, dist.ProcessGroup)):
+        raise ValueError(
+            f"group is a {type(group).__name__}, but must be a ProcessGroup, a DeviceMesh, hybrid(...), symmetric(...) or None"
+        )
+    if isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0:
+        raise ValueError(f"group does not hold this rank: rank {dist.get_rank()} of the job must not call with it")
+    return group
 
 
 def hybrid(mesh: DeviceMesh, ring: str | int = "ring", heads: str | int = "heads") -> Hybrid:
@@ -211,6 +270,7 @@ def group_name(group: Group | None) -> str | None:
 
 
 def _transport(group: dist.ProcessGroup) -> Transport:
-    if dist.get_rank(group) < 0:
-        raise ValueError(f"group does not hold this rank: rank {dist.get_rank()} of the job must not call with it")
-    return ProcessGroupTransport(group) if dist.get_world_size(group) > 1 else Alone()
+    if dist.get_world_size(group) == 1:
+        return Alone()
+    backends = str(dist.get_backend_config(group)).split(",")
+    return AutomaticTransport(group) if "cuda:nccl" in backends else ProcessGroupTransport(group)

@@ -4,15 +4,19 @@ from .base import Alone, Handle, Peer, Ranks, Transport
 from .host_channel import HostChannel
 from .loopback import LoopbackTransport, run_ranks
 from .process_group import ProcessGroupTransport
+from .symmetric import DEFAULT_BUDGET, AutomaticTransport, SymmetricTransport
 
 __all__ = [
+    "DEFAULT_BUDGET",
     "Alone",
+    "AutomaticTransport",
     "Handle",
     "HostChannel",
     "LoopbackTransport",
     "Peer",
     "ProcessGroupTransport",
     "Ranks",
+    "SymmetricTransport",
     "Transport",
     "run_ranks",
 ]

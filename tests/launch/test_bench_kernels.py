@@ -116,7 +116,8 @@ def record():
     def row(name, **rates):
         rates = {"matmul": (800, 800), **rates}
         both = {n.replace("_", " "): {d: rate(x) for d, x in zip(("forward", "backward"), r) if x} for n, r in rates.items()}
-        return {"case": name, "rates": both, "missing": {"flash2": "RuntimeError: no"} if name == "two" else {}}
+        kernels = {"forward": "hopper: sm_90", "backward": "plain: head_dim is 96"}
+        return {"case": name, "kernels": kernels, "rates": both, "missing": {"flash2": "RuntimeError: no"} if name == "two" else {}}
 
     rows = [row("one", ringattn=(600, 400), cudnn=(500, 500)), row("two", ringattn=(700, 560), ringattn_deterministic=(None, 480))]
     return {"device": "GPU", "torch": "2", "triton": "3", "cudnn": 9, "command": "python", "rows": rows}
@@ -130,8 +131,11 @@ def test_figures_are_shown_and_drawn_from_a_file(tmp_path, capsys):
     picture = tmp_path / "deep" / "kernels.png"
     bench.main(parser.parse_args(["--from", str(tmp_path / "figures.json"), "--plot", str(picture)]))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2] == "| one | 600 ± 3 / 400 ± 3 | 0.75 / 0.50 | cudnn 500 ± 3 / 500 ± 3 | 1.20 / 0.80 |"
-    assert lines[-1] == "| two | 700 ± 3 / 560 ± 3 | 0.88 / 0.70 | ringattn deterministic - / 480 ± 3; flash2: not for this |  |"
+    assert lines[-2] == "| one | hopper / plain | 600 ± 3 / 400 ± 3 | 0.75 / 0.50 | cudnn 500 ± 3 / 500 ± 3 | 1.20 / 0.80 |"
+    assert (
+        lines[-1]
+        == "| two | hopper / plain | 700 ± 3 / 560 ± 3 | 0.88 / 0.70 | ringattn deterministic - / 480 ± 3; flash2: not for this |  |"
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert parser.parse_args(["--plot"]).plot == bench.IMAGE
 
@@ -152,6 +156,7 @@ def test_a_whole_run_with_stand_ins_for_everything_that_needs_a_gpu(monkeypatch,
     monkeypatch.setattr(peers, "tensors", lambda case: ())
     monkeypatch.setattr(peers, "backward_modes", lambda: {"ringattn": {}, "ringattn deterministic": {"deterministic": True}})
     monkeypatch.setattr(peers, "ours", lambda case, inputs, **mode: (lambda: (out,), lambda: None))
+    monkeypatch.setattr(peers, "choices", lambda case, inputs: {"forward": "plain: why", "backward": "plain: why"})
     monkeypatch.setattr(peers, "matmul", lambda: (lambda: None,) * 2)
     right, wrong = (lambda case, inputs, x=x: (lambda: x.transpose(1, 2), lambda: None) for x in (out, out * 1.1))
     monkeypatch.setattr(peers, "PEERS", {"cudnn": right, "flash2": refuse, "flex": wrong})

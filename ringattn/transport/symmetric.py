@@ -1,0 +1,204 @@
+"""Transports for GPUs of one host that reach each other's memory: `SymmetricTransport`, and `AutomaticTransport`, which tries it first."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .base import Handle, Peer, Ranks, Transport
+from .cuda_memory import CudaMemory, load_driver
+from .process_group import ProcessGroupTransport
+from .staged import StagedTransport
+
+DEFAULT_BUDGET = 256 << 20  # bytes
+_LEAST = 64 << 10  # bytes of a channel
+_RECORD_BYTES = 4096
+
+_log = logging.getLogger(__name__)
+
+
+class SymmetricTransport(StagedTransport):
+    """Copy engines move messages through memory that all ranks map, while kernels have all multiprocessors; no NCCL.
+
+    Each rank keeps one arena of `budget` bytes on its GPU from the first call on, as long as the transport lives, cut in equal
+    channels. Larger messages go in pieces. All ranks must be on one host, on GPUs of their own that reach each other's memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, budget: int = DEFAULT_BUDGET, control: Ranks | None = None) -> None:
+        super().__init__(ProcessGroupTransport(group) if control is None else control)
+        least = _LEAST * max(1, self.size - 1)
+        if budget < least:
+            raise ValueError(f"budget is {budget} bytes, but {self.size} ranks need at least {least}: 64 KiB for each other rank")
+        self.budget = budget
+        # weak, so that what is kept for a group goes with it
+        self._group = weakref.ref(group)
+        self._device: torch.device | None = None
+
+    def check_device(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ValueError(
+                f"q is on {device.type}, but the symmetric transport moves tensors between GPUs: use process_group() for these"
+            )
+
+    def connect(self, device: torch.device) -> None:
+        if self._device is None:
+            reason = self.open(device)
+            if reason is not None:
+                raise ValueError(f"the symmetric transport cannot be used: {reason}; use process_group() instead")
+        if self._device != device:
+            raise ValueError(f"q is on {device}, but this transport's memory is on {self._device}: use one GPU a rank")
+
+    def open(self, device: torch.device) -> str | None:
+        """Make the arenas, or say why that cannot be, the same on every rank; all ranks call it together."""
+        if self.size > 1:
+            records = self._swap({**_facts(device), "budget": self.budget})
+            reason = obstacle(records)
+            if reason is not None:
+                return reason
+            group = self._group()
+            assert group is not None
+            made: list[CudaMemory] = []
+            steps = {
+                "could not allocate its memory": lambda: made.append(self._allocate(device)),
+                "could not map the other ranks' memory": lambda: made[0].meet(group),
+            }
+            for failure, step in steps.items():
+                # none may wait in a step for one that has failed in the step before
+                errors = [record["error"] for record in self._swap({"error": _error(step)})]
+                failed = [rank for rank, text in enumerate(errors) if text]
+                if failed:
+                    return f"rank {failed[0]} {failure}: {errors[failed[0]]}"
+            self._use(made[0])
+        self._device = device
+        return None
+
+    def _allocate(self, device: torch.device) -> CudaMemory:
+        return CudaMemory(self.rank, self.size, device, self.budget // (self.size - 1) // 512 * 512)
+
+    def _swap(self, facts: dict) -> list[dict]:
+        """Every rank's facts."""
+        text = json.dumps(facts).encode()
+        assert len(text) <= _RECORD_BYTES
+        records = self.all_gather_control(text.ljust(_RECORD_BYTES))
+        assert records is not None
+        return [json.loads(record) for record in records]
+
+    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "the symmetric transport cannot be captured in a CUDA graph, whose replays repeat its counts: use process_group()"
+            )
+        # the driver's functions work on this thread's device
+        with torch.cuda.device(self._device):
+            return super().exchange(sends, receives)
+
+
+class AutomaticTransport(Transport):
+    """NCCL, until the first call with tensors on GPUs finds that memory can be shared; which one it is, is logged once."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._process_group = ProcessGroupTransport(group)
+        self._group = weakref.ref(group)
+        self._gpu: Transport | None = None
+        self.rank = self._process_group.rank
+        self.size = self._process_group.size
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        return self._process_group.ranks_per_node
+
+    def check_device(self, device: torch.device) -> None:
+        self._process_group.check_device(device)
+
+    def connect(self, device: torch.device) -> None:
+        if device.type == "cuda" and self._gpu is None:
+            self._gpu = self._choose(device)
+        self._of(device).connect(device)
+
+    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
+        tensor = next((peer.tensor for peer in (*sends, *receives)), None)
+        return (self._process_group if tensor is None else self._of(tensor.device)).exchange(sends, receives)
+
+    def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
+        return self._process_group.all_gather_control(record, patience)
+
+    def _of(self, device: torch.device) -> Transport:
+        return self._gpu if device.type == "cuda" and self._gpu is not None else self._process_group
+
+    def _choose(self, device: torch.device) -> Transport:
+        group = self._group()
+        assert group is not None
+        symmetric = SymmetricTransport(group, control=self._process_group)
+        reason = symmetric.open(device)
+        if self.rank == 0:
+            chosen = f"NCCL: {reason}"
+            if reason is None:
+                size = symmetric.budget >> 20
+                chosen = f"copy engines ({size} MiB each): all {self.size} ranks are on one host and reach each other's memory"
+            _log.info("ringattn moves tensors by %s", chosen)
+        return symmetric if reason is None else self._process_group
+
+
+def obstacle(records: Sequence[dict]) -> str | None:
+    """Why ranks with these facts cannot share memory, or None if they can."""
+    budgets = [record["budget"] for record in records]
+    if len(set(budgets)) > 1:
+        return f"ranks have different budgets, {budgets} bytes: pass the same on every rank"
+    for rank, record in enumerate(records):
+        if record["host"] != records[0]["host"]:
+            return (
+                f"rank {rank} is on host {record['name']} and rank 0 on {records[0]['name']}, or in containers that are kept apart"
+            )
+        if not record["driver"]:
+            return f"the driver of rank {rank} has no batched copies: it is older than CUDA 12.8"
+        twin = next((other for other in range(rank) if records[other]["gpu"] == record["gpu"]), None)
+        if twin is not None:
+            return f"ranks {twin} and {rank} share a GPU"
+    for rank, record in enumerate(records):
+        for peer, other in enumerate(records):
+            if other["gpu"] not in record["visible"]:
+                return f"rank {rank} does not see rank {peer}'s GPU (CUDA_VISIBLE_DEVICES leaves it out)"
+            if peer != rank and other["gpu"] not in record["reached"]:
+                return f"rank {rank}'s GPU does not reach rank {peer}'s memory"
+    return None
+
+
+def _error(step: Callable[[], object]) -> str:
+    """What a step fails with, or nothing."""
+    try:
+        step()
+    except RuntimeError as error:
+        return (str(error).splitlines() or [""])[0][:512] or repr(error)
+    return ""
+
+
+def _facts(device: torch.device) -> dict:
+    """What other ranks must know of this one."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    count = torch.cuda.device_count()
+    gpus = [str(torch.cuda.get_device_properties(other).uuid)[:18] for other in range(count)]
+    reached = [gpus[other] for other in range(count) if other != index and torch.cuda.can_device_access_peer(index, other)]
+    return {
+        "host": _host(),
+        "name": socket.gethostname(),
+        "driver": load_driver() is not None,
+        "gpu": gpus[index],
+        "visible": gpus,
+        "reached": reached,
+    }
+
+
+def _host() -> str:
+    """What is equal for processes that can pass memory to each other: one running kernel, and one view of files and processes."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    kernel = boot.read_text().strip() if boot.exists() else socket.gethostname()
+    spaces = [Path("/proc/self/ns", name) for name in ("mnt", "pid", "net")]
+    return " ".join([kernel, *(os.readlink(space) for space in spaces if space.exists())])

@@ -1,0 +1,281 @@
+"""The symmetric transport on GPUs: the bits of the process group's, whatever is slow; no waiting host; copies beside full GPUs."""
+
+import gc
+import logging
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+import ringattn as ra
+from ringattn.context import get_context
+from ringattn.transport import Peer
+from ringattn.transport.cuda_memory import CudaQueue
+from ringattn.transport.symmetric import SymmetricTransport
+
+pytestmark = pytest.mark.gpu
+
+SMALL = 1 << 20  # a budget of which messages take many pieces
+CYCLES = 2_000_000  # about a millisecond
+
+
+@pytest.fixture(params=[2, 4, 8], ids="{}gpus".format)
+def world_size(request):
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs, and {torch.cuda.device_count()} are here")
+    return request.param
+
+
+@triton.jit
+def spin(target, STEPS):
+    """Keeps its multiprocessor busy: with enough programs of 32 warps there is no room for another kernel."""
+    x = tl.arange(0, 1024).to(tl.float32)
+    for _ in range(STEPS):
+        x = x * 0.999 + 0.001
+    tl.store(target + tl.program_id(0) * 1024 + tl.arange(0, 1024), x)
+
+
+def beside_a_full_gpu(group):
+    """Milliseconds of an exchange of 64 MiB, and of a kernel behind it that holds every multiprocessor; the host's; whether it is right."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    symmetric = ra.symmetric(group)
+    device = torch.device("cuda", torch.cuda.current_device())
+    symmetric.connect(device)
+    # two to a multiprocessor, or one after the other
+    programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    target = torch.empty(programs * 1024, device=device)
+    spin[programs,](target, 160, num_warps=32)
+    sent = torch.full((64 << 20,), rank, dtype=torch.uint8, device=device)
+    came = torch.full_like(sent, 255)
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    torch.cuda.synchronize()
+    began = time.monotonic()
+    handle = symmetric.exchange([Peer((rank + 1) % world_size, sent)], [Peer((rank - 1) % world_size, came)])
+    host = time.monotonic() - began
+    spin[programs,](target, 16_000_000, num_warps=32)
+    over = torch.cuda.current_stream().record_event()
+    while not all(mark.query() for mark in handle._marks):
+        time.sleep(0.0005)
+    exchange = time.monotonic() - began
+    over.synchronize()
+    kernel = time.monotonic() - began
+    handle.wait()
+    right = bool((came == (rank - 1) % world_size).all())
+    return 1e3 * exchange, 1e3 * kernel, 1e3 * host, right
+
+
+def test_copies_run_beside_a_full_gpu(nccl, world_size):
+    for exchange, kernel, host, right in nccl.run(world_size, beside_a_full_gpu):
+        assert right
+        assert exchange < kernel / 10
+        assert host < 10
+
+
+def results(group, layout, schedule, seed=0, dtype=torch.bfloat16):
+    """(out, dq, dk, dv) of this rank's shard of random inputs."""
+    generator = torch.Generator("cuda").manual_seed(100 * seed + dist.get_rank())
+    s = layout.lengths[dist.get_rank()]
+    shapes = (1, s, 4, 64), (1, s, 2, 64), (1, s, 2, 64), (1, s, 4, 64)
+    *leaves, dout = (torch.randn(shape, generator=generator, device="cuda", dtype=dtype) for shape in shapes)
+    leaves = [x.requires_grad_() for x in leaves]
+    out = ra.ring_attention(*leaves, layout=layout, group=group, schedule=schedule)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def layouts(world_size):
+    """Of growing and shrinking sizes, equal and unequal shards."""
+    yield from (ra.zigzag(n, world_size) for n in (2048, 515, 8192, 16))
+    ends = [0, 1, *range(900, 900 * world_size - 900, 900), 900 * world_size]
+    yield ra.Layout(ends[-1], tuple((ra.Span(begin, end - begin),) for begin, end in zip(ends, ends[1:])))
+
+
+def same(group, budget):
+    """Cases in which the symmetric transport does not give the bits of the process group's, several calls in a row."""
+    over_process_group, symmetric = ra.process_group(group), ra.symmetric(group, budget=budget)
+    wrong = []
+    for dtype in (torch.bfloat16, torch.float32):
+        for schedule in (ra.ring(), ra.gather()):
+            for number, layout in enumerate(layouts(dist.get_world_size(group))):
+                expected = results(over_process_group, layout, schedule, number, dtype)
+                for _ in range(2):
+                    got = results(symmetric, layout, schedule, number, dtype)
+                    bad = [name for name, x, y in zip(("out", "dq", "dk", "dv"), got, expected) if not torch.equal(x, y)]
+                    wrong += [(str(dtype), repr(schedule), number, bad)] if bad else []
+    return wrong
+
+
+@pytest.mark.parametrize("budget", [SMALL, 256 << 20], ids=["in pieces", "whole"])
+def test_same_bits_as_over_the_process_group(nccl, world_size, budget):
+    assert nccl.run(world_size, same, budget, timeout=200) == [[]] * world_size
+
+
+def messages(group, budget, seed):
+    """Whether messages of random sizes come whole, two exchanges under way at once, each tensor scribbled on after its wait."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    symmetric = ra.symmetric(group, budget=budget)
+    symmetric.connect(torch.device("cuda", torch.cuda.current_device()))
+    generator = torch.Generator().manual_seed(seed)
+    right, waiting = torch.ones((), dtype=torch.bool, device="cuda"), []
+
+    def finish():
+        handle, received, sent = waiting.pop(0)
+        handle.wait()
+        for tensor, value in received:
+            right.logical_and_((tensor == value).all())
+        for tensor in sent:
+            tensor.fill_(255)
+
+    for _ in range(12):
+        sends, receives = [], []
+        for src in range(world_size):
+            for dst in range(world_size):
+                for _ in range(int(torch.randint(0, 3, (), generator=generator)) if src != dst else 0):
+                    nbytes = int(2 ** (22 * torch.rand((), generator=generator)))
+                    value = int(torch.randint(0, 250, (), generator=generator))
+                    if rank == src:
+                        sends.append(Peer(dst, torch.full((nbytes,), value, dtype=torch.uint8, device="cuda")))
+                    if rank == dst:
+                        receives.append((Peer(src, torch.full((nbytes,), 254, dtype=torch.uint8, device="cuda")), value))
+        handle = symmetric.exchange(sends, [peer for peer, _ in receives])
+        waiting.append((handle, [(peer.tensor, value) for peer, value in receives], [peer.tensor for peer in sends]))
+        if len(waiting) == 2:
+            finish()
+    while waiting:
+        finish()
+    return bool(right)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("budget", [SMALL, 256 << 20], ids=["in pieces", "whole"])
+def test_messages_come_whole(nccl, world_size, budget, seed):
+    assert all(nccl.run(world_size, messages, budget, seed))
+
+
+def delayed(group, where, wait_for_readers):
+    """Whether bits stay the same while some ranks' copies, or computations, come late."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    layout = ra.zigzag(1024 * world_size, world_size)
+    symmetric = ra.symmetric(group, budget=SMALL)
+    schedule = ra.ring()
+    expected = [results(ra.process_group(group), layout, schedule, seed) for seed in range(3)]
+    kept = CudaQueue.stage, CudaQueue.pull, CudaQueue.wait
+    stage, pull, wait = kept
+
+    def late(operation):
+        def run(queue, *args):
+            with torch.cuda.stream(queue._stream):
+                torch.cuda._sleep(CYCLES)
+            operation(queue, *args)
+
+        return run
+
+    if where == "stage" and rank % 2:
+        CudaQueue.stage = late(stage)
+    if where == "pull" and rank % 2:
+        CudaQueue.pull = late(pull)
+    if not wait_for_readers:
+        CudaQueue.wait = lambda queue, counts: wait(queue, ready) if (ready := [c for c in counts if c.ready]) else None
+    try:
+        got = []
+        for seed in range(3):
+            if where == "compute" and rank % 2:
+                torch.cuda._sleep(20 * CYCLES)
+            got.append(results(symmetric, layout, schedule, seed))
+        torch.cuda.synchronize()
+    finally:
+        CudaQueue.stage, CudaQueue.pull, CudaQueue.wait = kept
+    return all(torch.equal(x, y) for a, b in zip(got, expected) for x, y in zip(a, b))
+
+
+@pytest.mark.parametrize("where", ["stage", "pull", "compute"])
+def test_delays_change_nothing(nccl, world_size, where):
+    assert nccl.run(world_size, delayed, where, True) == [True] * world_size
+
+
+def test_a_delay_shows_where_nobody_waits_for_readers(nccl, world_size):
+    """That the test above can fail."""
+    assert not all(nccl.run(world_size, delayed, "pull", False))
+
+
+def steps(group, count):
+    """Bytes in use on the GPU, by torch and by all, after 20 and after all steps."""
+    symmetric = ra.symmetric(group)
+    layout = ra.zigzag(4096, dist.get_world_size(group))
+    used = []
+    for step in range(count):
+        results(symmetric, layout, ra.ring())
+        if step + 1 in (20, count):
+            torch.cuda.synchronize()
+            gc.collect()
+            free, total = torch.cuda.mem_get_info()
+            used.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total - free))
+    return used, len(symmetric._outstanding)
+
+
+def test_memory_is_flat(nccl, world_size):
+    for (early, late), outstanding in nccl.run(world_size, steps, 300, timeout=200):
+        assert early == late
+        assert outstanding == 0
+
+
+def come_and_go(group):
+    """Bytes of the GPU that are gone after a transport that is no more."""
+    layout = ra.zigzag(512, dist.get_world_size(group))
+    results(ra.symmetric(group, budget=1 << 30), layout, ra.ring())
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    for _ in range(3):
+        results(ra.symmetric(group, budget=1 << 30), layout, ra.ring())
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        gc.collect()
+    torch.cuda.empty_cache()
+    return before - torch.cuda.mem_get_info()[0]
+
+
+def test_arenas_go_with_their_transports(nccl, world_size):
+    assert max(nccl.run(world_size, come_and_go)) < 64 << 20
+
+
+def choice(group):
+    """What a group takes by itself, what it says, and whether that gives the bits of the process group."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("ringattn")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    layout = ra.zigzag(777, dist.get_world_size(group))
+    chosen = [results(group, layout, ra.ring()) for _ in range(2)]
+    logger.removeHandler(handler)
+    expected = results(ra.process_group(group), layout, ra.ring())
+    equal = all(torch.equal(x, y) for got in chosen for x, y in zip(got, expected))
+    return isinstance(get_context(group).transport._gpu, SymmetricTransport), lines, equal
+
+
+def test_a_group_on_one_host_takes_it_by_itself(nccl, world_size):
+    found = nccl.run(world_size, choice)
+    assert all(symmetric and equal for symmetric, _, equal in found)
+    for rank, (_, lines, _) in enumerate(found):
+        assert len(lines) == (rank == 0)
+    assert f"all {world_size} ranks are on one host and reach each other's memory" in found[0][1][0]
+
+
+def different_budgets(group):
+    message = ""
+    try:
+        results(ra.symmetric(group, budget=(1 + dist.get_rank(group)) << 20), ra.zigzag(64, dist.get_world_size(group)), None)
+    except ValueError as error:
+        message = str(error)
+    return message
+
+
+def test_budgets_must_be_equal(nccl, world_size):
+    for message in nccl.run(world_size, different_budgets):
+        assert "ranks have different budgets" in message

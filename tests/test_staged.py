@@ -1,0 +1,234 @@
+"""The protocol of the symmetric transport, on simulated memory: every message arrives whole, in any order that operations may take."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import ringattn as ra
+from ringattn.transport import Peer, run_ranks
+from ringattn.transport import staged as staged_module
+from ringattn.transport.simulated import Deadlock, SimulatedQueue, SimulatedTransport, World
+from ringattn.transport.staged import Channel, Count
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Rank:
+    """What a transport asks of the one that carries its records."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+
+@dataclass
+class Case:
+    """Sizes in bytes of the messages from rank to rank, for each exchange; `depth` exchanges are outstanding at once."""
+
+    size: int
+    capacity: int
+    depth: int
+    exchanges: list[dict[tuple[int, int], list[int]]]
+    seed: int = 0
+    serial: bool = False
+
+
+@st.composite
+def cases(draw):
+    size = draw(st.integers(2, 4))
+    pairs = [(src, dst) for src in range(size) for dst in range(size) if src != dst]
+    messages = st.lists(st.one_of(st.integers(0, 3000), st.sampled_from([0, 511, 512, 513, 1024, 2048])), max_size=3)
+    exchanges = draw(st.lists(st.dictionaries(st.sampled_from(pairs), messages), min_size=1, max_size=5))
+    capacity = 1024 * draw(st.integers(1, 5))
+    return Case(size, capacity, draw(st.integers(1, 3)), exchanges, draw(st.integers(0, 2**32)), draw(st.booleans()))
+
+
+def policy(seed):
+    """Queues of changing rank: the first of those that may go on does, so that some fall far behind others."""
+    rng = random.Random(seed)
+    ranks = {}
+
+    def choose(able):
+        if rng.random() < 0.1:
+            ranks.clear()
+        return max(able, key=lambda queue: ranks.setdefault(queue, rng.random()))
+
+    return choose
+
+
+def content(src, dst, exchange, index, nbytes):
+    generator = torch.Generator().manual_seed(((src * 8 + dst) * 64 + exchange) * 8 + index)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def program(transport, case):
+    """Queue all of a rank's work: tensors are written just before they are sent, checked when they have come, then scribbled on."""
+    run = transport.memory.current.run
+    waiting = []
+
+    def finish():
+        handle, checks, sent = waiting.pop(0)
+        handle.wait()
+        run(lambda: [check() for check in checks])
+        run(lambda: [x.fill_(0xAA) for x in sent])
+
+    for number, exchange in enumerate(case.exchanges):
+        sends, receives, checks = [], [], []
+        for (src, dst), sizes in exchange.items():
+            for index, nbytes in enumerate(sizes):
+                message = content(src, dst, number, index, nbytes)
+                if src == transport.rank:
+                    sends.append(Peer(dst, torch.full_like(message, 0x11)))
+                    run(lambda target=sends[-1].tensor, message=message: target.copy_(message))
+                if dst == transport.rank:
+                    receives.append(Peer(src, torch.full_like(message, 0x22)))
+                    checks.append(lambda got=receives[-1].tensor, message=message: torch.testing.assert_close(got, message))
+        waiting.append((transport.exchange(sends, receives), checks, [peer.tensor for peer in sends]))
+        if len(waiting) == case.depth:
+            finish()
+    while waiting:
+        finish()
+
+
+def simulate(case):
+    world = World(case.size, case.capacity, policy(case.seed), serial=case.serial)
+    transports = [SimulatedTransport(Rank(rank, case.size), world) for rank in range(case.size)]
+    for transport in transports:
+        program(transport, case)
+    world.finish()
+    assert not any(transport._outstanding for transport in transports)
+
+
+@settings(max_examples=250)
+@given(cases())
+@example(Case(2, 4096, 2, [{(0, 1): [2091, 1110, 100]}, {(0, 1): [100, 512], (1, 0): [2829]}], 341435123))
+@example(Case(2, 2048, 2, [{(0, 1): [1024, 1024, 1024, 10]}, {(0, 1): [10]}], 5))
+@example(Case(2, 1024, 1, [{(0, 1): [3000]}, {(1, 0): [512, 512, 512]}], serial=True))
+def test_every_message_arrives_whole(case):
+    simulate(case)
+
+
+BUSY = [Case(3, 2048, 2, [{(0, 1): [1500, 700], (1, 2): [900], (2, 0): [2048]}] * 4, seed) for seed in range(40)]
+
+
+def fails(case):
+    try:
+        simulate(case)
+    except AssertionError:
+        return True
+    return False
+
+
+def found(cases):
+    """How many cases show an error."""
+    return sum(map(fails, cases))
+
+
+@pytest.mark.parametrize("ready", [True, False], ids=["until it is ready", "until it is read"])
+def test_no_wait_can_be_left_out(monkeypatch, ready):
+    def impatient(queue, counts):
+        wait(queue, [count for count in counts if count.ready != ready])
+
+    wait = SimulatedQueue.wait
+    assert found(BUSY) == 0
+    monkeypatch.setattr(SimulatedQueue, "wait", impatient)
+    assert found(BUSY) > len(BUSY) // 4
+
+
+@pytest.mark.parametrize("off", [1, -1])
+@pytest.mark.parametrize("ready", [True, False], ids=["until it is ready", "until it is read"])
+def test_no_wait_can_be_for_another_piece(monkeypatch, ready, off):
+    def wrong(queue, counts):
+        wait(queue, [Count(r, peer, value + off * (r == ready)) for r, peer, value in counts])
+
+    wait = SimulatedQueue.wait
+    monkeypatch.setattr(SimulatedQueue, "wait", wrong)
+    assert found(BUSY) > 0
+
+
+def test_tensors_may_not_change_before_the_wait(monkeypatch):
+    monkeypatch.setattr(SimulatedQueue, "after", lambda queue, mark: None)
+    assert found(BUSY) > len(BUSY) // 4
+
+
+def test_a_lock_out_is_told():
+    world = World(2, 1024, policy(0))
+    transports = [SimulatedTransport(Rank(rank, 2), world) for rank in range(2)]
+    transports[0].exchange([], [Peer(1, torch.empty(4))]).wait()
+    with pytest.raises(Deadlock):
+        world.finish()
+
+
+@given(st.lists(st.integers(1, 5000), max_size=40), st.integers(1, 6), st.integers(2, 5))
+def test_places_in_a_channel(sizes, halves, size):
+    """Pieces cover the messages in order; no piece lies where one does that need not have been read."""
+    capacity = halves * 1024 + 300
+    channel = Channel(1, 0, size, capacity)
+    base = (size - 2) * capacity
+    lying = []
+    for at in range(0, len(sizes), 4):
+        tensors = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in sizes[at : at + 4]]
+        pieces = []
+        for of_round in channel.rounds(tensors):
+            assert all(piece.needs <= of_round[0].number for piece in of_round)
+            pieces += of_round
+        for piece in pieces:
+            assert base <= piece.offset and piece.offset + piece.nbytes <= base + capacity
+            assert piece.offset % 512 == base % 512
+            lying = [old for old in lying if old.number >= piece.needs]
+            ends = piece.offset + piece.nbytes
+            assert all(old.offset + old.nbytes <= piece.offset or ends <= old.offset for old in lying)
+            lying.append(piece)
+        assert [piece.number for piece in lying] == sorted(piece.number for piece in lying)
+        joined = [(id(piece.tensor), piece.begin + i) for piece in pieces for i in range(piece.nbytes)]
+        assert joined == [(id(x), i) for x in tensors for i in range(len(x))]
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+def test_each_channel_has_a_place_of_its_own(size):
+    """With a third rank, if there is one."""
+    places = []
+    for src in range(size):
+        for dst in {*range(size)} - {src}:
+            channel = Channel(src, dst, size, 1024)
+            ((piece,),) = channel.rounds([torch.empty(1, dtype=torch.uint8)])
+            places.append((piece.keeper, piece.offset))
+            assert 0 <= piece.offset < 1024 * (size - 1)
+            assert piece.keeper not in (src, dst) if size > 2 else piece.keeper == src
+    assert len(set(places)) == len(places)
+
+
+def test_long_messages_are_pulled_while_they_are_staged(monkeypatch):
+    monkeypatch.setattr(staged_module, "_BURST", 1024)
+    rounds = Channel(0, 1, 2, 16384).rounds([torch.empty(2000, dtype=torch.uint8), torch.empty(100, dtype=torch.uint8)])
+    assert [[(piece.begin, piece.nbytes) for piece in pieces] for pieces in rounds] == [[(0, 1024)], [(1024, 976)], [(0, 100)]]
+
+
+@pytest.mark.parametrize("schedule", [ra.ring(), ra.gather()], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_attention_over_staged_messages(size, schedule):
+    """The same bits as over plain ones, forward and backward, with arenas far smaller than a shard."""
+    seq_len = 61
+    generator = torch.Generator().manual_seed(size)
+    q, dout = (torch.randn(1, seq_len, 4, 16, dtype=torch.float64, generator=generator) for _ in range(2))
+    k, v = (torch.randn(1, seq_len, 2, 16, dtype=torch.float64, generator=generator) for _ in range(2))
+    layout = ra.striped(seq_len, size)
+    world = World(size, 2048, policy(size))
+
+    def work(plain):
+        staged = SimulatedTransport(plain, world, on_host=True)
+        results = []
+        for transport in (plain, staged, staged):
+            leaves = [ra.shard(x, layout, plain.rank).requires_grad_() for x in (q, k, v)]
+            out = ra.ring_attention(*leaves, layout=layout, group=transport, schedule=schedule)
+            results.append([out.detach(), *torch.autograd.grad(out, leaves, ra.shard(dout, layout, plain.rank))])
+        return results
+
+    for plain, *others in run_ranks(size, work):
+        for other in others:
+            assert all(torch.equal(x, y) for x, y in zip(plain, other, strict=True))
