@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 NAMES = ("out", "dq", "dk", "dv")
 FACTOR = {"out": 2, "dq": 3, "dk": 3, "dv": 3}
-SCHEDULES = {"ring": ra.ring(), "gather": ra.gather()}
+SCHEDULES = {"ring": ra.ring(), "gather": ra.gather(), "waves": ra.waves(2)}
 LAYOUTS = {"contiguous": ra.contiguous, "zigzag": ra.zigzag, "striped": ra.striped, "balanced": None}
 
 
