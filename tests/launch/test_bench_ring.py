@@ -1,22 +1,95 @@
-"""The ring benchmark runs, at toy size over gloo."""
+"""The ring benchmark: its parts, and a run at toy size over gloo."""
 
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
+
+import pytest
+
+import ringattn as ra
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 
 
+@pytest.fixture
+def launch(monkeypatch):
+    monkeypatch.syspath_prepend(LAUNCH)
+
+
+def run(*arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, LAUNCH / "bench.py", "ring", "--device", "cpu", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
 def test_all_methods_are_measured(tmp_path):
-    sizes = ["--tokens", "64", "96", "128", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--seconds", "0"]
-    command = [sys.executable, LAUNCH / "bench.py", "ring", "--device", "cpu", *sizes, "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    methods = ["ring", "gather", "waves-1", "ulysses", "local"]
+    sizes = ["--tokens", 64, 96, 128, "--heads", 4, "--kv-heads", 2, "--head-dim", 8, "--seconds", 0]
+    done = run(*sizes, "--out", tmp_path, "--trace", "--methods", *methods)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "ring.json").read_text())
     assert record["world_size"] == 2
-    assert [(row["tokens"], row["method"]) for row in record["rows"]] == [
-        (tokens, method) for tokens in (64, 96, 128) for method in ("ring", "gather", "ulysses", "local")
-    ]
+    rows = [(row["tokens"], row["method"]) for row in record["rows"]]
+    assert rows == [(tokens, method) for tokens in (64, 96, 128) for method in methods]
     assert all(row["forward_backward_ms"] > row["forward_ms"] > 0 for row in record["rows"])
+    assert list(record["differences"]) == methods[:-1]
+    assert all(0 <= error < 1e-5 for error in record["differences"].values())
+    assert record["differences"]["ulysses"] > 0
     assert "of local" in done.stdout
+    assert {path.name for path in tmp_path.glob("trace-*")} == {f"trace-{m}-{n}.json" for m in methods for n in (64, 96, 128)}
+
+
+def test_masks_and_layouts(tmp_path):
+    sizes = ["--tokens", 96, "--heads", 2, "--kv-heads", 1, "--head-dim", 8, "--seconds", 0]
+    done = run(*sizes, "--out", tmp_path, "--mask", "documents:5", "--balanced")
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "ring.json").read_text())
+    assert [row["method"] for row in record["rows"]] == ["ring", "gather", "local"]
+    assert (record["mask"], record["layout"]) == ("documents:5", "balanced")
+
+
+@pytest.mark.usefixtures("launch")
+def test_documents_of_skewed_lengths_fill_the_sequence():
+    from bench_ring import parse_mask
+
+    dense = parse_mask("documents:7", 1000).dense(1000)
+    starts = (dense.sum(1) == 1).nonzero().flatten().tolist()
+    lengths = [b - a for a, b in pairwise([*starts, 1000])]
+    assert len(lengths) == 7
+    assert lengths[0] > 6 * lengths[-1]
+    assert dense.sum() == sum(n * (n + 1) // 2 for n in lengths)
+    assert parse_mask("window:10", 64) == ra.sliding_window(9, 0)
+    with pytest.raises(ValueError, match="cuasal"):
+        parse_mask("cuasal", 64)
+
+
+@pytest.mark.usefixtures("launch")
+def test_exposed_transfers_are_those_beside_no_computation():
+    import ring_report
+
+    def event(name, begin, end, cat="kernel"):
+        return {"name": name, "cat": cat, "ts": begin, "dur": end - begin}
+
+    events = [
+        event("ncclDevKernel_SendRecv", 0, 10),
+        event("Memcpy PtoP (Device -> Device)", 5, 20, "gpu_memcpy"),
+        event("hopper_forward_kernel", 4, 8),
+        event("hopper_forward_kernel", 15, 30),
+        {"name": "launch", "cat": "cuda_runtime", "ts": 0, "dur": 100},
+    ]
+    moving, busy = ring_report.device_intervals(events)
+    assert moving == [(0, 20)]
+    assert busy == [(4, 8), (15, 30)]
+    assert ring_report.overlap(moving, busy) == 9
+
+
+@pytest.mark.usefixtures("launch")
+def test_a_line_is_fitted_to_peak_memory():
+    import ring_report
+
+    rows = [{"method": "ring", "tokens_per_gpu": n, "peak_bytes_beyond_inputs": 7 * n + 5} for n in (1, 2, 4)]
+    fit = ring_report.memory_fits(rows)["ring"]
+    assert fit["bytes_per_token"] == pytest.approx(7)
+    assert fit["bytes"] == pytest.approx(5)
+    assert fit["r2"] == pytest.approx(1)

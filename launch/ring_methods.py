@@ -1,0 +1,248 @@
+"""What `bench.py ring` compares: ring attention with each schedule and transport, its peers, and one GPU's kernels.
+
+A method is named `schedule`, or `schedule+symmetric` to move K/V through symmetric memory instead of NCCL (gloo on a CPU); a schedule is
+`ring`, `gather`, `waves-W` (W owners a wave) or `double_ring-G` (G ranks a node). The others:
+
+    local             the same rank's tiles in one launch on random K/V: no communication, the kernels' single-GPU rate
+    ulysses           all-to-all from sequence to heads and back around PyTorch's attention (cuDNN), over a contiguous layout
+    cp-alltoall, cp-allgather   torch.distributed's context_parallel over cuDNN, with its two ways to rotate K/V
+    ring_flash_attn   its zigzag ring, where it is installed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import ringattn as ra
+from ringattn import local
+from ringattn.plan import Rows, Tiles, move_keys
+from ringattn.score import Score
+
+PEERS = ("ulysses", "cp-alltoall", "cp-allgather", "ring_flash_attn")
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size: batch 1, bf16 on GPUs and fp32 elsewhere."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    device: str
+    mask: ra.Mask
+    balanced: bool = False
+
+    @cached_property
+    def layout(self) -> ra.Layout:
+        """That of ring attention."""
+        n = dist.get_world_size()
+        return ra.balanced(self.mask, self.tokens, n) if self.balanced else ra.zigzag(self.tokens, n)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+    @cached_property
+    def plan(self) -> ra.Plan:
+        return ra.make_plan(self.layout, self.mask)
+
+    @property
+    def forward_flop(self) -> float:
+        """A rank's mean share: two products over the live pairs."""
+        return 4 * float(self.plan.pairs().sum()) * self.heads * self.head_dim / dist.get_world_size()
+
+    def whole(self) -> Tensors:
+        """q, k, v and dout of the whole sequence, the same on every rank."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        return tuple(self._random(self.tokens, h, generator) for h in heads)
+
+    def shards(self, layout: ra.Layout) -> Tensors:
+        """q, k, v and dout of this rank's length, of random numbers."""
+        generator = torch.Generator(self.device).manual_seed(dist.get_rank())
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        return tuple(self._random(layout.lengths[dist.get_rank()], h, generator) for h in heads)
+
+    def keys(self) -> Tensors:
+        """k and v of the whole sequence's length."""
+        return tuple(self._random(self.tokens, self.kv_heads, None) for _ in range(2))
+
+    def _random(self, tokens: int, heads: int, generator: torch.Generator | None) -> torch.Tensor:
+        return torch.randn(1, tokens, heads, self.head_dim, device=self.device, dtype=self.dtype, generator=generator)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A layout of the sequence, the function from (q, k, v) shards to out, and the context that both passes run in."""
+
+    layout: ra.Layout
+    compute: Callable[[Tensors], torch.Tensor]
+    surroundings: Callable[[], AbstractContextManager] = nullcontext
+
+
+class Method:
+    """`forward` and then `backward`, on the same inputs every time."""
+
+    def __init__(self, contestant: Contestant, inputs: Tensors) -> None:
+        *leaves, self.dout = inputs
+        self.layout, self.compute, self.surroundings = contestant.layout, contestant.compute, contestant.surroundings
+        self.leaves = tuple(x.requires_grad_() for x in leaves)
+        self.results_bytes = sum(x.numel() * x.element_size() for x in inputs)  # dq, dk, dv and out
+
+    def forward(self) -> None:
+        with self.surroundings():
+            self.out = self.compute(self.leaves)
+
+    def backward(self) -> Tensors:
+        with self.surroundings():
+            grads = torch.autograd.grad(self.out, self.leaves, self.dout)
+        del self.out
+        return grads
+
+    def results(self) -> Tensors:
+        """out, dq, dk and dv of this rank."""
+        self.forward()
+        out = self.out.detach()
+        return out, *self.backward()
+
+
+class Local(Method):
+    """A rank's kernels alone: all its tiles over the whole K/V in one launch, gradients straight in their final dtype."""
+
+    def __init__(self, case: Case) -> None:
+        rank = dist.get_rank()
+        self.layout = case.layout
+        plan = case.plan
+        assert plan.order[rank] is None
+        bases = np.cumsum([0, *plan.lengths])
+        rows = [move_keys(plan.tiles(rank, o), Rows.span(0, n), int(bases[o])) for o, n in enumerate(plan.lengths)]
+        self.tiles = Tiles(np.concatenate(rows), plan.lengths[rank], case.tokens)
+        self.q, *_, self.dout = case.shards(self.layout)
+        self.k, self.v = case.keys()
+        self.score = Score(case.head_dim**-0.5)
+        self.results_bytes = sum(x.numel() * x.element_size() for x in (self.q, self.k, self.v, self.dout))  # dq, dk, dv and out
+
+    def forward(self) -> None:
+        self.state = local.forward(self.q, self.k, self.v, self.tiles, self.score, state=None, final=True)
+
+    def backward(self) -> Tensors:
+        out, *stats = self.state
+        inputs = (self.q, self.k, self.v, self.dout, *stats, local.delta(out, self.dout))
+        del self.state
+        return local.gradients(*inputs, self.tiles, self.score, dtype=self.q.dtype)
+
+
+def make_method(name: str, case: Case, groups: dict[str, object], *, same: bool = False) -> Method:
+    """A method on random shards, or with `same` on the shards of one sequence, so that results can be compared.
+
+    `groups` holds what to pass as `group` for each transport.
+    """
+    if name == "local":
+        return Local(case)
+    contestant = PEER_METHODS[name](case) if name in PEER_METHODS else ours(name, case, groups)
+    rank = dist.get_rank()
+    inputs = tuple(ra.shard(x, contestant.layout, rank) for x in case.whole()) if same else case.shards(contestant.layout)
+    return Method(contestant, inputs)
+
+
+def ours(name: str, case: Case, groups: dict[str, object]) -> Contestant:
+    word, _, transport = name.partition("+")
+    options = dict(layout=case.layout, mask=case.mask, schedule=schedule(word), group=groups[transport])
+    return Contestant(case.layout, lambda leaves: ra.ring_attention(*leaves, **options))
+
+
+def schedule(word: str) -> ra.Schedule | None:
+    """`ring`, `gather`, `waves-2`, `double_ring-4`, or `default`."""
+    kind, _, number = word.partition("-")
+    makers = {"default": lambda: None, "ring": ra.ring, "gather": ra.gather, "waves": ra.waves, "double_ring": ra.double_ring}
+    if kind not in makers:
+        raise ValueError(f"method {word!r} is not one of {', '.join((*makers, 'local', *PEERS))}")
+    return makers[kind](int(number)) if number else makers[kind]()
+
+
+class _AllToAll(torch.autograd.Function):
+    """(s_local, h, d) to (s, h / world_size, d), or back."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, to_heads: bool) -> torch.Tensor:
+        ctx.to_heads = to_heads
+        return _swap(x, to_heads)
+
+    @staticmethod
+    def backward(ctx, dx: torch.Tensor):
+        return _swap(dx, not ctx.to_heads), None
+
+
+def _swap(x: torch.Tensor, to_heads: bool) -> torch.Tensor:
+    n = dist.get_world_size()
+    parts = x.unflatten(1, (n, -1)).transpose(0, 1) if to_heads else x.unflatten(0, (n, -1))
+    parts = parts.contiguous()  # (n, s_local, h / n, d)
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts)
+    return received.flatten(0, 1) if to_heads else received.transpose(0, 1).flatten(1, 2)
+
+
+def ulysses(case: Case) -> Contestant:
+    """DeepSpeed-Ulysses (Jacobs et al. 2023), with contiguous shards of equal length."""
+
+    def compute(leaves: Tensors) -> torch.Tensor:
+        q, k, v = (_AllToAll.apply(x[0], True)[None].transpose(1, 2) for x in leaves)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if q.is_cuda else nullcontext():
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return _AllToAll.apply(out[0].transpose(0, 1), False)[None]
+
+    return Contestant(ra.contiguous(case.tokens, dist.get_world_size()), compute)
+
+
+def context_parallel(case: Case, rotate: str) -> Contestant:
+    """torch.distributed.tensor.experimental.context_parallel, whose balanced layout is zigzag."""
+    from torch.distributed.tensor.experimental import context_parallel as enter
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    n = dist.get_world_size()
+    mesh = dist.device_mesh.init_device_mesh(case.device, (n,))
+    repeats = case.heads // case.kv_heads
+
+    @contextmanager
+    def surroundings():
+        set_rotate_method(rotate)
+        # it wants a buffer to shard; ours are sharded
+        nothing = torch.zeros(1, 2 * n, device=case.device)
+        with enter(mesh, buffers=[nothing], buffer_seq_dims=[1]), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            yield
+
+    def compute(leaves: Tensors) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in leaves)
+        # it has no grouped-query attention: K and V are repeated, and autograd sums their gradients
+        k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    return Contestant(ra.zigzag(case.tokens, n), compute, surroundings)
+
+
+def ring_flash_attn(case: Case) -> Contestant:
+    """zhuzilin/ring-flash-attention's zigzag ring."""
+    from ring_flash_attn import zigzag_ring_flash_attn_func
+
+    return Contestant(
+        ra.zigzag(case.tokens, dist.get_world_size()), lambda leaves: zigzag_ring_flash_attn_func(*leaves, causal=True)
+    )
+
+
+PEER_METHODS = {
+    "ulysses": ulysses,
+    "cp-alltoall": lambda case: context_parallel(case, "alltoall"),
+    "cp-allgather": lambda case: context_parallel(case, "allgather"),
+    "ring_flash_attn": ring_flash_attn,
+}
