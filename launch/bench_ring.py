@@ -25,6 +25,7 @@ import ringattn as ra
 
 _LONG = 15.0  # seconds of a round that is not repeated
 _CHECK_TOKENS = 2048  # a rank
+_AHEAD = 8_000_000  # clock cycles, about four milliseconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +105,7 @@ def _groups(device: str) -> dict[str, object]:
 def _default_methods(arguments: argparse.Namespace) -> list[str]:
     names = ["ring", "gather"]
     if arguments.device == "cuda":
-        names += ["ring+symmetric", "gather+symmetric"]
+        names += ["ring+symmetric", "waves-1+symmetric", "gather+symmetric"]
     if arguments.mask == "causal" and not arguments.memory:
         if arguments.kv_heads % dist.get_world_size() == 0:
             names.append("ulysses")
@@ -180,7 +181,7 @@ def _row(case: Case, name: str, times: list[tuple[float, float]], memory: int) -
 
 
 def once(method: Method, device: str) -> tuple[float, float]:
-    """Seconds of the forward pass and of both; ranks start together."""
+    """Seconds of the forward pass and of both; ranks start together, with the host ahead of its GPU as it is in training."""
     if device == "cpu":
         dist.barrier()
         marks = [time.perf_counter()]
@@ -190,6 +191,7 @@ def once(method: Method, device: str) -> tuple[float, float]:
         return marks[1] - marks[0], marks[2] - marks[0]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
     dist.all_reduce(torch.zeros(1, device="cuda"))
+    torch.cuda._sleep(_AHEAD)
     events[0].record()
     method.forward()
     events[1].record()
