@@ -3,9 +3,9 @@
     P = exp(S - row_max) / row_sum        dV += P^T dout
     dS = P * (dout V^T - delta)           dQ += softmax_scale dS K      dK += softmax_scale dS^T Q
 
-(Dao et al. 2022, algorithm 4), from the statistics of the whole row, whichever launches they were merged from. Nothing is
-added with atomics: one kernel owns blocks of key rows and adds to dk and dv once, the other owns blocks of query rows and adds
-to dq, so that the same inputs give the same bits.
+(Dao et al. 2022, algorithm 4), from the statistics of the whole row, whichever launches they were merged from. One kernel owns
+blocks of key rows and adds to dk and dv once, another owns blocks of query rows and adds to dq, so that the same inputs give the
+same bits. Where that is faster and deterministic results are not asked for, one kernel does both, and adds to dq in no fixed order.
 
 Shapes: q, dq (b, sq, h, d), k, dk (b, sk, hk, d), v, dv (b, sk, hk, dv), dout (b, sq, h, dv), row_max, row_sum, delta (b, h, sq).
 """
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import hopper_backward
+from . import hopper_backward, hopper_backward_fused
 from .bands import load_rows
 from .config import Launch, architecture, descriptor, launch_for, padded, precision
 from .dispatch import Kernels, choose_backward
@@ -53,6 +53,7 @@ def backward(
     dv: torch.Tensor,
     add: bool = True,
     kernels: Kernels | None = None,
+    deterministic: bool | None = None,
 ) -> None:
     """Add the gradients of the table's pairs to fp32 dq, dk and dv, in place; any strides, last dim contiguous.
 
@@ -61,10 +62,14 @@ def backward(
     dtype: for a table that holds all pairs of its queries and keys this saves the zeroing, the reading and a cast.
 
     kernels: which to run, instead of what `dispatch.choose_backward` would choose.
+    deterministic: whether the same inputs must give the same bits, at some cost in speed; dk and dv always do. By default what
+    `torch.use_deterministic_algorithms` has been told.
     """
-    if choose_backward(q, k, v, dout, table, kernels).kernels == Kernels.HOPPER:
+    choice = choose_backward(q, k, v, dout, table, kernels, deterministic)
+    if choice.kernels != Kernels.PLAIN:
+        run = hopper_backward.backward if choice.kernels == Kernels.HOPPER else hopper_backward_fused.backward
         outputs = dict(dq=dq, dk=dk, dv=dv, add=add)
-        hopper_backward.backward(q, k, v, dout, row_max, row_sum, delta, table, softmax_scale=softmax_scale, **outputs)
+        run(q, k, v, dout, row_max, row_sum, delta, table, softmax_scale=softmax_scale, **outputs)
         return
     b, _, h, d = q.shape
     hk = k.shape[2]

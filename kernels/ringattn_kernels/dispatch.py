@@ -1,7 +1,8 @@
 """Which kernels run, and why: the one place where that is chosen.
 
-    choice = choose_backward(q, k, v, dout, table)      # Choice(kernels=<Kernels.HOPPER: 'Gluon, for Hopper'>, reason='sm_90')
+    choice = choose_backward(q, k, v, dout, table)      # Choice(kernels=<Kernels.HOPPER_FUSED: ...>, reason='sm_90')
     backward(..., kernels=Kernels.PLAIN)                # overrides it, as it does for forward
+    backward(..., deterministic=True)                   # leaves HOPPER_FUSED out; by default as torch.use_deterministic_algorithms says
 
 Each choice is logged once, at debug level, by the logger of this module.
 """
@@ -26,6 +27,7 @@ class Kernels(enum.Enum):
 
     PLAIN = "plain Triton"
     HOPPER = "Gluon, for Hopper"
+    HOPPER_FUSED = "Gluon, for Hopper, in one pass that adds dq in no fixed order"
 
 
 @dataclass(frozen=True)
@@ -40,24 +42,41 @@ def choose_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, kernels: Kernels | None = None
 ) -> Choice:
     """The kernels for one call of `forward`; `kernels`, if given, is what the caller wants."""
-    return _choose("forward", q.device, kernels, lambda: hopper_forward.obstacle(q, k, v, softmax_scale))
+    if kernels == Kernels.HOPPER_FUSED:
+        raise ValueError(f"{kernels} has no forward: pass {Kernels.HOPPER} or {Kernels.PLAIN}")
+    return _choose("forward", q.device, kernels, Kernels.HOPPER, lambda: hopper_forward.obstacle(q, k, v, softmax_scale))
 
 
 def choose_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, table: TileTable, kernels: Kernels | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    table: TileTable,
+    kernels: Kernels | None = None,
+    deterministic: bool | None = None,
 ) -> Choice:
-    """The kernels for one call of `backward`; `kernels`, if given, is what the caller wants."""
-    return _choose("backward", q.device, kernels, lambda: hopper_backward.obstacle(q, k, v, dout, table))
+    """The kernels for one call of `backward`; `kernels`, if given, is what the caller wants.
+
+    deterministic: whether the same inputs must give the same bits of dq; None follows `torch.are_deterministic_algorithms_enabled()`.
+    Those of dk and dv are the same in any case.
+    """
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    if kernels == Kernels.HOPPER_FUSED and deterministic:
+        raise ValueError(f"{kernels} is not deterministic, but deterministic results are asked for: pass {Kernels.HOPPER} or none")
+    fastest = Kernels.HOPPER if deterministic else Kernels.HOPPER_FUSED
+    return _choose("backward", q.device, kernels, fastest, lambda: hopper_backward.obstacle(q, k, v, dout, table))
 
 
-def _choose(what: str, device: torch.device, wish: Kernels | None, obstacle: Callable[[], str]) -> Choice:
-    """The caller's wish, or Hopper's kernels on Hopper if there is no obstacle to them."""
+def _choose(what: str, device: torch.device, wish: Kernels | None, fastest: Kernels, obstacle: Callable[[], str]) -> Choice:
+    """The caller's wish, or the fastest on Hopper if there is no obstacle to them."""
     if wish is not None:
         choice = Choice(wish, "the caller's wish")
     else:
         arch = architecture(device)
         why_not = obstacle() if arch == "sm_90" else f"{arch} is not sm_90"
-        choice = Choice(Kernels.PLAIN, why_not) if why_not else Choice(Kernels.HOPPER, arch)
+        choice = Choice(Kernels.PLAIN, why_not) if why_not else Choice(fastest, arch)
     _log(what, choice)
     return choice
 

@@ -417,8 +417,10 @@ def query_kernel(
 
 
 @triton.jit(do_not_specialize=["q_rows", "padded_rows"])
-def prepare_kernel(row_max_ptr, row_sum_ptr, delta_ptr, pivot_ptr, padded_delta_ptr, q_rows, padded_rows, ROWS: tl.constexpr):
-    """pivot, as in `backward.pivots`, and delta of ROWS rows of one head, padded to whole blocks with (inf, 0)."""
+def prepare_kernel(
+    row_max_ptr, row_sum_ptr, delta_ptr, pivot_ptr, padded_delta_ptr, q_rows, padded_rows, ROWS: tl.constexpr, SIGN: tl.constexpr
+):  # fmt: skip
+    """pivot, as in `backward.pivots`, and SIGN delta of ROWS rows of one head, padded to whole blocks with (inf, 0)."""
     blocks = padded_rows // ROWS
     head_index = (tl.program_id(0) // blocks).to(tl.int64)
     rows = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)
@@ -430,7 +432,7 @@ def prepare_kernel(row_max_ptr, row_sum_ptr, delta_ptr, pivot_ptr, padded_delta_
     empty = row_sum == 0
     pivot += rest + tl.math.log2(tl.where(empty, 1.0, row_sum))
     tl.store(pivot_ptr + head_index * padded_rows + rows, tl.where(empty, float("inf"), pivot))
-    tl.store(padded_delta_ptr + head_index * padded_rows + rows, delta)
+    tl.store(padded_delta_ptr + head_index * padded_rows + rows, delta * SIGN)
 
 
 @dataclass(frozen=True)
@@ -461,7 +463,7 @@ def row_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
 
 
 def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, table: TileTable) -> str:
-    """Why `backward` here does not take these inputs; empty where it does, on a GPU of compute capability 9.0."""
+    """Why neither `backward` here nor the fused one takes these inputs; empty where they do, on a GPU of compute capability 9.0."""
     b, _, h, d = q.shape
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{q.dtype} is not a 16-bit type"
@@ -500,7 +502,7 @@ def backward(
     padded_rows = triton.cdiv(q_rows, BLOCK.value) * BLOCK.value
     pivot, padded_delta = torch.empty(2, b * h, padded_rows, device=q.device, dtype=torch.float32)
     prepare_kernel[(b * h * padded_rows // BLOCK.value,)](
-        row_max, row_sum, delta, pivot, padded_delta, q_rows, padded_rows, ROWS=BLOCK.value
+        row_max, row_sum, delta, pivot, padded_delta, q_rows, padded_rows, ROWS=BLOCK.value, SIGN=1
     )
     inputs = (q, k, v, dout, pivot, padded_delta, table, softmax_scale)
     for kernel, (grid, arguments) in (

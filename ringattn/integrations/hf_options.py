@@ -26,6 +26,7 @@ _REFUSED = {
     "past_key_value": "key/value caches are not supported",
     "seq_idx": "say where packed documents end with cu_seq_lens_q and cu_seq_lens_k",
     "indices": "sparse selections of keys are not supported",
+    "deterministic": "the order of sums follows PyTorch's switch: call torch.use_deterministic_algorithms(True), and leave it out",
 }
 
 # what they pass that says nothing to attention, or what a ring does anyway
@@ -41,7 +42,6 @@ _HARMLESS = frozenset(
         "num_logits_to_keep",
         "num_items_in_batch",
         "shift_labels",
-        "deterministic",  # the same inputs always give the same bits
     }
 )
 
@@ -87,6 +87,8 @@ def check_attention(dropout: float, options: dict[str, Any], ignored: frozenset[
         raise ValueError(f"dropout is {dropout}, but attention dropout is not supported: set attention_dropout=0.0")
     for name, value in options.items():
         if value is None or value is False or name in _HARMLESS or name in ignored:
+            continue
+        if name == "deterministic" and torch.are_deterministic_algorithms_enabled():
             continue
         why = _REFUSED.get(
             name,

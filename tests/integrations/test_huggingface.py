@@ -380,6 +380,7 @@ def attached_module(is_causal: bool = True) -> nn.Module:
         (dict(past_key_values=object()), "past_key_values is"),
         (dict(temperature=0.5), r"temperature is 0\.5, but the ring does not know .* attach\(model, ignore=\['temperature'\]\)"),
         (dict(indices=torch.zeros(6)), "indices is a tensor"),
+        (dict(deterministic=True), r"deterministic is True.*torch\.use_deterministic_algorithms\(True\)"),
         (dict(keys=9), "keys have 9 tokens and the queries 6"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -391,6 +392,14 @@ def test_options_are_refused_by_name(options, message):
 
 def test_options_that_ask_for_nothing_pass():
     attend_with(attached_module(), softcap=None, s_aux=None, output_attentions=False, dropout=0.0, sliding_window=None)
+
+
+def test_determinism_can_be_asked_for_where_torch_is_told_so():
+    torch.use_deterministic_algorithms(True)
+    try:
+        attend_with(attached_module(), deterministic=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_an_option_can_be_ignored_on_request():

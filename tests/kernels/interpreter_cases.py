@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ringattn_kernels as rk
+from ringattn_kernels.hopper_backward_fused import finish_kernel
 from tests.kernels import dense
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
@@ -171,3 +172,31 @@ def test_garbage_outside_of_the_tiles_is_never_read():
 def test_empty_inputs():
     for sq, sk in ((0, 5), (5, 0), (0, 0)):
         compare(*inputs(1, sq, sk, 1, 1, 16, 16), [], 0.3)
+
+
+def in_register_order(dq):
+    """Sums as `hopper_backward_fused.add_dq` leaves them: 64 x 64 parts, in which a lane's four numbers are side by side."""
+    parts = dq.unflatten(1, (-1, 64)).unflatten(3, (-1, 64)).transpose(2, 3).reshape(-1, 64, 64)
+    order = torch.empty(64, 64, dtype=torch.long)
+    for row, column in np.ndindex(64, 64):
+        warp, half, lane_row = row // 16, row // 8 % 2, row % 8
+        group, pair, odd = column // 8, column // 2 % 4, column % 2
+        register = group * 4 + half * 2 + odd
+        thread = warp * 32 + lane_row * 4 + pair
+        order[row, column] = register // 4 * 512 + thread * 4 + register % 4
+    sums = torch.empty(len(parts), 4096)
+    sums[:, order.flatten()] = parts.flatten(1)
+    return sums.view(dq.shape)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("add", [True, False])
+def test_the_sums_of_the_fused_kernel_come_back_in_the_order_of_rows(d, add):
+    b, h, q_rows, padded_rows = 2, 3, 150, 256
+    expected = torch.randn(b, h, padded_rows, d, generator=torch.Generator().manual_seed(0))
+    # d = 128: 64 rows are two parts, by columns; d = 64: one
+    sums = in_register_order(expected.reshape(b * h, padded_rows, d))
+    dq = torch.full((q_rows, b, h, d), 0.5).transpose(0, 1)
+    finish_kernel[(b * h * padded_rows // 64,)](sums, dq, *dq.stride()[:3], h, q_rows, padded_rows, 0.25, HEAD_DIM=d, ADD=add)
+    expected = expected[:, :, :q_rows].transpose(1, 2) * 0.25
+    assert torch.equal(dq, expected + 0.5 if add else expected)

@@ -1,0 +1,378 @@
+"""Exact attention over a tile table, backward, for Hopper, in one pass of five products: dq is added in no fixed order.
+
+    P = exp2(scale Q K^T - pivot)        dV += P^T dout
+    dS = P * (dout V^T - delta)          dK += softmax_scale dS^T Q      dQ += softmax_scale dS K
+
+A program owns 128 key rows of one key/value head and meets blocks of queries of all heads of its group, as in
+`hopper_backward.key_kernel`. Besides, dS goes through shared memory for the product with K, and the copy engine adds the result to
+sums of dq in global memory, in fp32. `finish_kernel` scales the sums and adds them to dq, or writes it. dk and dv are the same bits from
+the same inputs; dq is up to rounding, for which of two programs adds first is not fixed.
+
+Shapes: as in `backward`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .hopper_backward import (
+    BLOCK,
+    ROWS,
+    count_steps,
+    load_span,
+    mask_scores,
+    opaque,
+    prepare_kernel,
+    produce_queries,
+    row_descriptor,
+    tile,
+    tile_descriptor,
+    write_rows,
+)
+from .table import TileTable
+from .units import LOG2_E
+
+WIDTH = gl.constexpr(64)  # rows and columns of the part of dq that a warpgroup computes
+SUMS = gl.constexpr(256)  # sums of dq in a row of their buffer
+
+
+@builtin
+def async_add_shared_to_global(descriptor, coordinates, source, _semantic=None):
+    """The copy engine adds a block of shared memory to global memory: Gluon's builder can, its language has no word for it."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle)
+
+
+@gluon.jit
+def start_dq(k_s, ds_s, buffer, zero, HALF: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """This warpgroup's part of dS K: half of the rows if a step has 128, else half of the columns."""
+    dq = zero
+    for part in gl.static_range(2):
+        ds = ds_s.index(buffer * 2 + part)
+        k = tile(k_s, part, ROWS, HEAD_DIM)
+        if STEP == 128:
+            ds = ds.slice(HALF * WIDTH, WIDTH, dim=1)
+        else:
+            k = k.slice(HALF * WIDTH, WIDTH, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=part > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def add_dq(sums_desc, staging, dq, row, HALF: gl.constexpr, STEP: gl.constexpr):
+    """Have the copy engine add this warpgroup's part of dq to the sums, in the order in which its threads hold it."""
+    tma.store_wait(0)
+    # warp, half of its rows, row, group of columns, pair, column: a thread's four sums side by side, no two threads in one bank
+    x = gl.reshape(dq, [4, 2, 8, 8, 4, 2])
+    x = gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [WIDTH * WIDTH // SUMS, SUMS])
+    staging.index(HALF).store(x)
+    fence_async_shared()
+    # STEP rows of dq are two parts of WIDTH**2 sums: 1 / 2 row of SUMS each where a step has 64, 1 / 4 where it has 128
+    SHIFT: gl.constexpr = 1 if STEP == 64 else 2
+    async_add_shared_to_global(sums_desc, [(row >> SHIFT) + HALF * (WIDTH * WIDTH // SUMS), 0], staging.index(HALF))
+
+
+@gluon.jit
+def consume_and_add(
+    q_s, k_s, v_s, dout_s, pivot_s, delta_s, ds_s, staging, kv_full, q_full, dout_full, empty, ds_full,
+    sums_desc, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin, segment_end, steps,
+    head_row, last_row, padded_rows, k_rows, block_begin, scale, softmax_scale,
+    HALF: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of 64 key rows, and this warpgroup's part of each step's dq."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    # buffers of dS: one more than stages, so that room for the queries of a step means room for its dS
+    BUFFERS: gl.constexpr = STAGES + 1
+    dtype: gl.constexpr = q_s.dtype
+    # [ROWS, HEAD_DIM]
+    k = tile(k_s, HALF, ROWS, HEAD_DIM)
+    v = tile(v_s, HALF, ROWS, HEAD_DIM)
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, WIDE)
+    dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, WIDE)
+    zero = gl.zeros([ROWS, STEP], gl.float32, SCORES)
+    zero_part = gl.zeros([WIDTH, WIDTH], gl.float32, PART)
+    row0 = block_begin + HALF * ROWS
+    whole = block_begin + BLOCK <= k_rows
+    segment = segment_begin
+    start, full_begin, full_end, end = load_span(segments_ptr, segment_begin, whole, STEP)
+    stage = 0
+    phase = 0
+    buffer = 0
+    turn = 0
+    # there is no step before the first: what that adds is past the end of the sums, and the copy engine leaves it out
+    last_buffer = BUFFERS - 1
+    last_turn = 1
+    mbarrier.wait(kv_full, 0)
+    mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
+    s = warpgroup_mma(k, tile(q_s, 0, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    for n in range(steps):
+        # [STEP, HEAD_DIM]
+        q = tile(q_s, stage, STEP, HEAD_DIM)
+        dout = tile(dout_s, stage, STEP, HEAD_DIM)
+        mbarrier.wait(dout_full.index(stage), phase)
+        # [ROWS, STEP]
+        # what comes as delta is -delta
+        dp = gl.expand_dims(delta_s.index(stage).load(COLUMNS), 0).broadcast_to([ROWS, STEP])
+        dp = warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)
+        p = gl.exp2(s * scale - gl.expand_dims(pivot_s.index(stage).load(COLUMNS), 0))
+        if (start < full_begin) | (start >= full_end):
+            p = mask_scores(p, segments_ptr, segment, row0, start)
+        p16 = gl.convert_layout(p.to(dtype), LEFT, assert_trivial=True)
+        done = stage
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+        dv_next = warpgroup_mma(p16, dout, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        p16 = opaque(p16)
+        shared_ds = (p * dp).to(dtype)
+        ds = gl.convert_layout(shared_ds, LEFT, assert_trivial=True)
+        # started first, so that the tensor cores have work while the two warpgroups exchange dS
+        dk_next = warpgroup_mma(ds, q, dk, is_async=True)
+        ds_s.index(buffer * 2 + HALF).store(shared_ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(buffer), count=1)
+        # dq of the step before, so that neither warpgroup waits for the other
+        mbarrier.wait(ds_full.index(last_buffer), last_turn, pred=n > 0)
+        dq = start_dq(k_s, ds_s, last_buffer, zero_part, HALF, STEP, HEAD_DIM)
+        this_row = head_row + start
+        last_buffer = buffer
+        last_turn = turn
+        buffer += 1
+        if buffer == BUFFERS:
+            buffer = 0
+            turn ^= 1
+        start += STEP
+        if start >= end:
+            segment += 1
+            if segment == segment_end:
+                segment = segment_begin
+                head_row += padded_rows
+            start, full_begin, full_end, end = load_span(segments_ptr, segment, whole, STEP)
+        dv, dk, dq = warpgroup_mma_wait(0, deps=[dv_next, dk_next, dq])
+        p16 = opaque(p16)
+        ds = opaque(ds)
+        mbarrier.arrive(empty.index(done), count=1)
+        mbarrier.wait(q_full.index(stage), phase, pred=(n + 1) < steps)
+        s_next = warpgroup_mma(k, tile(q_s, stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+        add_dq(sums_desc, staging, dq, last_row, HALF, STEP)
+        last_row = this_row
+        s = warpgroup_mma_wait(0, deps=[s_next])
+    mbarrier.wait(ds_full.index(last_buffer), last_turn, pred=steps > 0)
+    dq = start_dq(k_s, ds_s, last_buffer, zero_part, HALF, STEP, HEAD_DIM)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    add_dq(sums_desc, staging, dq, last_row, HALF, STEP)
+    write_rows(dk_ptr, stride_dks, dk * softmax_scale, row0, k_rows, ADD)
+    write_rows(dv_ptr, stride_dvs, dv, row0, k_rows, ADD)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["item_count", "chunk", "heads", "kv_heads", "group", "padded_rows", "k_rows"])
+def fused_kernel(
+    q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, sums_desc, dk_ptr, dv_ptr, items_ptr, segments_ptr,
+    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
+    HEAD_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of one block of key rows of one key/value head over all query heads of its group, and what it adds to their dq."""
+    BUFFERS: gl.constexpr = STAGES + 1
+    dtype: gl.constexpr = q_desc.dtype
+    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, STEP, 1, HEAD_DIM], q_desc.layout)
+    dout_s = gl.allocate_shared_memory(dtype, [STAGES, 1, STEP, 1, HEAD_DIM], dout_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [2, 1, ROWS, 1, HEAD_DIM], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [2, 1, ROWS, 1, HEAD_DIM], v_desc.layout)
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STEP], dtype)
+    ds_s = gl.allocate_shared_memory(dtype, [BUFFERS * 2, ROWS, STEP], DS)
+    staging = gl.allocate_shared_memory(gl.float32, [2, WIDTH * WIDTH // SUMS, SUMS], sums_desc.layout)
+    pivot_s = gl.allocate_shared_memory(gl.float32, [STAGES, STEP], pivot_desc.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, STEP], delta_desc.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(dout_full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(ds_full.index(i), count=2)
+    fence_async_shared()
+
+    # several heads side by side, their longest blocks first
+    rest = gl.program_id(0) % (item_count * chunk)
+    head_index = gl.program_id(0) // (item_count * chunk) * chunk
+    here = gl.minimum(chunk, heads - head_index)
+    head_index += rest % here
+    item_ptr = items_ptr + (rest // here) * 4
+    block_begin = gl.load(item_ptr)
+    segment_begin = gl.load(item_ptr + 1)
+    segment_end = gl.load(item_ptr + 2)
+    batch = head_index // kv_heads
+    kv_head = head_index % kv_heads
+    dk_ptr += batch.to(gl.int64) * stride_dkb + kv_head.to(gl.int64) * stride_dkh
+    dv_ptr += batch.to(gl.int64) * stride_dvb + kv_head.to(gl.int64) * stride_dvh
+    steps = count_steps(segments_ptr, segment_begin, segment_end, STEP, STEP) * group
+    # a block without a segment is written as zeros: it reads a segment, any one, and has no step
+    segment_begin = gl.where(steps > 0, segment_begin, 0)
+    segment_end = gl.where(steps > 0, segment_end, 0)
+    gl.warp_specialize(
+        [
+            (produce_queries, (q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
+                               kv_full, q_full, dout_full, empty, segments_ptr, segment_begin, segment_end, batch, kv_head, group,
+                               head_index * group, padded_rows, block_begin, STAGES, STEP)),
+            (consume_and_add, (q_s, k_s, v_s, dout_s, pivot_s, delta_s, ds_s, staging, kv_full, q_full, dout_full, empty, ds_full,
+                       sums_desc, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin, segment_end, steps,
+                       head_index * group * padded_rows, heads * group * padded_rows, padded_rows, k_rows, block_begin,
+                       scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, ADD)),
+            (consume_and_add, (q_s, k_s, v_s, dout_s, pivot_s, delta_s, ds_s, staging, kv_full, q_full, dout_full, empty, ds_full,
+                       sums_desc, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin, segment_end, steps,
+                       head_index * group * padded_rows, heads * group * padded_rows, padded_rows, k_rows, block_begin,
+                       scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, ADD)),
+        ],
+        [4, 4],
+        [REGISTERS, REGISTERS],
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads", "q_rows", "padded_rows"])
+def finish_kernel(
+    sums_ptr, dq_ptr, stride_b, stride_s, stride_h, heads, q_rows, padded_rows, softmax_scale,
+    HEAD_DIM: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """dq of 64 rows of one head from its sums, whose order is that of `add_dq`."""
+    ROWS: tl.constexpr = 64
+    blocks = padded_rows // ROWS
+    head_index = tl.program_id(0) // blocks
+    sums = tl.load(sums_ptr + tl.program_id(0).to(tl.int64) * (ROWS * HEAD_DIM) + tl.arange(0, ROWS * HEAD_DIM))
+    # part, group of columns, warp, row, pair, half of a warp's rows, column
+    sums = tl.reshape(sums, [HEAD_DIM // 64, 8, 4, 8, 4, 2, 2])
+    # [ROWS, HEAD_DIM]
+    dq = tl.reshape(tl.permute(sums, [2, 5, 3, 0, 1, 4, 6]), [ROWS, HEAD_DIM]) * softmax_scale
+    rows = ((tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS))[:, None]
+    columns = tl.arange(0, HEAD_DIM)[None, :]
+    inside = rows < q_rows
+    dq_ptr += (head_index // heads).to(tl.int64) * stride_b + (head_index % heads).to(tl.int64) * stride_h
+    pointers = dq_ptr + (rows.to(tl.int64) * stride_s + columns)
+    if ADD:
+        dq += tl.load(pointers, mask=inside)
+    tl.store(pointers, dq.to(dq_ptr.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Query rows of a step, how many steps are loaded ahead, and the registers of a thread that multiplies."""
+
+    step: int
+    stages: int
+    registers: int = 240
+
+
+# by head dim; measured on an H200
+LAUNCHES = {64: Launch(128, 2), 128: Launch(64, 2)}
+# programs at least of which the heads that run side by side have; measured on an H200
+SIDE_BY_SIDE = 256
+
+
+def sums_descriptor(sums: torch.Tensor) -> TensorDescriptor:
+    """For the copy engine to add one part of a step's dq."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor(
+        sums, [sums.numel() // SUMS.value, SUMS.value], [SUMS.value, 1], [WIDTH.value**2 // SUMS.value, SUMS.value], layout
+    )
+
+
+def backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    row_max: torch.Tensor,
+    row_sum: torch.Tensor,
+    delta: torch.Tensor,
+    table: TileTable,
+    *,
+    softmax_scale: float,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    add: bool = True,
+) -> None:
+    """As `ringattn_kernels.backward`, of inputs in whose way there is no `hopper_backward.obstacle`; takes memory for dq in fp32."""
+    b, q_rows, h, d = q.shape
+    assert row_max.is_contiguous() and row_sum.is_contiguous() and delta.is_contiguous()
+    assert q.dtype == k.dtype == v.dtype == dout.dtype and dq.stride(3) == dk.stride(3) == dv.stride(3) == 1
+    assert q.shape == dq.shape == dout.shape and k.shape == v.shape == dk.shape == dv.shape
+    assert (q_rows, k.shape[1]) == (table.q_rows, table.k_rows)
+    assert not add or dq.dtype == dk.dtype == dv.dtype == torch.float32
+    padded_rows = triton.cdiv(q_rows, BLOCK.value) * BLOCK.value
+    pivot, minus_delta = torch.empty(2, b * h, padded_rows, device=q.device, dtype=torch.float32)
+    sums = torch.zeros(b * h, padded_rows, d, device=q.device, dtype=torch.float32)
+    prepare_kernel[(b * h * padded_rows // BLOCK.value,)](
+        row_max, row_sum, delta, pivot, minus_delta, q_rows, padded_rows, ROWS=BLOCK.value, SIGN=-1
+    )
+    grid, arguments = fused_arguments(q, k, v, dout, pivot, minus_delta, table, softmax_scale, sums, dk, dv, add)
+    fused_kernel[(grid,)](**arguments, num_warps=4)
+    finish_kernel[(b * h * padded_rows // ROWS.value,)](
+        sums, dq, *dq.stride()[:3], h, q_rows, padded_rows, softmax_scale, HEAD_DIM=d, ADD=add
+    )
+
+
+def fused_arguments(
+    q, k, v, dout, pivot, minus_delta, table: TileTable, softmax_scale: float, sums, dk, dv, add: bool
+) -> tuple[int, dict]:  # fmt: skip
+    """How many programs of `fused_kernel`, and its arguments."""
+    (b, _, h, d), hk = q.shape, k.shape[2]
+    launch = LAUNCHES[d]
+    # steps of one row: the kernel aligns its steps itself, and wants to know exactly which queries need no mask
+    blocks = table.key_blocks(BLOCK.value, 1, q.device)
+    count = blocks.touched if add else len(blocks)
+    return b * hk * count, dict(
+        q_desc=tile_descriptor(q, launch.step),
+        k_desc=tile_descriptor(k, ROWS.value),
+        v_desc=tile_descriptor(v, ROWS.value),
+        dout_desc=tile_descriptor(dout, launch.step),
+        pivot_desc=row_descriptor(pivot, launch.step),
+        delta_desc=row_descriptor(minus_delta, launch.step),
+        sums_desc=sums_descriptor(sums),
+        dk_ptr=dk,
+        dv_ptr=dv,
+        items_ptr=blocks.items,
+        segments_ptr=blocks.segments,
+        stride_dkb=dk.stride(0),
+        stride_dks=dk.stride(1),
+        stride_dkh=dk.stride(2),
+        stride_dvb=dv.stride(0),
+        stride_dvs=dv.stride(1),
+        stride_dvh=dv.stride(2),
+        item_count=count,
+        chunk=max(2, SIDE_BY_SIDE // count),
+        heads=b * hk,
+        kv_heads=hk,
+        group=h // hk,
+        padded_rows=pivot.shape[1],
+        k_rows=table.k_rows,
+        scale=softmax_scale * LOG2_E.value,
+        softmax_scale=softmax_scale,
+        HEAD_DIM=d,
+        STEP=launch.step,
+        STAGES=launch.stages,
+        ADD=add,
+        REGISTERS=launch.registers,
+    )
