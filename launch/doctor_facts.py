@@ -22,6 +22,7 @@ from doctor_board import Board
 from torch.cuda import nccl
 
 import ringattn
+from ringattn.transport.symmetric import SymmetricTransport
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = re.compile(r"(NCCL|TORCH|GLOO|CUDA|TRITON|PYTORCH|CUBLAS|CUDNN|OMP|MKL|UCX|FI)_|(LD_PRELOAD|PYTHONHASHSEED)$")
@@ -198,38 +199,21 @@ class KernelChoice:
 
 
 class SymmetricMemory:
-    """Whether GPUs of a host can write to each other's memory directly, tried, or why not."""
+    """Whether copy engines can move messages through memory that all ranks map, tried as the library does it, or why not."""
 
     name = "symmetric memory"
 
     def observe(self, site: Site) -> str:
-        """Empty if it works."""
+        """Empty if it works; else the reason, the same on every rank."""
         if site.device.type != "cuda":
             return "needs GPUs"
-        import torch.distributed._symmetric_memory as symmetric
-
-        groups = {host: dist.new_group([r for r in range(site.size) if site.hosts[r] == host]) for host in sorted(set(site.hosts))}
-        here = site.peers(site.rank)
-        if len(here) == 1:
-            return "one GPU on its host"
-        neighbour = (here.index(site.rank) + 1) % len(here)
-        try:
-            buffer = symmetric.empty(1024, dtype=torch.int32, device=site.device)
-            handle = symmetric.rendezvous(buffer, groups[site.hosts[site.rank]])
-        except RuntimeError as error:
-            return str(error).splitlines()[0]
-        buffer.fill_(site.rank)
-        handle.barrier()
-        seen = handle.get_buffer(neighbour, (1024,), torch.int32).unique().tolist()
-        handle.barrier()
-        return "" if seen == [here[neighbour]] else f"reads {seen[:3]} from rank {here[neighbour]}"
+        return "one rank" if site.size == 1 else SymmetricTransport(site.group).open(site.device) or ""
 
     def judge(self, site: Site, records: list[str]) -> Finding:
-        bad = [rank for rank, record in enumerate(records) if record]
-        if not bad:
-            return Finding(self.name, Verdict.FINE, "works between the GPUs of each host", (), records)
-        wrong = [rank for rank in bad if records[rank].startswith("reads")]
-        if wrong or len(bad) < site.size:
-            look = wrong or bad
-            return Finding(self.name, Verdict.LOOK, f"{named(look)}: {records[look[0]]}", tuple(look), records)
-        return Finding(self.name, Verdict.NOTE, f"not available: {records[0]}", (), records)
+        reason = next((record for record in records if record), "")
+        if not reason:
+            return Finding(self.name, Verdict.FINE, "all ranks map each other's memory; copy engines move messages", (), records)
+        failed = re.match(r"rank (\d+) could not", reason)
+        if failed:
+            return Finding(self.name, Verdict.LOOK, reason, (int(failed.group(1)),), records)
+        return Finding(self.name, Verdict.NOTE, f"not available: {reason}", (), records)

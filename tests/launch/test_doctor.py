@@ -162,9 +162,9 @@ GPU_RECORDS = {
         (1,),
     ),
     "no peer access": ("Links", [{"GB/s with": [0, 9], "no P2P with": []}, {"GB/s with": [9, 0], "no P2P with": [0]}], (1,)),
-    "symmetric memory of one": ("SymmetricMemory", ["", "CUDA error: not permitted"], (1,)),
-    "symmetric memory of none": ("SymmetricMemory", ["not supported"] * 2, ()),
-    "wrong memory": ("SymmetricMemory", ["", "reads [7] from rank 0"], (1,)),
+    "symmetric memory fails": ("SymmetricMemory", ["rank 1 could not allocate its memory: out of memory"] * 2, (1,)),
+    "symmetric memory of no use": ("SymmetricMemory", ["rank 1 is on host b and rank 0 on a"] * 2, ()),
+    "symmetric memory": ("SymmetricMemory", ["", ""], ()),
     "hot": ("Work", [{"seconds": 1.0, "MHz": 1980, "Celsius": 50}, {"seconds": 1.2, "MHz": 1400, "Celsius": 88}], (1,)),
 }
 
