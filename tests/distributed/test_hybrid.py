@@ -35,7 +35,7 @@ MASKS = {
     "documents": lambda n: ra.documents(lengths=[n // 3, 0, 1, n // 5]),  # and padding
     "dilated&causal": lambda n: (ra.dilated_window((5, 5), 3) | ra.sliding_window(2)) & ra.causal(),
 }
-SCHEDULES = (ra.ring(), ra.gather(), None)
+SCHEDULES = (ra.ring(), ra.gather(), ra.waves(1), ra.double_ring(1), None)
 LENGTHS = (61, 5, 47, 97)
 
 
@@ -113,7 +113,7 @@ def check_grid(group, shape, names, cases):
 def test_every_rank_agrees_with_the_reference(gloo, shape):
     heads = GRIDS[shape]
     cases = [
-        (mask, layout, SCHEDULES[(i + shape[1]) % 3], heads[i % len(heads)], LENGTHS[(i + shape[0]) % 4])
+        (mask, layout, SCHEDULES[(i + shape[1] + i // 5) % 5], heads[i % len(heads)], LENGTHS[(i + shape[0]) % 4])
         for i, (layout, mask) in enumerate(product(LAYOUTS, MASKS))
     ]
     found = gloo.run(8, check_grid, shape, ("ring", "heads"), cases)
