@@ -1,14 +1,14 @@
 """Exact attention over a tile table, forward, for Hopper (sm_90) in Gluon: the formula of `forward`, on asynchronous units.
 
-In a program one partition has the copy engine (TMA) bring Q, K and V to shared memory, and two warpgroups compute 64 query rows each. A
-warpgroup starts the scores of the next block of keys, then the weighted values of the block before, and computes a softmax while the
-tensor cores work. Programs stay on their multiprocessor and walk a list of works made on the host; K and V keep coming across the ends
-of segments and of works.
+In a program one partition has the copy engine (TMA) bring Q, K and V to shared memory, and two or three warpgroups compute 64 query rows
+each. A warpgroup starts the scores of the next block of keys and the weighted values of the block before, waits for both, and computes a
+softmax while the tensor cores work for another. Programs stay on their multiprocessor and take works (a query block of one head each) off
+a queue; Q, K and V keep coming across the ends of segments and of works.
 
 Shapes: q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), out (b, sq, h, dv), row_max and row_sum (b, h, sq).
 """
 
-import heapq
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,48 +22,51 @@ from .config import padded
 from .table import TileTable, cut
 from .units import LOG2_E, to_base2, to_natural
 
-# query rows of a program: two warpgroups of 64
-BLOCK_Q = 128
 WARPGROUP_ROWS = 64
-# registers of a thread that computes; what remains suffices for those that copy
-REGISTERS = 240
+# registers of a thread that computes, by the number of warpgroups that do; what remains suffices for those that copy
+REGISTERS = {2: 240, 3: 160}
+# base-2 units that a row's maximum may be above its pivot before the row is rescaled: the weights stay within 2^LAG
+LAG = gl.constexpr(8.0)
 # bytes of keys and values that the programs of an H200 may walk at a time
 L2_SHARE = 24 << 20
-# what a query block costs beside its steps, in steps: loading Q, filling the pipeline, writing out
-WORK_OVERHEAD = 2
 
 
 @dataclass(frozen=True)
 class HopperLaunch:
-    """`stages` blocks of `step` rows of K, and as many of V, are in shared memory at a time."""
+    """`warpgroups` compute 64 query rows each; `stages` blocks of `step` rows of K, and as many of V, are in shared memory at a time.
+
+    q_stages: query blocks in shared memory. turns: warpgroups start their products one after another, in a fixed order.
+    """
 
     step: int
     stages: int
+    warpgroups: int
+    q_stages: int
+    turns: bool
+
+    @property
+    def block(self) -> int:
+        """Query rows of a program."""
+        return self.warpgroups * WARPGROUP_ROWS
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each program does, in order.
+    """The works of a launch, in the order in which programs take them.
 
     works    (n, 4) int32: b * h + head, first row of the query block, first segment, number of steps (at least 1).
-    bounds   (programs + 1,) int32: program p does works[bounds[p]:bounds[p + 1]].
     segments (m, 8) int32: as in `table.BlockTable`; the last one is empty, for query blocks without any.
     """
 
     works: torch.Tensor
-    bounds: torch.Tensor
     segments: torch.Tensor
 
 
 def schedule(
-    tiles: np.ndarray, q_rows: int, launch: HopperLaunch, heads: int, together: int, touched_only: bool, programs: int
-) -> tuple[np.ndarray, ...]:
-    """(works, bounds, segments) by list scheduling.
-
-    `together` heads at a time, so that their keys and values stay in the L2; of those the longest work comes first; each goes to the
-    program that has had the least so far.
-    """
-    items, segments = cut(tiles, q_rows, BLOCK_Q, launch.step)
+    tiles: np.ndarray, q_rows: int, launch: HopperLaunch, heads: int, together: int, touched_only: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """(works, segments): `together` heads at a time, so that their keys and values stay in the L2; of those, longest work first."""
+    items, segments = cut(tiles, q_rows, launch.block, launch.step)
     steps = -(-(segments[:, 3] - segments[:, 0]) // launch.step)
     total = np.concatenate([[0], np.cumsum(steps)])
     steps = total[items[:, 2]] - total[items[:, 1]]
@@ -71,25 +74,43 @@ def schedule(
         items, steps = items[steps > 0], steps[steps > 0]
     first = np.where(steps > 0, items[:, 1], len(segments))
     segments = np.concatenate([segments, np.array([[0, 0, 0, 1, 0, 0, 0, 0]], dtype=np.int32)])
-    head = np.repeat(np.arange(heads), len(items))
-    per_head = np.stack([items[:, 0], first, np.maximum(steps, 1)], axis=1)
-    works = np.column_stack([head, np.tile(per_head, (heads, 1))])
-    works = works[np.lexsort((head, -works[:, 3], head // together))]
-
-    programs = min(programs, len(works))
-    loads = [(0, program) for program in range(programs)]
-    owner = np.empty(len(works), dtype=np.int64)
-    for index, cost in enumerate((works[:, 3] + WORK_OVERHEAD).tolist()):
-        load, program = loads[0]
-        heapq.heapreplace(loads, (load + cost, program))
-        owner[index] = program
-    order = np.argsort(owner, kind="stable")
-    bounds = np.searchsorted(owner[order], np.arange(programs + 1))
-    return works[order].astype(np.int32), bounds.astype(np.int32), segments
+    # [blocks, 3], longest first, as `cut` has them
+    blocks = np.stack([items[:, 0], first, np.maximum(steps, 1)], axis=1)
+    works = np.empty((len(blocks) * heads, 4), dtype=np.int32)
+    for begin in range(0, heads, together):
+        group = np.arange(begin, min(begin + together, heads))
+        rows = works[begin * len(blocks) : (begin + len(group)) * len(blocks)]
+        rows[:, 0] = np.tile(group, len(blocks))
+        rows[:, 1:] = np.repeat(blocks, len(group), axis=0)
+    return works, segments
 
 
-# head-dim bucket -> HopperLaunch, measured on an H200; the bucket is the larger of the two padded head dims
-LAUNCHES = {64: HopperLaunch(128, 3), 128: HopperLaunch(128, 2), 256: HopperLaunch(64, 2)}
+@functools.cache
+def stream_counter(device: torch.device, stream: int) -> torch.Tensor:
+    """What the launches on one stream, which never run side by side, count works with; each leaves it at zero."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def work_counter(device: torch.device) -> torch.Tensor:
+    """A zero that no launch which may run at the same time counts with."""
+    if torch.cuda.is_current_stream_capturing():
+        # a graph may be replayed on any stream: it has a counter of its own for each of its launches
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    return stream_counter(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+# head dims of Q and K and of V up to these -> HopperLaunch, measured on an H200 except for (192, 128)
+LAUNCHES = {
+    (64, 64): HopperLaunch(step=128, stages=4, warpgroups=3, q_stages=2, turns=True),
+    (128, 128): HopperLaunch(step=128, stages=2, warpgroups=2, q_stages=2, turns=False),
+    (192, 128): HopperLaunch(step=128, stages=2, warpgroups=2, q_stages=1, turns=False),
+    (256, 256): HopperLaunch(step=64, stages=2, warpgroups=2, q_stages=1, turns=False),
+}
+
+
+def launch_for(d: int, dv: int) -> HopperLaunch:
+    """The first entry that holds both head dims."""
+    return next(launch for (columns, v_columns), launch in LAUNCHES.items() if d <= columns and dv <= v_columns)
 
 
 def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> str:
@@ -118,42 +139,50 @@ def launch(
     hk, dv = v.shape[2:]
     assert q.dtype == k.dtype == v.dtype and q.stride(3) == k.stride(3) == v.stride(3) == 1
     assert (sq, k.shape[1], v.shape[1]) == (table.q_rows, table.k_rows, table.k_rows) and h % hk == 0 and k.shape[2:] == (hk, d)
-    config = config or LAUNCHES[max(block_dim(d), block_dim(dv))]
+    config = config or launch_for(d, dv)
     programs = programs or torch.cuda.get_device_properties(q.device).multi_processor_count
     touched_only = state is not None and not final
     together = max(1, L2_SHARE // (k.shape[1] * (d + dv) * k.element_size())) * (h // hk)
 
     def build() -> Schedule:
-        arrays = schedule(table.tiles, sq, config, b * h, together, touched_only, programs)
+        arrays = schedule(table.tiles, sq, config, b * h, together, touched_only)
         return Schedule(*(torch.from_numpy(x).to(q.device) for x in arrays))
 
-    plan = table.derived(("hopper forward", config.step, b * h, together, touched_only, programs, q.device), build)
+    plan = table.derived(("hopper forward", config.block, config.step, b * h, together, touched_only, q.device), build)
     if len(plan.works):
-        arguments = kernel_arguments(q, k, v, out, row_max, row_sum, plan, softmax_scale, state, config)
-        hopper_forward_kernel[(len(plan.bounds) - 1,)](**arguments, num_warps=4)
+        counter = work_counter(q.device)
+        arguments = kernel_arguments(q, k, v, out, row_max, row_sum, plan, counter, softmax_scale, state, config)
+        hopper_forward_kernel[(min(programs, len(plan.works)),)](**arguments, num_warps=4)
 
 
-def kernel_arguments(q, k, v, out, row_max, row_sum, plan: Schedule, softmax_scale: float, state, config: HopperLaunch) -> dict:
+def kernel_arguments(
+    q, k, v, out, row_max, row_sum, plan: Schedule, counter, softmax_scale: float, state, config: HopperLaunch
+) -> dict:
     """Keyword arguments of one launch of `hopper_forward_kernel`."""
     return dict(
-        q_desc=descriptor(q, WARPGROUP_ROWS),
-        k_desc=descriptor(k, config.step),
+        q_desc=descriptor(q, WARPGROUP_ROWS, chunks(q.shape[3])),
+        k_desc=descriptor(k, config.step, chunks(q.shape[3])),
         v_desc=descriptor(v, config.step),
         out_ptr=out,
         state_ptr=out if state is None else state[0],
         row_max_ptr=row_max,
         row_sum_ptr=row_sum,
         works_ptr=plan.works,
-        bounds_ptr=plan.bounds,
         segments_ptr=plan.segments,
+        counter_ptr=counter,
+        work_count=len(plan.works),
         heads=q.shape[2],
         group=q.shape[2] // k.shape[2],
         q_rows=q.shape[1],
         scale=softmax_scale * LOG2_E.value,
+        CHUNKS=chunks(q.shape[3]),
+        WARPGROUPS=config.warpgroups,
+        Q_STAGES=config.q_stages,
         STAGES=config.stages,
         V_DIM=v.shape[3],
         HAS_STATE=state is not None,
-        REGISTERS=REGISTERS,
+        TURNS=config.turns,
+        REGISTERS=REGISTERS[config.warpgroups],
     )
 
 
@@ -162,9 +191,14 @@ def block_dim(head_dim: int) -> int:
     return max(64, padded(head_dim))
 
 
-def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+def chunks(head_dim: int) -> int:
+    """Blocks side by side that hold Q's and K's head dim: three of 64 where one would hold 256."""
+    return 3 if 128 < head_dim <= 192 else 1
+
+
+def descriptor(x: torch.Tensor, rows: int, chunks: int = 1) -> TensorDescriptor:
     """For blocks of `rows` rows of one head of x (b, s, h, d)."""
-    shape = [1, rows, 1, block_dim(x.shape[3])]
+    shape = [1, rows, 1, block_dim(x.shape[3]) if chunks == 1 else 64]
     element = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
     return TensorDescriptor(x, list(x.shape), list(x.stride()), shape, gl.NVMMASharedLayout.get_default_for(shape, element))
 
@@ -181,6 +215,28 @@ def pack(even, odd, dtype: gl.constexpr):
     """Two fp32 rounded to 16 bits each, in one int32: held from step to step, so that they take one register and no permutation."""
     convert: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(convert, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def rescale_assembly(count):
+    """Multiply `count` registers by as many factors, in warps where one of these is not 1. A thread holds two columns of a row, two of
+    another, and so on: the factors 0 and 2 are all that there are."""
+    rows = f"setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p;"
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    return "{ .reg .pred p; " + rows + " vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; " + products + " DONE: }"
+
+
+@gluon.constexpr_function
+def in_place(count, others):
+    """Constraints of inline assembly that changes `count` fp32 registers and reads `others`, a string of kinds, as many of each."""
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + [kind for kind in others for _ in range(count)])
+
+
+@gluon.jit
+def named_barrier(KIND: gl.constexpr, INDEX: gl.constexpr):
+    """KIND sync: wait until another warpgroup has come; arrive: come, without waiting. Triton uses the barriers below 8."""
+    ASM: gl.constexpr = f"bar.{KIND} {8 + INDEX}, 256; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -201,39 +257,74 @@ def load_work(works_ptr, work):
 
 
 @gluon.jit
+def hand_out(work_smem, slot, work):
+    """Leave the index of a work where the warpgroups read it, before a barrier tells them."""
+    work_smem.index(slot).store(gl.full([1], work, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    gl.thread_barrier()
+
+
+@gluon.jit
+def take(work_smem, slot):
+    """What `hand_out` left."""
+    return gl.max(work_smem.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+
+
+@gluon.jit
 def load_copies(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, v_full, kv_empty, works_ptr, segments_ptr,
-    work_begin, work_end, heads, group, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, work_smem, q_full, q_empty, k_full, v_full, kv_empty, works_ptr, segments_ptr,
+    counter_ptr, work_count, heads, group, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The partition that asks the copy engine for Q once a work and for K and V once a step, as soon as there is room."""
+    """The partition that takes works and asks the copy engine for Q once a work and for K and V once a step, as soon as there is room."""
     BLOCK_K: gl.constexpr = k_desc.block_type.shape[1]
     ROWS: gl.constexpr = q_desc.block_type.shape[1]
+    COLUMNS: gl.constexpr = k_desc.block_type.shape[3]
     block = 0
-    for work in range(work_begin, work_end):
+    taken = 0
+    work = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    while work < work_count:
         head_index, block_begin, segment, steps = load_work(works_ptr, work)
         batch = head_index // heads
         head = head_index % heads
         kv_head = head // group
-        for i in gl.static_range(2):
-            mbarrier.wait(q_empty.index(i), ((work - work_begin) & 1) ^ 1)
-            mbarrier.expect(q_full.index(i), q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_desc, [batch, block_begin + i * ROWS, head, 0], q_full.index(i), q_smem.index(i))
+        for i in gl.static_range(WARPGROUPS):
+            mbarrier.wait(q_empty.index(taken % Q_STAGES * WARPGROUPS + i), ((taken // Q_STAGES) & 1) ^ 1)
+        hand_out(work_smem, taken % 2, work)
+        for i in gl.static_range(WARPGROUPS):
+            place = taken % Q_STAGES * WARPGROUPS + i
+            mbarrier.expect(q_full.index(place), CHUNKS * q_desc.block_type.nbytes)
+            for c in gl.static_range(CHUNKS):
+                corner = [batch, block_begin + i * ROWS, head, c * COLUMNS]
+                tma.async_copy_global_to_shared(q_desc, corner, q_full.index(place), q_smem.index(place * CHUNKS + c))
         start = gl.load(segments_ptr + segment * 8)
         end = gl.load(segments_ptr + segment * 8 + 3)
-        for _step in range(steps):
+        for step in range(steps):
             if start >= end:
                 segment += 1
                 start = gl.load(segments_ptr + segment * 8)
                 end = gl.load(segments_ptr + segment * 8 + 3)
             stage = block % STAGES
             # K's room is empty since V's block before this one was asked for
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(k_desc, [batch, start, kv_head, 0], k_full.index(stage), k_smem.index(stage))
+            mbarrier.expect(k_full.index(stage), CHUNKS * k_desc.block_type.nbytes)
+            for c in gl.static_range(CHUNKS):
+                corner = [batch, start, kv_head, c * COLUMNS]
+                tma.async_copy_global_to_shared(k_desc, corner, k_full.index(stage), k_smem.index(stage * CHUNKS + c))
+            if step == steps - 1:
+                # not earlier, so that a program holds no work that another could begin; not later, so that its copies run on
+                work = gl.atomic_add(counter_ptr, 1, sem="relaxed")
             mbarrier.wait(kv_empty.index((block + 1) % STAGES), (((block + 1) // STAGES) & 1) ^ 1)
             mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(v_desc, [batch, start, kv_head, 0], v_full.index(stage), v_smem.index(stage))
             start += BLOCK_K
             block += 1
+        taken += 1
+    for i in gl.static_range(WARPGROUPS):
+        mbarrier.wait(q_empty.index(taken % Q_STAGES * WARPGROUPS + i), ((taken // Q_STAGES) & 1) ^ 1)
+    hand_out(work_smem, taken % 2, work)
+    for i in gl.static_range(WARPGROUPS):
+        mbarrier.arrive(q_full.index(taken % Q_STAGES * WARPGROUPS + i), count=1)
+    # each program draws one number too many; the last to be drawn sets the counter back for the next launch
+    if work == work_count + gl.num_programs(0) - 1:
+        gl.store(counter_ptr, 0)
 
 
 @gluon.jit
@@ -243,22 +334,38 @@ def load_segment(segments_ptr, segment):
     return gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2), gl.load(ptr + 3)
 
 
+@gluon.constexpr_function
+def mask_assembly(count):
+    """-inf for scores whose column is not in [first, last] of their row, as one thread holds them: two columns of two rows, then again
+    from 8 columns on. In one piece, so that the columns are constants and take no registers."""
+    lines = ["{ .reg .pred p; .reg .b32 t, f<2>, l<2>; mov.u32 t, %laneid; and.b32 t, t, 3; shl.b32 t, t, 1;"]
+    lines.extend(f"sub.s32 f{row}, ${2 * count + 2 * row}, t; sub.s32 l{row}, ${3 * count + 2 * row}, t;" for row in range(2))
+    for i in range(count):
+        row, column = i // 2 % 2, i % 2 + i // 4 * 8
+        lines.append(
+            f"setp.le.s32 p, f{row}, {column}; setp.ge.and.s32 p, l{row}, {column}, p; selp.f32 ${i}, ${i}, 0fFF800000, p;"
+        )
+    return " ".join([*lines, "}"])
+
+
 @gluon.jit
 def mask_edge(scores, start, end, segments_ptr, segment, first_row):
     """-inf for pairs of an edge block that are not live."""
     ROWS: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+    COUNT: gl.constexpr = scores.shape[0] * scores.shape[1] // 128
+    ASM: gl.constexpr = mask_assembly(COUNT)
+    CONSTRAINTS: gl.constexpr = in_place(COUNT, "rr")
     ptr = segments_ptr + segment * 8
-    # rows and columns relative to the block's first ones, so that the columns are constants
+    # rows and columns relative to the block's first ones
     rows = gl.arange(0, scores.shape[0], ROWS)
     shift = first_row - start
     first = rows + (shift - gl.load(ptr + 5))
     last = gl.minimum(rows + (shift - gl.load(ptr + 4)), end - 1 - start)
     inside = (rows >= gl.load(ptr + 6) - first_row) & (rows < gl.load(ptr + 7) - first_row)
     last = gl.where(inside, last, -1)
-    columns = gl.expand_dims(gl.arange(0, scores.shape[1], COLUMNS), 0)
-    live = (columns >= gl.expand_dims(first, 1)) & (columns <= gl.expand_dims(last, 1))
-    return gl.where(live, scores, float("-inf"))
+    first = gl.expand_dims(first, 1).broadcast_to(scores.shape)
+    last = gl.expand_dims(last, 1).broadcast_to(scores.shape)
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [scores, first, last], dtype=gl.float32, is_pure=True, pack=COUNT)
 
 
 @gluon.jit
@@ -281,32 +388,56 @@ def as_column(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def softmax_step(scores, row_max, row_sum, scale, dtype: gl.constexpr):
-    """(p as packed pairs, alpha, row_max, row_sum) after a block of raw scores; row_max is in base-2 units: scores * scale is the exponent.
+def softmax_step(scores, pivot, row_sum, row_max, scale, dtype: gl.constexpr):
+    """(p as packed pairs, alpha, pivot, row_sum, row_max) after a block of raw scores.
 
-    row_sum [rows, 4] is what each of a row's four threads has seen.
+    pivot and row_max are in base-2 units: scores * scale is the exponent. The pivot follows the maximum only once that is LAG above it:
+    alpha is 1 in nearly all steps. row_sum [rows, 4], relative to the pivot, is what each of a row's four threads has seen.
     """
     ROWS: gl.constexpr = scores.shape[0]
     COLUMNS: gl.constexpr = scores.shape[1]
-    row_max_new = gl.maximum(row_max, gl.max(scores, axis=1) * scale)
-    # a row with no live pair yet has row_max = -inf: avoid inf - inf
-    pivot = gl.where(row_max_new == float("-inf"), 0.0, row_max_new)
-    p = gl.exp2(scores * scale - gl.expand_dims(pivot, 1))
-    alpha = gl.exp2(row_max - pivot)
+    block_max = gl.max(scores, axis=1) * scale
+    row_max = gl.maximum(row_max, block_max)
+    new_pivot = gl.where(block_max > pivot + LAG, block_max, pivot)
+    # a row with no live pair yet has a pivot of -inf: avoid inf - inf
+    finite = gl.where(new_pivot == float("-inf"), 0.0, new_pivot)
+    p = gl.exp2(scores * scale - gl.expand_dims(finite, 1))
+    alpha = gl.exp2(pivot - finite)
     even, odd = gl.split(p.reshape([ROWS, COLUMNS // 2, 2]))
     part = gl.convert_layout(
         gl.sum((even + odd).reshape([ROWS, COLUMNS // 8, 4]), axis=1), row_sum.type.layout, assert_trivial=True
     )
     SUMS: gl.constexpr = row_sum.type.layout
     row_sum = row_sum * as_column(alpha, SUMS) + part
-    return pack(even, odd, dtype), alpha, row_max_new, row_sum
+    return pack(even, odd, dtype), alpha, new_pivot, row_sum, row_max
+
+
+@gluon.jit
+def rescale(acc, alpha):
+    """acc * alpha [rows, 1], left out by warps whose rows all have 1."""
+    COUNT: gl.constexpr = acc.shape[0] * acc.shape[1] // 128
+    ASM: gl.constexpr = rescale_assembly(COUNT)
+    CONSTRAINTS: gl.constexpr = in_place(COUNT, "f")
+    alpha = alpha.broadcast_to(acc.shape)
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [acc, alpha], dtype=gl.float32, is_pure=False, pack=COUNT)
+
+
+@gluon.jit
+def scores_product(q_smem, q_place, k_smem, k_full, s, block, more, CHUNKS: gl.constexpr, STAGES: gl.constexpr):
+    """Start the raw scores of a block of keys, once that is there."""
+    stage = block % STAGES
+    mbarrier.wait(k_full.index(stage), (block // STAGES) & 1, pred=more)
+    for chunk in gl.static_range(CHUNKS):
+        k = k_smem.index(stage * CHUNKS + chunk).permute((1, 0))
+        s = warpgroup_mma(q_smem.index(q_place * CHUNKS + chunk), k, s, use_acc=chunk > 0, is_async=True)
+    return s
 
 
 @gluon.jit
 def attend_rows(
-    q_smem, k_smem, v_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, works_ptr,
-    segments_ptr, work_begin, work_end, heads, q_rows, scale, WARPGROUP: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr,
-    HAS_STATE: gl.constexpr,
+    q_smem, k_smem, v_smem, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr, row_max_ptr, row_sum_ptr,
+    works_ptr, segments_ptr, work_count, heads, q_rows, scale, WARPGROUP: gl.constexpr, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr,
+    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """The partition of one warpgroup: out, row_max and row_sum of its 64 rows of each query block."""
     ROWS: gl.constexpr = q_smem.shape[1]
@@ -320,9 +451,20 @@ def attend_rows(
     SUMS: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
+    NEXT: gl.constexpr = (WARPGROUP + 1) % WARPGROUPS
     dtype: gl.constexpr = v_smem.dtype
+    if TURNS and WARPGROUP == WARPGROUPS - 1:
+        named_barrier("arrive", NEXT)
     block = 0
-    for work in range(work_begin, work_end):
+    taken = 0
+    mbarrier.wait(q_full.index(WARPGROUP), 0)
+    work = take(work_smem, 0)
+    s = gl.zeros([ROWS, BLOCK_K], gl.float32, SCORES)
+    s = scores_product(q_smem, WARPGROUP, k_smem, k_full, s, 0, work < work_count, CHUNKS, STAGES)
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(kv_empty.index(0), count=1)
+    # at its top the scores of a work's first block are there
+    while work < work_count:
         head_index, block_begin, segment, steps = load_work(works_ptr, work)
         first_row = block_begin + WARPGROUP * ROWS
         if HAS_STATE:
@@ -340,76 +482,80 @@ def attend_rows(
             row_max = gl.full([ROWS], float("-inf"), gl.float32, SCORE_ROWS)
             row_sum = gl.zeros([ROWS, 4], gl.float32, SUMS)
             acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT)
+        pivot = row_max
 
         start, full_begin, full_end, end = load_segment(segments_ptr, segment)
-        mbarrier.wait(q_full.index(WARPGROUP), (work - work_begin) & 1)
-        q = q_smem.index(WARPGROUP)
-        stage = block % STAGES
-        mbarrier.wait(k_full.index(stage), (block // STAGES) & 1)
-        zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, SCORES)
-        s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        # the last values of the work before, and these keys
-        mbarrier.arrive(kv_empty.index(stage), count=1)
         if (start < full_begin) | (start >= full_end):
             s = mask_edge(s, start, end, segments_ptr, segment, first_row)
-        pairs, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum, scale, dtype)
+        pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
         if HAS_STATE:
             # pinned, or LLVM would merge this product with the loop's own and move it between the loop's matrix products
             acc = pin(acc * as_column(alpha, OUT))
-        mbarrier.wait(k_full.index((block + 1) % STAGES), ((block + 1) // STAGES) & 1, pred=steps > 1)
-        for step in range(1, steps):
+        q_place = taken % Q_STAGES * WARPGROUPS + WARPGROUP
+        for _step in range(1, steps):
             start += BLOCK_K
             if start >= end:
                 segment += 1
                 start, full_begin, full_end, end = load_segment(segments_ptr, segment)
             # block is the one whose values are due, block + 1 the one whose scores are
-            k_stage = (block + 1) % STAGES
-            s_token = warpgroup_mma(q, k_smem.index(k_stage).permute((1, 0)), s, use_acc=False, is_async=True)
+            if TURNS:
+                named_barrier("sync", WARPGROUP)
+            s_token = scores_product(q_smem, q_place, k_smem, k_full, s, block + 1, True, CHUNKS, STAGES)
             v_stage = block % STAGES
             mbarrier.wait(v_full.index(v_stage), (block // STAGES) & 1)
             acc_token = warpgroup_mma(unpack(pairs, dtype, P), v_smem.index(v_stage), acc, is_async=True)
+            if TURNS:
+                named_barrier("arrive", NEXT)
             s = warpgroup_mma_wait(1, deps=[s_token])
             if (start < full_begin) | (start >= full_end):
                 s = mask_edge(s, start, end, segments_ptr, segment, first_row)
-            next_pairs, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum, scale, dtype)
-            next_pairs = pin(next_pairs)
-            # this wait for the next keys ends a basic block: ptxas cannot move the softmax below it, past the wait for the tensor cores
-            next_block = block + 2
-            mbarrier.wait(k_full.index(next_block % STAGES), (next_block // STAGES) & 1, pred=step + 1 < steps)
+            block += 1
             acc = warpgroup_mma_wait(0, deps=[acc_token])
             pairs = pin(pairs)
-            mbarrier.arrive(kv_empty.index(k_stage), count=1)
-            pairs = next_pairs
-            acc = acc * as_column(alpha, OUT)
-            block += 1
-        mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
+            mbarrier.arrive(kv_empty.index(block % STAGES), count=1)
+            pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
+            acc = rescale(acc, as_column(alpha, OUT))
+        mbarrier.arrive(q_empty.index(q_place), count=1)
         v_stage = block % STAGES
         mbarrier.wait(v_full.index(v_stage), (block // STAGES) & 1)
         acc_token = warpgroup_mma(unpack(pairs, dtype, P), v_smem.index(v_stage), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc_token])
-        pairs = pin(pairs)
+
+        # the first scores of the next work are under way while this one is written out; after the last work they are nobody's
         block += 1
+        taken += 1
+        q_place = taken % Q_STAGES * WARPGROUPS + WARPGROUP
+        mbarrier.wait(q_full.index(q_place), (taken // Q_STAGES) & 1)
+        next_work = take(work_smem, taken % 2)
+        s_token = scores_product(q_smem, q_place, k_smem, k_full, s, block, next_work < work_count, CHUNKS, STAGES)
+        total = gl.convert_layout(gl.sum(row_sum, axis=1), SCORE_ROWS, assert_trivial=True)
+        acc = warpgroup_mma_wait(1, deps=[acc_token])
+        pairs = pin(pairs)
+        # selected, not multiplied by 0: the values of pairs that are not live may be anything
+        acc = gl.where(as_column(total, OUT) > 0, acc * as_column(1.0 / total, OUT), 0.0)
+        out = acc.to(out_ptr.dtype.element_ty)
+        s = warpgroup_mma_wait(0, deps=[s_token])
+        # the last values of this work, and the next one's first keys
+        mbarrier.arrive(kv_empty.index(block % STAGES), count=1)
 
         # read again rather than held in registers through the loop
         head_index, block_begin, segment, steps = load_work(works_ptr, work)
         first_row = block_begin + WARPGROUP * ROWS
-        total = gl.convert_layout(gl.sum(row_sum, axis=1), SCORE_ROWS, assert_trivial=True)
-        # selected, not multiplied by 0: the values of pairs that are not live may be anything
-        acc = gl.where(as_column(total, OUT) > 0, acc * as_column(1.0 / total, OUT), 0.0)
         offsets, mask = out_place(first_row, head_index, heads, q_rows, V_DIM, ROWS, BLOCK_DV, OUT)
-        gl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        gl.store(out_ptr + offsets, out, mask=mask)
+        total = gl.where(total > 0, total * gl.exp2(pivot - row_max), 0.0)
         row_max, total = to_natural(row_max, total)
         rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
         statistics = head_index.to(gl.int64) * q_rows + rows
         gl.store(row_max_ptr + statistics, row_max, mask=rows < q_rows)
         gl.store(row_sum_ptr + statistics, total, mask=rows < q_rows)
+        work = next_work
 
 
-@gluon.jit(do_not_specialize=["heads", "group", "q_rows"])
+@gluon.jit(do_not_specialize=["work_count", "heads", "group", "q_rows"])
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, works_ptr, bounds_ptr, segments_ptr, heads, group, q_rows, scale,
-    STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr, REGISTERS: gl.constexpr,
+    q_desc, k_desc, v_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, counter_ptr, work_count, heads, group,
+    q_rows, scale, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr,
+    HAS_STATE: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out, row_max, row_sum of the works of one program; see the module."""
     dtype: gl.constexpr = q_desc.dtype
@@ -417,45 +563,69 @@ def hopper_forward_kernel(
     BLOCK_K: gl.constexpr = k_desc.block_type.shape[1]
     BLOCK_D: gl.constexpr = k_desc.block_type.shape[3]
     BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
-    q_smem = gl.allocate_shared_memory(dtype, [2, 1, ROWS, 1, BLOCK_D], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [Q_STAGES * WARPGROUPS * CHUNKS, 1, ROWS, 1, BLOCK_D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, 1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype)
     K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_D], dtype)
     V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_DV], dtype)
     # the same bytes as matrices
-    q_matrices = q_smem._reinterpret(dtype, [2, ROWS, BLOCK_D], Q)
-    k_matrices = k_smem._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_D], K)
+    q_matrices = q_smem._reinterpret(dtype, [Q_STAGES * WARPGROUPS * CHUNKS, ROWS, BLOCK_D], Q)
+    k_matrices = k_smem._reinterpret(dtype, [STAGES * CHUNKS, BLOCK_K, BLOCK_D], K)
     v_matrices = v_smem._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_DV], V)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    # the work at hand and the one after it
+    work_smem = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * WARPGROUPS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * WARPGROUPS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     # of a block: K has been read, and V of the block before it
     kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
+    for i in gl.static_range(Q_STAGES * WARPGROUPS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(kv_empty.index(i), count=2)
+        mbarrier.init(kv_empty.index(i), count=WARPGROUPS)
     fence_async_shared()
-    program = gl.program_id(0)
-    work_begin = gl.load(bounds_ptr + program)
-    work_end = gl.load(bounds_ptr + program + 1)
     # constants must stay in the calls' own tuples: a name for a tuple would turn them into run-time values
-    gl.warp_specialize([
-        (load_copies, (
-            q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, q_full, q_empty, k_full, v_full, kv_empty, works_ptr, segments_ptr, work_begin,
-            work_end, heads, group, STAGES,
-        )),
-        (attend_rows, (
-            q_matrices, k_matrices, v_matrices, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr, row_max_ptr,
-            row_sum_ptr, works_ptr, segments_ptr, work_begin, work_end, heads, q_rows, scale, 0, STAGES, V_DIM, HAS_STATE,
-        )),
-        (attend_rows, (
-            q_matrices, k_matrices, v_matrices, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr, row_max_ptr,
-            row_sum_ptr, works_ptr, segments_ptr, work_begin, work_end, heads, q_rows, scale, 1, STAGES, V_DIM, HAS_STATE,
-        )),
-    ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
+    if WARPGROUPS == 2:
+        gl.warp_specialize([
+            (load_copies, (
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, work_smem, q_full, q_empty, k_full, v_full, kv_empty, works_ptr,
+                segments_ptr, counter_ptr, work_count, heads, group, CHUNKS, WARPGROUPS, Q_STAGES, STAGES,
+            )),
+            (attend_rows, (
+                q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
+                row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES,
+                STAGES, V_DIM, HAS_STATE, TURNS,
+            )),
+            (attend_rows, (
+                q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
+                row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES,
+                STAGES, V_DIM, HAS_STATE, TURNS,
+            )),
+        ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (load_copies, (
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, work_smem, q_full, q_empty, k_full, v_full, kv_empty, works_ptr,
+                segments_ptr, counter_ptr, work_count, heads, group, CHUNKS, WARPGROUPS, Q_STAGES, STAGES,
+            )),
+            (attend_rows, (
+                q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
+                row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES,
+                STAGES, V_DIM, HAS_STATE, TURNS,
+            )),
+            (attend_rows, (
+                q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
+                row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES,
+                STAGES, V_DIM, HAS_STATE, TURNS,
+            )),
+            (attend_rows, (
+                q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
+                row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 2, CHUNKS, WARPGROUPS, Q_STAGES,
+                STAGES, V_DIM, HAS_STATE, TURNS,
+            )),
+        ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

@@ -3,6 +3,7 @@
 import itertools
 import re
 import subprocess
+import time
 
 import numpy as np
 import pytest
@@ -29,9 +30,10 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
     out = torch.empty(1, 256, 4, dv, dtype=dtype if final else torch.float32)
     statistics = torch.empty(1, 4, 256)
     state = (out.float(), statistics, statistics) if has_state else None
-    config = hopper_forward.LAUNCHES[max(hopper_forward.block_dim(d), hopper_forward.block_dim(dv))]
-    plan = hopper_forward.Schedule(*(torch.empty(4, dtype=torch.int32) for _ in range(3)))
-    arguments = hopper_forward.kernel_arguments(q, k, v, out, statistics, statistics, plan, 0.1, state, config)
+    config = hopper_forward.launch_for(d, dv)
+    plan = hopper_forward.Schedule(*torch.empty(2, 4, dtype=torch.int32))
+    counter = torch.empty(1, dtype=torch.int32)
+    arguments = hopper_forward.kernel_arguments(q, k, v, out, statistics, statistics, plan, counter, 0.1, state, config)
     compiled = compile_for_hopper(hopper_forward.hopper_forward_kernel, arguments)
     (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
     command = [TOOLS / "ptxas", "-v", "-arch=sm_90a", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
@@ -44,39 +46,52 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
     letters = {"HGMMA": "H", "MUFU.EX2": "E", "WARPGROUP.DEPBAR.LE gsb0, 0x0": "0", "WARPGROUP.DEPBAR.LE gsb0, 0x1": "1"}
     operations = re.findall(r"\b(HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x[01])", sass)
     order = "".join(letters[name] for name, _ in itertools.groupby(operations))
-    # in each warpgroup's loop: both products, the wait for the scores, all exponentials, the wait for the weighted values
-    assert order.count("H1E0") == 2, order
-    in_loop = re.search(r"1(E+)0", "".join(letters[name] for name in operations))[1]
+    # in each warpgroup, before its loop: the first scores, exponentials; in it: both products, the waits for them, all exponentials; after
+    # it: both products, the second of them the next work's, and the statistics' exponentials
+    assert re.fullmatch(f"(H0EH10EH1E?0E?){{{config.warpgroups}}}", order), order
+    in_loop = re.search(r"10(E+)", "".join(letters[name] for name in operations))[1]
     assert len(in_loop) >= config.step // 2
+    # descriptors stay in uniform registers: ptxas is sure that warps do not diverge
+    products = sass[: sass.index("WARPGROUP.DEPBAR.LE gsb0, 0x1")].rpartition("MUFU.EX2")[2]
+    assert products.count("R2UR") <= 16
+    assert sass.count("VOTE.ANY") == config.warpgroups
 
 
 @pytest.mark.parametrize("tiles", [dense.causal(5000), dense.full(5000, 5000), dense.documents(1, 2999, 1000, 999)], ids=len)
 @pytest.mark.parametrize("heads", [1, 6])
-def test_the_schedule_holds_each_query_block_once_and_is_even(tiles, heads):
-    config, programs = hopper_forward.LAUNCHES[128], 7
-    works, bounds, segments = hopper_forward.schedule(np.array(tiles), 5000, config, heads, 2, False, programs)
-    expected = [(head, row) for head in range(heads) for row in range(0, 5000, hopper_forward.BLOCK_Q)]
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_schedule_holds_each_query_block_once_longest_first_in_turns_of_heads(tiles, heads, d):
+    config, together = hopper_forward.launch_for(d, d), 4
+    works, segments = hopper_forward.schedule(np.array(tiles), 5000, config, heads, together, False)
+    expected = [(head, row) for head in range(heads) for row in range(0, 5000, config.block)]
     assert sorted(map(tuple, works[:, :2].tolist())) == expected
     for _, _, segment, steps in works:
         while steps > 0:
             steps -= -(-(segments[segment, 3] - segments[segment, 0]) // config.step)
             segment += 1
         assert steps == 0
-    loads = np.add.reduceat(works[:, 3] + hopper_forward.WORK_OVERHEAD, bounds[:-1])
-    assert loads.max() - loads.min() <= works[:, 3].max() + hopper_forward.WORK_OVERHEAD
-    assert bounds[0] == 0 and bounds[-1] == len(works) and len(bounds) == programs + 1
+    turn = works[:, 0] // together
+    assert (np.diff(turn) >= 0).all()
+    assert (np.diff(works[:, 3])[np.diff(turn) == 0] <= 0).all()
+
+
+def test_a_long_schedule_takes_milliseconds():
+    tiles = np.array(dense.causal(1 << 17))
+    begin = time.perf_counter()
+    works, _ = hopper_forward.schedule(tiles, 1 << 17, hopper_forward.launch_for(128, 128), 32, 4, False)
+    assert time.perf_counter() - begin < 0.05 and len(works) == 32 << 10
 
 
 def test_query_blocks_without_pairs_are_left_out_where_only_the_others_change():
-    tiles, config = np.array([(300, 310, 0, 5, -5, 310)]), hopper_forward.LAUNCHES[64]
-    works, _, segments = hopper_forward.schedule(tiles, 1000, config, 2, 1, True, 132)
+    tiles, config = np.array([(300, 310, 0, 5, -5, 310)]), hopper_forward.launch_for(128, 128)
+    works, _ = hopper_forward.schedule(tiles, 1000, config, 2, 1, True)
     assert works[:, :2].tolist() == [[0, 256], [1, 256]]
-    works, _, segments = hopper_forward.schedule(tiles, 1000, config, 1, 1, False, 132)
+    works, segments = hopper_forward.schedule(tiles, 1000, config, 1, 1, False)
     assert len(works) == 8
     empty = segments[works[works[:, 1] != 256, 2]]
     assert (works[:, 3] == 1).all() and (empty[:, 6] >= empty[:, 7]).all()
-    works, bounds, _ = hopper_forward.schedule(np.empty((0, 6), np.int64), 1000, config, 1, 1, True, 132)
-    assert len(works) == 0 and len(bounds) == 1
+    works, _ = hopper_forward.schedule(np.empty((0, 6), np.int64), 1000, config, 1, 1, True)
+    assert len(works) == 0
 
 
 def test_a_choice_can_be_overridden_and_has_a_reason():
@@ -109,7 +124,7 @@ def attend(q, k, v, tables, softmax_scale, programs=None):
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize(("d", "dv"), [*HEAD_DIMS, (96, 40)])
+@pytest.mark.parametrize(("d", "dv"), [*HEAD_DIMS, (96, 40), (160, 192)])
 def test_random_tables_against_dense_attention(d, dv):
     """40 tables of every head dim: odd lengths, grouped heads, strided keys and values, one launch or two, few programs or many."""
     generator = np.random.default_rng(d + dv)
@@ -146,3 +161,27 @@ def test_a_thousand_launches_end_and_give_the_same_bits(d):
         again = attend(q, k, v, [table], d**-0.5, programs=(None, 5, 64)[run % 3])
         if run % 50 == 0:
             assert all(torch.equal(a, b) for a, b in zip(first, again))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_launches_on_several_streams_and_graphs_replayed_side_by_side_take_each_work_once(d):
+    q, k, v = (torch.randn(1, 3000, heads, d, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    table = rk.TileTable(np.array(dense.causal(3000)), 3000, 3000)
+    expected = attend(q, k, v, [table], d**-0.5)
+    graphs, results = [torch.cuda.CUDAGraph() for _ in range(2)], []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            results.append([attend(q, k, v, [table], d**-0.5) for _ in range(2)])
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        for stream in streams[2:]:
+            with torch.cuda.stream(stream):
+                results.append([attend(q, k, v, [table], d**-0.5)])
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for result in results for state in result for a, b in zip(expected, state))
