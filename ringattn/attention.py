@@ -90,6 +90,9 @@ def ring_attention(
     Returns out (b, s_local, h, d_v) in q's dtype; rows with nothing live are 0. Raises ValueError for bad input, and on every
     rank if ranks disagree or one refuses its input.
 
+    The same call gives the same bits, but for the gradient of q on Hopper GPUs, where only `torch.use_deterministic_algorithms(True)` makes
+    sure of that.
+
     >>> import torch, ringattn as ra
     >>> q = k = v = torch.randn(1, 16, 2, 8)
     >>> ra.ring_attention(q, k, v, mask=ra.causal()).shape
