@@ -1,28 +1,19 @@
-"""What `finetune_long_document.py` reads and writes: the document, its tokens, checkpoints, figures."""
+"""What `finetune_long_document.py` reads and writes: the document, its tokens, the log, figures."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
 import resource
 import sysconfig
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors import safe_open
-from safetensors.torch import save_file
+from finetune_settings import Settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-if TYPE_CHECKING:
-    from finetune_long_document import Settings
-
-# what a checkpoint must have in common with the run that goes on from it
-RESUMED = ("vocab", "hidden", "layers", "heads", "kv_heads", "seq_len", "seed", "steps", "warmup", "lr", "clip")
 
 
 def read_document(path: str | None) -> tuple[str, str]:
@@ -46,10 +37,12 @@ def prepare_tokens(settings: Settings, device: torch.device) -> tuple[dict, torc
         facts = dict(name=name, characters=len(text))
         out = Path(settings.out)
         out.mkdir(parents=True, exist_ok=True)
-        if settings.resume:
-            tokenizer = Tokenizer.from_file(str(Path(settings.resume).parent / "tokenizer.json"))
+        folder = Path(settings.resume or settings.model)
+        if (folder / "tokenizer.json").is_file():
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         else:
-            tokenizer = train_tokenizer(text, settings.vocab)
+            # a shape's vocabulary is there for its work: the text needs no more
+            tokenizer = train_tokenizer(text, min(settings.vocab, 8192))
         tokenizer.save(str(out / "tokenizer.json"))
         tokens = torch.tensor(tokenizer.encode(text).ids)
     tokens = share_tokens(tokens, device)
@@ -79,68 +72,15 @@ def share_tokens(tokens: torch.Tensor | None, device: torch.device) -> torch.Ten
     return shared.cpu()
 
 
-def digest(tokens: torch.Tensor) -> str:
-    return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
-
-
-def save_checkpoint(settings: Settings, model: torch.nn.Module, optimizer, tokens: torch.Tensor, step: int) -> None:
-    """Model, optimizer, step and random state as safetensors, written whole or not at all, by rank 0."""
-    if dist.get_rank() == 0:
-        tensors = {f"model.{name}": parameter.detach().cpu() for name, parameter in model.named_parameters()}
-        for index, state in optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{index}.{key}": value.detach().cpu() for key, value in state.items()}
-        tensors["random.cpu"] = torch.get_rng_state()
-        if settings.device == "cuda":
-            tensors["random.cuda"] = torch.cuda.get_rng_state()
-        kept = {name: getattr(settings, name) for name in RESUMED}
-        notes = dict(step=str(step), tokens=digest(tokens), settings=json.dumps(kept))
-        path = Path(settings.out) / f"checkpoint-{step:06d}.safetensors"
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, f"{path}.part", notes)
-        os.replace(f"{path}.part", path)
-    dist.barrier()
-
-
-def check_resumable(settings: Settings) -> None:
-    """Raise ValueError, naming what is wrong, if the checkpoint is not of a run like this one."""
-    path = Path(settings.resume or "")
-    if not path.is_file():
-        raise ValueError(f"--resume is {path}, which is not a file")
-    if not (path.parent / "tokenizer.json").is_file():
-        raise ValueError(f"--resume is {path}, but there is no tokenizer.json beside it")
-    try:
-        with safe_open(path, "pt") as file:
-            notes = file.metadata() or {}
-    except Exception as error:  # safetensors has its own error type for each way a file can be bad
-        raise ValueError(f"--resume is {path}, which is not a safetensors file: {error}") from error
-    if not {"step", "tokens", "settings"} <= set(notes):
-        raise ValueError(f"--resume is {path}, which was not written by this program")
-    for name, was in json.loads(notes["settings"]).items():
-        now = getattr(settings, name)
-        if now != was:
-            raise ValueError(f"--{name.replace('_', '-')} is {now}, but the checkpoint's run had {was}: give that")
-    if int(notes["step"]) >= settings.steps:
-        raise ValueError(f"--resume is at step {notes['step']} and --steps {settings.steps}: there is nothing left to do")
-
-
-def load_checkpoint(path: str, model: torch.nn.Module, optimizer, tokens: torch.Tensor) -> int:
-    """Put a checkpoint's state into model, optimizer and random generators; returns the steps it had done."""
-    with safe_open(path, "pt") as file:
-        notes = file.metadata()
-        if notes["tokens"] != digest(tokens):
-            raise ValueError("the document is not the one the checkpoint was trained on: give the same --text")
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(file.get_tensor(f"model.{name}"))
-        state: dict[int, dict[str, torch.Tensor]] = {}
-        for name in file.keys():  # noqa: SIM118 (the file is not a mapping)
-            if name.startswith("optimizer."):
-                _, index, key = name.split(".")
-                state.setdefault(int(index), {})[key] = file.get_tensor(name)
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        torch.set_rng_state(file.get_tensor("random.cpu"))
-        if "random.cuda" in file.keys() and torch.cuda.is_available():  # noqa: SIM118
-            torch.cuda.set_rng_state(file.get_tensor("random.cuda"))
-    return int(notes["step"])
+def split_heldout(settings: Settings, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens to train on and the document's tail, which is kept from training. A document shorter than a step is repeated."""
+    tail = int(len(tokens) * settings.heldout)
+    # a tail that is too short to be shared out is none
+    tail = tail if tail >= 2 * settings.ranks else 0
+    training = tokens[: len(tokens) - tail]
+    if settings.tokens + 1 > len(training) and settings.tokens:
+        training = training.repeat(-(-(settings.tokens + 1) // len(training)))
+    return training, tokens[len(tokens) - tail :]
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -172,7 +112,7 @@ def write_figures(out: Path, figures: dict) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("loss, mean over all tokens (nats)")
     axes.set_title(
-        f"{figures['document']['name']}: {figures['seq_len']:,} tokens a step, "
+        f"{figures['document']['name']}: {figures['tokens_a_step']:,} tokens a step, "
         f"{figures['settings']['ranks']} ranks, {figures.get('tokens_per_second', 0):,.0f} tokens/s",
         fontsize=10,
     )

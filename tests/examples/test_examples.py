@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
 TOY = [
     *("--device", "cpu", "--vocab", "300", "--hidden", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1"),
-    *("--seq-len", "61", "--steps", "4", "--warmup", "1", "--generate", "3"),
+    *("--tokens", "61", "--steps", "4", "--warmup", "1", "--generate", "3"),
 ]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
@@ -69,6 +71,14 @@ def test_hybrid_mesh():
     assert max(errors) < 1e-5
 
 
+@pytest.mark.parametrize("command", [[], [*TORCHRUN, 2]], ids=["alone", "torchrun"])
+def test_packed_documents(command):
+    printed = succeed(*command, EXAMPLES / "packed_documents.py")
+    assert f"over 123 tokens of {2 if command else 1} ranks" in printed
+    first, last = (float(line.split("loss ")[1].split()[0]) for line in printed.splitlines() if line.startswith("step"))
+    assert last < first / 5
+
+
 def test_drawing(tmp_path):
     succeed(EXAMPLES / "draw_layouts_and_masks.py", "--seq-len", 48, "--ranks", 3, "--out", tmp_path)
     for name in ("layouts_and_masks.png", "documents_balanced.png"):
@@ -84,18 +94,31 @@ def test_a_run_learns_and_writes_its_files(run):
     assert result["tokens_per_second"] > 0
     assert result["peak_memory_gib_per_rank"] > 0
     assert result["settings"]["ranks"] == 2
+    assert result["mfu"] is None, "no peak is stated for a CPU"
+    assert 1 < result["heldout_perplexity"] < 300
+    assert result["heldout_tokens"] == int(0.05 * result["tokens"])
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == losses
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert result["generated"] in printed
-    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-000002.safetensors", "checkpoint-000004.safetensors"}
+    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-000002", "checkpoint-000004"}
+    assert {path.name for path in (out / "checkpoint-000002").iterdir()} == {
+        "rank-00000.safetensors",
+        "state.json",
+        "tokenizer.json",
+    }
 
 
 def test_a_resumed_run_has_the_same_losses_to_the_bit(run, text, tmp_path):
     out, _ = run
-    checkpoint = out / "checkpoint-000002.safetensors"
+    checkpoint = out / "checkpoint-000002"
     succeed(EXAMPLES / "finetune_long_document.py", *TOY, "--text", text, "--out", tmp_path, "--resume", checkpoint)
     resumed = figures(tmp_path)
     assert resumed["first_step"] == 2
-    assert resumed["losses"] == figures(out)["losses"][2:]
+    for name in ("losses", "gradient_norms"):
+        assert resumed[name] == figures(out)[name][2:]
+    assert resumed["heldout_perplexity"] == figures(out)["heldout_perplexity"]
     assert resumed["generated"] == figures(out)["generated"]
 
 
@@ -106,21 +129,60 @@ def test_under_torchrun_another_number_of_ranks_has_the_same_losses(run, text, t
     assert result["losses"] == pytest.approx(figures(run[0])["losses"], rel=2e-5)
 
 
+def test_sharded_weights_give_the_same_losses_and_resume_to_the_bit(run, text, tmp_path):
+    """FSDP2, with activations and MLP tiles computed again in the second run, from the shards that the first one wrote."""
+    toy = [EXAMPLES / "finetune_long_document.py", *TOY[:-2], "--text", text, "--wrapper", "fsdp2"]
+    succeed(*toy, "--out", tmp_path / "first", "--save-every", 2)
+    first = figures(tmp_path / "first")
+    assert first["losses"] == pytest.approx(figures(run[0])["losses"], rel=2e-6)
+    checkpoint = tmp_path / "first" / "checkpoint-000002"
+    assert len(list(checkpoint.glob("rank-*.safetensors"))) == 2
+    succeed(*toy, "--out", tmp_path / "second", "--resume", checkpoint, "--recompute", "--mlp-tile", 8)
+    second = figures(tmp_path / "second")
+    assert second["losses"] == first["losses"][2:]
+    assert second["gradient_norms"] == pytest.approx(first["gradient_norms"][2:], rel=1e-6)
+
+
+def test_a_models_folder_is_trained_with_its_weights(text, tmp_path):
+    """And so is its config alone, with random ones: another loss."""
+    torch.manual_seed(5)
+    config = transformers.Qwen3Config(
+        vocab_size=310,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    model = transformers.Qwen3ForCausalLM(config)
+    torch.nn.init.normal_(model.lm_head.weight, std=2.0)
+    model.save_pretrained(tmp_path / "model")
+    losses = []
+    for number, given in enumerate((tmp_path / "model", tmp_path / "model" / "config.json")):
+        out = tmp_path / str(number)
+        succeed(
+            EXAMPLES / "finetune_long_document.py",
+            *TOY,
+            "--text",
+            text,
+            "--out",
+            out,
+            "--model",
+            given,
+            "--wrapper",
+            "ddp",
+            "--steps",
+            1,
+        )
+        losses.append(figures(out)["losses"][0])
+    assert losses[0] > 2 * math.log(310) > 1.5 * losses[1]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_verify_passes(text, tmp_path, dtype):
-    printed = succeed(
-        EXAMPLES / "finetune_long_document.py",
-        *TOY,
-        "--text",
-        text,
-        "--out",
-        tmp_path,
-        "--verify",
-        "--dtype",
-        dtype,
-        "--verify-tokens",
-        97,
-    )
+    check = ["--verify", "--dtype", dtype, "--verify-tokens", 97]
+    printed = succeed(EXAMPLES / "finetune_long_document.py", *TOY, "--text", text, "--out", tmp_path, *check)
     assert "all within bounds" in printed
     assert "FAILED" not in printed
     assert printed.count(" ok") == 12
@@ -132,41 +194,86 @@ def program(monkeypatch):
     return importlib.import_module("finetune_long_document")
 
 
-def test_verify_catches_a_wrong_ring(program, monkeypatch, capsys, tmp_path, text):
-    """Positions off by one are what a mistaken integration looks like: they must not pass."""
-    import finetune_verify
-    import torch.distributed as dist
-
-    import ringattn as ra
-
-    settings = program.parse([*TOY, "--text", str(text), "--out", str(tmp_path), "--ranks", "1"])
-    ids = torch.randint(300, (1, 33), generator=torch.Generator().manual_seed(0))
-    labels = program.shift_labels(ids)
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        arguments = program.summed_loss, ra.zigzag(33, 1), ids, labels, torch.float32
-        assert finetune_verify.verify(program.build_model(settings), program.build_model(settings), *arguments)
-        truth = ra.Layout.positions
-        monkeypatch.setattr(ra.Layout, "positions", lambda self, rank: truth(self, rank) * 2)
-        assert not finetune_verify.verify(program.build_model(settings), program.build_model(settings), *arguments)
-        assert "FAILED" in capsys.readouterr().out
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_shapes_weights_are_made_on_the_device_and_alike_under_every_wrapper(program, monkeypatch, alone, text, tmp_path):
+    import finetune_settings
+
+    tiny = dict(vocab=300, hidden=16, intermediate=24, layers=2, heads=2, kv_heads=1)
+    monkeypatch.setitem(finetune_settings.SHAPES, "1b", tiny)
+    tokens = torch.randint(300, (500,), generator=torch.Generator().manual_seed(0))
+    losses = {}
+    for wrapper in ("none", "ddp", "fsdp2"):
+        settings = program.parse(["--device", "cpu", "--ranks", "1", "--shape", "1b", "--tokens", "400", "--wrapper", wrapper])
+        model = program.build_model(settings, torch.device("cpu"))
+        assert all(parameter.is_meta for parameter in model.parameters())
+        trainer = program.Trainer(settings, model, torch.device("cpu"))
+        assert not any(parameter.is_meta for parameter in model.parameters())
+        losses[wrapper] = [trainer.step(program.window(tokens, 400, settings, step), 1e-3)[0] for step in range(2)]
+    assert losses["none"][0] == pytest.approx(math.log(300), rel=0.02)
+    assert losses["ddp"] == losses["none"]
+    assert losses["fsdp2"] == pytest.approx(losses["none"], rel=1e-6)
+
+
+def test_model_flops_are_counted(program):
+    """By hand: 2 layers of 4 heads of 8, width 32, hidden layer 48; 10 tokens."""
+    import finetune_model
+
+    settings = program.parse(
+        ["--device", "cpu", "--hidden", "32", "--heads", "4", "--kv-heads", "2", "--layers", "2", "--vocab", "300"]
+    )
+    model = program.build_model(settings, torch.device("cpu"))
+    weights = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 128 + 2 * 32) + 32 + 300 * 32
+    attention = 2 * 10 * 10 * 4 * 8 * 2  # half of 4 s^2 h d a layer
+    assert finetune_model.count_flops(model.model.config, model, 10) == 3 * (2 * weights * 10 + attention)
+    model.model.config.sliding_window = 4
+    assert finetune_model.count_flops(model.model.config, model, 10) is None
+
+
+def test_a_peer_computes_the_same(program, alone, text, tmp_path):
+    """The Ulysses hook for comparisons, all-to-all around torch's attention on two ranks, and the ring on one."""
+    arguments = [*TOY, "--text", str(text), "--out", str(tmp_path), "--layout", "contiguous", "--tokens", "60", "--generate", "0"]
+    succeed(EXAMPLES / "finetune_long_document.py", *arguments, "--attention", "ulysses-sdpa")
+    settings = program.parse([*arguments, "--ranks", "1"])
+    training, _ = program.split_heldout(settings, program.prepare_tokens(settings, torch.device("cpu"))[1])
+    trainer = program.Trainer(settings, program.build_model(settings, torch.device("cpu")), torch.device("cpu"))
+    losses = [
+        trainer.step(program.window(training, 60, settings, step), program.learning_rate(step, settings))[0] for step in range(4)
+    ]
+    assert figures(tmp_path)["losses"] == pytest.approx(losses, rel=1e-5)
 
 
 def test_windows_are_drawn_by_step_and_labelled_across_their_end(program):
-    settings = program.parse([*TOY, "--seq-len", "10"])
+    settings = program.parse([*TOY, "--tokens", "10"])
     tokens = torch.arange(100)
     starts = set()
     for step in range(20):
-        ids, labels = program.window(tokens, 10, settings, step)
-        assert labels.tolist() == (ids + 1).tolist()
-        assert torch.equal(ids, program.window(tokens, 10, settings, step)[0])
-        starts.add(int(ids[0, 0]))
+        batch = program.window(tokens, 10, settings, step)
+        assert batch["shift_labels"].tolist() == (batch["input_ids"] + 1).tolist()
+        assert torch.equal(batch["input_ids"], program.window(tokens, 10, settings, step)["input_ids"])
+        starts.add(int(batch["input_ids"][0, 0]))
     assert len(starts) > 10
-    ids, labels = program.window(tokens, 100, settings, 0)
-    assert torch.equal(ids[0], tokens)
-    assert labels[0, -1] == -100
+    batch = program.window(tokens, 100, settings, 0)
+    assert torch.equal(batch["input_ids"][0], tokens)
+    assert batch["shift_labels"][0, -1] == -100
+
+
+def test_the_tail_is_held_out_and_short_documents_are_repeated(program):
+    import finetune_files
+
+    tokens = torch.arange(100)
+    for arguments, length, tail in ((["--tokens", "10"], 90, 10), (["--tokens", "200"], 270, 10), (["--ranks", "6"], 100, 0)):
+        settings = program.parse(["--device", "cpu", "--tokens", "0", "--heldout", "0.1", *arguments])
+        training, kept = finetune_files.split_heldout(settings, tokens)
+        assert (len(training), len(kept)) == (length, tail)
+        assert kept.tolist() == tokens[100 - tail :].tolist()
+        assert not set(training.tolist()) & set(kept.tolist())
 
 
 def test_learning_rate_warms_up_and_decays(program):
@@ -185,10 +292,15 @@ def test_learning_rate_warms_up_and_decays(program):
         (["--hidden", "100"], "--hidden is 100, but must be a multiple of twice --heads"),
         (["--hidden", "4096"], "heads of more than 256"),
         (["--text", "/nowhere/text"], "--text is /nowhere/text, which is not a file"),
-        (["--resume", "/nowhere/checkpoint"], "--resume is /nowhere/checkpoint, which is not a file"),
+        (["--resume", "/nowhere/checkpoint"], "--resume is /nowhere/checkpoint, which is not a checkpoint"),
         (["--vocab", "100"], "--vocab is 100, but must be at least 257"),
-        (["--seq-len", "3"], "--seq-len is 3: 2 ranks need 4 or more"),
+        (["--tokens", "3"], "--tokens is 3: 2 ranks need 4 or more"),
         (["--steps", "-1"], "--steps is -1"),
+        (["--heldout", "1"], "--heldout is 1.0, but must be from 0"),
+        (["--model", "/nowhere/model"], "--model is /nowhere/model, which is neither tiny nor"),
+        (["--model", "x", "--shape", "1b"], "--shape is 1b and --model x"),
+        (["--wrapper", "fsdp2", "--generate", "3"], "--generate is 3, but tokens are written with --wrapper none or ddp"),
+        (["--attention", "ulysses-sdpa"], "needs --layout contiguous, not zigzag"),
         (["--layout", "spiral"], "invalid choice: 'spiral'"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -200,20 +312,21 @@ def test_bad_arguments_are_named_before_ranks_start(program, capsys, arguments, 
     assert message in capsys.readouterr().err
 
 
-def test_a_checkpoint_of_another_run_is_refused(program, capsys, run):
-    checkpoint = str(run[0] / "checkpoint-000002.safetensors")
+def test_a_checkpoint_of_another_run_is_refused(program, capsys, run, tmp_path):
+    checkpoint = str(run[0] / "checkpoint-000002")
     for arguments, message in (
         (["--lr", "0.5"], "--lr is 0.5, but the checkpoint's run had"),
         (["--steps", "9"], "--steps is 9, but the checkpoint's run had 4"),
+        (["--wrapper", "ddp"], "--wrapper is ddp, but the checkpoint's run had none"),
     ):
         with pytest.raises(SystemExit):
             program.parse([*TOY, "--resume", checkpoint, *arguments])
         assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        program.parse([*TOY, "--resume", str(run[0] / "checkpoint-000004.safetensors")])
+        program.parse([*TOY, "--resume", str(run[0] / "checkpoint-000004")])
     assert "nothing left to do" in capsys.readouterr().err
-    broken = run[0] / "broken.safetensors"
-    broken.write_bytes(b"not a checkpoint")
+    for name in ("state.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
     with pytest.raises(SystemExit):
-        program.parse([*TOY, "--resume", str(broken)])
-    assert "not a safetensors file" in capsys.readouterr().err
+        program.parse([*TOY, "--resume", str(tmp_path)])
+    assert "was not written by this program" in capsys.readouterr().err

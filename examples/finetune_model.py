@@ -1,0 +1,163 @@
+"""The model of `finetune_long_document.py`: made on the device, wrapped, and counted."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from finetune_settings import DTYPES, Settings
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+
+from ringattn.integrations.causal_lm import CausalLMLoss, fused_token_loss, token_loss
+from ringattn.integrations.tiled import tile_mlps
+
+
+def make_config(settings: Settings, vocab: int) -> PretrainedConfig:
+    if settings.model != "tiny":
+        config = AutoConfig.from_pretrained(settings.model)
+        if config.get_text_config().vocab_size < vocab:
+            raise ValueError(
+                f"the document's tokens go to {vocab}, but {settings.model} has a vocabulary of {config.vocab_size}: use its tokenizer"
+            )
+        config.use_cache = False
+        return config
+    return LlamaConfig(
+        vocab_size=settings.vocab,
+        hidden_size=settings.hidden,
+        intermediate_size=settings.intermediate,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.kv_heads,
+        max_position_embeddings=1 << 20,
+        rope_theta=10_000.0 if settings.shape is None else 500_000.0,
+        tie_word_embeddings=settings.shape is None,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def build_model(settings: Settings, device: torch.device, vocab: int = 0) -> CausalLMLoss:
+    """The model, not wrapped, with the same weights on every rank; with `--shape`, its weights without memory yet (`wrap` gives it)."""
+    config = make_config(settings, vocab)
+    torch.manual_seed(settings.seed)
+    with parameters_on_meta() if settings.shape else device:
+        model = AutoModelForCausalLM.from_config(config).float()
+    if Path(settings.model).is_dir():
+        load_weights(model, Path(settings.model))
+    if settings.mlp_tile:
+        tile_mlps(model, settings.mlp_tile)
+    return CausalLMLoss(model, loss=token_loss if settings.deterministic else fused_token_loss)
+
+
+def wrap(settings: Settings, model: CausalLMLoss, device: torch.device) -> nn.Module:
+    """What is called in training: the model itself, or in DDP or FSDP2; on the device, with weights in memory."""
+    if settings.wrapper == "fsdp2":
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[settings.dtype], reduce_dtype=torch.float32)
+        mesh = init_device_mesh(settings.device, (dist.get_world_size(),))
+        for layer in model.model.base_model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    if settings.shape:
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model.to_empty(device=device)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        draw_weights(model, settings.seed, device)
+    model.to(device)
+    if settings.wrapper == "ddp":
+        return DistributedDataParallel(model)
+    return model
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules made within have parameters without memory; buffers, such as rotary frequencies, are real."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module, seed: int, device: torch.device) -> None:
+    """Llama's start, drawn by each parameter's name: the same weights however they are sharded, one at a time whole."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            parameter.fill_(1.0)  # of norms: the shapes have no biases
+            continue
+        generator = torch.Generator(device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+        _fill(parameter, torch.empty(parameter.shape, device=device).normal_(0.0, 0.02, generator=generator))
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """A folder's safetensors, one tensor at a time from the file's own memory. Raises ValueError for names that are not the model's."""
+    parameters = dict(model.named_parameters())
+    found = set()
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (the file is not a mapping)
+                if name in parameters:
+                    parameters[name].copy_(file.get_tensor(name))
+                    found.add(name)
+    missing = sorted(set(parameters) - found)
+    if missing:
+        raise ValueError(
+            f"{folder} has no weights under {len(missing)} of the model's {len(parameters)} names, {missing[0]} for one: "
+            "save it anew with save_pretrained of this transformers"
+        )
+
+
+def _fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    """A parameter's values from the whole tensor, of which it may hold a shard along dimension 0."""
+    if not hasattr(parameter, "to_local"):
+        parameter.copy_(whole)
+        return
+    local = parameter.to_local()
+    parts = torch.chunk(whole, dist.get_world_size(), dim=0)
+    if dist.get_rank() < len(parts):
+        local.copy_(parts[dist.get_rank()])
+
+
+def activation_bytes(config: Any, tokens: float) -> float:
+    """About what the layers keep for backward, of so many tokens in bf16, unless they compute it again: 20 widths and 4 hidden layers."""
+    config = config.get_text_config()
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return tokens * config.num_hidden_layers * (40 * config.hidden_size + 8 * inner)
+
+
+def count_flops(config: Any, model: nn.Module, tokens: int) -> float | None:
+    """Model FLOPs of a step on a sequence, forward and twice that backward, attention causal; None where that is not the whole story.
+
+    2 a weight and token in matmuls (the input embedding is none), and 2 * tokens^2 * heads * head_dim a layer for the causal half of
+    scores and values (Narayanan et al. 2021, appendix; recomputation does not count).
+    """
+    config = config.get_text_config()
+    experts = any(getattr(config, name, None) for name in ("num_local_experts", "n_routed_experts", "num_experts"))
+    if experts or getattr(config, "sliding_window", None):
+        return None
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    if not config.tie_word_embeddings:
+        weights -= config.vocab_size * config.hidden_size
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 2 * tokens**2 * config.num_attention_heads * head_dim * config.num_hidden_layers
+    return 3.0 * (2 * weights * tokens + attention)

@@ -1,0 +1,188 @@
+"""The command line of `finetune_long_document.py`: its settings, checked before any rank is started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+LAYOUTS = ("zigzag", "striped", "contiguous")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+# Llama 3 (Dubey et al. 2024, table 3) and Llama 3.2 1B with an output embedding of its own: random weights, made on the device
+SHAPES = {
+    "8b": dict(vocab=128256, hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8),
+    "1b": dict(vocab=128256, hidden=2048, intermediate=8192, layers=16, heads=32, kv_heads=8),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything a run depends on; see `parse` for what each means."""
+
+    text: str | None
+    out: str
+    resume: str | None
+    model: str
+    shape: str | None
+    device: str
+    ranks: int
+    wrapper: str
+    attention: str
+    layout: str
+    dtype: str
+    recompute: bool | None
+    mlp_tile: int
+    deterministic: bool
+    tokens: int
+    heldout: float
+    steps: int
+    save_every: int
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    lr: float
+    warmup: int
+    clip: float
+    seed: int
+    generate: int
+    prompt: str | None
+    peak: float | None
+    verify: bool
+    verify_tokens: int
+
+
+# by device: a model and a length that take a few minutes there
+DEFAULTS = {
+    "cpu": dict(
+        ranks=2, dtype="float32", tokens=2048, steps=100, hidden=128, layers=4, heads=4, kv_heads=2, lr=6e-3, warmup=8,
+        verify_tokens=1024,
+    ),
+    "cuda": dict(
+        ranks=None, dtype="bfloat16", tokens=0, steps=100, hidden=1024, layers=12, heads=8, kv_heads=4, lr=6e-4, warmup=10,
+        verify_tokens=4096,
+    ),
+}  # fmt: skip
+
+
+def parse(argv: list[str] | None = None, description: str | None = None) -> Settings:
+    """The settings of a command line. Bad ones end the program with a message, before any rank is started."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--text", metavar="FILE", help="the document, UTF-8 (default: Python's language reference)")
+    add("--out", default="runs/long_document", metavar="DIR", help="folder to write (default: %(default)s)")
+    add("--resume", metavar="DIR", help="go on from this checkpoint, up to --steps")
+    add("--model", default="tiny", metavar="tiny|DIR|CONFIG.json", help="a model's folder, or its config for random weights")
+    add("--shape", choices=tuple(SHAPES), help="a Llama of this size with random weights made on the device, instead of --model")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
+    add("--ranks", type=int, help="ranks to start (default: all GPUs, or 2 on a CPU); torchrun's number under torchrun")
+    add("--wrapper", choices=("fsdp2", "ddp", "none"), help="what shards or copies weights (default: none, and fsdp2 with --shape)")
+    add(
+        "--attention",
+        choices=("ringattn", "ulysses-sdpa"),
+        default="ringattn",
+        help="a peer to compare with (default: %(default)s)",
+    )
+    add("--layout", choices=LAYOUTS, default="zigzag", help="who holds which tokens (default: %(default)s)")
+    add("--dtype", choices=tuple(DTYPES), help="of matmuls and attention; parameters are float32 (default: by device)")
+    add("--recompute", action=argparse.BooleanOptionalAction, default=None, help="recompute activations in backward")
+    add("--mlp-tile", type=int, default=0, metavar="N", help="run MLPs over tiles of N tokens (default: all at once)")
+    add("--deterministic", action="store_true", help="torch's deterministic algorithms: the same bits every time on a GPU too")
+    add("--tokens", type=int, help="tokens a step; 0 is the whole document (default: 2048 on a CPU, 0 on GPUs)")
+    add(
+        "--heldout",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
+        help="the document's tail, kept for perplexity (default: %(default)s)",
+    )
+    add("--steps", type=int, help="training steps in all (default: 100)")
+    add("--save-every", type=int, default=0, metavar="N", help="a checkpoint every N steps (default: at the end, without --shape)")
+    add("--vocab", type=int, default=8192, help="size of the byte-level BPE (default: %(default)s)")
+    add("--hidden", type=int, help="width of the tiny model (default: 128 on a CPU, 1024 on GPUs)")
+    add("--layers", type=int, help="its layers (default: 4 on a CPU, 12 on GPUs)")
+    add("--heads", type=int, help="its query heads (default: 4 on a CPU, 8 on GPUs)")
+    add("--kv-heads", type=int, help="its key and value heads (default: 2 on a CPU, 4 on GPUs)")
+    add("--lr", type=float, help="peak learning rate (default: 6e-3 on a CPU, 6e-4 on GPUs)")
+    add("--warmup", type=int, help="steps of linear warm-up; cosine decay to a tenth follows (default: 8 on a CPU, 10 on GPUs)")
+    add("--clip", type=float, default=1.0, help="largest norm of the whole gradient (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the weights, the windows and the sampling (default: %(default)s)")
+    add("--generate", type=int, metavar="N", help="tokens to write at the end (default: 48; none with fsdp2)")
+    add("--prompt", help="what they go on from (default: the document's opening)")
+    add("--peak", type=float, help="FLOP/s a rank that MFU is stated against (default: an H200's bf16, 989e12; none on a CPU)")
+    add("--verify", action="store_true", help="compare one step with dense attention in one process, and stop")
+    add("--verify-tokens", type=int, metavar="N", help="tokens of that step (default: 1024 on a CPU, 4096 on GPUs)")
+    args = parser.parse_args(argv)
+    _fill(args, parser)
+    _check(args, parser)
+    return Settings(**vars(args))
+
+
+def _fill(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """What was not given, by device and by model."""
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device is cuda, but this torch sees no GPU: use --device cpu")
+    if "RANK" in os.environ:
+        if args.ranks is not None:
+            parser.error("--ranks is given, but torchrun has started the ranks: leave it out")
+        args.ranks = int(os.environ["WORLD_SIZE"])
+    for name, value in DEFAULTS[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.ranks = torch.cuda.device_count() if args.ranks is None else args.ranks
+    args.intermediate = -(-args.hidden * 8 // 3 // 64) * 64
+    if args.shape is not None:
+        if args.model != "tiny":
+            parser.error(f"--shape is {args.shape} and --model {args.model}: give one of them")
+        vars(args).update(SHAPES[args.shape])
+    if args.wrapper is None:
+        args.wrapper = "none" if args.shape is None or args.ranks == 1 else "fsdp2"
+    if args.generate is None:
+        args.generate = 0 if args.wrapper == "fsdp2" or args.shape or args.attention != "ringattn" else 48
+    if args.peak is None and args.device == "cuda":
+        args.peak = 989e12
+    args.warmup = min(args.warmup, args.steps)
+
+
+def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    least = dict(ranks=1, tokens=0, steps=1, save_every=0, vocab=257, hidden=2, layers=1, heads=1, kv_heads=1, warmup=0, mlp_tile=0)
+    for name, bound in dict(least, generate=0, verify_tokens=2, lr=0, clip=0).items():
+        if getattr(args, name) < bound:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be at least {bound}")
+    if args.device == "cuda" and "RANK" not in os.environ and args.ranks > torch.cuda.device_count():
+        parser.error(f"--ranks is {args.ranks}, but this host has {torch.cuda.device_count()} GPUs: one rank a GPU")
+    for name in ("tokens", "verify_tokens"):
+        if 0 < getattr(args, name) < 2 * args.ranks:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: {args.ranks} ranks need {2 * args.ranks} or more")
+    if not 0 <= args.heldout < 1:
+        parser.error(f"--heldout is {args.heldout}, but must be from 0 to less than 1: a share of the document")
+    if args.heads % args.kv_heads:
+        parser.error(f"--heads is {args.heads} and --kv-heads {args.kv_heads}: the first must be a multiple of the second")
+    if args.hidden % (2 * args.heads):
+        parser.error(f"--hidden is {args.hidden}, but must be a multiple of twice --heads ({args.heads}): heads of even size")
+    if args.hidden // args.heads > 256:
+        parser.error(f"--hidden {args.hidden} over --heads {args.heads} makes heads of more than 256: use more heads")
+    if args.generate and (args.wrapper == "fsdp2" or args.attention != "ringattn"):
+        parser.error(
+            f"--generate is {args.generate}, but tokens are written with --wrapper none or ddp and --attention ringattn only"
+        )
+    if args.attention == "ulysses-sdpa" and args.layout != "contiguous":
+        parser.error(f"--attention ulysses-sdpa needs --layout contiguous, not {args.layout}: it gathers tokens in rank order")
+    if args.text is not None and not Path(args.text).is_file():
+        parser.error(f"--text is {args.text}, which is not a file")
+    if args.model != "tiny" and not Path(args.model).exists():
+        parser.error(f"--model is {args.model}, which is neither tiny nor a folder or config file here")
+    if args.resume is not None:
+        from finetune_checkpoint import check_resumable
+
+        try:
+            check_resumable(args)
+        except ValueError as error:
+            parser.error(str(error))
