@@ -138,7 +138,8 @@ def train(settings: Settings, trainer: Trainer, tokens: torch.Tensor, device: to
         activation_bytes(model.model.config, seq_len / settings.ranks) > 64e9 if settings.recompute is None else settings.recompute
     )
     if recompute:
-        model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        # attention's output is kept: it is computed once
+        model.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": ra.checkpoint_contexts})
     first = load_checkpoint(settings, model, trainer.optimizer, tokens) if settings.resume else 0
     flops = count_flops(model.model.config, model, seq_len)
     figures: dict[str, Any] = dict(
