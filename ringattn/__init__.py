@@ -12,6 +12,7 @@ from .attention import attend, ring_attention
 from .checkpoint import checkpoint_contexts, checkpoint_policy
 from .collective import unshard
 from .context import hybrid, process_group, symmetric
+from .integrations.replace import replace_attention
 from .integrations.verify import Report, verify
 from .layout import Layout, balanced, contiguous, default_layout, shard, striped, zigzag
 from .mask import (
@@ -64,6 +65,7 @@ __all__ = [
     "prefix",
     "process_group",
     "reference",
+    "replace_attention",
     "ring",
     "ring_attention",
     "shard",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -157,7 +157,8 @@ def compiled_run(group: str | None, layout: str | None, mask: str | None, schedu
     torch.compile calls it while it traces and puts the number into the graph. It follows from the arguments, so that graphs of
     equal calls are equal, in caches too.
     """
-    context = get_context(None if group is None else dist.distributed_c10d._resolve_process_group(group))  # pyright: ignore[reportPrivateImportUsage]
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+    context = get_context(None if group is None else resolve(group))
     text = repr((group, layout, mask, schedule)).encode()
     # above all numbers of other runs, below the greatest int64
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2 | 1 << 62

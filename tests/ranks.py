@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import importlib.util
 import os
 import pickle
@@ -34,8 +35,10 @@ class RankError(AssertionError):
 class Ranks:
     """`size` processes with a process group of one backend among them, started at the first run and again after a failure."""
 
-    def __init__(self, backend: str, size: int) -> None:
+    def __init__(self, backend: str, size: int, imports: Sequence[str] = ()) -> None:
+        """`imports`: further modules that are slow to import, which the launcher imports once for all ranks."""
         self.backend = backend
+        self.imports = tuple(imports)
         self.size = size
         self._pipes: list[Connection] = []
         self._pids: list[int] = []
@@ -94,7 +97,7 @@ class Ranks:
         fds = [theirs.fileno() for _, theirs in ends]
         path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._launcher = subprocess.Popen(
-            [sys.executable, __file__, self.backend, *map(str, fds)],
+            [sys.executable, __file__, self.backend, ",".join(self.imports), *map(str, fds)],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -159,9 +162,11 @@ class Ranks:
         return self._log.read().decode(errors="replace")
 
 
-def launch(backend: str, fds: list[int]) -> None:
+def launch(backend: str, imports: str, fds: list[int]) -> None:
     """Fork a rank for each pipe, and wait for them."""
     # once for all ranks
+    for name in filter(None, imports.split(",")):
+        importlib.import_module(name)
     import pytest  # noqa: F401
 
     import ringattn  # noqa: F401
@@ -228,4 +233,4 @@ def _load(name: str, code: str) -> Any:
 
 
 if __name__ == "__main__":
-    launch(sys.argv[1], [int(fd) for fd in sys.argv[2:]])
+    launch(sys.argv[1], sys.argv[2], [int(fd) for fd in sys.argv[3:]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -77,6 +77,15 @@ def test_packed_documents(command):
     assert f"over 123 tokens of {2 if command else 1} ranks" in printed
     first, last = (float(line.split("loss ")[1].split()[0]) for line in printed.splitlines() if line.startswith("step"))
     assert last < first / 5
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_deepspeed_pretrain():
+    options = "--ring", 2, "--zero", 3, "--seq-len", 128, "--width", 32, "--steps", 12
+    printed = succeed(*TORCHRUN, 4, EXAMPLES / "deepspeed_pretrain.py", *options).splitlines()
+    losses = [float(line.rsplit(maxsplit=1)[-1]) for line in printed if line.startswith("step ")]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 0.3
 
 
 def test_drawing(tmp_path):

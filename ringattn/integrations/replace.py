@@ -1,0 +1,172 @@
+"""`replace_attention`: a hand-written model's own attention modules, run around a ring.
+
+    ra.replace_attention(model, layout=layout, group=ring)
+
+Most modules end in `torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)`. While a chosen module runs, that call
+is `ring_attention`; projections, rotary embeddings and norms stay as they are. A module that computes attention by hand takes three lines
+more: give it an attribute or a function that it calls, and let that be `ring_attention`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..attention import ring_attention
+from ..context import Group, get_context
+from ..layout import Layout
+from ..mask import Mask, causal, full
+
+_ORIGINAL = torch.nn.functional.scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What was replaced; `restore` undoes it."""
+
+    modules: tuple[nn.Module, ...]
+
+    def restore(self) -> None:
+        """Run the modules on whole sequences again."""
+        for module in self.modules:
+            del module.forward
+
+
+def replace_attention(
+    model: nn.Module,
+    *,
+    layout: Layout | None = None,
+    mask: Mask | None = None,
+    group: Group | None = None,
+    modules: Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None = None,
+) -> Replaced:
+    """Run a model's scaled_dot_product_attention around a ring, from the next forward on.
+
+    Args:
+        model: any nn.Module; call it with this rank's rows, and give rotary or learned positions `layout.positions(rank)`.
+        layout: which positions each rank holds; None for `default_layout` of the mask.
+        mask: which pairs are live, None for all; in a call with `is_causal=True`, those of them that are causal.
+        group: the ranks of the ring, as for `ring_attention`.
+        modules: the modules within which calls are replaced: themselves, or a predicate of name and module; by default those with
+            "attention" or "attn" in the name of their class.
+
+    Calls of chosen modules take q (b, h, s, d), k and v, as torch does. Raises ValueError if no module is chosen or one is chosen twice;
+    and in the forward pass for an `attn_mask`, for dropout, for fewer heads in k without `enable_gqa=True`, and for a chosen module that
+    calls no scaled_dot_product_attention.
+
+    >>> import torch, ringattn as ra
+    >>> class Attention(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    >>> model = Attention()
+    >>> replaced = ra.replace_attention(model)
+    >>> model(torch.randn(1, 2, 16, 8)).shape
+    torch.Size([1, 2, 16, 8])
+    """
+    get_context(group)
+    chosen = _chosen(model, modules)
+    if not chosen:
+        raise ValueError(
+            f"{type(model).__name__} has no module with attention or attn in the name of its class: pass modules=[...] or a predicate"
+        )
+    for module in chosen:
+        if "forward" in vars(module):
+            raise ValueError(f"the forward of {type(module).__name__} is replaced already: restore() it first")
+    for module in chosen:
+        module.forward = _Forward(module, layout, mask, group)
+    return Replaced(tuple(chosen))
+
+
+def _chosen(model: nn.Module, modules: Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None) -> list[nn.Module]:
+    if modules is None:
+        # a module inside of a chosen one is covered by it
+        named = [(name, x) for name, x in model.named_modules() if _looks_like_attention(x)]
+        return [x for name, x in named if not any(_within(name, outer) for outer, _ in named)]
+    if callable(modules):
+        return [x for name, x in model.named_modules() if modules(name, x)]
+    chosen = list(modules)
+    own = set(model.modules())
+    for module in chosen:
+        if module not in own:
+            raise ValueError(f"modules holds a {type(module).__name__} that is no part of the model")
+    return chosen
+
+
+def _looks_like_attention(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    return "attention" in name or "attn" in name
+
+
+def _within(name: str, outer: str) -> bool:
+    return name != outer and (outer == "" or name.startswith(f"{outer}."))
+
+
+class _Forward:
+    """A module's forward with its calls replaced."""
+
+    def __init__(self, module: nn.Module, layout: Layout | None, mask: Mask | None, group: Group | None) -> None:
+        self.module = module
+        self.options = layout, mask, group
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _Calls(*self.options) as calls:
+            result = type(self.module).forward(self.module, *args, **kwargs)
+        if not calls.count:
+            raise ValueError(
+                f"{type(self.module).__name__} calls no scaled_dot_product_attention, so nothing was replaced: choose other modules, "
+                "or call ringattn.ring_attention in it"
+            )
+        return result
+
+    def __deepcopy__(self, memo: dict) -> _Forward:
+        # a process group has no copy, and a copied model is on the same ring
+        return _Forward(copy.deepcopy(self.module, memo), *self.options)
+
+
+class _Calls(TorchFunctionMode):
+    """While it is on, scaled_dot_product_attention is ring_attention; `count` counts its calls."""
+
+    def __init__(self, layout: Layout | None, mask: Mask | None, group: Group | None) -> None:
+        super().__init__()
+        self.layout, self.group = layout, group
+        whole = full() if mask is None else mask
+        self.masks = {False: whole, True: causal() if mask is None else whole & causal()}
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not _ORIGINAL:
+            return func(*args, **kwargs)
+        self.count += 1
+        return self._attention(*args, **kwargs)
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if attn_mask is not None:
+            raise ValueError(
+                "attn_mask is given, but around a ring the mask is of global positions: leave it out, and give replace_attention "
+                "mask=..."
+            )
+        if dropout_p:
+            raise ValueError(f"dropout_p is {dropout_p}, but attention dropout is not supported: set it to 0")
+        if key.dim() == 4 and query.dim() == 4 and key.shape[1] != query.shape[1] and not enable_gqa:
+            raise ValueError(f"key has {key.shape[1]} heads and query has {query.shape[1]}: pass enable_gqa=True to share them")
+        mask = self.masks[is_causal]
+        q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in (query, key, value))
+        out = ring_attention(q, k, v, layout=self.layout, mask=mask, group=self.group, softmax_scale=scale)
+        return out.transpose(1, 2)

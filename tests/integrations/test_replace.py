@@ -1,0 +1,128 @@
+"""`replace_attention`: a hand-written model around a ring is the model on whole sequences; what cannot be honoured is refused."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import ringattn as ra
+
+N = 21
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, heads=4, kv_heads=2, **options):
+        super().__init__()
+        self.shapes = (heads, kv_heads)
+        self.q = nn.Linear(8, 8, dtype=torch.float64)
+        self.kv = nn.Linear(8, 4 * kv_heads, dtype=torch.float64)
+        self.options = {"is_causal": True, "enable_gqa": True, **options}
+
+    def forward(self, x):
+        q = self.q(x).unflatten(-1, (4, 2)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (2, self.shapes[1], 2)).transpose(1, 3).unbind(2)
+        return F.scaled_dot_product_attention(q, k, v, **self.options).transpose(1, 2).flatten(2)
+
+
+class Model(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(SelfAttention(**options) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def whole_input():
+    return torch.randn(2, 1, N, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def around_a_ring(group, options, mask, striped):
+    """This rank's greatest difference of output and parameter gradients from the model on one process with a dense mask."""
+    size, rank = group.size(), group.rank()
+    layout = ra.striped(N, size) if striped else None
+    held = ra.default_layout(ra.causal() if mask is None and options.get("is_causal", True) else mask or ra.full(), N, size)
+    held = layout or held
+    model = Model(**options)
+    x, weight = whole_input()
+    replaced = ra.replace_attention(model, layout=held, mask=mask, group=group)
+    out = copy.deepcopy(model)(ra.shard(x, held, rank))
+    assert torch.equal(out, model(ra.shard(x, held, rank)))
+    (model(ra.shard(x, held, rank)) * ra.shard(weight, held, rank)).sum().backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad, group=group)
+    got = [out, *(p.grad for p in model.parameters())]
+    replaced.restore()
+    if mask is not None:
+        causal = ra.causal() if options.get("is_causal", True) else ra.full()
+        for layer in model.layers:
+            layer.options.update(is_causal=False, attn_mask=(mask & causal).dense(N))
+    model.zero_grad()
+    whole = model(x)
+    (whole * weight).sum().backward()
+    wanted = [ra.shard(whole, held, rank), *(p.grad for p in model.parameters())]
+    return max(float((a - b).abs().max()) for a, b in zip(got, wanted))
+
+
+@pytest.mark.parametrize(
+    ("options", "mask", "striped"),
+    [
+        ({}, None, False),
+        ({"is_causal": False}, None, True),
+        ({"scale": 0.3}, ra.sliding_window(5, 3), True),
+        ({"is_causal": False}, ra.sliding_window(5, 3), False),
+    ],
+    ids=["causal", "full", "causal within a mask", "mask"],
+)
+def test_the_model_around_a_ring_is_the_whole_model(gloo, options, mask, striped):
+    assert max(gloo.run(3, around_a_ring, options, mask, striped)) < 1e-11
+
+
+REFUSED = {
+    "mask": (
+        {"attn_mask": torch.ones(N, N, dtype=torch.bool), "is_causal": False},
+        "attn_mask is given, but around a ring the mask is",
+    ),
+    "dropout": ({"dropout_p": 0.1}, "dropout_p is 0.1, but attention dropout is not supported"),
+    "heads": ({"enable_gqa": False}, "key has 2 heads and query has 4: pass enable_gqa=True"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_honoured_is_refused(options, message):
+    model = Model(**options)
+    ra.replace_attention(model)
+    with pytest.raises(ValueError, match=message):
+        model(whole_input()[0])
+
+
+def test_modules_are_chosen_by_class_by_predicate_or_one_by_one():
+    def replaced(model):
+        return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+    for modules, names in (
+        (None, ["layers.0", "layers.1"]),
+        (lambda name, _: name.endswith("1"), ["layers.1"]),
+        ("first", ["layers.0"]),
+    ):
+        model = Model()
+        undo = ra.replace_attention(model, modules=[model.layers[0]] if modules == "first" else modules)
+        assert replaced(model) == names
+        with pytest.raises(ValueError, match="is replaced already"):
+            ra.replace_attention(model, modules=list(undo.modules))
+        undo.restore()
+        assert not replaced(model)
+    with pytest.raises(ValueError, match="Linear has no module with attention or attn in the name"):
+        ra.replace_attention(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="modules holds a Linear that is no part of the model"):
+        ra.replace_attention(Model(), modules=[nn.Linear(2, 2)])
+    model = Model()
+    ra.replace_attention(model, modules=[model.layers[0].q])
+    with pytest.raises(ValueError, match="Linear calls no scaled_dot_product_attention, so nothing was replaced"):
+        model(whole_input()[0])
