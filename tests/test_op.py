@@ -256,6 +256,30 @@ def test_inputs_of_checkpointed_blocks_may_wait_in_host_memory(launches):
     assert launches == {"forward": 2, "backward": 2}
 
 
+def test_transformers_checkpoints_by_the_policy(launches):
+    transformers = pytest.importorskip("transformers")
+    from ringattn.integrations.huggingface import attach
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=31, **sizes)).train()
+    attach(model, layout=ra.zigzag(12, 1))
+    found = []
+    for options, forwards in (
+        (None, 3),
+        ({"use_reentrant": False}, 6),
+        ({"use_reentrant": False, "context_fn": ra.checkpoint_contexts}, 3),
+    ):
+        if options:
+            model.gradient_checkpointing_enable(options)
+        launches.update(forward=0)
+        model(input_ids=torch.arange(12)[None]).logits.square().sum().backward()
+        assert launches["forward"] == forwards
+        found.append(model.model.embed_tokens.weight.grad)
+        model.zero_grad()
+    assert all(torch.equal(x, found[0]) for x in found)
+
+
 # digests
 
 
