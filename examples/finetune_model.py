@@ -65,7 +65,7 @@ def wrap(settings: Settings, model: CausalLMLoss, device: torch.device) -> nn.Mo
     if settings.wrapper == "fsdp2":
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[settings.dtype], reduce_dtype=torch.float32)
         mesh = init_device_mesh(settings.device, (dist.get_world_size(),))
-        for layer in model.model.base_model.layers:
+        for layer in model.model.get_decoder().layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
     if settings.shape:

@@ -130,7 +130,7 @@ class CausalLMLoss(nn.Module):
     def __init__(self, model: PreTrainedModel, loss: Callable[..., torch.Tensor] = fused_token_loss) -> None:
         super().__init__()
         output = model.get_output_embeddings()
-        if not isinstance(output, nn.Linear) or model.base_model is model:
+        if not isinstance(output, nn.Linear) or _without_head(model) is model:
             raise ValueError(
                 f"{type(model).__name__} has no linear output embedding on a model without head: give a causal language model"
             )
@@ -141,7 +141,7 @@ class CausalLMLoss(nn.Module):
         self._softcap = getattr(config, "final_logit_softcapping", None)
 
     def forward(self, shift_labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        hidden = self.model.base_model(**inputs)[0]
+        hidden = _without_head(self.model)(**inputs)[0]
         output: Any = self.model.get_output_embeddings()
         return self.loss(hidden, output.weight, shift_labels, head=Head(output.bias, self._scale, self._softcap))
 
@@ -164,6 +164,11 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessG
     for work in pending:
         assert work is not None
         work.wait()
+
+
+def _without_head(model: Any) -> Any:
+    """The model that gives hidden states; itself if there is none within. Some versions know it as the base model, some as the decoder."""
+    return model.get_decoder() if model.base_model is model else model.base_model
 
 
 def _check_shapes(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> None:
