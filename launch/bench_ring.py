@@ -73,7 +73,7 @@ def run_rank(local_rank: int, arguments: argparse.Namespace) -> None:
     """Measure every size; rank 0 prints and writes what is there after each."""
     if arguments.device == "cuda":
         torch.cuda.set_device(local_rank)
-    groups = _groups(arguments.device)
+    groups = _groups(arguments.device, arguments.budget)
     names = arguments.methods or _default_methods(arguments)
     shape = arguments.heads, arguments.kv_heads, arguments.head_dim, arguments.device
     cases = [Case(n, *shape, parse_mask(arguments.mask, n), arguments.balanced) for n in arguments.tokens]
@@ -94,11 +94,12 @@ def run_rank(local_rank: int, arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def _groups(device: str) -> dict[str, object]:
+def _groups(device: str, budget: int | None) -> dict[str, object]:
     """What to pass as `group` for each transport."""
     groups: dict[str, object] = {"": ra.process_group(dist.group.WORLD)}
     if device == "cuda":
-        groups["symmetric"] = ra.symmetric(dist.group.WORLD)
+        options = {} if budget is None else {"budget": budget << 20}
+        groups["symmetric"] = ra.symmetric(dist.group.WORLD, **options)
     return groups
 
 

@@ -207,7 +207,7 @@ def test_a_delay_shows_where_nobody_waits_for_readers(nccl, world_size):
 
 
 def steps(group, count):
-    """Bytes in use on the GPU, by torch and by all, after 20 and after all steps."""
+    """Bytes in use on the GPU after 20 and after all steps: (by torch, kept by torch, by all)."""
     symmetric = ra.symmetric(group)
     layout = ra.zigzag(4096, dist.get_world_size(group))
     used = []
@@ -223,7 +223,9 @@ def steps(group, count):
 
 def test_memory_is_flat(nccl, world_size):
     for (early, late), outstanding in nccl.run(world_size, steps, 300, timeout=200):
-        assert early == late
+        assert early[:2] == late[:2]
+        # other tests' processes may have left the GPU meanwhile
+        assert late[2] <= early[2] + (8 << 20)
         assert outstanding == 0
 
 
