@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", type=int, help="ranks (default: one a GPU; 2 on a CPU)")
     parser.add_argument("--memory", action="store_true", help="only peak memory, at six sizes, with its fit to a line")
     parser.add_argument("--seconds", type=float, default=8, help="time for the rounds of one size after its first (default 8)")
+    parser.add_argument("--budget", type=int, help="MiB of a rank's memory for the symmetric transport (default: the library's)")
     parser.add_argument(
         "--trace", action="store_true", help="also profile a pass of each method: a trace, and exposed communication"
     )
