@@ -17,12 +17,11 @@ from .mask import Mask, causal
 from .op import attention
 from .partial import Partial, Stats
 from .plan import make_local_plan
-from .run import LocalRun, RingRun, Work, compiled_run
+from .run import LocalRun, RingRun, compiled_run
 from .schedule import Schedule
-from .score import Score
 from .steps import local_steps
 from .transport import Alone
-from .ulysses import HybridAttention, HybridRun
+from .work import Work
 
 
 @overload
@@ -120,11 +119,8 @@ def ring_attention(
         if context.ranks.size > 1:
             refuse(context.ranks, error)
         raise
-    run = RingRun(context, layout, mask, schedule, stats=return_stats)
-    if context.hybrid is None or context.hybrid.heads.size == 1:
-        part = Partial(*attention(q, k, v, run.number, scale))
-    else:
-        part = _hybrid_attention(q, k, v, run, scale)
+    run = RingRun(context, layout, mask, schedule)
+    part = Partial(*attention(q, k, v, run.number, scale))
     return (part.out, part.stats) if return_stats else part.out
 
 
@@ -160,18 +156,3 @@ def attend(
     tiles, q_order, k_order = make_local_plan(queries, keys, mask, seq_len)
     run = LocalRun(Work(Alone(), local_steps(tiles), q_order, k_order))
     return Partial(*attention(q, k, v, run.number, scale))
-
-
-def _hybrid_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: RingRun, scale: float) -> Partial:
-    """Around a ring and over a heads axis; with empty statistics unless the run is to return them."""
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    route = run.route(run.begin(q, k, v, scale, needs_grad), q, k, v)
-    assert route.exchange is not None
-    q, k, v = (x if route.order is None else route.order.sort(x, dim=1) for x in (q, k, v))
-    hybrid = HybridRun(route.exchange, run.context.transport, route.steps, Score(scale), run.stats)
-    out, row_max, row_sum = HybridAttention.apply(q, k, v, hybrid)
-    if route.order is not None:
-        out = route.order.restore(out, dim=1)
-        if run.stats:
-            row_max, row_sum = route.order.restore(row_max, dim=2), route.order.restore(row_sum, dim=2)
-    return Partial(out, row_max, row_sum)

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from . import local, passes
-from .plan import Order
+from . import local
 from .run import find_run
 from .score import Score
 
@@ -48,13 +47,10 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     run = find_run(number)
     seq_len = run.begin(q, k, v, softmax_scale, needs_grad)
-    transport, steps, q_order, k_order = run.work(seq_len, q, k, v)
-    q, k, v = _sorted(q, q_order), _sorted(k, k_order), _sorted(v, k_order)
+    work = run.work(seq_len, q, k, v)
     # autocast would round the states and gradients between hops
     with torch.autocast(q.device.type, enabled=False):
-        out, row_max, row_sum = passes.forward(transport, steps, Score(softmax_scale), q, k, v, final=run.final)
-    if q_order is not None:
-        out, row_max, row_sum = q_order.restore(out, dim=1), q_order.restore(row_max, dim=2), q_order.restore(row_sum, dim=2)
+        out, row_max, row_sum = work.forward(Score(softmax_scale), q, k, v, final=run.final)
     # the length is what the ranks agreed on, and the backward pass makes its plan from it
     return out.contiguous(), row_max, row_sum, torch.scalar_tensor(seq_len, dtype=torch.int64)
 
@@ -82,7 +78,7 @@ def _backward(
     number: int,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    transport, steps, q_order, k_order = find_run(number).work(int(seq_len), q, k, v)
+    work = find_run(number).work(int(seq_len), q, k, v)
     strides = _gradient_strides(q, k, v)
     dout = torch.zeros_like(out) if dout is None else dout
     with torch.autocast(q.device.type, enabled=False):
@@ -91,12 +87,7 @@ def _backward(
         if drow_sum is not None:
             # d lse = d row_sum * row_sum enters dS = P (dP - delta) as P d lse
             delta = delta - drow_sum * row_sum
-        q, k, v, dout = _sorted(q, q_order), _sorted(k, k_order), _sorted(v, k_order), _sorted(dout, q_order)
-        if q_order is not None:
-            row_max, row_sum, delta = (q_order.sort(x, dim=2) for x in (row_max, row_sum, delta))
-        dq, dk, dv = passes.backward(transport, steps, Score(softmax_scale), q, k, v, dout, row_max, row_sum, delta)
-    dq = dq if q_order is None else q_order.restore(dq, dim=1)
-    dk, dv = (dk, dv) if k_order is None else (k_order.restore(dk, dim=1), k_order.restore(dv, dim=1))
+        dq, dk, dv = work.backward(Score(softmax_scale), q, k, v, dout, row_max, row_sum, delta)
     dq, dk, dv = (_with_strides(x, wanted) for x, wanted in zip((dq, dk, dv), strides, strict=True))
     return dq, dk, dv
 
@@ -145,12 +136,6 @@ _library.impl("forward", _forward_autograd, "Autograd")
 _library.impl("backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("ringattn::forward", _forward_shapes, lib=_library)
 torch.library.register_fake("ringattn::backward", _backward_shapes, lib=_library)
-
-
-def _sorted(x: torch.Tensor, order: Order | None) -> torch.Tensor:
-    """Rows in the order in which the plan counts them, the last dimension contiguous."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x if order is None else order.sort(x, dim=1)
 
 
 def _gradient_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,19 +20,9 @@ from .context import Context, Route, get_context
 from .digest import constant, find
 from .layout import Layout
 from .mask import Mask, causal
-from .plan import Order
 from .schedule import RowBytes, Schedule
-from .steps import Steps
-from .transport import Ranks, Transport
-
-
-class Work(NamedTuple):
-    """What one rank does, and the orders in which its plan counts the rows of q and of k and v."""
-
-    transport: Transport
-    steps: Steps
-    q_order: Order | None
-    k_order: Order | None
+from .transport import Ranks
+from .work import Work
 
 
 class Run(ABC):
@@ -70,7 +60,7 @@ class LocalRun(Run):
 
 
 class RingRun(Run):
-    """A group's ranks, a mask, and a layout and a schedule or None for the defaults. `stats`: the caller wants the statistics."""
+    """A group's ranks, a mask, and a layout and a schedule or None for the defaults."""
 
     final = True
 
@@ -81,7 +71,6 @@ class RingRun(Run):
         mask: Mask,
         schedule: Schedule | None,
         *,
-        stats: bool = True,
         number: int | None = None,
     ) -> None:
         super().__init__(number)
@@ -89,7 +78,6 @@ class RingRun(Run):
         self.layout = layout
         self.mask = mask
         self.schedule = schedule
-        self.stats = stats
 
     def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> int:
         ranks, hybrid = self.context.ranks, self.context.hybrid
@@ -110,7 +98,7 @@ class RingRun(Run):
         if ranks.size > 1:
             facts = self._facts(q, k, v, softmax_scale, needs_grad) | {"ranks per node": ranks.ranks_per_node}
             if hybrid is not None:
-                facts |= hybrid.facts | {"return_stats": self.stats}
+                facts |= hybrid.facts
             tokens = agree(ranks, facts, q.shape[1])
             ranks.connect(q.device)
         if self.layout is None:
@@ -126,7 +114,7 @@ class RingRun(Run):
 
     def work(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Work:
         route = self.route(seq_len, q, k, v)
-        return Work(self.context.transport, route.steps, route.order, route.order)
+        return Work(self.context.transport, route.steps, route.order, route.order, route.exchange)
 
     def _facts(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool

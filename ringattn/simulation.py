@@ -158,7 +158,7 @@ class World:
         state = (resumed * 1.0 + left) * self.rows * self.h * self.d * _SUM
         compute = self.kernel(pairs, backward=False) + state / self.machine.hbm_gbs / 1e9
         steps = self._together(compute, self._moved(self.kv, self.kv_row, self.steps), stalls=True)
-        return [*self._swap("q, k, v to heads", self._qkv), *steps, *self._swap("out to rows", self._out)]
+        return [*self._swap("q, k, v to heads", self._qkv), *steps, *self._swap("out to rows", self._out + 2 * self._stat)]
 
     def backward(self) -> list[StepTime]:
         pairs = self.backward_pairs()
@@ -170,12 +170,13 @@ class World:
         compute = self.kernel(pairs, backward=True) + touched / self.machine.hbm_gbs / 1e9
         moved = self._moved(self.kv, self.kv_row, count) + self._moved(self.grads, self.grad_row, count)
         steps = self._together(compute, moved, stalls=False)
-        return [*self._swap("dout to heads", self._out), *steps, *self._swap("dq, dk, dv to rows", self._dqkv)]
+        there = self._qkv + self._out + 3 * self._stat
+        return [*self._swap("q, k, v, dout to heads", there), *steps, *self._swap("dq, dk, dv to rows", self._dqkv)]
 
     @cached_property
     def sent(self) -> np.ndarray:
         """Bytes that each rank sends within its node and between nodes, forward and backward: (n, 2)."""
-        swapped = self._qkv + 2 * self._out + self._dqkv
+        swapped = 2 * (self._qkv + self._out) + 5 * self._stat + self._dqkv
         count = self.steps + 1
         ring = 2 * self._moved(self.kv, self.kv_row, count) + self._moved(self.grads, self.grad_row, count)
         return ring[:, 0].sum(axis=0) + swapped * self.peers
@@ -183,12 +184,12 @@ class World:
     def peak_bytes(self) -> float:
         """Of the backward pass, beyond inputs, output and gradients: sums of all gradients, statistics, others' K/V and dK/dV at hand.
 
-        Around an all-to-all also q, k, v, out and dout of a rank's heads, and dq, dk and dv before and after they come back.
+        Around an all-to-all also q, k, v, dout and the statistics of a rank's heads, and dq, dk and dv before and after they come back.
         """
         state = 3 * self.rows * self.h * _SUM  # row_max, row_sum, delta
         swapped = 0
         if self.u > 1:
-            state += (3 * self.h + 2 * self.hk) * self.d * ITEM * self.rows
+            state += 3 * self.u * self._stat + (2 * self.h + 2 * self.hk) * self.d * ITEM * self.rows
             swapped = 2 * self.u * self._dqkv
         if not self.kv:
             return state + swapped
@@ -286,6 +287,10 @@ class World:
     @property
     def _out(self) -> int:
         return self.own_rows * self.h * self.d * ITEM
+
+    @property
+    def _stat(self) -> int:
+        return self.own_rows * self.h * _SUM
 
     @property
     def _dqkv(self) -> int:

@@ -18,17 +18,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import gcd
-from typing import Any
 
 import numpy as np
 import torch
 
-from . import local, passes
 from .layout import Layout
 from .plan import Order
-from .score import Score
 from .span import Span
-from .steps import Steps
 from .transport import Peer, Ranks, Transport
 
 
@@ -152,80 +148,6 @@ class HeadExchange:
         return [slabs.permute(2, 1, 0, 3, 4).flatten(2, 3) for slabs in found]
 
 
-@dataclass(frozen=True, eq=False)
-class HybridRun:
-    """What autograd carries besides tensors. `stats`: whether the statistics go back to the rows' owners."""
-
-    exchange: HeadExchange
-    ring: Transport
-    steps: Steps
-    score: Score
-    stats: bool
-
-
-class HybridAttention(torch.autograd.Function):
-    """out (b, s, h, d_v), and row_max and row_sum (b, h, s), empty unless `run.stats`, of this rank's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: HybridRun) -> tuple[torch.Tensor, ...]:
-        ctx.copies = kv_copies(q.shape[2], k.shape[2], run.exchange.transport.size)
-        with torch.autocast(q.device.type, enabled=False):
-            q, k, v = run.exchange.to_heads(q, _repeated(k, ctx.copies), _repeated(v, ctx.copies))
-            out, row_max, row_sum = passes.forward(run.ring, run.steps, run.score, q, k, v, final=True)
-            ctx.save_for_backward(q, k, v, out, row_max, row_sum)
-            stats = [_as_rows(x) for x in (row_max, row_sum)] if run.stats else []
-            own_out, *own_stats = run.exchange.to_rows(out, *stats)
-        own_max, own_sum = (_as_stats(x) for x in own_stats) if run.stats else (row_max.new_empty(0), row_sum.new_empty(0))
-        ctx.run = run
-        ctx.mark_non_differentiable(own_max)
-        ctx.set_materialize_grads(False)
-        return own_out, own_max, own_sum
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        own_dout, _, own_dsum = grads
-        if torch.is_grad_enabled():
-            raise ValueError("ring attention has no second derivative: call backward without create_graph=True")
-        q, k, v, out, row_max, row_sum = ctx.saved_tensors
-        run: HybridRun = ctx.run
-        b, h, s = q.shape[0], q.shape[2] * run.exchange.transport.size, run.exchange.rows[run.exchange.transport.rank]
-        if own_dout is None:
-            own_dout = out.new_zeros(b, s, h, v.shape[3])
-        with torch.autocast(q.device.type, enabled=False):
-            if own_dsum is None:
-                own_dsum = row_sum.new_zeros(b, h, s)
-            # whether a rank's loss knows of the statistics is its own affair: all ranks send
-            dout, *dsum = run.exchange.to_heads(own_dout, *([_as_rows(own_dsum)] if run.stats else []))
-            delta = local.delta(out, dout)
-            if run.stats:
-                # d lse = d row_sum * row_sum enters dS = P (dP - delta) as P d lse
-                delta = delta - _as_stats(dsum[0]) * row_sum
-            kv_dtype = k.dtype if ctx.copies == 1 else row_sum.dtype
-            inputs = q, k, v, dout, row_max, row_sum, delta
-            dq, dk, dv = passes.backward(run.ring, run.steps, run.score, *inputs, kv_dtype=kv_dtype)
-            dq, dk, dv = run.exchange.to_rows(dq, dk, dv)
-            return dq, _summed(dk, ctx.copies, k.dtype), _summed(dv, ctx.copies, v.dtype), None
-
-
 def kv_copies(h: int, hk: int, u: int) -> int:
     """How often each K/V head goes along, so that each of u ranks gets those of its h / u query heads, in groups of equal size."""
     return h // hk // gcd(h // u, h // hk)
-
-
-def _repeated(x: torch.Tensor, copies: int) -> torch.Tensor:
-    return x if copies == 1 else x.repeat_interleave(copies, dim=2)
-
-
-def _summed(dx: torch.Tensor, copies: int, dtype: torch.dtype) -> torch.Tensor:
-    """The gradients of a head's copies as one, in a fixed order, rounded once."""
-    return dx if copies == 1 else dx.unflatten(2, (-1, copies)).sum(3).to(dtype)
-
-
-def _as_rows(x: torch.Tensor) -> torch.Tensor:
-    """(b, h, s) as (b, s, h, 1)."""
-    return x.transpose(1, 2).unsqueeze(-1)
-
-
-def _as_stats(x: torch.Tensor) -> torch.Tensor:
-    """(b, s, h, 1) as (b, h, s)."""
-    return x.squeeze(-1).transpose(1, 2).contiguous()

@@ -15,8 +15,9 @@ import ringattn as ra
 from ringattn import digest, passes
 from ringattn.context import Context, get_context
 from ringattn.op import BACKWARD, FORWARD
-from ringattn.run import LocalRun, RingRun, Work, compiled_run, find_run
+from ringattn.run import LocalRun, RingRun, compiled_run, find_run
 from ringattn.transport import Alone
+from ringattn.work import Work
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -66,8 +66,8 @@ def test_counts_are_those_of_the_steps(schedule, mask, u):
     heads = 4 * kv_copies(8, 4, u) // u
     if u > 1:
         own = max(ra.default_layout(mask, n, gpus).lengths)
-        # q, dq, out and dout, k, v, dk and dv, each to the one other rank of the heads axis
-        swapped = own * item * (4 * (8 // u) * 16 + 2 * heads * d)
+        # q twice, dq, out and dout, k and v twice, dk and dv, and five fp32 statistics, each to the one other rank of the heads axis
+        swapped = own * (item * (5 * (8 // u) * 16 + 3 * heads * d) + 5 * 4 * (8 // u))
     assert world.sent.sum(axis=1) == pytest.approx(heads * d * (2 * item * kv + 4 * grads) + swapped)
 
 
@@ -81,9 +81,9 @@ def test_bytes_of_a_ring():
             assert p.sent == (gpus - 1) * shard * (2 * 2 + 4)
             assert p.sent_between_nodes == 0
             assert predict(H200, work, gpus, 1, Option(schedule)).sent_between_nodes == p.sent
-        # 16-bit q, k, v, out, dout, dq, dk, dv, but for what stays
+        # 16-bit q, k, v (twice), out, dout, dq, dk, dv, and five fp32 statistics, but for what stays
         p = predict(H200, work, gpus, 8, Option(ra.ring(), gpus))
-        assert p.sent == 4 * 2 * work.tokens // gpus * (32 + 8) * 128 * (gpus - 1) / gpus
+        assert p.sent == work.tokens // gpus * (2 * (5 * 32 + 6 * 8) * 128 + 5 * 4 * 32) * (gpus - 1) / gpus
 
 
 def test_bytes_between_nodes():
@@ -109,7 +109,7 @@ def test_nothing_is_exposed_where_compute_dominates(schedule):
 def test_an_exchange_of_heads_is_exposed():
     p = predict(IDEAL, CAUSAL, 4, 4, Option(ra.ring(), 4))
     swaps = [step for step in (*p.forward_steps, *p.backward_steps) if not step.name.startswith("step")]
-    assert [step.name for step in swaps] == ["q, k, v to heads", "out to rows", "dout to heads", "dq, dk, dv to rows"]
+    assert [step.name for step in swaps] == ["q, k, v to heads", "out to rows", "q, k, v, dout to heads", "dq, dk, dv to rows"]
     assert p.exposed == pytest.approx(sum(step.transfer for step in swaps))
 
 

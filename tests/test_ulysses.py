@@ -62,22 +62,32 @@ def test_every_query_head_meets_its_key_head(u):
 @pytest.mark.parametrize(("ring", "heads"), [(2, 2), (2, 3), (1, 3)], ids="{}".format)
 @pytest.mark.parametrize("schedule", [ra.ring(), ra.gather()], ids=repr)
 def test_bytes_on_each_axis(ring, heads, schedule):
-    """The ring moves whole shards of 1 / heads of K/V, the heads axis all but 1 / heads of q, k, v and out."""
+    """The ring moves whole shards of 1 / heads of K/V, the heads axis all but 1 / heads of q, k, v, out and the statistics; the
+    backward pass has K/V once more and gradients along the ring, and its inputs' gradients, dout and delta too on the heads axis."""
     b, n, h, hk, d, d_v, itemsize = 1, 24 * ring * heads, 12, 6, 4, 2, 8
     layout = ra.contiguous(n, ring * heads)
 
     def work(transport):
         grid = grid_of(transport, heads)
-        q, k, v = (torch.ones(b, n // grid.size, x, y, dtype=torch.float64) for x, y in ((h, d), (hk, d), (hk, d_v)))
-        ra.ring_attention(q, k, v, layout=layout, mask=ra.full(), group=grid, schedule=schedule)
-        return grid.ring, grid.heads, transport.bytes_sent
+        shapes = ((h, d), (hk, d), (hk, d_v))
+        q, k, v = (torch.ones(b, n // grid.size, x, y, dtype=torch.float64, requires_grad=True) for x, y in shapes)
+        out = ra.ring_attention(q, k, v, layout=layout, mask=ra.full(), group=grid, schedule=schedule)
+        forward = sent(grid)
+        out.sum().backward()
+        assert transport.bytes_sent == 0
+        return forward, [total - once for total, once in zip(sent(grid), forward, strict=True)]
 
-    for along_ring, along_heads, elsewhere in run_ranks(ring * heads, work):
-        s = n // (ring * heads)
-        assert getattr(along_ring, "bytes_sent", 0) == (ring - 1) * s * heads * (hk // heads) * (d + d_v) * itemsize
-        per_row = h * d + hk * (d + d_v) + h * d_v
-        assert along_heads.bytes_sent == s * per_row * (heads - 1) // heads * itemsize
-        assert elsewhere == 0
+    def sent(grid):
+        return [getattr(axis, "bytes_sent", 0) for axis in (grid.ring, grid.heads)]
+
+    s = n // (ring * heads)
+    whole = s * heads * (hk // heads) * (d + d_v) * itemsize
+    inputs = h * d + hk * (d + d_v)
+    for forward, backward in run_ranks(ring * heads, work):
+        assert forward[0] == (ring - 1) * whole
+        assert forward[1] == s * (inputs + h * d_v + 2 * h) * (heads - 1) // heads * itemsize
+        assert backward[0] == 2 * (ring - 1) * whole
+        assert backward[1] == s * (2 * inputs + h * d_v + 3 * h) * (heads - 1) // heads * itemsize
 
 
 def test_same_bits_twice():
@@ -120,6 +130,19 @@ def test_orders_stay_within_ranks():
     assert first.own_order(order) is None
     assert second.own_order(order).rows.tolist() == [1, 0, 2]
     assert second.own_order(None) is None
+
+
+def test_what_is_saved_is_inputs_and_results():
+    """Nothing of the other ranks' rows waits for the backward pass."""
+
+    def work(transport):
+        q, k, v = (torch.randn(1, 5, heads, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+        out, stats = ra.ring_attention(q, k, v, layout=ra.zigzag(20, 4), group=grid_of(transport, 2), return_stats=True)
+        wanted = [q, k, v, out, stats.row_max, stats.row_sum]
+        assert [x.data_ptr() for x in out.grad_fn.saved_tensors[:6]] == [x.data_ptr() for x in wanted]
+        assert all(x.numel() == 1 for x in out.grad_fn.saved_tensors[6:])
+
+    run_ranks(4, work)
 
 
 def test_gradients_of_gradients_are_refused():

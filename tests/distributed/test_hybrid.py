@@ -4,14 +4,18 @@ import gc
 import time
 import weakref
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
-from ringattn import context
+from ringattn import context, passes
+from ringattn.op import BACKWARD, FORWARD
+from ringattn.run import RingRun
 
 # ring x heads, and the heads that go with them: query and K/V
 GRIDS = {
@@ -197,6 +201,67 @@ def test_half_precision(gloo, heads):
             assert error <= factor * same_dtype
 
 
+def keep_contract(group, mask, layout, heads):
+    """torch's checks of both operators on each rank of a grid: schemas, no aliases, fake tensors' shapes and strides, tracing."""
+    mesh = grid((2, 2))
+    if mesh.get_coordinate() is None:
+        return
+    pair = ra.hybrid(mesh)
+    layout = LAYOUTS[layout](23, pair.size)
+    q, k, v, dout, dlse = inputs(23, 0, heads, batch=2)
+    leaves = [ra.shard(x, layout, pair.rank).requires_grad_() for x in (q, k, v)]
+    run = RingRun(context.get_context(pair), layout, MASKS[mask](23), None)
+    torch.library.opcheck(FORWARD, (*leaves, run.number, 0.3, True))
+    saved = [x.detach() for x in (*leaves, *FORWARD(*leaves, run.number, 0.3, True))]
+    dout, dsum = ra.shard(dout, layout, pair.rank), ra.shard(dlse, layout, pair.rank, dim=2)
+    for upstream in ((dout, dsum), (dout, None), (None, dsum)):
+        torch.library.opcheck(BACKWARD, (*upstream, *saved, run.number, 0.3))
+
+
+@pytest.mark.parametrize(
+    ("mask", "layout", "heads"),
+    [("causal", "zigzag", (4, 2)), ("dilated&causal", "lopsided", (2, 1))],
+    ids=["shared heads", "copied heads, another order, empty shards"],
+)
+def test_the_operators_keep_their_contract(gloo, mask, layout, heads):
+    gloo.run(8, keep_contract, mask, layout, heads)
+
+
+def checkpointed(group):
+    """For no checkpoint, one that recomputes all, and one by the policy: launches of both passes, and the inputs' gradients."""
+    mesh = grid((2, 2))
+    if mesh.get_coordinate() is None:
+        return None
+    pair = ra.hybrid(mesh)
+    layout = ra.zigzag(29, pair.size)
+    q, k, v, dout, dlse = inputs(29, 5, (4, 2))
+    found = []
+    for options in (None, {}, {"context_fn": ra.checkpoint_contexts}):
+        leaves = [ra.shard(x, layout, pair.rank).requires_grad_() for x in (q, k, v)]
+
+        def block(q, k, v):
+            out, stats = ra.ring_attention(2 * q, k, v, layout=layout, group=mesh, return_stats=True)
+            return out.sin(), stats.lse
+
+        with (
+            patch.object(passes, "forward", side_effect=passes.forward) as forward,
+            patch.object(passes, "backward", side_effect=passes.backward) as backward,
+        ):
+            out, lse = block(*leaves) if options is None else checkpoint(block, *leaves, use_reentrant=False, **options)
+            loss = (out * ra.shard(dout, layout, pair.rank)).sum() + (lse * ra.shard(dlse, layout, pair.rank, dim=2)).sum()
+            gradients = torch.autograd.grad(loss, leaves)
+        found.append((forward.call_count, backward.call_count, gradients))
+    return found
+
+
+def test_the_checkpoint_policy_saves_attention_from_running_twice(gloo):
+    for (*plain, wanted), (*recomputed, again), (*saved, once) in gloo.run(8, checkpointed)[:4]:
+        assert (plain, recomputed, saved) == ([1, 1], [2, 1], [1, 1])
+        for x, y, z in zip(wanted, again, once, strict=True):
+            assert torch.equal(x, y)
+            assert torch.equal(x, z)
+
+
 def call(group, odd):
     """What every rank of a 2 x 2 grid passes if it does nothing odd, but for what is odd: 24 tokens, 4 heads over 2."""
     options = {"h": 4, "layout": ra.zigzag(24, 4), "mask": ra.causal(), "return_stats": False, "swapped": False, **odd}
@@ -226,7 +291,6 @@ def disagree(group, odd_rank, odd):
 DISAGREEMENTS = {
     "mask": ({"mask": ra.full()}, r"^ranks disagree: mask is full\(\) \(.*\) on rank 3, but causal\(\) \(.*\) on ranks 0, 1, 2"),
     "schedule": ({"schedule": ra.ring()}, r"schedule is ring\(\) on rank 3, but None on ranks 0, 1, 2"),
-    "statistics": ({"return_stats": True}, "^ranks disagree: return_stats is True on rank 3, but False on ranks 0, 1, 2"),
     "axes": ({"swapped": True}, "^ranks disagree: mesh is .*, but .*: pass the same on every rank"),
 }
 
@@ -237,6 +301,12 @@ def test_every_rank_hears_of_the_odd_one(gloo, odd, message):
         with pytest.raises(ValueError, match=message):
             raise ValueError(text)
         assert took < 5
+        assert works
+
+
+def test_statistics_are_each_rank_s_own_choice(gloo):
+    for text, _, works in gloo.run(8, disagree, 3, {"return_stats": True}, timeout=30)[:4]:
+        assert text == ""
         assert works
 
 
