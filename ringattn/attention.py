@@ -11,7 +11,7 @@ import torch
 
 from . import check
 from .agree import refuse
-from .context import Group, get_context, group_name
+from .context import Group, get_context, group_names
 from .layout import Layout
 from .mask import Mask, causal
 from .op import attention
@@ -103,7 +103,7 @@ def ring_attention(
         check.tensors(q, k, v)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         digests = (None if x is None else x.digest for x in (layout, mask, schedule))
-        part = Partial(*attention(q, k, v, compiled_run(group_name(group), *digests), scale))
+        part = Partial(*attention(q, k, v, compiled_run(group_names(group), *digests), scale))
         return (part.out, part.stats) if return_stats else part.out
     context = get_context(group)
     mask = causal() if mask is None else mask

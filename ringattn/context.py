@@ -6,12 +6,13 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .digest import constant
 from .layout import Layout, default_layout
 from .mask import Mask
 from .plan import Order, Plan, make_plan
@@ -179,6 +180,7 @@ def _ranks(group: Group | None) -> dist.ProcessGroup | Transport | Hybrid:
     return group
 
 
+@constant
 def hybrid(mesh: DeviceMesh, ring: str | int = "ring", heads: str | int = "heads") -> Hybrid:
     """Two axes of a device mesh as one group to pass to `ring_attention`: an all-to-all between sequence and heads along the axis
     `heads`, and a ring along the axis `ring` (names or numbers of axes).
@@ -218,7 +220,8 @@ def hybrid(mesh: DeviceMesh, ring: str | int = "ring", heads: str | int = "heads
 def _make_hybrid(ring: dist.ProcessGroup, heads: dist.ProcessGroup, members: list[int]) -> Hybrid:
     ascending = sorted(members)
     order = [ascending.index(member) for member in members]
-    return Hybrid(get_context(ring).transport, get_context(heads).transport, _channel(ascending), order)
+    axes = get_context(ring).transport, get_context(heads).transport
+    return Hybrid(*axes, _channel(ascending), order, names=(ring.group_name, heads.group_name))
 
 
 def _channel(members: list[int]) -> Ranks:
@@ -260,13 +263,23 @@ def _axis(name: str, mesh: DeviceMesh, axis: str | int) -> int:
     raise ValueError(f"{name} is {axis!r}, but the mesh has {has}: give the name or the number of one")
 
 
-def group_name(group: Group | None) -> str | None:
-    """The name by which torch knows a process group or that of a 1-D mesh; None for the default group."""
-    if isinstance(group, DeviceMesh) and group.ndim == 1:
-        group = group.get_group()
-    if group is None or isinstance(group, dist.ProcessGroup):
-        return None if group is None else group.group_name
-    raise ValueError("torch.compile knows a group by its name: pass a ProcessGroup or a 1-D DeviceMesh")
+def group_names(group: Group | None) -> tuple[str, ...]:
+    """The names by which torch knows a group, and `named_context` its context: none for the default group, two for a hybrid."""
+    group = _of_mesh(group) if isinstance(group, DeviceMesh) else group
+    if group is None:
+        return ()
+    if isinstance(group, dist.ProcessGroup):
+        return (group.group_name,)
+    if isinstance(group, Hybrid) and group.names is not None:
+        return group.names
+    raise ValueError("torch.compile knows a group by its name: pass a ProcessGroup, a DeviceMesh or hybrid(mesh)")
+
+
+def named_context(names: tuple[str, ...]) -> Context:
+    """The context of the group with these names, which is alive."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+    groups = [resolve(name) for name in names]
+    return get_context(_hybrids[groups[0]][groups[1]] if len(groups) == 2 else groups[0] if groups else None)
 
 
 def _transport(group: dist.ProcessGroup) -> Transport:

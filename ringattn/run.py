@@ -8,15 +8,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 
 from . import check
 from .agree import agree, refuse
-from .context import Context, Route, get_context
+from .context import Context, Route, named_context
 from .digest import constant, find
 from .layout import Layout
 from .mask import Mask, causal
@@ -139,14 +137,13 @@ class RingRun(Run):
 
 
 @constant
-def compiled_run(group: str | None, layout: str | None, mask: str | None, schedule: str | None) -> int:
-    """The number of a `RingRun` given by a group's name and digests (None: the defaults), kept as long as the group.
+def compiled_run(group: tuple[str, ...], layout: str | None, mask: str | None, schedule: str | None) -> int:
+    """The number of a `RingRun` given by a group's names and digests (None: the defaults), kept as long as the group.
 
     torch.compile calls it while it traces and puts the number into the graph. It follows from the arguments, so that graphs of
     equal calls are equal, in caches too.
     """
-    resolve: Any = dist.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
-    context = get_context(None if group is None else resolve(group))
+    context = named_context(group)
     text = repr((group, layout, mask, schedule)).encode()
     # above all numbers of other runs, below the greatest int64
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2 | 1 << 62

@@ -31,12 +31,21 @@ from .transport import Peer, Ranks, Transport
 class Hybrid(Ranks):
     """A grid of ranks, row by row: `rank = ring.rank * heads.size + heads.rank`. Pass it as `group`; `hybrid` makes one of a mesh.
 
-    `everyone` are all ranks of the grid, in any order: rank r of the grid is `members[r]` there.
+    `everyone` are all ranks of the grid, in any order: rank r of the grid is `members[r]` there. `names` are those of the axes' process
+    groups, if that is what they are: compiled graphs know the grid by them.
     """
 
-    def __init__(self, ring: Transport, heads: Transport, everyone: Ranks, members: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        ring: Transport,
+        heads: Transport,
+        everyone: Ranks,
+        members: Sequence[int] | None = None,
+        names: tuple[str, str] | None = None,
+    ) -> None:
         self.ring = ring
         self.heads = heads
+        self.names = names
         self.rank = ring.rank * heads.size + heads.rank
         self.size = ring.size * heads.size
         self._everyone = everyone

@@ -200,9 +200,9 @@ def test_a_run_lives_for_its_call_and_its_backward_pass():
 
 def test_a_run_of_a_graph_lives_as_long_as_its_group():
     layout, mask = ra.zigzag(5, 1), ra.causal()
-    number = compiled_run(None, layout.digest, mask.digest, None)
-    assert compiled_run(None, layout.digest, mask.digest, None) == number
-    assert number != compiled_run(None, layout.digest, ra.full().digest, None)
+    number = compiled_run((), layout.digest, mask.digest, None)
+    assert compiled_run((), layout.digest, mask.digest, None) == number
+    assert number != compiled_run((), layout.digest, ra.full().digest, None)
     del layout, mask
     assert find_run(number).layout == ra.zigzag(5, 1)
     context = Context(Alone())

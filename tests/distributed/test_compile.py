@@ -1,5 +1,7 @@
 """Compiled attention over gloo: agreement, exchange and gradients are inside of the operators."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
+from ringattn import passes
 
 N = 37
 
@@ -39,6 +42,52 @@ def compiled_gradients(group, mesh, layout, mask):
     return max(float((x - ra.shard(y, held, rank)).abs().sum()) for x, y in zip(got, wanted))
 
 
+AXES = "ring", "heads"
+HYBRIDS = {
+    "mesh": lambda mesh: mesh,
+    "hybrid": lambda mesh: ra.hybrid(mesh, *AXES),
+    # its axes are found by their names
+    "a mesh of other names": lambda mesh: ra.hybrid(mesh, "up", "across"),
+}
+
+
+def compiled_grid(group, name, made_within):
+    """The whole graph's launches of each pass on a 2 x 2 grid, under the policy, and the greatest summed difference of this rank's
+    out, lse and gradients from the reference's; ranks 4 to 7 only make groups."""
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("up", "across") if "other" in name else AXES)
+    rank = dist.get_rank(group)
+    if rank >= 4:
+        return None
+    layout = ra.Layout(N, ((ra.Span(20, 17),), (), (ra.Span(1, 19),), (ra.Span(0, 1),)))
+    mask = ra.dilated_window((4, 2), 3) | ra.sliding_window(2)
+    q, k, v, dout = whole_inputs()
+    ready = None if made_within else HYBRIDS[name](mesh)
+
+    def block(q, k, v):
+        grid = HYBRIDS[name](mesh) if made_within else ready
+        out, stats = ra.ring_attention(2 * q, k, v, layout=layout, mask=mask, group=grid, return_stats=True)
+        return out, stats.lse
+
+    def attention(*inputs):
+        return checkpoint(block, *inputs, use_reentrant=False, context_fn=ra.checkpoint_contexts)
+
+    torch.compiler.reset()
+    leaves = [ra.shard(x, layout, rank).requires_grad_() for x in (q, k, v)]
+    with (
+        patch.object(passes, "forward", side_effect=passes.forward) as forward,
+        patch.object(passes, "backward", side_effect=passes.backward) as backward,
+    ):
+        out, lse = torch.compile(attention, fullgraph=True, backend="aot_eager")(*leaves)
+        loss = (out * ra.shard(dout, layout, rank)).sum() + lse.sin().sum()
+        got = out, lse, *torch.autograd.grad(loss, leaves)
+    ref = [x.requires_grad_() for x in (q, k, v)]
+    out, stats = ra.reference.attention(2 * ref[0], *ref[1:], mask=mask, return_stats=True)
+    lse = stats.lse
+    wanted = out, lse, *torch.autograd.grad((out * dout).sum() + lse.sin().sum(), ref)
+    pairs = [(x, ra.shard(y, layout, rank, dim=2 if y is lse else 1)) for x, y in zip(got, wanted, strict=True)]
+    return forward.call_count, backward.call_count, max(float((x - y).abs().sum()) for x, y in pairs)
+
+
 def disagree(group):
     """What a compiled call with another mask on rank 1 says, and whether the next one works."""
     rank = dist.get_rank(group)
@@ -62,6 +111,15 @@ def disagree(group):
 )
 def test_compiled_attention_is_exact_on_every_rank(gloo, world_size, mesh, layout, mask):
     assert max(gloo.run(world_size, compiled_gradients, mesh, layout, mask, timeout=120)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "made_within"), [("mesh", False), ("hybrid", False), ("hybrid", True), ("a mesh of other names", True)]
+)
+def test_a_compiled_grid_is_exact_and_runs_once(gloo, name, made_within):
+    for forwards, backwards, difference in gloo.run(8, compiled_grid, name, made_within, timeout=120)[:4]:
+        assert (forwards, backwards) == (1, 1)
+        assert difference < 1e-12
 
 
 def test_ranks_that_disagree_in_compiled_code_hear_of_it(gloo):
