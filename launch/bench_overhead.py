@@ -82,8 +82,7 @@ def measure(world_size: int, schedule: ra.Schedule, arguments: argparse.Namespac
         # tensors of their own, for autograd makes them outputs
         forward=lambda *args, **options: tuple(x.detach() for x in state),
         delta=lambda *args: statistic,
-        write_gradients=lambda *args: None,
-        add_gradients=lambda *args, **options: None,
+        backward=lambda *args, **options: None,
     ):
         rounds = [_round(call, leaves, dout, arguments.calls) for _ in range(arguments.rounds)]
         if arguments.profile:

@@ -140,7 +140,9 @@ class Local(Method):
         out, *stats = self.state
         inputs = (self.q, self.k, self.v, self.dout, *stats, local.delta(out, self.dout))
         del self.state
-        return local.gradients(*inputs, self.tiles, self.score, dtype=self.q.dtype)
+        dq, dk, dv = local.query_sums(self.q, self.score, self.q.dtype), torch.empty_like(self.k), torch.empty_like(self.v)
+        local.backward(*inputs, self.tiles, self.score, dq=dq, dk=dk, dv=dv, add=False)
+        return dq.finish(self.q.dtype), dk, dv
 
 
 def make_method(name: str, case: Case, groups: dict[str, object], *, same: bool = False) -> Method:

@@ -81,6 +81,17 @@ def delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     return (out.to(acc_dtype) * dout.to(acc_dtype)).sum(-1).transpose(1, 2).contiguous()
 
 
+class QuerySums:
+    """dQ of one backward pass, in fp32 (fp64): shaped as q (b, sq, h, d)."""
+
+    def __init__(self, q: torch.Tensor) -> None:
+        self.total = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
+
+    def finish(self, dtype: torch.dtype) -> torch.Tensor:
+        """dQ in `dtype`."""
+        return self.total.to(dtype)
+
+
 def backward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -92,16 +103,22 @@ def backward(
     tiles: Tiles,
     *,
     softmax_scale: float,
-    dq: torch.Tensor,
+    dq: QuerySums,
     dk: torch.Tensor,
     dv: torch.Tensor,
+    add: bool = True,
 ) -> None:
     """Adds the gradients of the tiles' pairs to dq, dk and dv, in place, from the statistics of all keys:
 
     P = exp(S - row_max) / row_sum, dV += P^T dout, dS = P (dout V^T - delta), dQ += scale dS K, dK += scale dS^T Q.
+
+    With add=False, overwrites all of dk and dv, of any dtype, whatever they held; their sums are fp32 (fp64) in any case.
     """
     hk = k.shape[2]
-    acc_dtype = dq.dtype
+    acc_dtype = dq.total.dtype
+    outputs = dk, dv
+    if not add:
+        dk, dv = (torch.zeros_like(x, dtype=acc_dtype) if x.dtype != acc_dtype else x.zero_() for x in outputs)
     pivot = torch.where(row_max == float("-inf"), 0.0, row_max)
     norm = torch.where(row_sum > 0, 1 / row_sum, 0.0)
     for block in _blocks(tiles, q.device):
@@ -114,7 +131,10 @@ def backward(
         dscores = (_product(gradient, values.transpose(-1, -2)) - _per_row(delta, block.q, hk)) * weights * softmax_scale
         dv[:, block.k] += _product_t(weights, gradient).transpose(1, 2)
         dk[:, block.k] += _product_t(dscores, queries).transpose(1, 2)
-        dq[:, block.q].unflatten(2, (hk, -1)).add_(_product(dscores, keys).permute(0, 3, 1, 2, 4))
+        dq.total[:, block.q].unflatten(2, (hk, -1)).add_(_product(dscores, keys).permute(0, 3, 1, 2, 4))
+    for x, total in zip(outputs, (dk, dv), strict=True):
+        if x is not total:
+            x.copy_(total)
 
 
 def _blocks(tiles: Tiles, device: torch.device) -> Iterator[_Block]:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from . import blocked
 from .plan import Tiles
 from .score import Score
+
+if TYPE_CHECKING:
+    import ringattn_kernels
+
+    QuerySums = blocked.QuerySums | ringattn_kernels.QuerySums
 
 State = blocked.State
 
@@ -31,83 +38,45 @@ def delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     return blocked.delta(out, dout)
 
 
-def gradients(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    row_max: torch.Tensor,
-    row_sum: torch.Tensor,
-    delta: torch.Tensor,
-    tiles: Tiles,
-    score: Score,
-    *,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv of the tiles' pairs alone, in `dtype`: `write_gradients` to new tensors."""
-    dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x in (q, k, v))
-    write_gradients(q, k, v, dout, row_max, row_sum, delta, tiles, score, dq, dk, dv)
-    return dq, dk, dv
+def query_sums(q: torch.Tensor, score: Score, dtype: torch.dtype) -> QuerySums:
+    """What the launches of one backward pass with q add dQ to; `finish(dtype)` gives it, once.
 
-
-def write_gradients(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    row_max: torch.Tensor,
-    row_sum: torch.Tensor,
-    delta: torch.Tensor,
-    tiles: Tiles,
-    score: Score,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-) -> None:
-    """Overwrites all of dq, dk and dv, of any dtype, with the gradients of the tiles' pairs, summed in fp32 (fp64)."""
-    if len(tiles) and q.is_cuda:
-        import ringattn_kernels
-
-        table, scale = tiles.kernel_table, score.softmax_scale
-        ringattn_kernels.backward(
-            q, k, v, dout, row_max, row_sum, delta, table, softmax_scale=scale, dq=dq, dk=dk, dv=dv, add=False
-        )
-        return
-    outputs = dq, dk, dv
-    if dq.dtype == row_sum.dtype:
-        for x in outputs:
-            x.zero_()
-        add_gradients(q, k, v, dout, row_max, row_sum, delta, tiles, score, dq=dq, dk=dk, dv=dv)
-        return
-    sums = tuple(torch.zeros_like(x, dtype=row_sum.dtype) for x in outputs)
-    add_gradients(q, k, v, dout, row_max, row_sum, delta, tiles, score, dq=sums[0], dk=sums[1], dv=sums[2])
-    for x, total in zip(outputs, sums, strict=True):
-        x.copy_(total)
-
-
-def add_gradients(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    row_max: torch.Tensor,
-    row_sum: torch.Tensor,
-    delta: torch.Tensor,
-    tiles: Tiles,
-    score: Score,
-    *,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-) -> None:
-    """Adds the gradients of the tiles' pairs to dq, dk and dv, in place. See `blocked.backward`."""
-    if not len(tiles):
-        return
-    scale = score.softmax_scale
+    dtype: fp32 (fp64), or, for a single launch, the one that dQ will have.
+    """
     if q.is_cuda:
         import ringattn_kernels
 
-        table = tiles.kernel_table
-        ringattn_kernels.backward(q, k, v, dout, row_max, row_sum, delta, table, softmax_scale=scale, dq=dq, dk=dk, dv=dv)
+        return ringattn_kernels.QuerySums(q, score.softmax_scale, dtype)
+    return blocked.QuerySums(q)
+
+
+def backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    row_max: torch.Tensor,
+    row_sum: torch.Tensor,
+    delta: torch.Tensor,
+    tiles: Tiles,
+    score: Score,
+    *,
+    dq: QuerySums,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    add: bool,
+) -> None:
+    """Adds the gradients of the tiles' pairs to dq, dk and dv, in place. See `blocked.backward`.
+
+    With add=False, overwrites all of dk and dv, of any dtype, whatever they held; dq is added to nevertheless.
+    """
+    inputs, scale = (q, k, v, dout, row_max, row_sum, delta), score.softmax_scale
+    if not len(tiles):
+        for x in () if add else (dk, dv):
+            x.zero_()
+    elif isinstance(dq, blocked.QuerySums):
+        blocked.backward(*inputs, tiles, softmax_scale=scale, dq=dq, dk=dk, dv=dv, add=add)
     else:
-        blocked.backward(q, k, v, dout, row_max, row_sum, delta, tiles, softmax_scale=scale, dq=dq, dk=dk, dv=dv)
+        import ringattn_kernels
+
+        ringattn_kernels.backward(*inputs, tiles.kernel_table, softmax_scale=scale, dq=dq, dk=dk, dv=dv, add=add)

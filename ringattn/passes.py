@@ -66,23 +66,20 @@ def backward(
     # gradients that nothing is added to later leave the kernels in their final dtype
     alone = kv_dtype == q.dtype and steps.alone
     dtype = q.dtype if alone else row_sum.dtype
-    dq = torch.empty_like(q, dtype=dtype)
+    dq = local.query_sums(q, score, dtype)
     grads = {0: _empty(buffers[0], k.shape[1], dtype)}
-    for t, step in enumerate(steps.backward):
+    if (last := steps.backward[-1]).adds:
+        for x in _part(grads[0], last.begin, k.shape[1]):
+            x.zero_()
+    for step in steps.backward:
         inbox = [(message, _empty(buffers[0], len(message.slots), dtype)) for message in step.grads_in]
         receives = [Peer(message.peer, x) for message, box in inbox for x in box]
         handle = _exchange(transport, step, buffers, _peers(step.grads_out, grads), receives)
-        if t == 0:
-            rows = step.tiles.k_rows
-            for x in _part(grads[0], rows, k.shape[1]) if rows < k.shape[1] else ():
-                x.zero_()
-            dk, dv = _batch_first(_part(grads[0], 0, rows))
-            local.write_gradients(q, *_keys(step, buffers), *inputs, step.tiles, score, dq, dk, dv)
-        elif step.collects:
+        if step.collects:
             if step.buffer:
-                grads[step.buffer] = _zeros_like(buffers[step.buffer], dtype)
+                grads[step.buffer] = _empty(buffers[0], step.tiles.k_rows, dtype)
             dk, dv = _batch_first(_part(grads[step.buffer], step.begin, step.begin + step.tiles.k_rows))
-            local.add_gradients(q, *_keys(step, buffers), *inputs, step.tiles, score, dq=dq, dk=dk, dv=dv)
+            local.backward(q, *_keys(step, buffers), *inputs, step.tiles, score, dq=dq, dk=dk, dv=dv, add=step.adds)
         handle.wait()
         for message, box in inbox:
             for total, received in zip(grads[message.buffer], box, strict=True):
@@ -92,7 +89,7 @@ def backward(
         for number in step.grads_close:
             del grads[number]
     dk, dv = _batch_first(grads[0])
-    return dq.to(q.dtype), dk.to(kv_dtype), dv.to(kv_dtype)
+    return dq.finish(q.dtype), dk.to(kv_dtype), dv.to(kv_dtype)
 
 
 def _exchange(
@@ -130,8 +127,3 @@ def _part(buffer: KV, begin: int, end: int) -> KV:
 def _empty(buffer: KV, rows: int, dtype: torch.dtype) -> KV:
     k, v = buffer
     return k.new_empty((rows, *k.shape[1:]), dtype=dtype), v.new_empty((rows, *v.shape[1:]), dtype=dtype)
-
-
-def _zeros_like(buffer: KV, dtype: torch.dtype) -> KV:
-    k, v = buffer
-    return torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)

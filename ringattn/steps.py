@@ -35,8 +35,8 @@ class Step:
 
     While they are computed, `sends` and `receives` move K/V, after `opens` has told the size (number, rows) of each buffer that begins to
     fill. In the backward pass also `grads_out` leave the dK/dV of earlier buffers, and `grads_in` come to be added to those of
-    this step's buffer or of the rank's own; `collects` tells whether anybody wants the dK/dV of this step's buffer. `closes` and
-    `grads_close` name the buffers that are not needed after this step.
+    this step's buffer or of the rank's own; `collects` tells whether anybody wants the dK/dV of this step's buffer, and
+    `adds` whether something is in them already. `closes` and `grads_close` name the buffers that are not needed after this step.
     """
 
     tiles: Tiles
@@ -48,6 +48,7 @@ class Step:
     grads_out: tuple[Message, ...] = ()
     grads_in: tuple[Message, ...] = ()
     collects: bool = True
+    adds: bool = False
     closes: tuple[int, ...] = ()
     grads_close: tuple[int, ...] = ()
 
@@ -90,7 +91,7 @@ def make_steps(schedule: Schedule, plan: Plan, rank: int) -> Steps:
             receives=tuple(kv.into[t]),
             grads_out=tuple(grads.out[t]),
             grads_in=tuple(grads.into[t]),
-            collects=t in grads.last,
+            collects=t == 0 or t in grads.last,
             closes=tuple(number for number in buffers if number and max(number, kv.last.get(number, 0)) == t),
             grads_close=tuple(number for number in buffers if number and grads.last.get(number) == t),
         )
@@ -101,7 +102,9 @@ def make_steps(schedule: Schedule, plan: Plan, rank: int) -> Steps:
     half = _half(own) if last.grads_out or last.grads_in else 0
     if half:
         steps[0] = replace(steps[0], tiles=own.of_keys(0, half))
-        steps[-1] = replace(last, tiles=own.of_keys(half, own.k_rows), buffer=0, begin=half, collects=True)
+        rest = own.of_keys(half, own.k_rows)
+        received = any(message.buffer == 0 for step in steps[:-1] for message in step.grads_in)
+        steps[-1] = replace(last, tiles=rest, buffer=0, begin=half, collects=True, adds=received)
     return Steps(forward, tuple(steps))
 
 

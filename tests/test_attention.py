@@ -328,6 +328,32 @@ def test_same_input_same_bits(schedule):
         assert torch.equal(one, other)
 
 
+@pytest.fixture
+def empty_is_nan():
+    """Deterministic mode fills new memory with NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.ones(2).new_empty(2).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("layout", "mask"),
+    [
+        (ra.zigzag(64, 4), ra.causal()),
+        (custom_layout(61, 4), ra.full()),
+        # keys that nobody sees, and own keys that only others see
+        (ra.contiguous(64, 4), ra.documents([20, 30], causal=False) & ra.sliding_window(9, 7)),
+        (ra.contiguous(64, 4), ra.prefix(5)),
+    ],
+    ids=["causal", "full", "padding", "prefix"],
+)
+def test_no_gradient_is_of_memory_that_nobody_wrote(layout, mask, schedule, empty_is_nan):
+    inputs = make_inputs(layout.seq_len)
+    assert_every_rank(ring(*inputs, mask, layout, SCHEDULES[schedule]), dense(*inputs, mask), layout)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_rounds_nothing(dtype):
     q, k, v, dout = make_inputs(65, dtype=dtype)

@@ -49,11 +49,11 @@ def dense(q, k, v, live):
 
 
 def gradients(q, k, v, dout, tiles, out, row_max, row_sum):
-    """dq, dk, dv added to ones, so that what is not added to shows."""
-    dq, dk, dv = (torch.ones(x.shape, dtype=row_sum.dtype) for x in (q, k, v))
+    """dq, dk, dv; dk and dv added to ones, so that what is not added to shows."""
+    dq, dk, dv = blocked.QuerySums(q), *(torch.ones(x.shape, dtype=row_sum.dtype) for x in (k, v))
     delta = blocked.delta(out, dout)
     blocked.backward(q, k, v, dout, row_max, row_sum, delta, tiles, softmax_scale=SCALE, dq=dq, dk=dk, dv=dv)
-    return dq - 1, dk - 1, dv - 1
+    return dq.finish(row_sum.dtype), dk - 1, dv - 1
 
 
 def assert_close(got, wanted, tolerance=1e-11):
@@ -180,7 +180,7 @@ def test_views_of_buffers_with_rows_first():
     turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v)]
     assert_close(blocked.forward(q, *turned, tiles, softmax_scale=SCALE), state)
     dk, dv = (torch.zeros(9, B, HK, size, dtype=torch.float64) for size in (D, D_V))
-    dq = torch.zeros_like(q)
+    dq = blocked.QuerySums(q)
     blocked.backward(
         q,
         *turned,
@@ -193,7 +193,23 @@ def test_views_of_buffers_with_rows_first():
         dk=dk.transpose(0, 1),
         dv=dv.transpose(0, 1),
     )
-    assert_close((dq, dk.transpose(0, 1), dv.transpose(0, 1)), gradients(q, k, v, dout, tiles, *state))
+    assert_close((dq.finish(q.dtype), dk.transpose(0, 1), dv.transpose(0, 1)), gradients(q, k, v, dout, tiles, *state))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_overwriting_dk_and_dv_leaves_nothing_of_what_was_there_and_adds_to_dq(dtype):
+    q, k, v, dout = (x.to(dtype) for x in make_inputs(7, 9))
+    tiles = tiles_of([(2, 7, 3, 8, -2, 5)], 7, 9)
+    out, row_max, row_sum = blocked.forward(q, k, v, tiles, softmax_scale=SCALE)
+    wanted = gradients(q, k, v, dout, tiles, out, row_max, row_sum)
+    dq, (dk, dv) = blocked.QuerySums(q), (torch.full_like(x, math.nan) for x in (k, v))
+    for _ in range(2):
+        arguments = dict(softmax_scale=SCALE, dq=dq, dk=dk, dv=dv, add=False)
+        blocked.backward(q, k, v, dout, row_max, row_sum, blocked.delta(out, dout), tiles, **arguments)
+    tolerance = dict(rtol=torch.finfo(dtype).eps, atol=1e-11 if dtype == torch.float64 else 1e-6)
+    for x, y in zip((dq.finish(dtype), dk, dv), (2 * wanted[0], *wanted[1:])):
+        assert x.dtype == dtype
+        torch.testing.assert_close(x, y.to(dtype), **tolerance)
 
 
 def test_delta_is_the_row_sum_in_float32():

@@ -79,7 +79,10 @@ class Simulated:
         self.steps, self.rank, self.seq_len = steps, rank, seq_len
         self.queries = order[rank]
         self.buffers = {0: order[rank]}
-        self.grads = {0: np.zeros((len(order[rank]), seq_len), dtype=int)}
+        # what is not written is not zero
+        self.grads = {0: np.full((len(order[rank]), seq_len), 1000)}
+        if steps.backward[-1].adds:
+            self.grads[0][steps.backward[-1].begin :] = 0
 
     def begin(self, step, wires, grads):
         for number, rows in step.opens:
@@ -107,7 +110,9 @@ class Simulated:
     def add(self, step):
         if step.collects and step.buffer:
             assert step.buffer not in self.grads
-            self.grads[step.buffer] = np.zeros((len(self.buffers[step.buffer]), self.seq_len), dtype=int)
+            self.grads[step.buffer] = np.full((len(self.buffers[step.buffer]), self.seq_len), 1000)
+        if step.collects and not step.adds:
+            self.grads[step.buffer][step.begin : step.begin + step.tiles.k_rows] = 0
         for query, _, row in self.compute(step):
             self.grads[step.buffer][row, query] += 1
 

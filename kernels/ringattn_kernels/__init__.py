@@ -2,6 +2,7 @@
 
 from .backward import backward, delta
 from .forward import forward
+from .query_sums import QuerySums
 from .table import TileTable
 
-__all__ = ["TileTable", "backward", "delta", "forward"]
+__all__ = ["QuerySums", "TileTable", "backward", "delta", "forward"]

@@ -20,6 +20,7 @@ from .config import Launch, architecture, descriptor, launch_for, padded, precis
 from .dispatch import Kernels, choose_backward
 from .forward import LOG2_E
 from .gradients import dkdv_kernel, dq_kernel
+from .query_sums import QuerySums
 from .table import BlockTable, TileTable
 from .units import to_base2
 
@@ -48,7 +49,7 @@ def backward(
     table: TileTable,
     *,
     softmax_scale: float,
-    dq: torch.Tensor,
+    dq: torch.Tensor | QuerySums,
     dk: torch.Tensor,
     dv: torch.Tensor,
     add: bool = True,
@@ -61,16 +62,32 @@ def backward(
     if it has one. add=False overwrites all of dq, dk and dv instead, whatever they held, and takes them in any floating-point
     dtype: for a table that holds all pairs of its queries and keys this saves the zeroing, the reading and a cast.
 
+    dq may be `QuerySums` instead, which are for several launches with one q. They are always added to, and `add` is said of dk and
+    dv: of several launches, those that first meet their keys may overwrite.
+
     kernels: which to run, instead of what `dispatch.choose_backward` would choose.
     deterministic: whether the same inputs must give the same bits, at some cost in speed; dk and dv always do. By default what
     `torch.use_deterministic_algorithms` has been told.
     """
     choice = choose_backward(q, k, v, dout, table, kernels, deterministic)
-    if choice.kernels != Kernels.PLAIN:
-        run = hopper_backward.backward if choice.kernels == Kernels.HOPPER else hopper_backward_fused.backward
-        outputs = dict(dq=dq, dk=dk, dv=dv, add=add)
-        run(q, k, v, dout, row_max, row_sum, delta, table, softmax_scale=softmax_scale, **outputs)
+    inputs = (q, k, v, dout, row_max, row_sum, delta, table)
+    if isinstance(dq, QuerySums):
+        assert dq.q.shape == q.shape and dq.softmax_scale == softmax_scale
+    if choice.kernels == Kernels.HOPPER_FUSED:
+        sums = dq.permuted() if isinstance(dq, QuerySums) else hopper_backward_fused.zero_sums(q)
+        hopper_backward_fused.backward(*inputs, softmax_scale=softmax_scale, sums=sums, dk=dk, dv=dv, add=add)
+        if isinstance(dq, torch.Tensor):
+            hopper_backward_fused.finish(sums, dq, softmax_scale, add)
         return
+    rows, add_q = dq.rows() if isinstance(dq, QuerySums) else (dq, add)
+    run = hopper_backward.backward if choice.kernels == Kernels.HOPPER else _plain_backward
+    run(*inputs, softmax_scale=softmax_scale, dq=rows, dk=dk, dv=dv, add_q=add_q, add_kv=add)
+
+
+def _plain_backward(
+    q, k, v, dout, row_max, row_sum, delta, table: TileTable, *, softmax_scale: float, dq, dk, dv, add_q: bool, add_kv: bool
+) -> None:  # fmt: skip
+    """`backward` by the kernels of `gradients`; whether to add is said of dq apart."""
     b, _, h, d = q.shape
     hk = k.shape[2]
     arch = architecture(q.device)
@@ -79,14 +96,15 @@ def backward(
     query_launch = launch_for("dq", arch, head_dim, q.dtype)
     key_blocks = table.key_blocks(key_launch.block, key_launch.step, q.device)
     query_blocks = table.query_blocks(query_launch.block, query_launch.step, q.device)
-    key_count, query_count = (blocks.touched if add else len(blocks) for blocks in (key_blocks, query_blocks))
+    key_count = key_blocks.touched if add_kv else len(key_blocks)
+    query_count = query_blocks.touched if add_q else len(query_blocks)
     pivot, weight = pivots(row_max, row_sum, weighted=q.dtype == torch.float32)
     common = (q, k, v, dout, pivot, weight, delta, table)
     if b * hk * key_count > 0:
-        arguments = dkdv_arguments(*common, key_blocks, key_count, softmax_scale, dk, dv, add, key_launch, arch)
+        arguments = dkdv_arguments(*common, key_blocks, key_count, softmax_scale, dk, dv, add_kv, key_launch, arch)
         dkdv_kernel[(b * hk * key_count,)](**arguments)
     if b * h * query_count > 0:
-        arguments = dq_arguments(*common, query_blocks, query_count, softmax_scale, dq, add, query_launch, arch)
+        arguments = dq_arguments(*common, query_blocks, query_count, softmax_scale, dq, add_q, query_launch, arch)
         dq_kernel[(b * h * query_count,)](**arguments)
 
 

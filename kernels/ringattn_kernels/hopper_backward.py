@@ -490,15 +490,17 @@ def backward(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
-    add: bool = True,
+    add_q: bool,
+    add_kv: bool,
 ) -> None:
-    """As `ringattn_kernels.backward`, of inputs in whose way there is no `obstacle`."""
+    """As `ringattn_kernels.backward`, of inputs in whose way there is no `obstacle`; whether to add is said of dq apart."""
     b, q_rows, h, _ = q.shape
     assert row_max.is_contiguous() and row_sum.is_contiguous() and delta.is_contiguous()
     assert q.dtype == k.dtype == v.dtype == dout.dtype and dq.stride(3) == dk.stride(3) == dv.stride(3) == 1
     assert q.shape == dq.shape == dout.shape and k.shape == v.shape == dk.shape == dv.shape
     assert (q_rows, k.shape[1]) == (table.q_rows, table.k_rows)
-    assert not add or dq.dtype == dk.dtype == dv.dtype == torch.float32
+    assert not add_q or dq.dtype == torch.float32
+    assert not add_kv or dk.dtype == dv.dtype == torch.float32
     padded_rows = triton.cdiv(q_rows, BLOCK.value) * BLOCK.value
     pivot, padded_delta = torch.empty(2, b * h, padded_rows, device=q.device, dtype=torch.float32)
     prepare_kernel[(b * h * padded_rows // BLOCK.value,)](
@@ -506,8 +508,8 @@ def backward(
     )
     inputs = (q, k, v, dout, pivot, padded_delta, table, softmax_scale)
     for kernel, (grid, arguments) in (
-        (key_kernel, key_arguments(*inputs, dk, dv, add)),
-        (query_kernel, query_arguments(*inputs, dq, add)),
+        (key_kernel, key_arguments(*inputs, dk, dv, add_kv)),
+        (query_kernel, query_arguments(*inputs, dq, add_q)),
     ):
         # programs of the query kernel fill the chip while the last of the key kernel's run
         kernel[(grid,)](**arguments, num_warps=4, launch_pdl=kernel is query_kernel)

@@ -5,8 +5,8 @@
 
 A program owns 128 key rows of one key/value head and meets blocks of queries of all heads of its group, as in
 `hopper_backward.key_kernel`. Besides, dS goes through shared memory for the product with K, and the copy engine adds the result to
-sums of dq in global memory, in fp32. `finish_kernel` scales the sums and adds them to dq, or writes it. dk and dv are the same bits from
-the same inputs; dq is up to rounding, for which of two programs adds first is not fixed.
+sums of dq in global memory, in fp32, to which any number of launches may add. `finish` scales the sums and adds them to dq, or writes it.
+dk and dv are the same bits from the same inputs; dq is up to rounding, for which of two programs adds first is not fixed.
 
 Shapes: as in `backward`.
 """
@@ -290,6 +290,27 @@ LAUNCHES = {64: Launch(128, 2), 128: Launch(64, 2)}
 SIDE_BY_SIDE = 256
 
 
+def zero_sums(q: torch.Tensor) -> torch.Tensor:
+    """For launches with q to add dq to: fp32 (b * h, sq in whole blocks, d), each 64 x 64 part in the order of `add_dq`."""
+    b, q_rows, h, d = q.shape
+    return torch.zeros(b * h, whole_blocks(q_rows), d, device=q.device, dtype=torch.float32)
+
+
+def finish(sums: torch.Tensor, dq: torch.Tensor, softmax_scale: float, add: bool) -> None:
+    """Scale the sums, and add them to dq (b, sq, h, d), in fp32, or overwrite it, in any dtype."""
+    b, q_rows, h, d = dq.shape
+    assert sums.shape == (b * h, whole_blocks(q_rows), d) and dq.stride(3) == 1
+    assert not add or dq.dtype == torch.float32
+    finish_kernel[(sums.shape[0] * sums.shape[1] // ROWS.value,)](
+        sums, dq, *dq.stride()[:3], h, q_rows, sums.shape[1], softmax_scale, HEAD_DIM=d, ADD=add
+    )
+
+
+def whole_blocks(rows: int) -> int:
+    """The rows and those that fill their last block."""
+    return triton.cdiv(rows, BLOCK.value) * BLOCK.value
+
+
 def sums_descriptor(sums: torch.Tensor) -> TensorDescriptor:
     """For the copy engine to add one part of a step's dq."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -309,29 +330,26 @@ def backward(
     table: TileTable,
     *,
     softmax_scale: float,
-    dq: torch.Tensor,
+    sums: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
-    add: bool = True,
+    add: bool,
 ) -> None:
-    """As `ringattn_kernels.backward`, of inputs in whose way there is no `hopper_backward.obstacle`; takes memory for dq in fp32."""
+    """As `ringattn_kernels.backward`, of inputs in whose way there is no `hopper_backward.obstacle`, but dq is added to `sums`."""
     b, q_rows, h, d = q.shape
     assert row_max.is_contiguous() and row_sum.is_contiguous() and delta.is_contiguous()
-    assert q.dtype == k.dtype == v.dtype == dout.dtype and dq.stride(3) == dk.stride(3) == dv.stride(3) == 1
-    assert q.shape == dq.shape == dout.shape and k.shape == v.shape == dk.shape == dv.shape
+    assert q.dtype == k.dtype == v.dtype == dout.dtype and dk.stride(3) == dv.stride(3) == 1
+    assert q.shape == dout.shape and k.shape == v.shape == dk.shape == dv.shape
     assert (q_rows, k.shape[1]) == (table.q_rows, table.k_rows)
-    assert not add or dq.dtype == dk.dtype == dv.dtype == torch.float32
-    padded_rows = triton.cdiv(q_rows, BLOCK.value) * BLOCK.value
+    assert not add or dk.dtype == dv.dtype == torch.float32
+    padded_rows = sums.shape[1]
+    assert sums.shape == (b * h, whole_blocks(q_rows), d) and sums.is_contiguous()
     pivot, minus_delta = torch.empty(2, b * h, padded_rows, device=q.device, dtype=torch.float32)
-    sums = torch.zeros(b * h, padded_rows, d, device=q.device, dtype=torch.float32)
     prepare_kernel[(b * h * padded_rows // BLOCK.value,)](
         row_max, row_sum, delta, pivot, minus_delta, q_rows, padded_rows, ROWS=BLOCK.value, SIGN=-1
     )
     grid, arguments = fused_arguments(q, k, v, dout, pivot, minus_delta, table, softmax_scale, sums, dk, dv, add)
     fused_kernel[(grid,)](**arguments, num_warps=4)
-    finish_kernel[(b * h * padded_rows // ROWS.value,)](
-        sums, dq, *dq.stride()[:3], h, q_rows, padded_rows, softmax_scale, HEAD_DIM=d, ADD=add
-    )
 
 
 def fused_arguments(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ringattn_kernels as rk
-from ringattn_kernels.hopper_backward_fused import finish_kernel
+from ringattn_kernels.hopper_backward_fused import finish
 from tests.kernels import dense
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
@@ -34,12 +34,25 @@ def run(q, k, v, dout, tables, softmax_scale) -> dense.Result:
     statistics = (row_max, row_sum, delta)
     for table in tables:
         rk.backward(q, k, v, dout, *statistics, table, softmax_scale=softmax_scale, **gradients)
-    if len(tables) == 1:
+    if len(tables) > 1:
+        dq, dk, dv = run_with_sums(q, k, v, dout, statistics, tables, softmax_scale)
+        for name, x in dict(dq=dq, dk=dk, dv=dv).items():
+            assert torch.equal(x, gradients[name]), name
+    else:
         fresh = {name: torch.full_like(x, float("nan")) for name, x in zip(("dq", "dk", "dv"), (q, k, v))}
         rk.backward(q, k, v, dout, *statistics, tables[0], softmax_scale=softmax_scale, **fresh, add=False)
         for name, x in fresh.items():
             assert torch.equal(x, gradients[name].to(q.dtype)), name
     return dense.Result(out, row_max, row_sum, **gradients)
+
+
+def run_with_sums(q, k, v, dout, statistics, tables, softmax_scale):
+    """Gradients of launches that add to one dq, and each write dk and dv of their own over NaN."""
+    sums = rk.QuerySums(q, softmax_scale)
+    fresh = [(transposed(k), transposed(v)) for _ in tables]
+    for table, (dk, dv) in zip(tables, fresh):
+        rk.backward(q, k, v, dout, *statistics, table, softmax_scale=softmax_scale, dq=sums, dk=dk, dv=dv, add=False)
+    return sums.finish(torch.float32), *map(sum, zip(*fresh))
 
 
 def transposed(x):
@@ -197,6 +210,55 @@ def test_the_sums_of_the_fused_kernel_come_back_in_the_order_of_rows(d, add):
     # d = 128: 64 rows are two parts, by columns; d = 64: one
     sums = in_register_order(expected.reshape(b * h, padded_rows, d))
     dq = torch.full((q_rows, b, h, d), 0.5).transpose(0, 1)
-    finish_kernel[(b * h * padded_rows // 64,)](sums, dq, *dq.stride()[:3], h, q_rows, padded_rows, 0.25, HEAD_DIM=d, ADD=add)
+    finish(sums, dq, 0.25, add)
     expected = expected[:, :, :q_rows].transpose(1, 2) * 0.25
     assert torch.equal(dq, expected + 0.5 if add else expected)
+
+
+@pytest.mark.parametrize("plain", ["before", "after", "never"])
+@pytest.mark.parametrize(("d", "q_rows"), [(64, 1), (64, 128), (128, 129)])
+def test_sums_of_different_kernels_are_one_dq(d, q_rows, plain):
+    q, k, v, dout = inputs(2, q_rows, 2, 2, 1, d, d, torch.float16)
+    expected = torch.randn(2, 2, -(-q_rows // 128) * 128, d, generator=torch.Generator().manual_seed(0))
+    sums = rk.QuerySums(q, 0.25)
+    other = torch.zeros(q.shape)
+
+    def add_plain():
+        table = rk.TileTable(np.array(dense.full(q_rows, 2)), q_rows, 2)
+        out, row_max, row_sum = rk.forward(q, k, v, table, softmax_scale=0.25)
+        for dq in (sums, other):
+            dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
+            rk.backward(q, k, v, dout, row_max, row_sum, rk.delta(out, dout), table, softmax_scale=0.25, dq=dq, dk=dk, dv=dv)
+
+    if plain == "before":
+        add_plain()
+    sums.permuted().add_(in_register_order(expected.flatten(0, 1)))
+    if plain == "after":
+        add_plain()
+    sums.permuted().add_(in_register_order(expected.flatten(0, 1)))
+    dq = sums.finish(torch.float16)
+    wanted = expected[:, :, :q_rows].transpose(1, 2) * 0.5 + other
+    assert dq.dtype == torch.float16
+    torch.testing.assert_close(dq, wanted.half(), rtol=2**-10, atol=1e-6)
+
+
+def test_sums_of_nothing_are_zeros():
+    q, *_ = inputs(1, 5, 5, 1, 1, 16, 16, torch.float16)
+    dq = rk.QuerySums(q, 0.25).finish(torch.float16)
+    assert dq.dtype == torch.float16
+    assert torch.equal(dq, torch.zeros_like(q))
+
+
+def test_rows_of_one_launch_are_written_in_their_last_dtype():
+    q, k, v, dout = inputs(1, 40, 40, 1, 1, 16, 16, torch.float16)
+    table = rk.TileTable(np.array(dense.causal(30)), 40, 40)
+    out, row_max, row_sum = rk.forward(q, k, v, table, softmax_scale=0.25)
+    arguments = (q, k, v, dout, row_max, row_sum, rk.delta(out, dout), table)
+    sums, dk, dv = rk.QuerySums(q, 0.25, torch.float16), transposed(k), transposed(v)
+    rk.backward(*arguments, softmax_scale=0.25, dq=sums, dk=dk, dv=dv, add=False)
+    rows, _ = sums.rows()
+    dq = sums.finish(torch.float16)
+    assert dq.data_ptr() == rows.data_ptr()
+    wanted = torch.zeros(q.shape)
+    rk.backward(*arguments, softmax_scale=0.25, dq=wanted, dk=dk, dv=dv)
+    assert torch.equal(dq, wanted.half())

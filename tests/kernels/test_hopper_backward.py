@@ -48,9 +48,9 @@ def compile_for_hopper(kernel, arguments, **options):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options | {"num_warps": 4})
 
 
-def cpu_arguments(kernel: str, d: int, dtype, add: bool):
+def cpu_arguments(kernel: str, d: int, dtype, add: bool, result_dtype):
     q, k, v, dout = (torch.empty(1, 256, heads, d, dtype=dtype) for heads in (4, 2, 2, 4))
-    dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32 if add else dtype) for x in (q, k, v))
+    dq, dk, dv = (torch.empty(x.shape, dtype=result_dtype) for x in (q, k, v))
     pivot, delta = torch.empty(2, 4, 256)
     inputs = (q, k, v, dout, pivot, delta, rk.TileTable(np.array(dense.causal(256)), 256, 256), 0.1)
     if kernel == "fused":
@@ -61,10 +61,20 @@ def cpu_arguments(kernel: str, d: int, dtype, add: bool):
     return hopper_backward.query_kernel, hopper_backward.query_arguments(*inputs, dq, add)[1]
 
 
-@pytest.mark.parametrize(("dtype", "add"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, False)], ids=str)
+# one launch of several adds, or overwrites what only it knows; one alone writes the final dtype
+@pytest.mark.parametrize(
+    ("dtype", "add", "result_dtype"),
+    [
+        (torch.bfloat16, True, torch.float32),
+        (torch.bfloat16, False, torch.float32),
+        (torch.bfloat16, False, torch.bfloat16),
+        (torch.float16, False, torch.float16),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(("kernel", "d"), SPILLS, ids=str)
-def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(kernel, d, dtype, add, tmp_path):
-    compiled = compile_for_hopper(*cpu_arguments(kernel, d, dtype, add))
+def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(kernel, d, dtype, add, result_dtype, tmp_path):
+    compiled = compile_for_hopper(*cpu_arguments(kernel, d, dtype, add, result_dtype))
     (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
     command = [TOOLS / "ptxas", "-v", "-arch=sm_90a", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
     log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
@@ -215,6 +225,55 @@ def test_overwriting_leaves_nothing_of_what_was_there(d, kernels):
             assert torch.equal(x, y.to(x.dtype)), seed
         # sums in another order may round to the neighbour
         torch.testing.assert_close(written[0].float(), added[0], rtol=2**-7, atol=2**-7 * added[0].std().item())
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [Kernels.HOPPER_FUSED],
+        [Kernels.HOPPER],
+        [Kernels.PLAIN],
+        [Kernels.HOPPER_FUSED, Kernels.PLAIN],
+        [Kernels.HOPPER, Kernels.HOPPER_FUSED],
+    ],
+    ids=lambda turns: "+".join(kernels.name for kernels in turns),
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("d", [64, 128])
+def test_launches_that_sum_dq_are_as_one_launch(d, dtype, turns):
+    """The keys in three parts, a launch each; the kernels take turns. Each part's dk and dv are written over NaN."""
+    for seed in range(12):
+        q, k, v, dout, tiles = problem(seed, d, dtype)
+        (_, sq, _, _), sk = q.shape, k.shape[1]
+        live = dense.live_pairs(tiles, sq, sk).cuda()
+        exact = dense.attention(q, k, v, dout, live, d**-0.5, torch.float64)
+        same = dense.attention(q, k, v, dout, live, d**-0.5, dtype)
+        statistics = statistics_of(q, k, v, dout, rk.TileTable(np.array(tiles), sq, sk))
+        sums = rk.QuerySums(q, d**-0.5)
+        dk, dv = (torch.full_like(x, float("nan"), dtype=torch.float32) for x in (k, v))
+        for n, (begin, end) in enumerate(itertools.pairwise([0, sk // 3, sk - sk // 4, sk])):
+            inside = [
+                (q0, q1, max(k0, begin) - begin, min(k1, end) - begin, lo + begin, hi + begin)
+                for q0, q1, k0, k1, lo, hi in tiles
+                if max(k0, begin) < min(k1, end)
+            ]
+            inside = [tile for tile in inside if dense.live_pairs([tile], sq, end - begin).any()]
+            part = slice(begin, end)
+            if inside:
+                table = rk.TileTable(np.array(inside), sq, end - begin)
+                keys, outputs = (k[:, part], v[:, part]), dict(dq=sums, dk=dk[:, part], dv=dv[:, part])
+                outputs |= dict(add=False, softmax_scale=d**-0.5, kernels=turns[n % len(turns)])
+                rk.backward(q, *keys, dout, *statistics, table, **outputs)
+            else:
+                dk[:, part] = dv[:, part] = 0
+        dq = sums.finish(dtype)
+        assert dq.dtype == dtype
+        for name, x, rows in zip(("dq", "dk", "dv"), (dq, dk, dv), (live.any(1), live.any(0), live.any(0))):
+            y, z = getattr(same, name), getattr(exact, name)
+            assert (x.double() - z).norm() <= 3 * (y.double() - z).norm() + 1e-6 * exact.dv.norm(), (seed, name)
+            assert (x[:, ~rows] == 0).all(), (seed, name)
 
 
 @on_gpu
