@@ -6,6 +6,7 @@
     python examples/finetune_long_document.py --text book.txt --steps 300
     python examples/finetune_long_document.py --model path/of/a/model --wrapper fsdp2 --tokens 1000000 --mlp-tile 8192
     python examples/finetune_long_document.py --shape 8b --tokens 131072 --steps 3     # random weights: speed and memory
+    python examples/finetune_long_document.py --shape 1b --wrapper deepspeed --zero 3 --tokens 131072 --steps 3
     python examples/finetune_long_document.py --resume runs/long_document/checkpoint-000050
     python examples/finetune_long_document.py --verify                 # one step against dense attention in one process
 
@@ -18,7 +19,6 @@ logits and loss are local, and only attention talks to the other ranks. Writes t
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 import sys
@@ -33,19 +33,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from finetune_checkpoint import load_checkpoint, save_checkpoint
 from finetune_files import machine, peak_memory_gib, prepare_tokens, share_tokens, split_heldout, write_figures
-from finetune_model import activation_bytes, build_model, count_flops, wrap
+from finetune_model import activation_bytes, build_model, count_flops, count_parameters
 from finetune_settings import DTYPES, Settings, parse
-from finetune_ulysses import attach_ulysses
+from finetune_trainer import LAYOUTS, Trainer, learning_rate
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import ringattn as ra
-from ringattn.integrations.causal_lm import CausalLMLoss, shift_labels, sum_gradients
-from ringattn.integrations.data import shard_batch
+from ringattn.integrations.causal_lm import CausalLMLoss, shift_labels
 from ringattn.integrations.huggingface import attach
-from ringattn.integrations.loss import averaged, mean_loss, summed
-
-LAYOUTS = {"zigzag": ra.zigzag, "striped": ra.striped, "contiguous": ra.contiguous}
 
 
 def window(tokens: torch.Tensor, seq_len: int, settings: Settings, step: int) -> dict[str, torch.Tensor]:
@@ -57,75 +53,13 @@ def window(tokens: torch.Tensor, seq_len: int, settings: Settings, step: int) ->
     return dict(input_ids=piece[:, :seq_len], shift_labels=shift_labels(piece)[:, :seq_len])
 
 
-def learning_rate(step: int, settings: Settings) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
-    if step < settings.warmup:
-        return settings.lr * (step + 1) / settings.warmup
-    done = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
-    return settings.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+def make_trainer(settings: Settings, model: CausalLMLoss, device: torch.device) -> Trainer:
+    if settings.wrapper == "deepspeed":
+        # an import of seconds, for those who ask for it
+        from finetune_deepspeed import DeepSpeedTrainer
 
-
-def make_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=settings.device == "cuda")
-
-
-class Trainer:
-    """A model, what is called for its loss, and the layout of the step."""
-
-    def __init__(self, settings: Settings, model: CausalLMLoss, device: torch.device) -> None:
-        self.settings, self.model, self.device = settings, model, device
-        self.run = wrap(settings, model, device)
-        self.optimizer = make_optimizer(model, settings)
-        self.reduction = summed() if settings.wrapper == "none" else averaged()
-
-    def shards(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """This rank's rows of whole sequences, and the model attached to their layout."""
-        tokens = batch["input_ids"].shape[1]
-        layout = LAYOUTS[self.settings.layout](tokens, dist.get_world_size())
-        if self.settings.attention == "ringattn":
-            attach(self.model.model, layout=layout)
-        else:
-            attach_ulysses(self.model.model, tokens)
-        return {name: value.to(self.device) for name, value in shard_batch(batch, layout, dist.get_rank()).items()}
-
-    def loss(self, batch: dict[str, torch.Tensor]):
-        batch = self.shards(batch)
-        # FSDP2 runs in the low precision by itself
-        low = self.settings.dtype == "bfloat16" and self.settings.wrapper != "fsdp2"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=low):
-            value = self.run(**batch)
-        return mean_loss(value, batch["shift_labels"], reduction=self.reduction)
-
-    def step(self, batch: dict[str, torch.Tensor], rate: float) -> tuple[float, float]:
-        """One step; returns the mean loss over all tokens of all ranks, and the norm of the whole gradient."""
-        loss = self.loss(batch)
-        loss.loss.backward()
-        if self.settings.wrapper == "none":
-            sum_gradients(self.model.parameters())
-        # every rank holds the whole gradient, or FSDP2's tensors know of their other shards: this is the global norm
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.mean.item(), norm.item()
-
-    @torch.no_grad()
-    def perplexity(self, tail: torch.Tensor, seq_len: int) -> float:
-        """exp of the mean loss over a held-out tail, in sequences of at most `seq_len` tokens."""
-        self.model.eval()
-        losses, counts = 0.0, 0.0
-        for piece in tail.split(max(seq_len, 1)):
-            if len(piece) >= 2 * self.settings.ranks:
-                loss = self.loss(dict(input_ids=piece[None], shift_labels=shift_labels(piece[None])))
-                losses += (loss.mean * loss.tokens).item()
-                counts += loss.tokens.item()
-        self.model.train()
-        return math.exp(losses / counts) if counts else math.nan
+        return DeepSpeedTrainer(settings, model, device)
+    return Trainer(settings, model, device)
 
 
 def train(settings: Settings, trainer: Trainer, tokens: torch.Tensor, device: torch.device) -> dict[str, Any]:
@@ -151,7 +85,7 @@ def train(settings: Settings, trainer: Trainer, tokens: torch.Tensor, device: to
         seconds=[],
         model_flops_a_step=flops,
     )
-    save_every = settings.save_every or (0 if settings.shape else settings.steps)
+    save_every = settings.save_every or (0 if settings.shape or settings.wrapper == "deepspeed" else settings.steps)
     log = (Path(settings.out) / "log.jsonl").open("a" if settings.resume else "w") if rank == 0 else None
     model.train()
     bar = tqdm(range(first, settings.steps), initial=first, total=settings.steps, disable=rank != 0, desc="training")
@@ -188,7 +122,7 @@ def train(settings: Settings, trainer: Trainer, tokens: torch.Tensor, device: to
     # the first step compiles kernels and sets up communication
     figures.update(speed(settings, flops, seq_len, statistics.median(figures["seconds"][1:] or figures["seconds"])))
     figures["peak_memory_gib_per_rank"] = peak.item()
-    figures["parameters"] = sum(p.numel() for p in model.parameters())
+    figures["parameters"] = count_parameters(model)
     figures["heldout_tokens"] = len(tail)
     figures["heldout_perplexity"] = trainer.perplexity(tail, seq_len) if len(tail) and settings.attention == "ringattn" else None
     return figures
@@ -259,11 +193,11 @@ def work(settings: Settings, device: torch.device) -> None:
     document, tokens = prepare_tokens(settings, device)
     model = build_model(settings, device, int(tokens.max()) + 1)
     if rank == 0:
-        parameters = sum(p.numel() for p in model.parameters()) / 1e6
+        parameters = count_parameters(model) / 1e6
         print(f"{document['name']}: {document['characters']:,} characters, {len(tokens):,} tokens")
         print(
             f"{settings.ranks} ranks on {machine(settings.device)['device']}, {parameters:.1f}M parameters, {settings.dtype}, "
-            f"wrapper {settings.wrapper}",
+            f"wrapper {settings.wrapper}" + ("" if settings.zero is None else f", ZeRO {settings.zero}"),
             flush=True,
         )
     if settings.verify:
@@ -278,7 +212,7 @@ def work(settings: Settings, device: torch.device) -> None:
     prompt = share_tokens(prompt, device)
     if settings.generate and len(prompt) < 2 * settings.ranks:
         raise ValueError(f"--prompt has {len(prompt)} tokens, but {settings.ranks} ranks need {2 * settings.ranks} or more")
-    trainer = Trainer(settings, model, device)
+    trainer = make_trainer(settings, model, device)
     setup_seconds = time.perf_counter() - began
     figures = train(settings, trainer, tokens, device)
     ids = generate(settings, model.model, prompt, device) if settings.generate else None

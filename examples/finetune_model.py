@@ -69,10 +69,6 @@ def wrap(settings: Settings, model: CausalLMLoss, device: torch.device) -> nn.Mo
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
     if settings.shape:
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        model.to_empty(device=device)
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
         draw_weights(model, settings.seed, device)
     model.to(device)
     if settings.wrapper == "ddp":
@@ -98,9 +94,16 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 @torch.no_grad()
-def draw_weights(model: nn.Module, seed: int, device: torch.device) -> None:
-    """Llama's start, drawn by each parameter's name: the same weights however they are sharded, one at a time whole."""
-    for name, parameter in model.named_parameters():
+def draw_weights(model: nn.Module, seed: int, device: torch.device, prefix: str = "") -> None:
+    """Memory on the device, and Llama's start in it, drawn by each parameter's name (which may begin with `prefix`).
+
+    The same weights however they are sharded, one at a time whole.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    for name, parameter in model.named_parameters(prefix):
         if parameter.dim() < 2:
             parameter.fill_(1.0)  # of norms: the shapes have no biases
             continue
@@ -138,6 +141,11 @@ def _fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
         local.copy_(parts[dist.get_rank()])
 
 
+def count_parameters(model: nn.Module) -> int:
+    """Of the whole model: a parameter that ZeRO-3 has partitioned is empty between its uses, and remembers its size."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+
+
 def activation_bytes(config: Any, tokens: float) -> float:
     """About what the layers keep for backward, of so many tokens in bf16, unless they compute it again: 20 widths and 4 hidden layers."""
     config = config.get_text_config()
@@ -155,7 +163,7 @@ def count_flops(config: Any, model: nn.Module, tokens: int) -> float | None:
     experts = any(getattr(config, name, None) for name in ("num_local_experts", "n_routed_experts", "num_experts"))
     if experts or getattr(config, "sliding_window", None):
         return None
-    weights = sum(parameter.numel() for parameter in model.parameters())
+    weights = count_parameters(model)
     if not config.tie_word_embeddings:
         weights -= config.vocab_size * config.hidden_size
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

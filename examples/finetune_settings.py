@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 import torch
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
+WRAPPERS = ("fsdp2", "ddp", "deepspeed", "none")
+# weights that are whole on every rank between steps
+WHOLE = ("ddp", "none")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 # Llama 3 (Dubey et al. 2024, table 3) and Llama 3.2 1B with an output embedding of its own: random weights, made on the device
@@ -31,6 +35,7 @@ class Settings:
     device: str
     ranks: int
     wrapper: str
+    zero: int | None
     attention: str
     layout: str
     dtype: str
@@ -82,7 +87,13 @@ def parse(argv: list[str] | None = None, description: str | None = None) -> Sett
     add("--shape", choices=tuple(SHAPES), help="a Llama of this size with random weights made on the device, instead of --model")
     add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     add("--ranks", type=int, help="ranks to start (default: all GPUs, or 2 on a CPU); torchrun's number under torchrun")
-    add("--wrapper", choices=("fsdp2", "ddp", "none"), help="what shards or copies weights (default: none, and fsdp2 with --shape)")
+    add("--wrapper", choices=WRAPPERS, help="what shards or copies weights (default: none, and fsdp2 with --shape)")
+    add(
+        "--zero",
+        type=int,
+        choices=range(4),
+        help="DeepSpeed's stage (default: 3): 1 shards optimizer states, 2 gradients, 3 weights too",
+    )
     add(
         "--attention",
         choices=("ringattn", "ulysses-sdpa"),
@@ -113,7 +124,7 @@ def parse(argv: list[str] | None = None, description: str | None = None) -> Sett
     add("--warmup", type=int, help="steps of linear warm-up; cosine decay to a tenth follows (default: 8 on a CPU, 10 on GPUs)")
     add("--clip", type=float, default=1.0, help="largest norm of the whole gradient (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the weights, the windows and the sampling (default: %(default)s)")
-    add("--generate", type=int, metavar="N", help="tokens to write at the end (default: 48; none with fsdp2)")
+    add("--generate", type=int, metavar="N", help="tokens to write at the end (default: 48; none with fsdp2 or deepspeed)")
     add("--prompt", help="what they go on from (default: the document's opening)")
     add("--peak", type=float, help="FLOP/s a rank that MFU is stated against (default: an H200's bf16, 989e12; none on a CPU)")
     add("--verify", action="store_true", help="compare one step with dense attention in one process, and stop")
@@ -145,7 +156,11 @@ def _fill(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if args.wrapper is None:
         args.wrapper = "none" if args.shape is None or args.ranks == 1 else "fsdp2"
     if args.generate is None:
-        args.generate = 0 if args.wrapper == "fsdp2" or args.shape or args.attention != "ringattn" else 48
+        args.generate = 0 if args.wrapper not in WHOLE or args.shape or args.attention != "ringattn" else 48
+    if args.zero is not None and args.wrapper != "deepspeed":
+        parser.error(f"--zero is {args.zero} and --wrapper {args.wrapper}: stages are those of --wrapper deepspeed")
+    if args.zero is None and args.wrapper == "deepspeed":
+        args.zero = 3
     if args.peak is None and args.device == "cuda":
         args.peak = 989e12
     args.warmup = min(args.warmup, args.steps)
@@ -169,12 +184,14 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"--hidden is {args.hidden}, but must be a multiple of twice --heads ({args.heads}): heads of even size")
     if args.hidden // args.heads > 256:
         parser.error(f"--hidden {args.hidden} over --heads {args.heads} makes heads of more than 256: use more heads")
-    if args.generate and (args.wrapper == "fsdp2" or args.attention != "ringattn"):
+    if args.generate and (args.wrapper not in WHOLE or args.attention != "ringattn"):
         parser.error(
             f"--generate is {args.generate}, but tokens are written with --wrapper none or ddp and --attention ringattn only"
         )
     if args.attention == "ulysses-sdpa" and args.layout != "contiguous":
         parser.error(f"--attention ulysses-sdpa needs --layout contiguous, not {args.layout}: it gathers tokens in rank order")
+    if args.wrapper == "deepspeed":
+        _check_deepspeed(args, parser)
     if args.text is not None and not Path(args.text).is_file():
         parser.error(f"--text is {args.text}, which is not a file")
     if args.model != "tiny" and not Path(args.model).exists():
@@ -186,3 +203,16 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
             check_resumable(args)
         except ValueError as error:
             parser.error(str(error))
+
+
+def _check_deepspeed(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        parser.error("--wrapper is deepspeed, which is not installed: pip install 'ringattn[deepspeed]', or use --wrapper fsdp2")
+    for option, given in (("--save-every", args.save_every), ("--resume", args.resume)):
+        if given:
+            parser.error(
+                f"{option} is {given}, but --wrapper deepspeed has no checkpoints here: DeepSpeed's are pickled, and this program "
+                "neither writes nor reads pickles; use --wrapper fsdp2, whose shards are safetensors"
+            )
+    if args.clip == 0:
+        parser.error("--clip is 0.0, which DeepSpeed takes for no clipping: give --wrapper deepspeed a norm above 0")

@@ -21,6 +21,7 @@ TOY = [
     *("--device", "cpu", "--vocab", "300", "--hidden", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1"),
     *("--tokens", "61", "--steps", "4", "--warmup", "1", "--generate", "3"),
 ]
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
@@ -79,7 +80,7 @@ def test_packed_documents(command):
     assert last < first / 5
 
 
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+@needs_deepspeed
 def test_deepspeed_pretrain():
     options = "--ring", 2, "--zero", 3, "--seq-len", 128, "--width", 32, "--steps", 12
     printed = succeed(*TORCHRUN, 4, EXAMPLES / "deepspeed_pretrain.py", *options).splitlines()
@@ -150,6 +151,86 @@ def test_sharded_weights_give_the_same_losses_and_resume_to_the_bit(run, text, t
     second = figures(tmp_path / "second")
     assert second["losses"] == first["losses"][2:]
     assert second["gradient_norms"] == pytest.approx(first["gradient_norms"][2:], rel=1e-6)
+
+
+@needs_deepspeed
+def test_deepspeed_gives_the_same_losses(run, text, tmp_path):
+    printed = succeed(
+        EXAMPLES / "finetune_long_document.py", *TOY[:-2], "--text", text, "--out", tmp_path, "--wrapper", "deepspeed"
+    )
+    assert "wrapper deepspeed, ZeRO 3" in printed
+    result, other = figures(tmp_path), figures(run[0])
+    for name in ("losses", "gradient_norms", "heldout_perplexity"):
+        assert result[name] == pytest.approx(other[name], rel=2e-6)
+    for name in ("parameters", "model_flops_a_step"):
+        assert result[name] == other[name]
+    assert result["generated"] is None
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def shape_steps(group, wrappers):
+    """Two steps of a small shape under each wrapper, ZeRO-3 sharding even the smallest weights: losses, norms, perplexity; facts."""
+    sys.path.insert(0, str(EXAMPLES))
+    import finetune_deepspeed
+    import finetune_long_document as program
+    import finetune_settings
+
+    finetune_settings.SHAPES["1b"] = dict(vocab=300, hidden=16, intermediate=24, layers=2, heads=2, kv_heads=1)
+    plain = finetune_deepspeed.make_config
+
+    def shard_all(settings):
+        config = plain(settings)
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return config
+
+    finetune_deepspeed.make_config = shard_all
+    tokens = torch.randint(300, (500,), generator=torch.Generator().manual_seed(0))
+    found = []
+    for options in wrappers:
+        # a small norm, that the gradient is clipped
+        settings = program.parse(["--device", "cpu", "--ranks", "2", "--shape", "1b", "--tokens", "61", "--clip", "0.3", *options])
+        trainer = program.make_trainer(settings, program.build_model(settings, torch.device("cpu")), torch.device("cpu"))
+        if "--recompute" in options:
+            trainer.model.model.gradient_checkpointing_enable({"use_reentrant": False})
+        trainer.run.train()
+        steps = [trainer.step(program.window(tokens, 61, settings, step), 0.01) for step in range(2)]
+        facts = dict(
+            dtypes={parameter.dtype for parameter in trainer.model.parameters()},
+            frequencies={buffer.dtype for buffer in trainer.model.buffers()},
+            held=sum(parameter.numel() for parameter in trainer.model.parameters()),
+            parts=sum(getattr(parameter, "ds_tensor", parameter).numel() for parameter in trainer.model.parameters()),
+        )
+        found.append(([number for step in steps for number in step] + [trainer.perplexity(tokens[:70], 61)], facts))
+    return found
+
+
+@needs_deepspeed
+def test_a_shape_under_every_stage_of_deepspeed(gloo, monkeypatch):
+    """As without a wrapper; ZeRO-3 has weights between steps in parts only, and bf16 is that of all but the frequencies."""
+    monkeypatch.setenv("DS_BUILD_OPS", "0")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    stages = [["--wrapper", "deepspeed", "--zero", str(stage)] for stage in range(4)]
+    low = [[*stage, "--dtype", "bfloat16"] for stage in stages]
+    pool = type(gloo)("gloo", 2, imports=("deepspeed",))
+    try:
+        ranks = pool.run(2, shape_steps, [["--wrapper", "none"], *stages, [*stages[3], "--recompute"], *low], timeout=120)
+    finally:
+        pool.close()
+    for (wanted, whole), *found in ranks:
+        for numbers, facts in found[:5]:
+            assert numbers == pytest.approx(wanted, rel=3e-6)
+            assert facts["dtypes"] == {torch.float32}
+        for numbers, facts in found[5:]:
+            # losses, whose errors are many tokens' mean, and gradients of weights with 8 bits
+            assert numbers[::2] == pytest.approx(wanted[::2], rel=2e-3)
+            assert numbers[1::2] == pytest.approx(wanted[1::2], rel=2e-2)
+            assert numbers[0] == found[-1][0][0] != wanted[0], "the same bf16 weights in every stage"
+            assert facts["dtypes"] == {torch.bfloat16}
+        assert all(facts["frequencies"] == {torch.float32} for _, facts in found)
+        sharded = [found[3], found[4], found[-1]]
+        for one in found:
+            held, parts = one[1]["held"], one[1]["parts"]
+            assert (held, parts) == ((0, whole["held"] / 2) if one in sharded else (whole["held"], whole["held"]))
 
 
 def test_a_models_folder_is_trained_with_its_weights(text, tmp_path):
@@ -310,6 +391,9 @@ def test_learning_rate_warms_up_and_decays(program):
         (["--model", "x", "--shape", "1b"], "--shape is 1b and --model x"),
         (["--wrapper", "fsdp2", "--generate", "3"], "--generate is 3, but tokens are written with --wrapper none or ddp"),
         (["--attention", "ulysses-sdpa"], "needs --layout contiguous, not zigzag"),
+        (["--zero", "2"], "--zero is 2 and --wrapper none: stages are those of --wrapper deepspeed"),
+        (["--wrapper", "fsdp2", "--zero", "3"], "--zero is 3 and --wrapper fsdp2"),
+        (["--wrapper", "deepspeed", "--zero", "4"], "invalid choice: 4"),
         (["--layout", "spiral"], "invalid choice: 'spiral'"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -317,6 +401,26 @@ def test_learning_rate_warms_up_and_decays(program):
 def test_bad_arguments_are_named_before_ranks_start(program, capsys, arguments, message):
     with pytest.raises(SystemExit) as stopped:
         program.parse(["--device", "cpu", *arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--save-every", "2"], "--save-every is 2, but --wrapper deepspeed has no checkpoints here: DeepSpeed's are pickled"),
+        (["--resume", "/nowhere/checkpoint"], "--resume is /nowhere/checkpoint, but --wrapper deepspeed has no checkpoints here"),
+        (["--clip", "0"], "--clip is 0.0, which DeepSpeed takes for no clipping"),
+        (["--generate", "3"], "--generate is 3, but tokens are written with --wrapper none or ddp"),
+        ([], "--wrapper is deepspeed, which is not installed: pip install 'ringattn[deepspeed]', or use --wrapper fsdp2"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) and value else "",
+)
+def test_what_deepspeed_cannot_do_is_named_before_ranks_start(program, capsys, monkeypatch, arguments, message):
+    """Whether it is installed is asked by name; the last case has it missing."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if arguments else None)
+    with pytest.raises(SystemExit) as stopped:
+        program.parse(["--device", "cpu", "--wrapper", "deepspeed", *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 

@@ -1,0 +1,81 @@
+"""`finetune_long_document.py --wrapper deepspeed`: all ranks are one ring, and ZeRO shards over all of them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from finetune_model import draw_weights
+from finetune_settings import DTYPES, Settings
+from finetune_trainer import Trainer, make_optimizer
+from torch.distributed.device_mesh import init_device_mesh
+
+from ringattn.integrations.causal_lm import CausalLMLoss
+from ringattn.integrations.deepspeed import DeepSpeedParallel
+
+
+class DeepSpeedTrainer(Trainer):
+    """In bf16 the weights are bf16, beside an fp32 copy that the optimizer steps; there is no autocast."""
+
+    def __init__(self, settings: Settings, model: CausalLMLoss, device: torch.device) -> None:
+        self.settings, self.model, self.device = settings, model, device
+        deepspeed = prepare(settings, device)
+        parallel = DeepSpeedParallel(init_device_mesh(settings.device, (1, settings.ranks), mesh_dim_names=("data", "ring")))
+        config = make_config(settings)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        if settings.shape and settings.zero == 3:
+            # a module at a time: whole, then this rank's part of it
+            for name, module in model.named_modules():
+                if any(True for _ in module.parameters(recurse=False)):
+                    draw_weights(module, settings.seed, device, name)
+                    # Init takes a module that exists in the dtype that it has, whatever the config says
+                    module.to(DTYPES[settings.dtype])
+                    deepspeed.zero.Init(module=module, config_dict_or_path=config, mpu=parallel)
+        elif settings.shape:
+            draw_weights(model, settings.seed, device)
+        model.to(device)
+        self.run, self.optimizer, *_ = deepspeed.initialize(
+            model=model, optimizer=make_optimizer(model, settings), config=config, mpu=parallel
+        )
+        # older versions round buffers to bf16 as well, but rotary frequencies must tell long positions apart
+        for name, buffer in model.named_buffers():
+            buffer.data = buffers[name].to(device)
+        self.reduction = parallel.reduction(self.run)
+
+    def step(self, batch: dict[str, torch.Tensor], rate: float) -> tuple[float, float]:
+        loss = self.loss(batch)
+        self.run.backward(loss.loss)
+        norm = None
+        if self.settings.zero == 0 and self.settings.dtype == "float32":
+            # there the engine clips by the norm without telling it; every rank holds the whole gradient
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.run.step()
+        return loss.mean.item(), float(self.run.get_global_grad_norm() if norm is None else norm)
+
+
+def make_config(settings: Settings) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": settings.clip,
+        "bf16": {"enabled": settings.dtype == "bfloat16"},
+        "zero_optimization": {"stage": settings.zero},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def prepare(settings: Settings, device: torch.device) -> Any:
+    """The module `deepspeed`, on this device and in the job that torch has set up."""
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
+    # else it takes a GPU that it sees
+    os.environ.setdefault("DS_ACCELERATOR", settings.device)
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel("WARNING")
+    if settings.device == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled at the start
+    deepspeed.init_distributed(dist.get_backend(), verbose=False)
+    return deepspeed
