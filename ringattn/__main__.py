@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     plan.add_argument("--machine", choices=sorted(MACHINES), default="h200")
     plan.add_argument("--rates", nargs="+", default=[], metavar="NAME=VALUE", help="figures of the machine to replace: node_gbs=90")
+    plan.add_argument("--nccl", action="store_true", help="move messages over NCCL within nodes too, not by copy engines")
     plan.add_argument("--json", action="store_true", help="print all figures as JSON")
     plan.add_argument("--timeline", metavar="PNG", help="draw the recommended schedule, step by step; needs matplotlib")
     given = parser.parse_args(arguments)
@@ -65,7 +66,8 @@ def _plan(given: argparse.Namespace) -> None:
         check_work(work, gpus, given.gpus_per_node)
         memory = _budget(given.memory_gib, machine, work, gpus)
         predictions = [
-            predict(machine, work, gpus, given.gpus_per_node, option) for option in options(work, gpus, given.gpus_per_node)
+            predict(machine, work, gpus, given.gpus_per_node, option)
+            for option in options(work, gpus, given.gpus_per_node, nccl=given.nccl)
         ]
         found.append((gpus, tokens, predictions, recommend(predictions, memory), memory))
     if given.json:

@@ -8,6 +8,15 @@ from math import isfinite
 
 
 @dataclass(frozen=True)
+class Link:
+    """A way to move messages: what an exchange takes beyond its bytes, and from a kernel beside it."""
+
+    latency_us: float
+    slowdown: float  # a kernel takes longer by this share of the time for which both run
+    copies: int  # how often a message crosses the links of a node
+
+
+@dataclass(frozen=True)
 class Machine:
     """What a GPU and its links do. Rates count 4 h d operations a live pair forward, 2.5 times that backward."""
 
@@ -19,11 +28,20 @@ class Machine:
     hbm_gbs: float  # the GPU's memory, bytes read and written
     nvlink_gbs: float  # a GPU sends, and receives, within its node
     node_gbs: float  # and between nodes
-    latency_us: float  # of an exchange beyond its bytes
-    slowdown: float  # share of a kernel's speed that goes to a transfer beside it
-    stall_share: float  # a forward launch waits for processors that a transfer beside it holds, for this share of its time
-    stall_ms: float  # and at most so long
+    nccl_latency_us: float  # see Link
+    nccl_slowdown: float
+    copy_latency_us: float  # the same of copy engines
+    copy_slowdown: float
     memory_gib: float
+
+    @property
+    def nccl(self) -> Link:
+        """Within nodes and between them."""
+        return Link(self.nccl_latency_us, self.nccl_slowdown, copies=1)
+
+    def copy_engines(self, ranks: int) -> Link:
+        """Between the ranks of one node: by way of a third's memory, where there is one."""
+        return Link(self.copy_latency_us, self.copy_slowdown, copies=2 if ranks > 2 else 1)
 
     def with_rates(self, rates: Mapping[str, float]) -> Machine:
         """The same with some figures replaced. Raises ValueError for an unknown name, or a value that is no such figure."""
@@ -37,22 +55,21 @@ class Machine:
         return replace(self, **rates)
 
 
-# Fitted to docs/measurements.json: both tflops (one GPU's work without communication), stall_share and stall_ms (ring and gather).
-# From short sequences in docs/performance.md: what a launch takes beyond its operations. Assumed: the rest; of nominally 450 GB/s
-# over NVLink and 50 between nodes a third and a fifth go to protocols.
+# Fitted to docs/measurements.json, and rounded: both tflops, and both transports' latency and slowdown. Assumed: the rest; of
+# nominally 450 GB/s over NVLink and 50 between nodes a third and a fifth go to protocols.
 H200 = Machine(
     name="h200",
-    forward_tflops=628,
-    backward_tflops=484,
-    forward_launch_us=40,
-    backward_launch_us=250,
+    forward_tflops=635,
+    backward_tflops=585,
+    forward_launch_us=10,
+    backward_launch_us=30,
     hbm_gbs=4200,
     nvlink_gbs=300,
     node_gbs=40,
-    latency_us=50,
-    slowdown=0.25,
-    stall_share=0.65,
-    stall_ms=4,
+    nccl_latency_us=200,
+    nccl_slowdown=0.35,
+    copy_latency_us=20,
+    copy_slowdown=0.05,
     memory_gib=140,
 )
 MACHINES = {"h200": H200}

@@ -12,11 +12,11 @@ from math import ceil
 
 from .machine import Machine
 from .mask import Causal, Full, Mask, SlidingWindow
-from .schedule import double_ring, gather, ring, waves
+from .schedule import Schedule, Waves, double_ring, gather, ring, waves
 from .simulation import ITEM, Option, Prediction, Work, simulate
 
-# a ring of more ranks than this (or than four nodes have) is not simulated: the figures of two smaller ones, with shards of the
-# same size, are continued, for every further rank adds the same
+# a ring of more ranks than this (or than four nodes or six waves have) is not simulated: the figures of two smaller ones, with
+# shards of the same size, are continued, for every further rank adds the same
 _RANKS = 32
 
 
@@ -29,7 +29,7 @@ def predict(machine: Machine, work: Work, gpus: int, gpus_per_node: int, option:
     if gpus_per_node % u and u % gpus_per_node:
         raise ValueError(f"the heads axis is {u}, but must divide the {gpus_per_node} GPUs of a node, or be a multiple of them")
     n, shard = gpus // u, ceil(work.tokens / gpus)
-    worlds = _smaller_worlds(work.mask, n, max(1, gpus_per_node // u), shard * u)
+    worlds = _smaller_worlds(work.mask, option.schedule, n, max(1, gpus_per_node // u), shard * u)
     if worlds is None:
         return simulate(machine, work, gpus, gpus_per_node, option)
     small, large = (
@@ -42,21 +42,21 @@ def predict(machine: Machine, work: Work, gpus: int, gpus_per_node: int, option:
     return replace(large, flop=large.flop + (large.flop - small.flop) * further)
 
 
-def options(work: Work, gpus: int, gpus_per_node: int) -> list[Option]:
-    """The ways worth comparing."""
+def options(work: Work, gpus: int, gpus_per_node: int, *, nccl: bool = False) -> list[Option]:
+    """The ways worth comparing; with `nccl`, without copy engines."""
     axes = [u for u in (2, 4, 8, 16, 32, 64) if u <= gpus_per_node or u == gpus]
     found = []
     for u in [1, *axes]:
         if gpus % u or work.heads % u or (gpus_per_node % u and u % gpus_per_node):
             continue
         ranks, per_node = gpus // u, max(1, gpus_per_node // u)
-        found.append(Option(ring(), u))
+        found.append(Option(ring(), u, nccl))
         if u == 1:
-            found += [Option(waves(width), u) for width in (2, 4, 8) if width < ranks - 1]
+            found += [Option(waves(width), u, nccl) for width in (1, 2, 4, 8) if width < ranks - 1]
         if ranks > 2:
-            found.append(Option(gather(), u))
+            found.append(Option(gather(), u, nccl))
         if 1 < per_node < ranks:
-            found.append(Option(double_ring(per_node), u))
+            found.append(Option(double_ring(per_node), u, nccl))
     return found
 
 
@@ -89,15 +89,17 @@ def _reach(mask: Mask) -> int | None:
     return mask.left + mask.right if isinstance(mask, SlidingWindow) and mask.left is not None and mask.right is not None else None
 
 
-def _smaller_worlds(mask: Mask, n: int, per_node: int, shard: int) -> tuple[int, int] | None:
-    """Ranks of two rings, of whole nodes and larger than the mask's reach, to stand for one of n; None if n is small itself.
+def _smaller_worlds(mask: Mask, schedule: Schedule, n: int, per_node: int, shard: int) -> tuple[int, int] | None:
+    """Ranks of two rings, of whole nodes, larger than the mask's reach and three waves, to stand for one of n; None if n is small.
 
     Only full and causal masks and windows look the same in worlds of all sizes.
     """
     reach = _reach(mask)
     if reach is None and not isinstance(mask, (Causal, Full)):
         return None
-    half = per_node * max(2, ceil(max(_RANKS / 2, (reach or 0) / shard) / per_node))
+    # K/V of one wave and dK/dV of another meet from the third on
+    of_waves = 3 * (schedule.width or 0) if isinstance(schedule, Waves) else 0
+    half = per_node * max(2, ceil(max(_RANKS / 2, of_waves, (reach or 0) / shard) / per_node))
     return (half, 2 * half) if n > 2 * half else None
 
 

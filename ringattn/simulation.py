@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from .layout import default_layout
-from .machine import Machine
+from .machine import Link, Machine
 from .mask import Mask
 from .plan import make_plan
 from .schedule import Schedule, Transfer, gradient_transfers
@@ -38,10 +38,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Option:
-    """A way to run it: a schedule around the ring, beside a heads axis of `heads_axis` ranks (1: none)."""
+    """A way to run it: a schedule around the ring, beside a heads axis of `heads_axis` ranks (1: none).
+
+    An axis whose ranks share a node moves messages by copy engines, as groups do by themselves, or over NCCL; any other over NCCL.
+    """
 
     schedule: Schedule
     heads_axis: int = 1
+    nccl: bool = False
 
     def __str__(self) -> str:
         return repr(self.schedule) if self.heads_axis == 1 else f"heads {self.heads_axis}, {self.schedule!r}"
@@ -121,10 +125,13 @@ class World:
         self.pairs = plan.pairs()  # (n, n)
         self.rows = max(plan.lengths)
         self.own_rows = max(layout.lengths)
-        copies = kv_copies(work.heads, work.kv_heads, self.u)
-        self.copied = copies > 1
-        self.h, self.hk, self.d = work.heads // self.u, work.kv_heads * copies // self.u, work.head_dim
+        self.copies = kv_copies(work.heads, work.kv_heads, self.u)
+        self.h, self.hk, self.d = work.heads // self.u, work.kv_heads * self.copies // self.u, work.head_dim
         self.node = np.arange(self.n) * self.u // gpus_per_node
+        one_node = not option.nccl and self.n * self.u <= gpus_per_node
+        self.link = machine.copy_engines(self.n) if one_node else machine.nccl
+        one_node = not option.nccl and self.u <= gpus_per_node
+        self.heads_link = machine.copy_engines(self.u) if one_node else machine.nccl
         # ranks of a heads axis on this node and on others, but for itself
         inside = min(self.u, gpus_per_node)
         self.peers = np.array([inside - 1, self.u - inside])
@@ -157,7 +164,7 @@ class World:
         left = computes & (np.cumsum(computes[::-1], axis=0)[::-1] > 1)
         state = (resumed * 1.0 + left) * self.rows * self.h * self.d * _SUM
         compute = self.kernel(pairs, backward=False) + state / self.machine.hbm_gbs / 1e9
-        steps = self._together(compute, self._moved(self.kv, self.kv_row, self.steps), stalls=True)
+        steps = self._together(compute, self._moved(self.kv, self.kv_row, self.steps))
         return [*self._swap("q, k, v to heads", self._qkv), *steps, *self._swap("out to rows", self._out + 2 * self._stat)]
 
     def backward(self) -> list[StepTime]:
@@ -169,7 +176,7 @@ class World:
         touched = (computes * 1.0 + resumed) * self.rows * self.h * self.d * _SUM + 3 * received * self.grad_row
         compute = self.kernel(pairs, backward=True) + touched / self.machine.hbm_gbs / 1e9
         moved = self._moved(self.kv, self.kv_row, count) + self._moved(self.grads, self.grad_row, count)
-        steps = self._together(compute, moved, stalls=False)
+        steps = self._together(compute, moved)
         there = self._qkv + self._out + 3 * self._stat
         return [*self._swap("q, k, v, dout to heads", there), *steps, *self._swap("dq, dk, dv to rows", self._dqkv)]
 
@@ -184,22 +191,31 @@ class World:
     def peak_bytes(self) -> float:
         """Of the backward pass, beyond inputs, output and gradients: sums of all gradients, statistics, others' K/V and dK/dV at hand.
 
-        Around an all-to-all also q, k, v, dout and the statistics of a rank's heads, and dq, dk and dv before and after they come back.
+        The most is held by a launch, when the gradients to return have no room yet, or when sums become those, or, around an all-to-all,
+        by dq, dk and dv before and after they come back, beside q, k, v, dout and the statistics of a rank's heads.
         """
-        state = 3 * self.rows * self.h * _SUM  # row_max, row_sum, delta
-        swapped = 0
+        stat = self.rows * self.h * _SUM
+        state = 3 * stat  # row_max, row_sum, delta
         if self.u > 1:
             state += 3 * self.u * self._stat + (2 * self.h + 2 * self.hk) * self.d * ITEM * self.rows
-            swapped = 2 * self.u * self._dqkv
-        if not self.kv:
-            return state + swapped
-        kv, grads = self._alive()
-        came = self._rows(self.grads, self.steps + 2, at="dst")
-        # what came in the step before goes once the next has its room
-        boxes = came + np.concatenate([0 * came[:1], came[:-1]])
-        others = float((kv * self.kv_row + (grads + boxes) * self.grad_row).max())
-        own = self.rows * (self.h * self.d * _SUM + self.grad_row)
-        return state + max(others + own, swapped)
+        returned = self.u * self.own_rows * self.h * self.d * ITEM + self.own_rows * self.kv_row * self.u // self.copies
+        query_sums = self.rows * self.h * self.d * _SUM
+        gradients = self.rows * (self.h * self.d * ITEM + self._dkv_row)
+        if self.kv:
+            kv, grads = self._alive()
+            came = self._rows(self.grads, self.steps + 2, at="dst")
+            # what came in the step before goes once the next has been added
+            boxes = came + np.concatenate([0 * came[:1], came[:-1]])
+            key_sums = self.rows * self.grad_row
+            others = float((kv * self.kv_row + (grads + boxes) * self.grad_row).max())
+        else:
+            key_sums, others = 0, self.rows * self._dkv_row
+        # a launch's own copies of two statistics
+        launch = query_sums + key_sums + others + 2 * stat
+        most = max(launch, query_sums + key_sums + gradients)
+        if self.u > 1:
+            most = max(most, 2 * self.u * self._dqkv)
+        return state + most - returned
 
     def _alive(self) -> tuple[np.ndarray, np.ndarray]:
         """Rows of others' K/V, and of others' dK/dV, that a rank holds in each step of the backward pass: (t, n)."""
@@ -214,8 +230,8 @@ class World:
             if t.held:
                 first, last = spans[t.src, t.held]
                 spans[t.src, t.held] = first, max(last, t.step)
-        # sums leave until so late, and are held a step longer by what sends them
-        leave = {(t.src, t.held): t.step + 1 for t in sorted(self.grads, key=lambda t: t.step)}
+        # sums leave until so late
+        leave = {(t.src, t.held): t.step for t in sorted(self.grads, key=lambda t: t.step)}
         kv, grads = (np.zeros((self.steps + 2, self.n)) for _ in range(2))
         for (rank, number), size in rows.items():
             first, last = spans[rank, number]
@@ -258,16 +274,14 @@ class World:
                 np.add.at(moved, (step, way, rank, between), rows * row_bytes)
         return moved
 
-    def _transfer(self, moved: np.ndarray) -> np.ndarray:
+    def _transfer(self, moved: np.ndarray, link: Link) -> np.ndarray:
         """Seconds of exchanges: links within nodes and between them, and both directions, work at once. (..., 2) to (...)."""
-        seconds = (moved / np.array([self.machine.nvlink_gbs, self.machine.node_gbs]) / 1e9).max(axis=-1)
-        return seconds + (seconds > 0) * self.machine.latency_us / 1e6
+        seconds = (moved / np.array([self.machine.nvlink_gbs / link.copies, self.machine.node_gbs]) / 1e9).max(axis=-1)
+        return seconds + (seconds > 0) * link.latency_us / 1e6
 
-    def _together(self, compute: np.ndarray, moved: np.ndarray, stalls: bool) -> list[StepTime]:
-        transfer = self._transfer(moved).max(axis=1)  # (t, n)
-        beside = np.minimum(compute, transfer) * self.machine.slowdown
-        if stalls:
-            beside += (transfer > 0) * np.minimum(compute * self.machine.stall_share, self.machine.stall_ms / 1e3)
+    def _together(self, compute: np.ndarray, moved: np.ndarray) -> list[StepTime]:
+        transfer = self._transfer(moved, self.link).max(axis=1)  # (t, n)
+        beside = np.minimum(compute, transfer) * self.link.slowdown
         total = np.maximum(compute + beside, transfer).max(axis=1)
         slowest = zip(compute.max(axis=1).tolist(), transfer.max(axis=1).tolist(), total.tolist())
         return [StepTime(f"step {t}", *seconds) for t, seconds in enumerate(slowest)]
@@ -276,7 +290,7 @@ class World:
         """An all-to-all of the heads axis, and the copies before and after it."""
         if self.u == 1:
             return []
-        transfer = float(self._transfer(bytes_a_peer * self.peers))
+        transfer = float(self._transfer(bytes_a_peer * self.peers, self.heads_link))
         copies = 4 * self.u * bytes_a_peer / self.machine.hbm_gbs / 1e9
         return [StepTime(name, copies, transfer, copies + transfer)]
 
@@ -294,4 +308,9 @@ class World:
 
     @property
     def _dqkv(self) -> int:
-        return self.own_rows * (self.h * self.d * ITEM + (self.grad_row if self.copied else self.kv_row))
+        return self.own_rows * (self.h * self.d * ITEM + self._dkv_row)
+
+    @property
+    def _dkv_row(self) -> int:
+        # those of copies are yet to be added
+        return self.grad_row if self.copies > 1 else self.kv_row
