@@ -1,5 +1,6 @@
 """Benchmarks: `python launch/bench.py COMMAND --help`.
 
+    curves    loss curves of the same training around a ring, on one rank, and with dense attention
     kernels   forward and backward of one GPU beside PyTorch's, in the same run
     overhead  what a call costs the host beside kernels and transfers
     ring      ring attention on all GPUs of a host, beside one GPU's kernels and Ulysses, in the same run
@@ -13,7 +14,7 @@ import importlib
 import sys
 from pathlib import Path
 
-COMMANDS = {"kernels": "bench_kernels", "overhead": "bench_overhead", "ring": "bench_ring", "sweep": "bench_sweep"}
+COMMANDS = {name: f"bench_{name}" for name in ("curves", "kernels", "overhead", "ring", "sweep")}
 
 
 def main() -> None:

@@ -1,0 +1,117 @@
+"""Loss curves of the same training three times: ring attention on many ranks, on one, and dense attention on one.
+
+    python launch/bench.py curves                                                       # all GPUs, or 8 ranks on a CPU
+    python launch/bench.py curves --device cpu --tokens 512 -- --hidden 64 --layers 2   # after --: options of the example
+
+`examples/finetune_long_document.py` trains, with the same seed, windows and settings each time. Writes to `--out`: `curves.json`,
+`curves.png`, and a folder a run. The difference of curves a and b at a step is |a - b| / |b|. Rounding alone makes it grow over the
+steps, for training magnifies it: what is between the two curves of one rank is the measure for the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+DENSE = ("--attention", "ulysses-sdpa", "--layout", "contiguous")  # on one rank: torch's attention over the whole sequence
+# what tells the three runs apart, or would leave them without a curve
+FIXED = ("--device", "--tokens", "--steps", "--ranks", "--attention", "--layout", "--out", "--generate", "--resume", "--verify")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    gpus = torch.cuda.device_count()
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpus else "cpu")
+    parser.add_argument("--ranks", type=int, help="of the first run (default: all GPUs, or 8 on a CPU)")
+    parser.add_argument("--tokens", type=int, help="a step (default: the example's)")
+    parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("runs/curves"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("options", nargs="*", metavar="-- OPTION", help="further options of the example, for all three runs")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    ranks = arguments.ranks or (torch.cuda.device_count() if arguments.device == "cuda" else 8)
+    check(ranks, arguments.options)
+    runs = {f"ring, {ranks} ranks": (ranks, ()), "ring, 1 rank": (1, ()), "dense, 1 rank": (1, DENSE)}
+    common = ["--device", arguments.device, "--steps", str(arguments.steps), "--generate", "0", *arguments.options]
+    if arguments.tokens is not None:
+        common += ["--tokens", str(arguments.tokens)]
+    curves, figures = {}, {}
+    for name, (number, attention) in runs.items():
+        out = arguments.out / name.replace(", ", "-").replace(" ", "-")
+        train(name, [*common, "--ranks", str(number), *attention, "--out", str(out)])
+        curves[name] = [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
+        figures = json.loads((out / "figures.json").read_text())
+    differences = compare(curves)
+    for pair, by_step in differences.items():
+        print(f"{pair}: largest relative difference {max(by_step):.1e}, in step {int(np.argmax(by_step)) + 1} of {len(by_step)}")
+    record = dict(
+        machine=figures["machine"], settings=figures["settings"], tokens_a_step=figures["tokens_a_step"],
+        parameters=figures["parameters"], curves=curves, differences=differences,
+    )  # fmt: skip
+    (arguments.out / "curves.json").write_text(json.dumps(record, indent=1) + "\n")
+    plot(record, arguments.out / "curves.png")
+    print(f"wrote {arguments.out}/curves.json and curves.png")
+
+
+def check(ranks: int, options: list[str]) -> None:
+    """Ends the program, before any run, if the three curves could not be compared."""
+    if "RANK" in os.environ:
+        sys.exit("bench.py curves starts ranks of its own: run it with python, not torchrun")
+    if ranks < 2:
+        sys.exit(f"ring attention would run on {ranks} rank twice: give --ranks 2 or more, or --device cpu")
+    for option in options:
+        for fixed in FIXED:
+            # the example's parser takes a name's beginning for the name
+            if option.startswith("--") and fixed.startswith(option.partition("=")[0]):
+                sys.exit(f"{option} follows --, but {fixed} is this program's own or would keep a run from training: leave it out")
+
+
+def train(name: str, options: list[str]) -> None:
+    print(f"{name}:", flush=True)
+    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, str(ROOT / "examples/finetune_long_document.py"), *options]
+    code = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}).returncode
+    if code:
+        sys.exit(f"the run of {name} ended with exit code {code}")
+
+
+def compare(curves: dict[str, list[float]]) -> dict[str, list[float]]:
+    """For each pair of curves, the relative difference of their losses in every step."""
+    lengths = {name: len(losses) for name, losses in curves.items()}
+    assert len(set(lengths.values())) == 1, lengths
+    arrays = {name: np.array(losses) for name, losses in curves.items()}
+    return {f"{a} / {b}": (np.abs(arrays[a] - arrays[b]) / np.abs(arrays[b])).tolist() for a, b in combinations(arrays, 2)}
+
+
+def plot(record: dict, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 6.4), layout="constrained", facecolor="white")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    steps = range(1, 1 + len(next(iter(record["curves"].values()))))
+    # curves that lie on each other: the lower, the wider
+    styles = (("#b9d3f0", 6, "-"), ("#2f6db5", 2.5, "-"), ("black", 1, "--"))
+    for (name, losses), (color, width, style) in zip(record["curves"].items(), styles):
+        above.plot(steps, losses, style, label=name, linewidth=width, color=color)
+    for pair, by_step in record["differences"].items():
+        # no difference has no place on a logarithmic axis
+        below.semilogy(steps, [value or np.nan for value in by_step], ".-", label=pair, linewidth=0.6, markersize=3)
+    above.set_ylabel("loss, mean over all tokens (nats)")
+    below.set(xlabel="step", ylabel="relative difference")
+    settings, machine = record["settings"], record["machine"]
+    title = f"{record['parameters'] / 1e6:.1f}M parameters, {record['tokens_a_step']:,} tokens a step, {settings['dtype']}"
+    above.set_title(f"{title}, {machine['device']}, torch {machine['torch']}", fontsize=9)
+    for axes in (above, below):
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
