@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 READY = VENV / "ready.json"
-OPTIONAL = {"ruff", "pyright", "hatchling", "deepspeed"}  # a GPU host without network runs the tests without them
+OPTIONAL = {"ruff", "pyright", "hatchling", "deepspeed", "accelerate"}  # a GPU host without network runs the tests without them
 
 
 def main() -> int:

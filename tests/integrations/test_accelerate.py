@@ -1,0 +1,97 @@
+"""A model prepared by accelerate around a ring: parameters after a step are those of one process, with accumulation and clipping."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import ringattn as ra
+from ringattn.integrations.causal_lm import IGNORE, CausalLMLoss, shift_labels
+from ringattn.integrations.huggingface import attach
+from ringattn.integrations.loss import Reduction, count_tokens, mean_loss
+
+# `make test` installs it, but for a GPU host without network
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
+
+N, VOCAB, LR, CLIP, RING = 41, 37, 0.5, 0.3, 2
+
+
+def make_model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes))
+
+
+def batch(replica, micro):
+    """A sequence whose ranks count differently many tokens, in each replica and micro-batch."""
+    ids = torch.randint(VOCAB, (1, N), generator=torch.Generator().manual_seed(10 * micro + replica))
+    labels = shift_labels(ids)
+    labels[:, 3 : 9 + 4 * replica + 2 * micro] = IGNORE
+    return dict(input_ids=ids, shift_labels=labels)
+
+
+def step_of_one_process(replicas, accumulation):
+    """The mean over all tokens and the parameters after a step of plain SGD with clipping."""
+    run = CausalLMLoss(make_model())
+    batches = [batch(replica, micro) for replica in range(replicas) for micro in range(accumulation)]
+    loss = sum(run(**one) for one in batches) / sum(int((one["shift_labels"] != IGNORE).sum()) for one in batches)
+    loss.backward()
+    assert nn.utils.clip_grad_norm_(run.parameters(), CLIP) > CLIP
+    torch.optim.SGD(run.parameters(), LR).step()
+    return loss.item(), {name: p.detach() for name, p in run.named_parameters()}
+
+
+def step_under_accelerate(group, accumulation):
+    """The same on this rank of a mesh (replicas, ring)."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size, MASTER_ADDR="localhost")
+    os.environ.update({name: str(value) for name, value in names.items()})  # as torchrun or accelerate launch would
+    from accelerate import Accelerator
+
+    mesh = init_device_mesh("cpu", (world_size // RING, RING), mesh_dim_names=("data", "ring"))
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    assert accelerator.num_processes == world_size
+    model, layout = make_model(), ra.zigzag(N, RING)
+    attach(model, layout=layout, group=mesh["ring"])
+    run = CausalLMLoss(model)
+    run, optimizer = accelerator.prepare(run, torch.optim.SGD(run.parameters(), LR))
+    whole = [batch(mesh.get_local_rank("data"), micro) for micro in range(accumulation)]
+    shards = [{name: ra.shard(x, layout, mesh.get_local_rank("ring")) for name, x in one.items()} for one in whole]
+    tokens = count_tokens(*(one["shift_labels"] for one in shards))
+    mean = 0.0
+    for one in shards:
+        with accelerator.accumulate(run):
+            step = mean_loss(run(**one), one["shift_labels"], reduction=Reduction(world_size * accumulation), tokens=tokens)
+            accelerator.backward(step.loss)
+            mean += step.mean.item()
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(run.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+    return mean, {name: p.detach() for name, p in accelerator.unwrap_model(run).named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Four ranks of their own: accelerate takes the default group for all there are."""
+    from ranks import Ranks
+
+    pool = Ranks("gloo", 4, ("accelerate", "transformers.models.llama.modeling_llama"))
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_is_that_of_one_process(processes, accumulation):
+    loss, parameters = step_of_one_process(4 // RING, accumulation)
+    for mean, found in processes.run(4, step_under_accelerate, accumulation):
+        assert mean == pytest.approx(loss, rel=1e-6)
+        assert found.keys() == parameters.keys()
+        for name, expected in parameters.items():
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-6 * expected.abs().max().item(), msg=name)
