@@ -161,6 +161,11 @@ class Tiles:
         """Live pairs."""
         return int(count_pairs(*self.table.T).sum())
 
+    def pairs_before(self, end: int) -> int:
+        """Live pairs with the first `end` keys."""
+        q_begin, q_end, k_begin, k_end, lo, hi = self.table.T
+        return int(count_pairs(q_begin, q_end, k_begin, np.minimum(k_end, end), lo, hi).sum())
+
     def of_keys(self, begin: int, end: int) -> Tiles:
         """The part of the tiles that lies in rows [begin, end) of the buffer, over these rows."""
         k_begin, k_end = np.clip(self.table[:, 2:4].T, begin, end) - begin

@@ -87,17 +87,18 @@ def fold(queries: Table, keys: Table, regions: Table, stride: int) -> tuple[Tabl
     index = np.concatenate([piece[0] for piece in pieces]) if pieces else np.empty(0, dtype=np.int64)
     k_of = np.concatenate([piece[1] for piece in pieces]) if pieces else index
     q_start, q_length, q_row = queries[q_of].T
-    i0 = np.maximum(0, -((q_start - part[:, 0]) // stride))[index]
-    i1 = np.minimum(q_length, -((q_start - part[:, 1]) // stride))[index]
-    q_of, part, q_start, q_row = q_of[index], part[index], q_start[index], q_row[index]
-    k_start, k_length, k_row = keys[k_of].T
-    j0 = np.maximum(0, -((k_start - part[:, 2]) // stride))
-    j1 = np.minimum(k_length, -((k_start - part[:, 3]) // stride))
-    offset = q_start - k_start
-    lo = -((offset - part[:, 4]) // stride)
-    hi = (part[:, 5] - offset) // stride
+    # columns of what is known of query spans and regions, then of each tile
+    i0 = q_row + np.maximum(0, -((q_start - part[:, 0]) // stride))
+    i1 = q_row + np.minimum(q_length, -((q_start - part[:, 1]) // stride))
+    known = np.stack([q_of, i0, i1, q_row, q_start - part[:, 4], part[:, 5] - q_start, part[:, 2], part[:, 3]])
+    q_of, i0, i1, q_row, low, high, k_begin, k_end = known.take(index, axis=1)
+    k_start, k_length, k_row = np.ascontiguousarray(keys.T).take(k_of, axis=1)
+    j0 = np.maximum(0, -((k_start - k_begin) // stride))
+    j1 = np.minimum(k_length, -((k_start - k_end) // stride))
+    lo = -((low - k_start) // stride)
+    hi = (high + k_start) // stride
     shift = q_row - k_row
-    *tiles, live = trim(i0 + q_row, i1 + q_row, j0 + k_row, j1 + k_row, lo + shift, hi + shift)
+    *tiles, live = trim(i0, i1, j0 + k_row, j1 + k_row, lo + shift, hi + shift)
     return np.stack(tiles, axis=1)[live], q_of[live], k_of[live]
 
 

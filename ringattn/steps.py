@@ -189,7 +189,7 @@ def _tiles(plan: Plan, rank: int, buffer: tuple[Piece, ...]) -> Tiles:
 
 def _half(tiles: Tiles) -> int:
     """How many of the first keys have about half of the live pairs; 0 if the keys cannot be divided."""
-    half = bisect_left(range(tiles.k_rows), tiles.pairs / 2, key=lambda keys: tiles.of_keys(0, keys).pairs)
+    half = bisect_left(range(tiles.k_rows), tiles.pairs / 2, key=tiles.pairs_before)
     if half > _BLOCK:
         half -= half % _BLOCK
     return half if 0 < half < tiles.k_rows else 0

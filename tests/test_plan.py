@@ -268,14 +268,23 @@ def documents_of(seq_len, number):
     return [0, *bounds.tolist(), seq_len]
 
 
+def one_sort():
+    """Processor time to order 2^17 pairs of numbers, as many as a striped plan has tiles below: 25 ms where a plan takes 50."""
+    keys = np.random.default_rng(0).integers(0, 1 << 20, (2, 1 << 17))
+    start = time.thread_time()
+    np.lexsort(keys)
+    return time.thread_time() - start
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("name", ["zigzag", "contiguous", "striped", "balanced"])
-def test_planning_a_million_tokens_takes_less_than_50_ms(name, schedule):
-    """All that a rank does in its first call, in processor time, for other work may share the machine."""
+def test_planning_a_million_tokens_takes_less_than_three_sorts(name, schedule):
+    """All that a rank does in its first call, in processor time and beside a sort, for other work may share the machine."""
     seq_len, world_size = 1 << 20, 8
     bounds = documents_of(seq_len, 2000)
-    best = float("inf")
+    best, sort = float("inf"), float("inf")
     for _ in range(5):
+        sort = min(sort, one_sort())
         mask = ra.documents(bounds)
         layout = ra.balanced(mask, seq_len, world_size) if name == "balanced" else getattr(ra, name)(seq_len, world_size)
         context = Context(LoopbackTransport(3, world_size, _Mailboxes()))
@@ -283,18 +292,19 @@ def test_planning_a_million_tokens_takes_less_than_50_ms(name, schedule):
         route = context.route(layout, mask, schedule)
         best = min(best, time.thread_time() - start)
         assert route.plan.pairs().sum() == region.count(mask.regions(seq_len)).sum()
-    assert best < 0.050
+    assert best < 3 * sort
 
 
-def test_the_balanced_layout_of_a_million_tokens_takes_less_than_100_ms():
+def test_the_balanced_layout_of_a_million_tokens_takes_less_than_five_sorts():
     bounds = documents_of(1 << 20, 2000)
-    best = float("inf")
+    best, sort = float("inf"), float("inf")
     for _ in range(5):
+        sort = min(sort, one_sort())
         mask = ra.documents(bounds)
         start = time.thread_time()
         ra.balanced(mask, 1 << 20, 8)
         best = min(best, time.thread_time() - start)
-    assert best < 0.100
+    assert best < 5 * sort
 
 
 def test_a_second_call_finds_the_plan():
