@@ -17,6 +17,7 @@ from ringattn.plan import Rows, Tiles, is_full, make_local_plan, merge_full, mov
 from ringattn.steps import make_steps
 from ringattn.transport import Alone, LoopbackTransport
 from ringattn.transport.loopback import _Mailboxes
+from tests.clock import one_sort
 
 SCHEDULES = {"ring": ra.ring(), "gather": ra.gather(), "waves": ra.waves(2)}
 
@@ -266,14 +267,6 @@ def documents_of(seq_len, number):
     """Documents of very different lengths that fill the sequence."""
     bounds = np.sort(np.random.default_rng(0).choice(np.arange(1, seq_len), number - 1, replace=False))
     return [0, *bounds.tolist(), seq_len]
-
-
-def one_sort():
-    """Processor time to order 2^17 pairs of numbers, as many as a striped plan has tiles below: 25 ms where a plan takes 50."""
-    keys = np.random.default_rng(0).integers(0, 1 << 20, (2, 1 << 17))
-    start = time.thread_time()
-    np.lexsort(keys)
-    return time.thread_time() - start
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)

@@ -12,6 +12,7 @@ import torch
 import ringattn_kernels as rk
 from ringattn_kernels import hopper_forward
 from ringattn_kernels.dispatch import Kernels, choose_forward
+from tests.clock import one_sort
 from tests.kernels import dense
 from tests.kernels.test_hopper_backward import TOOLS, compile_for_hopper
 
@@ -75,11 +76,16 @@ def test_the_schedule_holds_each_query_block_once_longest_first_in_turns_of_head
     assert (np.diff(works[:, 3])[np.diff(turn) == 0] <= 0).all()
 
 
-def test_a_long_schedule_takes_milliseconds():
+def test_a_long_schedule_takes_less_than_a_sort():
     tiles = np.array(dense.causal(1 << 17))
-    begin = time.perf_counter()
-    works, _ = hopper_forward.schedule(tiles, 1 << 17, hopper_forward.launch_for(128, 128), 32, 4, False)
-    assert time.perf_counter() - begin < 0.05 and len(works) == 32 << 10
+    best, sort = float("inf"), float("inf")
+    for _ in range(5):
+        sort = min(sort, one_sort())
+        start = time.thread_time()
+        works, _ = hopper_forward.schedule(tiles, 1 << 17, hopper_forward.launch_for(128, 128), 32, 4, False)
+        best = min(best, time.thread_time() - start)
+        assert len(works) == 32 << 10
+    assert best < sort
 
 
 def test_query_blocks_without_pairs_are_left_out_where_only_the_others_change():
