@@ -1,4 +1,4 @@
-"""What docs/troubleshooting.md and docs/launch.md quote exists: messages, files and options."""
+"""What the pages quote exists: messages, files, headings and options."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
 LAUNCH = (ROOT / "docs" / "launch.md").read_text()
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 QUOTED = re.findall(r"```text\n(.*?)\n```", TROUBLES, re.DOTALL)
 
 
@@ -62,13 +63,61 @@ def test_messages_are_told_apart():
         assert not any(pattern.fullmatch(changed) for pattern in messages())
 
 
-@pytest.mark.parametrize("text", [TROUBLES, LAUNCH], ids=["troubleshooting", "launch"])
-def test_files_and_links_lead_somewhere(text):
-    for path in re.findall(r"\b(?:launch|examples|docs)/[\w./-]*\w", text):
+def slugs(page: Path) -> set[str]:
+    """The anchors of a page's headings; those of one name are numbered from the second on."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    names = [
+        re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in text.split("\n") if line.startswith("#")
+    ]
+    return {name + (f"-{names[:n].count(name)}" if name in names[:n] else "") for n, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_links_lead_somewhere(page):
+    text = page.read_text()
+    for path in re.findall(r"\b(?:launch|examples|docs|tests|kernels|ringattn)/[\w./-]*\w", text):
         assert (ROOT / path).exists(), path
-    headings = {line.lstrip("# ").lower().replace(",", "").replace(" ", "-") for line in text.split("\n") if line.startswith("#")}
-    for target in re.findall(r"\]\(([^)]*)\)", text):
-        assert target[1:] in headings if target.startswith("#") else (ROOT / "docs" / target).exists(), target
+    for target in re.findall(r"\]\(([^)\s]*)\)", text):
+        name, _, anchor = target.partition("#")
+        other = page.parent / name if name else page
+        assert other.exists(), target
+        assert not anchor or anchor in slugs(other), target
+
+
+# what a command runs -> where its options are defined
+PROGRAMS = {
+    "-m ringattn": "ringattn/__main__.py",
+    "-m ringattn_kernels.variants": "kernels/ringattn_kernels/variants.py",
+    "examples/finetune_long_document.py": "examples/finetune_settings.py",
+    "launch/doctor.py": "launch/doctor_examination.py",
+}
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    """The program of each command that a text quotes, as a path or `-m module`, and the options that follow it."""
+    found = []
+    for quoted in re.findall(r"`([^`\n]+(?:\n[^`\n]+)*)`|^    (\S.*)$", text.replace("\\\n", " "), re.MULTILINE):
+        line = " ".join("".join(quoted).split())
+        for program, rest in re.findall(
+            r"(?:python|torchrun.*?) (-m [\w.]+|(?:launch|examples)/\w+\.py(?: (?=[a-z])\w+)?)([^#|]*)", line
+        ):
+            found.append((program, re.findall(r"(?<![\w-])--[a-z][\w-]*", rest.split(" -- ")[0])))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_programs_take_the_options_that_commands_give_them(page):
+    for program, options in commands(page.read_text()):
+        path, _, command = program.partition(" ")
+        source = f"launch/bench_{command}.py" if path == "launch/bench.py" else PROGRAMS.get(program, path)
+        for option in options:
+            assert f'"{option}"' in (ROOT / source).read_text(), (program, option)
+
+
+def test_commands_are_read_with_their_options():
+    text = "first `python launch/bench.py ring --tokens 8 \\\n --trace`\n\n    python -m ringattn plan --gpus 8 -- --more\n"
+    assert commands(text) == [("launch/bench.py ring", ["--tokens", "--trace"]), ("-m ringattn", ["--gpus"])]
+    assert sum(len(commands(page.read_text())) for page in PAGES) > 30
 
 
 def test_options_that_are_quoted_exist():
