@@ -67,8 +67,8 @@ class Steps:
 
     @cached_property
     def alone(self) -> bool:
-        """Whether the first step of the backward pass computes all of the rank's gradients."""
-        return not any(len(step.tiles) or step.grads_in for step in self.backward[1:])
+        """Whether the first step of the backward pass computes all of the gradients, and no others pass through this rank."""
+        return not any(len(step.tiles) or step.grads_in or step.grads_out for step in self.backward[1:])
 
 
 def make_steps(schedule: Schedule, plan: Plan, rank: int) -> Steps:

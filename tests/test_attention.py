@@ -515,6 +515,16 @@ def test_errors_are_those_of_dense_attention_and_do_not_grow_with_ranks(dtype, m
         assert largest_of_8 <= 1.25 * largest or torch.float32 in (dtype, got[0][NAMES.index(name)].dtype), name
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_pass_through_a_rank_that_computes_none_of_them(schedule):
+    """Rank 1 sees itself alone; what rank 2 sees of rank 0 goes by way of it, in fp32."""
+    mask = ra.block_sparse([[1, 0, 0], [0, 1, 0], [1, 0, 1]], 5)
+    inputs = make_inputs(15, dtype=torch.bfloat16)
+    layout = ra.contiguous(15, 3)
+    exact = dense(*(x.double() for x in inputs), mask)
+    assert_every_rank([[x.double() for x in got] for got in ring(*inputs, mask, layout, SCHEDULES[schedule])], exact, layout, 0.05)
+
+
 # memory
 
 

@@ -79,8 +79,10 @@ class Simulated:
         self.steps, self.rank, self.seq_len = steps, rank, seq_len
         self.queries = order[rank]
         self.buffers = {0: order[rank]}
+        # who is alone adds nothing later: its gradients are of the inputs' dtype, all others of the sums'
+        self.dtype = np.int16 if steps.alone else np.int64
         # what is not written is not zero
-        self.grads = {0: np.full((len(order[rank]), seq_len), 1000)}
+        self.grads = {0: np.full((len(order[rank]), seq_len), 1000, self.dtype)}
         if steps.backward[-1].adds:
             self.grads[0][steps.backward[-1].begin :] = 0
 
@@ -110,7 +112,7 @@ class Simulated:
     def add(self, step):
         if step.collects and step.buffer:
             assert step.buffer not in self.grads
-            self.grads[step.buffer] = np.full((len(self.buffers[step.buffer]), self.seq_len), 1000)
+            self.grads[step.buffer] = np.full((len(self.buffers[step.buffer]), self.seq_len), 1000, self.dtype)
         if step.collects and not step.adds:
             self.grads[step.buffer][step.begin : step.begin + step.tiles.k_rows] = 0
         for query, _, row in self.compute(step):
@@ -123,7 +125,9 @@ class Simulated:
             self.buffers[message.buffer][rows] = wires.receive(message.peer, self.rank, len(rows))
         for message in step.grads_in if grads else ():
             rows = listed(message.slots)
-            self.grads[message.buffer][rows] += wires.receive(message.peer, self.rank, len(rows))
+            received = wires.receive(message.peer, self.rank, len(rows))
+            assert received.dtype == self.dtype
+            self.grads[message.buffer][rows] += received
         for number in step.closes:
             del self.buffers[number]
         for number in step.grads_close if grads else ():
