@@ -138,10 +138,10 @@ class Local(Method):
 
     def backward(self) -> Tensors:
         out, *stats = self.state
-        inputs = (self.q, self.k, self.v, self.dout, *stats, local.delta(out, self.dout))
+        queries = local.Queries(self.q, self.dout, *stats, local.delta(out, self.dout))
         del self.state
         dq, dk, dv = local.query_sums(self.q, self.score, self.q.dtype), torch.empty_like(self.k), torch.empty_like(self.v)
-        local.backward(*inputs, self.tiles, self.score, dq=dq, dk=dk, dv=dv, add=False)
+        local.backward(queries, self.k, self.v, self.tiles, self.score, dq=dq, dk=dk, dv=dv, add=False)
         return dq.finish(self.q.dtype), dk, dv
 
 

@@ -9,6 +9,7 @@ Shapes: b batch, sq and sk rows of q and of the k/v buffer, h query heads, hk ke
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,17 @@ _BLOCK_Q = 256
 _BLOCK_K = 512
 
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """Rows of q and what the backward pass reads of each beside them; statistics are those of all keys."""
+
+    q: torch.Tensor  # (b, sq, h, d)
+    dout: torch.Tensor  # (b, sq, h, d_v)
+    row_max: torch.Tensor  # (b, h, sq)
+    row_sum: torch.Tensor  # (b, h, sq)
+    delta: torch.Tensor  # (b, h, sq)
 
 
 class _Block(NamedTuple):
@@ -93,13 +105,9 @@ class QuerySums:
 
 
 def backward(
-    q: torch.Tensor,
+    queries: Queries,
     k: torch.Tensor,
     v: torch.Tensor,
-    dout: torch.Tensor,
-    row_max: torch.Tensor,
-    row_sum: torch.Tensor,
-    delta: torch.Tensor,
     tiles: Tiles,
     *,
     softmax_scale: float,
@@ -108,30 +116,31 @@ def backward(
     dv: torch.Tensor,
     add: bool = True,
 ) -> None:
-    """Adds the gradients of the tiles' pairs to dq, dk and dv, in place, from the statistics of all keys:
+    """Adds the gradients of the tiles' pairs to dq, dk and dv, in place:
 
     P = exp(S - row_max) / row_sum, dV += P^T dout, dS = P (dout V^T - delta), dQ += scale dS K, dK += scale dS^T Q.
 
     With add=False, overwrites all of dk and dv, of any dtype, whatever they held; their sums are fp32 (fp64) in any case.
     """
-    hk = k.shape[2]
+    q, dout, hk = queries.q, queries.dout, k.shape[2]
     acc_dtype = dq.total.dtype
     outputs = dk, dv
     if not add:
         dk, dv = (torch.zeros_like(x, dtype=acc_dtype) if x.dtype != acc_dtype else x.zero_() for x in outputs)
-    pivot = torch.where(row_max == float("-inf"), 0.0, row_max)
-    norm = torch.where(row_sum > 0, 1 / row_sum, 0.0)
+    pivot = torch.where(queries.row_max == float("-inf"), 0.0, queries.row_max)
+    norm = torch.where(queries.row_sum > 0, 1 / queries.row_sum, 0.0)
     for block in _blocks(tiles, q.device):
-        queries, keys = _grouped(q, block.q, hk, acc_dtype), _rows(k, block.k, acc_dtype)
-        values, gradient = _rows(v, block.k, acc_dtype), _grouped(dout, block.q, hk, acc_dtype)
-        scores = _product(queries, keys.transpose(-1, -2)) * softmax_scale
+        q_rows, k_rows = _grouped(q, block.q, hk, acc_dtype), _rows(k, block.k, acc_dtype)
+        v_rows, dout_rows = _rows(v, block.k, acc_dtype), _grouped(dout, block.q, hk, acc_dtype)
+        scores = _product(q_rows, k_rows.transpose(-1, -2)) * softmax_scale
         if block.live is not None:
             scores.masked_fill_(~block.live, float("-inf"))
         weights = scores.sub_(_per_row(pivot, block.q, hk)).exp_() * _per_row(norm, block.q, hk)
-        dscores = (_product(gradient, values.transpose(-1, -2)) - _per_row(delta, block.q, hk)) * weights * softmax_scale
-        dv[:, block.k] += _product_t(weights, gradient).transpose(1, 2)
-        dk[:, block.k] += _product_t(dscores, queries).transpose(1, 2)
-        dq.total[:, block.q].unflatten(2, (hk, -1)).add_(_product(dscores, keys).permute(0, 3, 1, 2, 4))
+        dweights = _product(dout_rows, v_rows.transpose(-1, -2))
+        dscores = (dweights - _per_row(queries.delta, block.q, hk)) * weights * softmax_scale
+        dv[:, block.k] += _product_t(weights, dout_rows).transpose(1, 2)
+        dk[:, block.k] += _product_t(dscores, q_rows).transpose(1, 2)
+        dq.total[:, block.q].unflatten(2, (hk, -1)).add_(_product(dscores, k_rows).permute(0, 3, 1, 2, 4))
     for x, total in zip(outputs, (dk, dv), strict=True):
         if x is not total:
             x.copy_(total)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     QuerySums = blocked.QuerySums | ringattn_kernels.QuerySums
 
+Queries = blocked.Queries
 State = blocked.State
 
 
@@ -51,13 +52,9 @@ def query_sums(q: torch.Tensor, score: Score, dtype: torch.dtype) -> QuerySums:
 
 
 def backward(
-    q: torch.Tensor,
+    queries: Queries,
     k: torch.Tensor,
     v: torch.Tensor,
-    dout: torch.Tensor,
-    row_max: torch.Tensor,
-    row_sum: torch.Tensor,
-    delta: torch.Tensor,
     tiles: Tiles,
     score: Score,
     *,
@@ -70,13 +67,14 @@ def backward(
 
     With add=False, overwrites all of dk and dv, of any dtype, whatever they held; dq is added to nevertheless.
     """
-    inputs, scale = (q, k, v, dout, row_max, row_sum, delta), score.softmax_scale
+    scale = score.softmax_scale
     if not len(tiles):
         for x in () if add else (dk, dv):
             x.zero_()
     elif isinstance(dq, blocked.QuerySums):
-        blocked.backward(*inputs, tiles, softmax_scale=scale, dq=dq, dk=dk, dv=dv, add=add)
+        blocked.backward(queries, k, v, tiles, softmax_scale=scale, dq=dq, dk=dk, dv=dv, add=add)
     else:
         import ringattn_kernels
 
+        inputs = queries.q, k, v, queries.dout, queries.row_max, queries.row_sum, queries.delta
         ringattn_kernels.backward(*inputs, tiles.kernel_table, softmax_scale=scale, dq=dq, dk=dk, dv=dv, add=add)

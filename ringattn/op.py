@@ -87,7 +87,7 @@ def _backward(
         if drow_sum is not None:
             # d lse = d row_sum * row_sum enters dS = P (dP - delta) as P d lse
             delta = delta - drow_sum * row_sum
-        dq, dk, dv = work.backward(Score(softmax_scale), q, k, v, dout, row_max, row_sum, delta)
+        dq, dk, dv = work.backward(Score(softmax_scale), local.Queries(q, dout, row_max, row_sum, delta), k, v)
     dq, dk, dv = (_with_strides(x, wanted) for x, wanted in zip((dq, dk, dv), strides, strict=True))
     return dq, dk, dv
 

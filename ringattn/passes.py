@@ -49,23 +49,18 @@ def backward(
     transport: Transport,
     steps: Steps,
     score: Score,
-    q: torch.Tensor,
+    queries: local.Queries,
     k: torch.Tensor,
     v: torch.Tensor,
-    dout: torch.Tensor,
-    row_max: torch.Tensor,
-    row_sum: torch.Tensor,
-    delta: torch.Tensor,
     *,
     kv_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv in the inputs' dtypes (dk and dv in `kv_dtype`), from the merged statistics and delta (b, h, s)."""
-    kv_dtype = kv_dtype or k.dtype
-    inputs = (dout, row_max, row_sum, delta)
+    """dq, dk, dv in the inputs' dtypes (dk and dv in `kv_dtype`)."""
+    q, kv_dtype = queries.q, kv_dtype or k.dtype
     buffers = {0: _rows_first(k, v)}
     # gradients that nothing is added to later leave the kernels in their final dtype
     alone = kv_dtype == q.dtype and steps.alone
-    dtype = q.dtype if alone else row_sum.dtype
+    dtype = q.dtype if alone else queries.row_sum.dtype
     dq = local.query_sums(q, score, dtype)
     grads = {0: _empty(buffers[0], k.shape[1], dtype)}
     if (last := steps.backward[-1]).adds:
@@ -79,7 +74,7 @@ def backward(
             if step.buffer:
                 grads[step.buffer] = _empty(buffers[0], step.tiles.k_rows, dtype)
             dk, dv = _batch_first(_part(grads[step.buffer], step.begin, step.begin + step.tiles.k_rows))
-            local.backward(q, *_keys(step, buffers), *inputs, step.tiles, score, dq=dq, dk=dk, dv=dv, add=step.adds)
+            local.backward(queries, *_keys(step, buffers), step.tiles, score, dq=dq, dk=dk, dv=dv, add=step.adds)
         handle.wait()
         for message, box in inbox:
             for total, received in zip(grads[message.buffer], box, strict=True):

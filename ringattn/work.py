@@ -44,28 +44,24 @@ class Work:
         return _restored(out, self.q_order), _restored(row_max, self.q_order, dim=2), _restored(row_sum, self.q_order, dim=2)
 
     def backward(
-        self,
-        score: Score,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        dout: torch.Tensor,
-        row_max: torch.Tensor,
-        row_sum: torch.Tensor,
-        delta: torch.Tensor,
+        self, score: Score, queries: local.Queries, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv in the inputs' dtypes, from the merged statistics and delta (b, h, s)."""
-        q, k, v, dout = _sorted(q, self.q_order), _sorted(k, self.k_order), _sorted(v, self.k_order), _sorted(dout, self.q_order)
-        stats = tuple(x if self.q_order is None else self.q_order.sort(x, dim=2) for x in (row_max, row_sum, delta))
+        """dq, dk, dv in the inputs' dtypes."""
+        q, dout = _sorted(queries.q, self.q_order), _sorted(queries.dout, self.q_order)
+        k, v = _sorted(k, self.k_order), _sorted(v, self.k_order)
+        stats = queries.row_max, queries.row_sum, queries.delta
+        if self.q_order is not None:
+            stats = tuple(self.q_order.sort(x, dim=2) for x in stats)
         kv_dtype, copies = k.dtype, 1
         if self.exchange is not None:
             copies = self._kv_copies(q, k)
             # the gradients of copies are added before they are rounded
-            kv_dtype = k.dtype if copies == 1 else row_sum.dtype
+            kv_dtype = k.dtype if copies == 1 else queries.row_sum.dtype
             found = self.exchange.to_heads(q, _repeated(k, copies), _repeated(v, copies), dout, _as_rows(*stats))
             stats = _as_stats(found.pop())
             q, k, v, dout = found
-        dq, dk, dv = passes.backward(self.transport, self.steps, score, q, k, v, dout, *stats, kv_dtype=kv_dtype)
+        queries = local.Queries(q, dout, *stats)
+        dq, dk, dv = passes.backward(self.transport, self.steps, score, queries, k, v, kv_dtype=kv_dtype)
         if self.exchange is not None:
             dq, dk, dv = self.exchange.to_rows(dq, dk, dv)
             dk, dv = _summed(dk, copies, k.dtype), _summed(dv, copies, v.dtype)

@@ -51,8 +51,8 @@ def dense(q, k, v, live):
 def gradients(q, k, v, dout, tiles, out, row_max, row_sum):
     """dq, dk, dv; dk and dv added to ones, so that what is not added to shows."""
     dq, dk, dv = blocked.QuerySums(q), *(torch.ones(x.shape, dtype=row_sum.dtype) for x in (k, v))
-    delta = blocked.delta(out, dout)
-    blocked.backward(q, k, v, dout, row_max, row_sum, delta, tiles, softmax_scale=SCALE, dq=dq, dk=dk, dv=dv)
+    queries = blocked.Queries(q, dout, row_max, row_sum, blocked.delta(out, dout))
+    blocked.backward(queries, k, v, tiles, softmax_scale=SCALE, dq=dq, dk=dk, dv=dv)
     return dq.finish(row_sum.dtype), dk - 1, dv - 1
 
 
@@ -181,18 +181,8 @@ def test_views_of_buffers_with_rows_first():
     assert_close(blocked.forward(q, *turned, tiles, softmax_scale=SCALE), state)
     dk, dv = (torch.zeros(9, B, HK, size, dtype=torch.float64) for size in (D, D_V))
     dq = blocked.QuerySums(q)
-    blocked.backward(
-        q,
-        *turned,
-        dout,
-        *state[1:],
-        blocked.delta(state[0], dout),
-        tiles,
-        softmax_scale=SCALE,
-        dq=dq,
-        dk=dk.transpose(0, 1),
-        dv=dv.transpose(0, 1),
-    )
+    queries = blocked.Queries(q, dout, *state[1:], blocked.delta(state[0], dout))
+    blocked.backward(queries, *turned, tiles, softmax_scale=SCALE, dq=dq, dk=dk.transpose(0, 1), dv=dv.transpose(0, 1))
     assert_close((dq.finish(q.dtype), dk.transpose(0, 1), dv.transpose(0, 1)), gradients(q, k, v, dout, tiles, *state))
 
 
@@ -205,7 +195,8 @@ def test_overwriting_dk_and_dv_leaves_nothing_of_what_was_there_and_adds_to_dq(d
     dq, (dk, dv) = blocked.QuerySums(q), (torch.full_like(x, math.nan) for x in (k, v))
     for _ in range(2):
         arguments = dict(softmax_scale=SCALE, dq=dq, dk=dk, dv=dv, add=False)
-        blocked.backward(q, k, v, dout, row_max, row_sum, blocked.delta(out, dout), tiles, **arguments)
+        queries = blocked.Queries(q, dout, row_max, row_sum, blocked.delta(out, dout))
+        blocked.backward(queries, k, v, tiles, **arguments)
     tolerance = dict(rtol=torch.finfo(dtype).eps, atol=1e-11 if dtype == torch.float64 else 1e-6)
     for x, y in zip((dq.finish(dtype), dk, dv), (2 * wanted[0], *wanted[1:])):
         assert x.dtype == dtype
