@@ -4,6 +4,7 @@
     kernels   forward and backward of one GPU beside PyTorch's, in the same run
     overhead  what a call costs the host beside kernels and transfers
     ring      ring attention on all GPUs of a host, beside one GPU's kernels and Ulysses, in the same run
+    steady    whether memory stays flat over many steps, and no host waits for its GPU
     sweep     block sizes, warps and stages of the kernels, to fill `ringattn_kernels/config.py`
 
 Each command lives in a module beside this one with `add_arguments(parser)` and `main(arguments)`.
@@ -14,7 +15,7 @@ import importlib
 import sys
 from pathlib import Path
 
-COMMANDS = {name: f"bench_{name}" for name in ("curves", "kernels", "overhead", "ring", "sweep")}
+COMMANDS = {name: f"bench_{name}" for name in ("curves", "kernels", "overhead", "ring", "steady", "sweep")}
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""Ring attention on all GPUs of a host: speed and memory, beside its peers and one GPU's kernels in the same run.
+"""Ring attention on all GPUs of a host: speed, memory and bytes moved, beside its peers and one GPU's kernels in the same run.
 
-Methods take turns in every round, forward and backward; `ring_methods.py` names them. The results of all are first compared with those of
-the first one. Starts a process a GPU by itself, or runs in those that torchrun started. With `--device cpu` it runs over gloo, at
-toy sizes.
+Methods take turns, forward and backward, in another order each round and each from rest; `ring_methods.py` names them. Times are those of
+the slowest rank: medians over the rounds, with quartiles. *ratio* is of the rate, forward and backward: to the fastest peer, where there is
+one, else to the first method; with `--scaling` to the same method on one rank. The results of all are first compared with those of the
+first one. Starts a process a GPU by itself, or runs in those that torchrun started. With `--device cpu` it runs over gloo, at toy sizes.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import statistics
+import random
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import ring_report
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from ring_methods import Case, Method, make_method
+from ring_methods import PEER_METHODS, Case, Method, Ranks, count_sent, make_method
+from timing import REST, spread
 
 import ringattn as ra
 
@@ -30,84 +33,109 @@ _AHEAD = 8_000_000  # clock cycles, about four milliseconds
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", help="total tokens (default: 64k, 128k, 512k and 1M)")
-    parser.add_argument("--methods", nargs="+", help="(default: every transport's ring and gather, the peers there are, and local)")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        help="(default: every transport's ring and gather, the peers there are, and local; of documents on balanced shards too)",
+    )
+    add_shape(parser)
     parser.add_argument("--mask", default="causal", help="causal, full, window:TOKENS or documents:NUMBER (of skewed lengths)")
-    parser.add_argument("--balanced", action="store_true", help="ring attention's shards by `balanced`, not `zigzag`")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--world-size", type=int, help="ranks (default: one a GPU; 2 on a CPU)")
-    parser.add_argument("--memory", action="store_true", help="only peak memory, at six sizes, with its fit to a line")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--memory", action="store_true", help="only peak memory, at six sizes, with its fit to a line")
+    kind.add_argument(
+        "--scaling", action="store_true", help="on 1, 2, 4, ... of the ranks in turns, with --tokens a rank (default: 64k)"
+    )
     parser.add_argument("--seconds", type=float, default=8, help="time for the rounds of one size after its first (default 8)")
-    parser.add_argument("--budget", type=int, help="MiB of a rank's memory for the symmetric transport (default: the library's)")
     parser.add_argument(
         "--trace", action="store_true", help="also profile a pass of each method: a trace, and exposed communication"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for ring.json, ring.png and traces")
 
 
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """The arguments of every benchmark of many ranks."""
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--world-size", type=int, help="ranks (default: one a GPU; 2 on a CPU)")
+    parser.add_argument("--budget", type=int, help="MiB of a rank's memory for the symmetric transport (default: the library's)")
+
+
 def main(arguments: argparse.Namespace) -> None:
+    if arguments.tokens is None:
+        counts = (1,) if arguments.scaling else (1, 2, 3, 4, 6, 8) if arguments.memory else (1, 2, 8, 16)
+        arguments.tokens = [n << 16 for n in counts]
+    launch(run_rank, arguments)
+
+
+def launch(function: Callable[[argparse.Namespace], None], arguments: argparse.Namespace) -> None:
+    """Call a function on every rank: those that torchrun started, or one a GPU."""
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    arguments.tokens = arguments.tokens or [n << 16 for n in ((1, 2, 3, 4, 6, 8) if arguments.memory else (1, 2, 8, 16))]
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo")
-        run_rank(int(os.environ.get("LOCAL_RANK", "0")), arguments)
+        _join(int(os.environ.get("LOCAL_RANK", "0")), function, arguments)
         return
     world_size = arguments.world_size or (torch.cuda.device_count() if arguments.device == "cuda" else 2)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_start, args=(world_size, store.port, arguments), nprocs=world_size)
+    mp.spawn(_start, args=(world_size, store.port, function, arguments), nprocs=world_size)
 
 
-def _start(rank: int, world_size: int, port: int, arguments: argparse.Namespace) -> None:
+def _start(rank: int, world_size: int, port: int, function: Callable, arguments: argparse.Namespace) -> None:
     if arguments.device == "cpu":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    backend = "nccl" if arguments.device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    run_rank(rank, arguments)
+    _join(rank, function, arguments, store=store, rank=rank, world_size=world_size)
 
 
-def run_rank(local_rank: int, arguments: argparse.Namespace) -> None:
-    """Measure every size; rank 0 prints and writes what is there after each."""
+def _join(local_rank: int, function: Callable, arguments: argparse.Namespace, **meet: object) -> None:
+    dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", **meet)
     if arguments.device == "cuda":
         torch.cuda.set_device(local_rank)
-    groups = _groups(arguments.device, arguments.budget)
-    names = arguments.methods or _default_methods(arguments)
-    shape = arguments.heads, arguments.kv_heads, arguments.head_dim, arguments.device
-    cases = [Case(n, *shape, parse_mask(arguments.mask, n), arguments.balanced) for n in arguments.tokens]
-    small = min(cases[0].tokens, _CHECK_TOKENS * dist.get_world_size())
-    errors = compare(replace(cases[0], tokens=small, mask=parse_mask(arguments.mask, small)), names, groups)
-    ring_report.say_errors(errors, small)
-    rows = []
-    for case in cases:
-        new = measure(case, names, groups, None if arguments.memory else arguments.seconds)
-        if arguments.trace:
-            ring_report.trace(case, names, groups, arguments.out, new)
-        rows += new
-        if dist.get_rank() == 0:
-            ring_report.table(new, header=case is cases[0])
-            ring_report.write(rows, errors, arguments)
-    if dist.get_rank() == 0:
-        ring_report.say_fits(rows)
+    function(arguments)
     dist.destroy_process_group()
 
 
-def _groups(device: str, budget: int | None) -> dict[str, object]:
-    """What to pass as `group` for each transport."""
-    groups: dict[str, object] = {"": ra.process_group(dist.group.WORLD)}
-    if device == "cuda":
-        options = {} if budget is None else {"budget": budget << 20}
-        groups["symmetric"] = ra.symmetric(dist.group.WORLD, **options)
-    return groups
+def run_rank(arguments: argparse.Namespace) -> None:
+    """Measure every size; rank 0 prints and writes what is there after each."""
+    names = arguments.methods or _default_methods(arguments)
+    everyone = dist.get_world_size()
+    sizes = [everyone]
+    if arguments.scaling:
+        sizes = sorted({everyone, *(1 << n for n in range(everyone.bit_length()))})
+    groups = [Ranks(size, arguments.device, arguments.budget and arguments.budget << 20) for size in sizes]
+    shortest = min(arguments.tokens) * (everyone if arguments.scaling else 1)
+    small = make_case(min(shortest, _CHECK_TOKENS * everyone), groups[-1], arguments)
+    errors = compare(small, names)
+    ring_report.say_errors(errors, small.tokens)
+    rows = []
+    for tokens in arguments.tokens:
+        cases = [make_case(tokens * (ranks.size if arguments.scaling else 1), ranks, arguments) for ranks in groups]
+        entries = [Entry(name, case) for case in cases for name in names]
+        new = measure(entries, None if arguments.memory else arguments.seconds)
+        if arguments.trace:
+            ring_report.trace(entries, arguments.out, new)
+        ring_report.add_ratios(new, PEER_METHODS)
+        rows += new
+        if dist.get_rank() == 0:
+            ring_report.table(new, header=rows == new)
+            ring_report.write(rows, errors, arguments)
+    if dist.get_rank() == 0:
+        ring_report.say_fits(rows)
+
+
+def make_case(tokens: int, ranks: Ranks, arguments: argparse.Namespace) -> Case:
+    shape = arguments.heads, arguments.kv_heads, arguments.head_dim, arguments.device
+    return Case(tokens, *shape, parse_mask(arguments.mask, tokens), ranks)
 
 
 def _default_methods(arguments: argparse.Namespace) -> list[str]:
     names = ["ring", "gather"]
     if arguments.device == "cuda":
         names += ["ring+symmetric", "waves-1+symmetric", "gather+symmetric"]
+    if arguments.scaling:
+        return names
     if arguments.mask == "causal" and not arguments.memory:
         if arguments.kv_heads % dist.get_world_size() == 0:
             names.append("ulysses")
@@ -115,7 +143,9 @@ def _default_methods(arguments: argparse.Namespace) -> list[str]:
             names += ["cp-alltoall", "cp-allgather"]
         if importlib.util.find_spec("ring_flash_attn"):
             names.append("ring_flash_attn")
-    return names if arguments.memory else [*names, "local"]
+    if not arguments.memory:
+        names.append("local")
+    return [*names, *(f"{name}@balanced" for name in names)] if arguments.mask.startswith("documents") else names
 
 
 def parse_mask(text: str, tokens: int) -> ra.Mask:
@@ -131,68 +161,106 @@ def parse_mask(text: str, tokens: int) -> ra.Mask:
     return makers[word]()
 
 
-def compare(case: Case, names: list[str], groups: dict[str, object]) -> dict[str, float]:
+def compare(case: Case, names: list[str]) -> dict[str, float]:
     """Largest difference of out, dq, dk and dv of each method from those of the first, relative to their norm."""
     first, errors = None, {}
     for name in names:
-        if name == "local":
+        if name.startswith("local"):
             continue
-        method = make_method(name, case, groups, same=True)
-        whole = [ra.unshard(x, method.layout, groups[""]).double() for x in method.results()]  # type: ignore[arg-type]
+        method = make_method(name, case, same=True)
+        whole = [ra.unshard(x, method.layout, case.ranks.transports[""]).double() for x in method.results()]
         first = first or whole
         errors[name] = max(float((x - y).norm() / y.norm()) for x, y in zip(whole, first))
     return errors
 
 
-def measure(case: Case, names: list[str], groups: dict[str, object], seconds: float | None) -> list[dict]:
-    """A row for each method: medians over rounds of the slowest rank's times, and the peak memory of the first round.
+@dataclass
+class Entry:
+    """A method on a case, and what is measured of it on this rank; where the rank takes no part, zeros, which others exceed."""
 
-    The first round warms up, and counts only if it took so long that there is no other, or with `seconds` None.
+    name: str
+    case: Case
+    method: Method | None = None
+    times: list[tuple[float, float]] = field(default_factory=list)
+    memory: int = 0
+    sent: int = 0
+
+    def turn(self) -> None:
+        """Forward and backward once, from rest; ranks start together."""
+        _rest(self.case.device)
+        self.times.append((0.0, 0.0) if self.method is None else once(self.method, self.case.device))
+
+    def make(self) -> Method | None:
+        """The method, on ranks that take part."""
+        return make_method(self.name, self.case) if self.case.ranks.takes_part else None
+
+    def first_turn(self) -> None:
+        """Make the method, and measure its memory and messages as well."""
+        self.method = self.make()
+        before = _reset_peak(self.case.device)
+        if self.method is None:
+            self.turn()
+            return
+        with count_sent(self.method) as sent:
+            self.turn()
+        self.sent = sum(sent)
+        if self.case.device == "cuda":
+            self.memory = torch.cuda.max_memory_allocated() - before - self.method.results_bytes
+
+
+def measure(entries: list[Entry], seconds: float | None) -> list[dict]:
+    """A row for each entry; its peak memory and messages are those of the first round.
+
+    That round warms up, and counts only if it took so long that there is no other, or with `seconds` None.
     """
-    began = time.monotonic()
-    methods = {name: make_method(name, case, groups) for name in names}
-    memory = {}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for name, method in methods.items():
-        before = _reset_peak(case.device)
-        times[name].append(once(method, case.device))
-        memory[name] = _peak(case.device) - before - method.results_bytes if case.device == "cuda" else 0
-    (round_seconds,) = slowest([time.monotonic() - began], case.device)
+    device = entries[0].case.device
+    for entry in entries:
+        entry.first_turn()
+    (round_seconds,) = slowest([sum(both + REST for _, both in (entry.times[0] for entry in entries))], device)
     rounds = 0 if seconds is None or round_seconds > _LONG else min(10, max(2, int(seconds / round_seconds)))
+    order, shuffler = list(entries), random.Random(0)
     for _ in range(rounds):
-        for name, method in methods.items():
-            times[name].append(once(method, case.device))
-    return [_row(case, name, times[name][1:] if rounds else times[name], memory[name]) for name in names]
+        shuffler.shuffle(order)
+        for entry in order:
+            entry.turn()
+    rows = [_row(entry, entry.times[1:] if rounds else entry.times) for entry in entries]
+    for entry in entries:
+        entry.method = None
+    return rows
 
 
-def _row(case: Case, name: str, times: list[tuple[float, float]], memory: int) -> dict:
+def _row(entry: Entry, times: list[tuple[float, float]]) -> dict:
+    case = entry.case
     pairs = [slowest(list(pair), case.device) for pair in times]
-    forward, both = (statistics.median(column) for column in zip(*pairs))
+    forward, both = (spread([1e3 * seconds for seconds in column]) for column in zip(*pairs))
+    memory, sent = slowest([entry.memory, entry.sent], case.device)
+    flop = case.forward_flop
     return {
-        "method": name,
+        "method": entry.name,
+        "ranks": case.ranks.size,
         "tokens": case.tokens,
-        "tokens_per_gpu": case.tokens // dist.get_world_size(),
+        "tokens_per_gpu": case.tokens // case.ranks.size,
         "rounds": len(times),
-        "forward_ms": forward * 1e3,
-        "forward_backward_ms": both * 1e3,
-        "forward_backward_ms_range": [1e3 * extreme(both for _, both in pairs) for extreme in (min, max)],
-        "forward_tflops": case.forward_flop / forward / 1e12,
-        "forward_backward_tflops": 3.5 * case.forward_flop / both / 1e12,
-        "peak_bytes_beyond_inputs": int(slowest([memory], case.device)[0]),
+        "forward_ms": forward.median,
+        "forward_ms_quartiles": [forward.lower, forward.upper],
+        "forward_backward_ms": both.median,
+        "forward_backward_ms_quartiles": [both.lower, both.upper],
+        "forward_tflops": flop / forward.median / 1e9,
+        "forward_backward_tflops": 3.5 * flop / both.median / 1e9,
+        "peak_bytes_beyond_inputs": int(memory),
+        "sent_bytes": int(sent) if sent else None,
     }
 
 
 def once(method: Method, device: str) -> tuple[float, float]:
-    """Seconds of the forward pass and of both; ranks start together, with the host ahead of its GPU as it is in training."""
+    """Seconds of the forward pass and of both, with the host ahead of its GPU as it is in training."""
     if device == "cpu":
-        dist.barrier()
         marks = [time.perf_counter()]
         for step in (method.forward, method.backward):
             step()
             marks.append(time.perf_counter())
         return marks[1] - marks[0], marks[2] - marks[0]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-    dist.all_reduce(torch.zeros(1, device="cuda"))
     torch.cuda._sleep(_AHEAD)
     events[0].record()
     method.forward()
@@ -201,6 +269,19 @@ def once(method: Method, device: str) -> tuple[float, float]:
     events[2].record()
     torch.cuda.synchronize()
     return events[0].elapsed_time(events[1]) / 1e3, events[0].elapsed_time(events[2]) / 1e3
+
+
+def _rest(device: str) -> None:
+    """Leave all ranks at rest for a moment, and then together: what ran before must not lower the clocks of what comes."""
+    if device == "cpu":
+        dist.barrier()
+        return
+    torch.cuda.synchronize()
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    torch.cuda.synchronize()
+    time.sleep(REST)
+    # ranks leave this when the last one has come
+    dist.all_reduce(torch.zeros(1, device="cuda"))
 
 
 def slowest(values: list[float], device: str) -> list[float]:
@@ -215,7 +296,3 @@ def _reset_peak(device: str) -> int:
         return 0
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
-
-
-def _peak(device: str) -> int:
-    return torch.cuda.max_memory_allocated() if device == "cuda" else 0

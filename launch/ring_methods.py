@@ -1,7 +1,8 @@
 """What `bench.py ring` compares: ring attention with each schedule and transport, its peers, and one GPU's kernels.
 
 A method is named `schedule`, or `schedule+symmetric` to move K/V through symmetric memory instead of NCCL (gloo on a CPU); a schedule is
-`ring`, `gather`, `waves-W` (W owners a wave) or `double_ring-G` (G ranks a node). The others:
+`ring`, `gather`, `waves-W` (W owners a wave) or `double_ring-G` (G ranks a node). `@` and a layout may follow (`ring@balanced`; zigzag
+without). The others:
 
     local             the same rank's tiles in one launch on random K/V: no communication, the kernels' single-GPU rate
     ulysses           all-to-all from sequence to heads and back around PyTorch's attention (cuDNN), over a contiguous layout
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from unittest import mock
 
 import numpy as np
 import torch
@@ -26,9 +28,26 @@ import ringattn as ra
 from ringattn import local
 from ringattn.plan import Rows, Tiles, move_keys
 from ringattn.score import Score
+from ringattn.transport import Transport
 
 PEERS = ("ulysses", "cp-alltoall", "cp-allgather", "ring_flash_attn")
 Tensors = tuple[torch.Tensor, ...]
+
+
+class Ranks:
+    """The first `size` ranks of this launch; on one of them (`takes_part`) also their group and transports, by a method's word for each."""
+
+    def __init__(self, size: int, device: str, budget: int | None = None) -> None:
+        whole = size == dist.get_world_size()
+        # all ranks make a group, whether they are in it or not
+        group = dist.group.WORLD if whole else dist.new_group(range(size))
+        self.size, self.takes_part = size, dist.get_rank() < size
+        if not self.takes_part:
+            return
+        self.group = group
+        self.transports: dict[str, Transport] = {"": ra.process_group(group)}
+        if device == "cuda":
+            self.transports["symmetric"] = ra.symmetric(group, **({} if budget is None else {"budget": budget}))
 
 
 @dataclass(frozen=True)
@@ -41,26 +60,25 @@ class Case:
     head_dim: int
     device: str
     mask: ra.Mask
-    balanced: bool = False
+    ranks: Ranks
 
-    @cached_property
-    def layout(self) -> ra.Layout:
-        """That of ring attention."""
-        n = dist.get_world_size()
-        return ra.balanced(self.mask, self.tokens, n) if self.balanced else ra.zigzag(self.tokens, n)
+    def layout(self, kind: str = "") -> ra.Layout:
+        if kind == "balanced":
+            return ra.balanced(self.mask, self.tokens, self.ranks.size)
+        makers = {"": ra.zigzag, "zigzag": ra.zigzag, "striped": ra.striped, "contiguous": ra.contiguous}
+        if kind not in makers:
+            raise ValueError(f"layout {kind!r} is not one of balanced, {', '.join(filter(None, makers))}")
+        return makers[kind](self.tokens, self.ranks.size)
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.device == "cuda" else torch.float32
 
     @cached_property
-    def plan(self) -> ra.Plan:
-        return ra.make_plan(self.layout, self.mask)
-
-    @property
     def forward_flop(self) -> float:
         """A rank's mean share: two products over the live pairs."""
-        return 4 * float(self.plan.pairs().sum()) * self.heads * self.head_dim / dist.get_world_size()
+        pairs = ra.make_plan(self.layout(), self.mask).pairs().sum()
+        return 4 * float(pairs) * self.heads * self.head_dim / self.ranks.size
 
     def whole(self) -> Tensors:
         """q, k, v and dout of the whole sequence, the same on every rank."""
@@ -84,11 +102,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A layout of the sequence, the function from (q, k, v) shards to out, and the context that both passes run in."""
+    """A layout of the sequence, the function from (q, k, v) shards to out, and the context that both passes run in.
+
+    `transport` is what moves the data of our own.
+    """
 
     layout: ra.Layout
     compute: Callable[[Tensors], torch.Tensor]
     surroundings: Callable[[], AbstractContextManager] = nullcontext
+    transport: Transport | None = None
 
 
 class Method:
@@ -97,6 +119,7 @@ class Method:
     def __init__(self, contestant: Contestant, inputs: Tensors) -> None:
         *leaves, self.dout = inputs
         self.layout, self.compute, self.surroundings = contestant.layout, contestant.compute, contestant.surroundings
+        self.transport = contestant.transport
         self.leaves = tuple(x.requires_grad_() for x in leaves)
         self.results_bytes = sum(x.numel() * x.element_size() for x in inputs)  # dq, dk, dv and out
 
@@ -120,10 +143,12 @@ class Method:
 class Local(Method):
     """A rank's kernels alone: all its tiles over the whole K/V in one launch, gradients straight in their final dtype."""
 
-    def __init__(self, case: Case) -> None:
+    transport = None
+
+    def __init__(self, case: Case, layout: ra.Layout) -> None:
         rank = dist.get_rank()
-        self.layout = case.layout
-        plan = case.plan
+        self.layout = layout
+        plan = ra.make_plan(layout, case.mask)
         assert plan.order[rank] is None
         bases = np.cumsum([0, *plan.lengths])
         rows = [move_keys(plan.tiles(rank, o), Rows.span(0, n), int(bases[o])) for o, n in enumerate(plan.lengths)]
@@ -145,23 +170,39 @@ class Local(Method):
         return dq.finish(self.q.dtype), dk, dv
 
 
-def make_method(name: str, case: Case, groups: dict[str, object], *, same: bool = False) -> Method:
-    """A method on random shards, or with `same` on the shards of one sequence, so that results can be compared.
-
-    `groups` holds what to pass as `group` for each transport.
-    """
-    if name == "local":
-        return Local(case)
-    contestant = PEER_METHODS[name](case) if name in PEER_METHODS else ours(name, case, groups)
+def make_method(name: str, case: Case, *, same: bool = False) -> Method:
+    """A method on random shards, or with `same` on the shards of one sequence, so that results can be compared."""
+    word, _, layout = name.partition("@")
+    if word == "local":
+        return Local(case, case.layout(layout))
+    contestant = PEER_METHODS[name](case) if name in PEER_METHODS else ours(word, case, case.layout(layout))
     rank = dist.get_rank()
     inputs = tuple(ra.shard(x, contestant.layout, rank) for x in case.whole()) if same else case.shards(contestant.layout)
     return Method(contestant, inputs)
 
 
-def ours(name: str, case: Case, groups: dict[str, object]) -> Contestant:
-    word, _, transport = name.partition("+")
-    options = dict(layout=case.layout, mask=case.mask, schedule=schedule(word), group=groups[transport])
-    return Contestant(case.layout, lambda leaves: ra.ring_attention(*leaves, **options))
+def ours(word: str, case: Case, layout: ra.Layout) -> Contestant:
+    word, _, kind = word.partition("+")
+    transport = case.ranks.transports[kind]
+    options = dict(layout=layout, mask=case.mask, schedule=schedule(word), group=transport)
+    return Contestant(layout, lambda leaves: ra.ring_attention(*leaves, **options), transport=transport)
+
+
+@contextmanager
+def count_sent(method: Method):
+    """Yields a list of the bytes of each message that this rank sends; peers' stays empty."""
+    sent: list[int] = []
+    if method.transport is None:
+        yield sent
+        return
+    exchange = method.transport.exchange
+
+    def counted(sends, receives):
+        sent.extend(peer.tensor.nbytes for peer in sends)
+        return exchange(sends, receives)
+
+    with mock.patch.object(method.transport, "exchange", counted):
+        yield sent
 
 
 def schedule(word: str) -> ra.Schedule | None:
@@ -177,34 +218,36 @@ class _AllToAll(torch.autograd.Function):
     """(s_local, h, d) to (s, h / world_size, d), or back."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, to_heads: bool) -> torch.Tensor:
-        ctx.to_heads = to_heads
-        return _swap(x, to_heads)
+    def forward(ctx, x: torch.Tensor, to_heads: bool, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.to_heads, ctx.group = to_heads, group
+        return _swap(x, to_heads, group)
 
     @staticmethod
     def backward(ctx, dx: torch.Tensor):
-        return _swap(dx, not ctx.to_heads), None
+        return _swap(dx, not ctx.to_heads, ctx.group), None, None
 
 
-def _swap(x: torch.Tensor, to_heads: bool) -> torch.Tensor:
-    n = dist.get_world_size()
+def _swap(x: torch.Tensor, to_heads: bool, group: dist.ProcessGroup) -> torch.Tensor:
+    n = group.size()
     parts = x.unflatten(1, (n, -1)).transpose(0, 1) if to_heads else x.unflatten(0, (n, -1))
     parts = parts.contiguous()  # (n, s_local, h / n, d)
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts)
+    dist.all_to_all_single(received, parts, group=group)
     return received.flatten(0, 1) if to_heads else received.transpose(0, 1).flatten(1, 2)
 
 
 def ulysses(case: Case) -> Contestant:
     """DeepSpeed-Ulysses (Jacobs et al. 2023), with contiguous shards of equal length."""
 
+    group = case.ranks.group
+
     def compute(leaves: Tensors) -> torch.Tensor:
-        q, k, v = (_AllToAll.apply(x[0], True)[None].transpose(1, 2) for x in leaves)
+        q, k, v = (_AllToAll.apply(x[0], True, group)[None].transpose(1, 2) for x in leaves)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if q.is_cuda else nullcontext():
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return _AllToAll.apply(out[0].transpose(0, 1), False)[None]
+        return _AllToAll.apply(out[0].transpose(0, 1), False, group)[None]
 
-    return Contestant(ra.contiguous(case.tokens, dist.get_world_size()), compute)
+    return Contestant(case.layout("contiguous"), compute)
 
 
 def context_parallel(case: Case, rotate: str) -> Contestant:
@@ -212,8 +255,8 @@ def context_parallel(case: Case, rotate: str) -> Contestant:
     from torch.distributed.tensor.experimental import context_parallel as enter
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-    n = dist.get_world_size()
-    mesh = dist.device_mesh.init_device_mesh(case.device, (n,))
+    n = case.ranks.size
+    mesh = dist.device_mesh.DeviceMesh.from_group(case.ranks.group, case.device)
     repeats = case.heads // case.kv_heads
 
     @contextmanager
@@ -230,16 +273,15 @@ def context_parallel(case: Case, rotate: str) -> Contestant:
         k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-    return Contestant(ra.zigzag(case.tokens, n), compute, surroundings)
+    return Contestant(case.layout(), compute, surroundings)
 
 
 def ring_flash_attn(case: Case) -> Contestant:
     """zhuzilin/ring-flash-attention's zigzag ring."""
     from ring_flash_attn import zigzag_ring_flash_attn_func
 
-    return Contestant(
-        ra.zigzag(case.tokens, dist.get_world_size()), lambda leaves: zigzag_ring_flash_attn_func(*leaves, causal=True)
-    )
+    options = dict(causal=True, group=case.ranks.group)
+    return Contestant(case.layout(), lambda leaves: zigzag_ring_flash_attn_func(*leaves, **options))
 
 
 PEER_METHODS = {

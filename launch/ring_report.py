@@ -6,12 +6,16 @@ import argparse
 import importlib.util
 import json
 import sys
+from collections.abc import Container
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from ring_methods import Case, make_method
+
+if TYPE_CHECKING:
+    from bench_ring import Entry
 
 _TRANSFERS = ("nccl", "Memcpy PtoP", "Memcpy DtoD")
 
@@ -23,24 +27,39 @@ def say_errors(errors: dict[str, float], tokens: int) -> None:
         print(f"difference of out, dq, dk, dv from {first}'s at {tokens} tokens: {said or 'nothing to compare'}", flush=True)
 
 
-def table(rows: list[dict], header: bool) -> None:
-    """Print one size's rows, with each method's fraction of the local rate."""
-    width = max(len(row["method"]) for row in rows)
-    if header:
-        print(f"{'':>9} {'':>{width}}  {'milliseconds':>20}  {'TFLOP/s a GPU':>15}  {'of local':>9}  {'peak GiB':>8}")
-        print(
-            f"{'tokens':>9} {'method':>{width}}  {'forward':>9} {'fwd+bwd':>10}  {'forward':>7} {'fwd+bwd':>7}  {'fwd':>4} {'both':>4}"
-        )
-    alone = next((row for row in rows if row["method"] == "local"), None)
+def add_ratios(rows: list[dict], peers: Container[str]) -> None:
+    """Each row's rate, forward and backward, over that of its method on one rank, of the fastest peer, or else of the first method."""
+    scaling = len({row["ranks"] for row in rows}) > 1
+    rivals = [row for row in rows if row["method"] in peers] or rows[:1]
+    fastest = max(rivals, key=lambda row: row["forward_backward_tflops"])
     for row in rows:
-        of_local = ""
-        if alone is not None:
-            of_local = "{:4.0%} {:4.0%}".format(*(row[key] / alone[key] for key in ("forward_tflops", "forward_backward_tflops")))
+        other = next(one for one in rows if one["method"] == row["method"]) if scaling else fastest
+        row["ratio"] = row["forward_backward_tflops"] / other["forward_backward_tflops"]
+
+
+def table(rows: list[dict], header: bool) -> None:
+    """Print one size's rows. Shares are of the rate of `local` on the same layout."""
+    width = max(6, *(len(row["method"]) for row in rows))
+    if header:
+        print(
+            "milliseconds, ± half the distance of the quartiles, and TFLOP/s a GPU: forward / forward and backward; MiB that a GPU sends"
+        )
+        print(
+            f"{'ranks':>5} {'tokens':>9} {'method':>{width}}  {'ms':>33}  {'TFLOP/s':>13}  {'of local':>11}  {'ratio':>5}  "
+            f"{'peak GiB':>8}  {'sent MiB':>8}"
+        )
+    locals_ = {row["method"].removeprefix("local"): row for row in rows if row["method"].startswith("local")}
+    for row in rows:
+        alone = locals_.get("".join(row["method"].partition("@")[1:]))
+        keys = "forward", "forward_backward"
+        ms = " / ".join(f"{row[f'{key}_ms']:.2f} ± {np.ptp(row[f'{key}_ms_quartiles']) / 2:.2f}" for key in keys)
+        rates = " / ".join(f"{row[f'{key}_tflops']:.1f}" for key in keys)
+        share = "" if alone is None else " / ".join(f"{row[f'{key}_tflops'] / alone[f'{key}_tflops']:.2f}" for key in keys)
+        sent = "" if row["sent_bytes"] is None else f"{row['sent_bytes'] / 2**20:.1f}"
         exposed = f"  {row['exposed']:.0%} of {row['transfer_ms']:.2f} ms of transfers exposed" if "exposed" in row else ""
         print(
-            f"{row['tokens']:>9} {row['method']:>{width}}  {row['forward_ms']:9.2f} {row['forward_backward_ms']:10.2f}  "
-            f"{row['forward_tflops']:7.1f} {row['forward_backward_tflops']:7.1f}  {of_local:>9}  "
-            f"{row['peak_bytes_beyond_inputs'] / 2**30:8.2f}{exposed}",
+            f"{row['ranks']:>5} {row['tokens']:>9} {row['method']:>{width}}  {ms:>33}  {rates:>13}  {share:>11}  {row['ratio']:5.2f}  "
+            f"{row['peak_bytes_beyond_inputs'] / 2**30:8.2f}  {sent:>8}{exposed}",
             flush=True,
         )
 
@@ -64,22 +83,23 @@ def say_fits(rows: list[dict]) -> None:
         print(f"{method}: {fit['bytes_per_token']:.0f} bytes a token + {fit['bytes'] / 2**20:.0f} MiB, R^2 = {fit['r2']:.5f}")
 
 
-def trace(case: Case, names: list[str], groups: dict[str, object], folder: Path, rows: list[dict]) -> None:
+def trace(entries: list[Entry], folder: Path, rows: list[dict]) -> None:
     """Profile a forward and backward pass of each method: rank 0 writes a trace, and its share of exposed transfers joins the row."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if case.device == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, row in zip(names, rows):
-        method = make_method(name, case, groups)
+    for entry, row in zip(entries, rows):
+        on_gpu = entry.case.device == "cuda"
+        activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if on_gpu else [])]
+        method = entry.make()
         dist.barrier()
+        if method is None:
+            continue
         with torch.profiler.profile(activities=activities) as profile:
             method.forward()
             method.backward()
-            if case.device == "cuda":
+            if on_gpu:
                 torch.cuda.synchronize()
         if dist.get_rank() == 0:
-            path = folder / f"trace-{name}-{case.tokens}.json"
+            path = folder / f"trace-{entry.name}-{entry.case.tokens}.json"
             profile.export_chrome_trace(str(path))
             moving, busy = device_intervals(json.loads(path.read_text())["traceEvents"])
             alone = length(moving) - overlap(moving, busy)
@@ -118,9 +138,9 @@ def overlap(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float
 
 
 def write(rows: list[dict], errors: dict[str, float], arguments: argparse.Namespace) -> None:
-    """ring.json, and ring.png where matplotlib is installed; ring_memory.* for `--memory`."""
+    """ring.json, and ring.png where matplotlib is installed; ring_memory.* for `--memory`, ring_scaling.* for `--scaling`."""
     arguments.out.mkdir(parents=True, exist_ok=True)
-    name = "ring_memory" if arguments.memory else "ring"
+    name = "ring_memory" if arguments.memory else "ring_scaling" if arguments.scaling else "ring"
     device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
     record = {
         "command": " ".join(["python", *sys.argv]),
@@ -131,24 +151,24 @@ def write(rows: list[dict], errors: dict[str, float], arguments: argparse.Namesp
         "kv_heads": arguments.kv_heads,
         "head_dim": arguments.head_dim,
         "mask": arguments.mask,
-        "layout": "balanced" if arguments.balanced else "zigzag",
         "differences": errors,
         "rows": rows,
         "memory_fits": memory_fits(rows),
     }
     (arguments.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     if importlib.util.find_spec("matplotlib"):
-        draw(rows, arguments.out / f"{name}.png", arguments.memory, f"{dist.get_world_size()} x {device}")
+        draw(rows, arguments.out / f"{name}.png", name, f"{dist.get_world_size()} x {device}")
 
 
-def draw(rows: list[dict], path: Path, memory: bool, title: str) -> None:
+def draw(rows: list[dict], path: Path, kind: str, title: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    across, meaning = ("ranks", "GPUs") if kind == "ring_scaling" else ("tokens", "total tokens")
     columns = [("peak_bytes_beyond_inputs", "peak memory beyond inputs and results, GiB", 2**30)]
-    if not memory:
+    if kind != "ring_memory":
         columns = [
             ("forward_tflops", "forward, TFLOP/s a GPU", 1),
             ("forward_backward_tflops", "forward + backward, TFLOP/s a GPU", 1),
@@ -156,10 +176,10 @@ def draw(rows: list[dict], path: Path, memory: bool, title: str) -> None:
     figure, axes = plt.subplots(1, len(columns), figsize=(6 * len(columns), 4), squeeze=False)
     for axis, (key, label, unit) in zip(axes[0], columns):
         for method in dict.fromkeys(row["method"] for row in rows):
-            points = [(row["tokens"], row[key] / unit) for row in rows if row["method"] == method]
+            points = [(row[across], row[key] / unit) for row in rows if row["method"] == method]
             axis.plot(*zip(*points), marker="o", label=method)
-        axis.set(xlabel="total tokens", ylabel=label, title=title, ylim=(0, None))
-        if not memory:
+        axis.set(xlabel=meaning, ylabel=label, title=title, ylim=(0, None))
+        if kind != "ring_memory":
             axis.set_xscale("log", base=2)
         axis.legend()
         axis.grid(alpha=0.3)

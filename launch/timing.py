@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-_REST = 0.02  # seconds
+REST = 0.02  # seconds
 _AHEAD = 2_000_000  # clock cycles, about a millisecond
 
 
@@ -46,7 +46,7 @@ def spreads(functions: dict[str, Callable[[], object]], repeats: int = 10, warmu
         for name in order:
             function = functions[name]
             torch.cuda.synchronize()
-            time.sleep(_REST)
+            time.sleep(REST)
             # the device is kept busy until the host has queued all of the call, or launches would be timed too
             torch.cuda._sleep(_AHEAD)
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -59,6 +59,8 @@ def spreads(functions: dict[str, Callable[[], object]], repeats: int = 10, warmu
 
 
 def spread(times: list[float]) -> Spread:
-    """Of at least two times."""
+    """Of all times; of a single one, that."""
+    if len(times) == 1:
+        times = times * 2
     lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
     return Spread(lower, median, upper)

@@ -32,7 +32,14 @@ def test_all_methods_are_measured(tmp_path):
     assert record["world_size"] == 2
     rows = [(row["tokens"], row["method"]) for row in record["rows"]]
     assert rows == [(tokens, method) for tokens in (64, 96, 128) for method in methods]
-    assert all(row["forward_backward_ms"] > row["forward_ms"] > 0 for row in record["rows"])
+    for row in record["rows"]:
+        assert row["forward_backward_ms"] > row["forward_ms"] > 0
+        low, high = row["forward_backward_ms_quartiles"]
+        assert low <= row["forward_backward_ms"] <= high
+        # the second rank sends all its K/V in both passes, and dK/dV of the half of the first one's that its queries see
+        shard = row["tokens"] // 2 * 2 * 2 * 8 * 4
+        assert row["sent_bytes"] == (None if row["method"] in ("ulysses", "local") else shard * 5 // 2)
+        assert (row["ratio"] == 1) == (row["method"] == "ulysses")
     assert list(record["differences"]) == methods[:-1]
     assert all(0 <= error < 1e-5 for error in record["differences"].values())
     assert record["differences"]["ulysses"] > 0
@@ -40,13 +47,48 @@ def test_all_methods_are_measured(tmp_path):
     assert {path.name for path in tmp_path.glob("trace-*")} == {f"trace-{m}-{n}.json" for m in methods for n in (64, 96, 128)}
 
 
-def test_masks_and_layouts(tmp_path):
+def test_layouts_of_packed_documents_are_compared_in_one_run(tmp_path):
     sizes = ["--tokens", 96, "--heads", 2, "--kv-heads", 1, "--head-dim", 8, "--seconds", 0]
-    done = run(*sizes, "--out", tmp_path, "--mask", "documents:5", "--balanced")
+    done = run(*sizes, "--out", tmp_path, "--mask", "documents:5")
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "ring.json").read_text())
-    assert [row["method"] for row in record["rows"]] == ["ring", "gather", "local"]
-    assert (record["mask"], record["layout"]) == ("documents:5", "balanced")
+    names = ["ring", "gather", "local"]
+    assert [row["method"] for row in record["rows"]] == [*names, *(f"{name}@balanced" for name in names)]
+    assert all(error < 1e-5 for error in record["differences"].values())
+    zigzag, _, _, balanced, *_ = record["rows"]
+    assert zigzag["ratio"] == 1
+    assert balanced["ratio"] == pytest.approx(zigzag["forward_backward_ms"] / balanced["forward_backward_ms"])
+
+
+def test_smaller_groups_of_the_same_ranks_take_turns(tmp_path):
+    sizes = ["--tokens", 32, "--heads", 2, "--kv-heads", 2, "--head-dim", 8, "--seconds", 0, "--world-size", 3]
+    done = run(*sizes, "--out", tmp_path, "--scaling", "--methods", "ring")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "ring_scaling.json").read_text())["rows"]
+    assert [(row["ranks"], row["tokens"], row["tokens_per_gpu"]) for row in rows] == [(n, 32 * n, 32) for n in (1, 2, 3)]
+    assert [row["sent_bytes"] is None for row in rows] == [True, False, False]
+    rates = [row["forward_backward_tflops"] for row in rows]
+    assert [row["ratio"] for row in rows] == pytest.approx([rate / rates[0] for rate in rates])
+    assert all(row["forward_backward_ms"] > row["forward_ms"] > 0 for row in rows)
+
+
+@pytest.mark.usefixtures("launch")
+@pytest.mark.parametrize(
+    ("rows", "ratios"),
+    [
+        ([("ring", 4, 5), ("peer", 4, 8), ("other", 4, 10)], [0.5, 0.8, 1]),
+        ([("ring", 4, 5), ("ring@balanced", 4, 10)], [1, 2]),
+        ([("ring", 1, 10), ("peer", 1, 20), ("ring", 4, 5), ("peer", 4, 4)], [1, 1, 0.5, 0.2]),
+    ],
+    ids=["fastest-peer", "first", "scaling"],
+)
+def test_what_a_ratio_is_of(rows, ratios):
+    import ring_report
+
+    keys = "method", "ranks", "forward_backward_tflops"
+    rows = [dict(zip(keys, row)) for row in rows]
+    ring_report.add_ratios(rows, ("peer", "other"))
+    assert [row["ratio"] for row in rows] == ratios
 
 
 @pytest.mark.usefixtures("launch")
