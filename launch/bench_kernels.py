@@ -126,7 +126,7 @@ def take_part(peer: str, case: Case, inputs: contestants.Tensors) -> contestants
         forward, backward = contestants.PEERS[peer](case, inputs)
         backward()
         apart = difference(contestants.ours(case, inputs)[0]()[0], forward())
-    except (RuntimeError, AssertionError, OutOfResources) as error:  # how peers refuse a shape
+    except (ImportError, RuntimeError, AssertionError, OutOfResources) as error:  # not installed, or how peers refuse a shape
         return f"{type(error).__name__}: {error}".splitlines()[0][:200]
     return (forward, backward) if apart < 0.02 else f"its result differs from ours by {apart:.1%}"
 

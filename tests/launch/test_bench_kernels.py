@@ -147,6 +147,9 @@ def test_a_whole_run_with_stand_ins_for_everything_that_needs_a_gpu(monkeypatch,
     def refuse(case, inputs):
         raise RuntimeError("No available kernel\nat all")
 
+    def not_here(case, inputs):
+        raise ModuleNotFoundError("No module named 'flash_attn'")
+
     def spreads(functions, repeats):
         return {name: timing.Spread(1.0, 2.0, 4.0) for name in functions}
 
@@ -159,16 +162,20 @@ def test_a_whole_run_with_stand_ins_for_everything_that_needs_a_gpu(monkeypatch,
     monkeypatch.setattr(peers, "choices", lambda case, inputs: {"forward": "plain: why", "backward": "plain: why"})
     monkeypatch.setattr(peers, "matmul", lambda: (lambda: None,) * 2)
     right, wrong = (lambda case, inputs, x=x: (lambda: x.transpose(1, 2), lambda: None) for x in (out, out * 1.1))
-    monkeypatch.setattr(peers, "PEERS", {"cudnn": right, "flash2": refuse, "flex": wrong})
+    monkeypatch.setattr(peers, "PEERS", {"cudnn": right, "flash2": refuse, "flash4": not_here, "flex": wrong})
     for name, value in {"is_available": True, "get_device_name": "GPU", "empty_cache": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
-    bench.main(parser.parse_args(["--peers", "cudnn", "flash2", "flex", "--json", str(tmp_path / "a" / "figures.json")]))
+    bench.main(parser.parse_args(["--peers", "cudnn", "flash2", "flash4", "flex", "--json", str(tmp_path / "a" / "figures.json")]))
     rows = json.loads((tmp_path / "a" / "figures.json").read_text())["rows"]
     assert [row["kind"] for row in rows] == ["dense", "zigzag", "packed"]
     assert set(rows[0]["rates"]) == {"matmul", "ringattn", "ringattn deterministic", "cudnn"}
-    assert rows[0]["missing"] == {"flash2": "RuntimeError: No available kernel", "flex": "its result differs from ours by 10.0%"}
+    assert rows[0]["missing"] == {
+        "flash2": "RuntimeError: No available kernel",
+        "flash4": "ModuleNotFoundError: No module named 'flash_attn'",
+        "flex": "its result differs from ours by 10.0%",
+    }
     assert set(rows[0]["rates"]["ringattn deterministic"]) == {"backward"}
     assert rows[0]["rates"]["ringattn"]["forward"]["tflops"] == cases[0].flop("forward") / 2.0 / 1e9
     assert rows[1]["rates"]["ringattn, dense"]["backward"]["tflops"] == cases[1].dense_alike.flop("backward") / 2.0 / 1e9
