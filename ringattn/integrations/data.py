@@ -24,6 +24,8 @@ from ..mask import Documents, documents
 from ..transport import Ranks
 from .causal_lm import IGNORE, shift_labels
 
+__all__ = ["ShardedBatches", "pack", "shard_batch"]
+
 Batch = dict[str, Any]
 
 # of the whole sequence on every rank, whatever their shape
@@ -43,6 +45,10 @@ def pack(
     Returns `input_ids`, `shift_labels`, `position_ids` (1, s), int64, and the documents' bounds as `cu_seq_lens_q` and
     `cu_seq_lens_k` (documents + 1), int32, under the names that transformers has for them. The last token of a document
     predicts nothing: `shift_labels` is `IGNORE` there. Raises ValueError if nothing is left, or it does not fit `to`.
+
+    >>> from ringattn.integrations.data import pack
+    >>> pack([[5, 6, 7], [8, 9]])["shift_labels"]
+    tensor([[   6,    7, -100,    9, -100]])
     """
     parts = [torch.as_tensor(check.integers(f"tokens[{i}]", part)) for i, part in enumerate(tokens)]
     targets = parts if labels is None else [torch.as_tensor(check.integers(f"labels[{i}]", part)) for i, part in enumerate(labels)]
@@ -83,8 +89,7 @@ def shard_batch(batch: Mapping[str, Any], layout: Layout, rank: int) -> Batch:
 
     Raises ValueError for a tensor of another length, for both `labels` and `shift_labels`, and for an `attention_mask` with zeros.
     """
-    if "input_ids" not in batch and "inputs_embeds" not in batch:
-        raise ValueError(f"the batch has {sorted(batch)}, but neither input_ids nor inputs_embeds")
+    tokens = tokens_of(batch)
     out = dict(batch)
     packed = _packed(out)
     mask = out.pop("attention_mask", None)
@@ -101,7 +106,6 @@ def shard_batch(batch: Mapping[str, Any], layout: Layout, rank: int) -> Batch:
             out["shift_labels"][:, ends[ends >= 0]] = IGNORE
     here = layout.positions(rank)
     if out.get("position_ids") is None:
-        tokens = out["input_ids"] if out.get("input_ids") is not None else out["inputs_embeds"]
         positions = here if packed is None else packed_positions(packed, here)
         out["position_ids"] = positions.to(tokens.device).expand(tokens.shape[0], -1)
         skipped = _WHOLE | {"position_ids"}
@@ -134,9 +138,16 @@ class ShardedBatches:
 
     def __iter__(self) -> Iterator[tuple[Layout, Batch]]:
         for batch in self.loader:
-            tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
-            layout = self.layouts(tokens.shape[1])
+            layout = self.layouts(tokens_of(batch).shape[1])
             yield layout, shard_batch(batch, layout, self.rank)
+
+
+def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
+    """`input_ids` (b, s), or else `inputs_embeds` (b, s, n). Raises ValueError for a batch with neither."""
+    found = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
+    if found is None:
+        raise ValueError(f"the batch has {sorted(batch)}, but neither input_ids nor inputs_embeds")
+    return found
 
 
 def packed_positions(packed: Documents, positions: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from ..context import get_context
 from ..layout import Layout, zigzag
 from ..mask import Mask, causal, documents, sliding_window
 from .causal_lm import IGNORE
-from .data import shard_batch
+from .data import shard_batch, tokens_of
 from .loss import Group
 
 FLOOR = {torch.float64: 2e-6, torch.float32: 2e-6, torch.bfloat16: 1e-4, torch.float16: 1e-4}
@@ -65,13 +65,14 @@ class Report:
             kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", row.name)
             if kind not in worst or not row.sharded / row.limit <= worst[kind].sharded / worst[kind].limit:
                 worst[kind] = row
+        rows = {kind if row is self.differences[0] else f"gradient of {kind}": row for kind, row in worst.items()}
+        width = max(map(len, rows))
         lines = [
             f"{self.layout!r}, against the whole sequence in fp64; differences are relative (L2)",
-            f"{'':56} {'sharded':>9} {'whole':>9} {'limit':>9}",
+            f"{'':{width}} {'sharded':>9} {'whole':>9} {'limit':>9}",
         ]
-        for kind, row in worst.items():
-            what = kind if row is self.differences[0] else f"gradient of {kind}"
-            lines.append(f"{what:56} {row.sharded:9.1e} {row.whole:9.1e} {row.limit:9.1e}  {'ok' if row.passed else 'FAILED'}")
+        for what, row in rows.items():
+            lines.append(f"{what:{width}} {row.sharded:9.1e} {row.whole:9.1e} {row.limit:9.1e}  {'ok' if row.passed else 'FAILED'}")
         verdict = "all within bounds" if self.passed else "NOT within bounds"
         lines.append(f"loss {self.loss:.6f} sharded, {self.whole_loss:.6f} whole: {verdict}")
         return "\n".join(lines)
@@ -109,9 +110,10 @@ def verify(
     >>> report = ringattn.verify(model, {"input_ids": tokens})  # doctest: +SKIP
     """
     ranks = get_context(group).ranks
-    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
-    layout = zigzag(tokens.shape[1], ranks.size) if layout is None else layout
-    if "labels" not in batch and "shift_labels" not in batch:
+    layout = zigzag(tokens_of(batch).shape[1], ranks.size) if layout is None else layout
+    if batch.get("labels") is None and batch.get("shift_labels") is None:
+        if batch.get("input_ids") is None:
+            raise ValueError(f"the batch has {sorted(batch)}, but neither labels nor input_ids to take them from: give labels")
         batch = {**batch, "labels": batch["input_ids"]}
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     device = next(model.parameters()).device

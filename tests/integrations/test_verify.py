@@ -11,6 +11,7 @@ import ringattn as ra
 from ringattn.integrations import huggingface
 from ringattn.integrations.causal_lm import CausalLMLoss
 from ringattn.integrations.data import pack
+from ringattn.integrations.verify import Difference
 
 SIZES = dict(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -144,6 +145,26 @@ def test_a_plain_module_is_compared_with_its_twin():
         assert ra.verify(model, dict(input_ids=tokens()), layout=layout, whole=whole).passed == (scale == 0.5)
     with pytest.raises(ValueError, match="Plain is not a transformers model"):
         ra.verify(model, dict(input_ids=tokens()), layout=layout)
+
+
+def test_a_report_is_a_table_whatever_the_names_lengths():
+    rows = (Difference("loss", 0.0, 0.0, 1.0), Difference("layers.0." + 60 * "w", 0.0, 0.0, 1.0), Difference("b", 0.0, 0.0, 1.0))
+    _, head, *lines, _ = str(ra.Report(ra.zigzag(8, 1), 1.0, 1.0, rows)).split("\n")
+    assert len(lines) == 3
+    assert {line.index("  0.0e+00") for line in lines} == {head.index("sharded") - 2}
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (dict(inputs_embeds=torch.zeros(1, 6, 24)), r"the batch has \['inputs_embeds'\], but neither labels nor input_ids"),
+        (dict(labels=torch.zeros(1, 6)), r"the batch has \['labels'\], but neither input_ids nor inputs_embeds"),
+    ],
+    ids=["no labels", "no tokens"],
+)
+def test_a_batch_without_tokens_or_labels_is_refused(batch, message):
+    with pytest.raises(ValueError, match=message):
+        ra.verify(Plain(None), batch)
 
 
 def test_dropout_is_refused():
