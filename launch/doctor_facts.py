@@ -61,7 +61,7 @@ class Site:
     board: Board
     group: dist.ProcessGroup  # of all ranks
     slow: float  # times the median of all ranks' work
-    link: float  # times the median of its kind of links
+    link: float  # times the upper quartile of its kind of links
     skew: float  # seconds
 
     def peers(self, rank: int) -> list[int]:

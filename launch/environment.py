@@ -4,7 +4,7 @@ Two ways, chosen by what the interpreter running this already has:
 
 - It has a torch that sees a GPU: that torch and everything beside it is used as it is. `.venv` is then an empty
   environment that looks into the interpreter's own packages, and only packages that are absent are installed. With
-  none absent nothing is fetched, so this works offline. ruff, pyright and hatchling may stay absent.
+  none absent nothing is fetched, so this works offline. Those in `OPTIONAL` may stay absent.
 - Otherwise: an ordinary environment with the package itself (editable) and its `train` and `dev` extras. A CPU build
   of torch is taken where pip's configured indexes offer one.
 

@@ -1,6 +1,6 @@
 """Ranks agree on what they compute before they exchange anything, so that a mismatch is an error on every rank and not a hang.
 
-Each call all ranks swap a short record over the hosts' control channel: a hash of each fact that must be equal, this rank's
+Each call all ranks swap a short record over the hosts' control channel: a hash of all facts that must be equal, this rank's
 token count, and whether its own input was refused. If something differs, the facts themselves follow, and every rank raises the
 same error.
 """

@@ -33,7 +33,12 @@ _BUILD_A_MASK = "build one with causal(), documents(...) and the like"
 class Layout(Digested):
     """Who holds which positions: `spans[rank]` are the spans of a rank's shard, in the order of its local rows.
 
-    Raises ValueError unless every position of `0 <= p < seq_len` is held exactly once.
+    seq_len: tokens of the whole sequence. name: what `repr` calls it. Raises ValueError unless every position of `0 <= p < seq_len`
+    is held exactly once.
+
+    >>> import ringattn as ra
+    >>> ra.Layout(8, spans=((ra.Span(0, 3),), (ra.Span(3, 5),))).lengths
+    (3, 5)
     """
 
     seq_len: int
@@ -108,14 +113,21 @@ class Layout(Digested):
 
 @constant
 def contiguous(seq_len: int, world_size: int) -> Layout:
-    """Rank r holds the r-th of `world_size` equal chunks."""
+    """Rank r holds the r-th of `world_size` equal chunks. Raises ValueError for a negative length, or no ranks."""
     bounds = _bounds(seq_len, world_size, chunks=1)
     return Layout(seq_len, tuple((Span(a, b - a),) for a, b in bounds), "contiguous")
 
 
 @constant
 def zigzag(seq_len: int, world_size: int) -> Layout:
-    """Of `2 * world_size` equal chunks rank r holds the r-th and the r-th from the end: even work under a causal mask."""
+    """Of `2 * world_size` equal chunks rank r holds the r-th and the r-th from the end: even work under a causal mask.
+
+    Source: Llama 3 (Dubey et al. 2024, section 3.3.2). Raises ValueError for a negative length, or no ranks.
+
+    >>> import ringattn as ra
+    >>> ra.zigzag(8, world_size=2).positions(0).tolist()
+    [0, 1, 6, 7]
+    """
     bounds = _bounds(seq_len, world_size, chunks=2)
     pairs = zip(bounds[:world_size], reversed(bounds[world_size:]), strict=True)
     spans = tuple(_joined([Span(a, b - a), Span(c, d - c)]) for (a, b), (c, d) in pairs)
@@ -124,7 +136,10 @@ def zigzag(seq_len: int, world_size: int) -> Layout:
 
 @constant
 def striped(seq_len: int, world_size: int) -> Layout:
-    """Rank r holds the positions r, r + world_size, r + 2 * world_size, ..."""
+    """Rank r holds the positions r, r + world_size, r + 2 * world_size, ...
+
+    Source: Striped Attention (Brandon et al. 2023). Raises ValueError for a negative length, or no ranks.
+    """
     _bounds(seq_len, world_size, chunks=1)
     spans = tuple((Span(rank, len(range(rank, seq_len, world_size)), world_size),) for rank in range(world_size))
     return Layout(seq_len, spans, "striped")
@@ -136,6 +151,12 @@ def balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
 
     The sequence is cut into equal chunks, few at first, which go heaviest first to the rank with the least work that still has
     room. Chunks a rank double, up to 64, until work is within 1 % of even; the most even layout is kept.
+    Raises ValueError if the mask does not fit the length.
+
+    >>> import ringattn as ra
+    >>> mask = ra.documents(lengths=[700, 100, 100, 124])
+    >>> round(ra.zigzag(1024, 4).balance(mask), 2), round(ra.balanced(mask, 1024, 4).balance(mask), 2)
+    (1.99, 1.01)
     """
     instance("mask", mask, Mask, _BUILD_A_MASK)
     best: Layout | None = None
@@ -156,12 +177,12 @@ def balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
 def default_layout(mask: Mask, seq_len: int, world_size: int) -> Layout:
     """The layout that suits a mask.
 
-    `zigzag` for causal and prefix, `contiguous` for full and two-sided windows, `balanced` for all others.
+    `zigzag` for causal and prefix, `contiguous` for full, windows with a limit on both sides and dilated ones, `balanced` for all others.
     """
     if isinstance(mask, (Causal, Prefix)):
         return zigzag(seq_len, world_size)
-    two_sided = isinstance(mask, SlidingWindow) and None not in (mask.left, mask.right)
-    if two_sided or isinstance(mask, (Full, DilatedWindow)):
+    limited = isinstance(mask, SlidingWindow) and None not in (mask.left, mask.right)
+    if limited or isinstance(mask, (Full, DilatedWindow)):
         return contiguous(seq_len, world_size)
     return balanced(mask, seq_len, world_size)
 
@@ -170,6 +191,10 @@ def shard(x: torch.Tensor, layout: Layout, rank: int, dim: int = 1) -> torch.Ten
     """The rows of `x` that a rank holds, along `dim` (size `layout.seq_len`); differentiable, a copy.
 
     Raises ValueError if the size does not match the layout's.
+
+    >>> import torch, ringattn as ra
+    >>> ra.shard(torch.arange(8)[None], ra.zigzag(8, world_size=2), rank=0)
+    tensor([[0, 1, 6, 7]])
     """
     instance("x", x, torch.Tensor, "pass the whole sequence")
     instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")

@@ -316,12 +316,17 @@ def documents(
         cu_seqlens: cumulative lengths `[0, n1, n1 + n2, ...]`, or plain lengths `[n1, n2, ...]`; what starts with 0 is cumulative.
             Empty documents are fine.
         causal: whether a query sees only keys at or before its own position.
-        window: `(left, right)`, how many keys on each side a query sees besides itself, or one integer for both; None means no
-        limit.
+        window: `(left, right)`, how many keys on each side a query sees besides itself, or one integer for both; None is no limit.
         lengths: the documents' lengths, in place of `cu_seqlens`, where the first may be 0.
 
     Positions after the last document (padding) see nothing and are seen by nothing.
     Raises ValueError for bounds that are empty, negative, decreasing or not integers.
+
+    >>> import ringattn as ra
+    >>> ra.documents(lengths=[2, 1]).dense(3).int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [0, 0, 1]], dtype=torch.int32)
     """
     if (cu_seqlens is None) == (lengths is None):
         raise ValueError("documents takes either cu_seqlens or lengths, and got " + ("neither" if lengths is None else "both"))
@@ -337,7 +342,7 @@ def documents(
         at = int(np.argmax(np.diff(values) < 0))
         raise ValueError(f"cu_seqlens decreases from {values[at]} to {values[at + 1]} at index {at + 1}: it must be non-decreasing")
     if not isinstance(causal, bool):
-        raise ValueError(f"causal is {causal!r}, not a bool")
+        raise ValueError(f"causal is {causal!r}, but must be a bool")
     left, right = check.window("window", window)
     return Documents(tuple(values.tolist()), causal, _side("window", left), _side("window", right))
 
@@ -354,6 +359,13 @@ def global_tokens(n_or_positions: int | Iterable[int] | torch.Tensor) -> Mask:
 
     Combine: `global_tokens(4) | sliding_window(512, 512)`; `(...) & causal()` for a decoder.
     Raises ValueError for negative or non-integer positions.
+
+    >>> import ringattn as ra
+    >>> ((ra.global_tokens(1) | ra.sliding_window(1)) & ra.causal()).dense(4).int()
+    tensor([[1, 0, 0, 0],
+            [1, 1, 0, 0],
+            [1, 1, 1, 0],
+            [1, 0, 1, 1]], dtype=torch.int32)
     """
     if isinstance(n_or_positions, (int, np.integer)) and not isinstance(n_or_positions, bool):
         n = integer("n_or_positions", n_or_positions)

@@ -65,6 +65,13 @@ def merge(a: Partial, b: Partial) -> Partial:
     """The partial over the keys of both: the block-merge formula. Differentiable, commutative and associative up to rounding.
 
     Raises ValueError if the shapes, dtypes or devices differ.
+
+    >>> import torch, ringattn as ra
+    >>> q = k = v = torch.randn(1, 16, 2, 8)
+    >>> near, far = torch.arange(8, 16), torch.arange(8)
+    >>> parts = [ra.attend(q, k[:, keys], v[:, keys], k_positions=keys) for keys in (near, far)]
+    >>> torch.allclose(ra.finish(ra.merge(*parts)), ra.reference.attention(q, k, v), atol=1e-5)
+    True
     """
     for name, part in (("a", a), ("b", b)):
         check.instance(name, part, Partial, "make one with attend(...)")
@@ -92,7 +99,7 @@ def finish(
 ) -> torch.Tensor | tuple[torch.Tensor, Stats]:
     """The attention output of a partial that has seen all its keys: (b, s, h, d_v) in `dtype`, by default the partial's own.
 
-    With `return_stats` also its `Stats`. Rows with nothing live are 0.
+    With `return_stats` also its `Stats`. Rows with nothing live are 0. Raises ValueError for what is no `Partial` or no dtype.
     """
     check.instance("part", part, Partial, "make one with attend(...)")
     if dtype is not None:

@@ -30,7 +30,7 @@ def attention(
         return_stats: also return `Stats` (b, h, s) in the inputs' dtype (fp32 for bf16 and fp16).
 
     Scores, weights and products are rounded to the inputs' dtype wherever PyTorch would round them; the softmax itself runs in
-    fp32 or wider. Rows with nothing live are 0. Returns (b, s, h, d_v). Differentiable.
+    fp32 or wider. Rows with nothing live are 0. Returns (b, s, h, d_v). Differentiable. Raises ValueError for sizes that do not fit.
     """
     check.shapes(q, k, v)
     check.same_tokens(q, k)

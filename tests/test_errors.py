@@ -162,7 +162,7 @@ MASKS = {
         lambda: ra.documents(lengths=torch.ones(3, dtype=torch.bool)),
         "lengths has dtype bool, but must hold integers",
     ),
-    "causal is a number": (lambda: ra.documents([3], 1), "causal is 1, not a bool"),
+    "causal is a number": (lambda: ra.documents([3], 1), "causal is 1, but must be a bool"),
     "documents' window": (lambda: ra.documents([3], window=(1, 2, 3)), r"window is \(1, 2, 3\), but must be .* \(left, right\)"),
     "documents' window is negative": (lambda: ra.documents([3], window=-4), "window is -4, but must be at least 0"),
     "negative prefix": (lambda: ra.prefix(-1), "n is -1, but must be at least 0"),

@@ -279,7 +279,7 @@ REFUSED = {
     "documents-float": (lambda: ra.documents([0.0, 3.0]), "dtype float64, but must hold integers"),
     "documents-2d": (lambda: ra.documents(torch.zeros(2, 2, dtype=torch.int64)), r"shape \(2, 2\), but must be one-dimensional"),
     "documents-window": (lambda: ra.documents([3], window=-1), "window is -1, but must be at least 0"),
-    "documents-causal": (lambda: ra.documents([3], causal=1), "causal is 1, not a bool"),
+    "documents-causal": (lambda: ra.documents([3], causal=1), "causal is 1, but must be a bool"),
     "prefix-negative": (lambda: ra.prefix(-1), "n is -1, but must be at least 0"),
     "prefix-float": (lambda: ra.prefix(2.0), "n is 2.0, but must be an integer"),
     "global-negative": (lambda: ra.global_tokens([3, -1]), "negative position -1"),

@@ -35,6 +35,8 @@ from .data import documents_of_positions, packed_positions
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+__all__ = ["attach", "detach", "register", "ring_attention_forward"]
+
 NAME = "ringattn"
 
 

@@ -1,0 +1,23 @@
+"""Examples in docstrings run, and print what they say."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import ringattn
+
+MODULES = ["ringattn", *(found.name for found in pkgutil.walk_packages(ringattn.__path__, "ringattn.") if "__" not in found.name)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_print_what_they_say(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_there_are_examples():
+    tests = [test for name in MODULES for test in doctest.DocTestFinder().find(importlib.import_module(name)) if test.examples]
+    assert len(tests) > 10
