@@ -234,13 +234,50 @@ def with_checkpoints(model, **options):
 def test_the_policy_saves_attention_from_running_twice(mask, compile_it, launches, compiled):
     model = make_blocks(2, mask=mask)
     wanted = gradients(model)
-    for options, forwards in (({}, 4), (dict(context_fn=ra.checkpoint_contexts), 2)):
+    ways = [({}, 4), (dict(context_fn=ra.checkpoint_contexts), 2)]
+    if not compile_it:
+        ways.append((dict(context_fn=ra.checkpoint_offload_contexts), 2))
+    for options, forwards in ways:
         launches.update(forward=0, backward=0)
         run = with_checkpoints(model, **options)
         got = gradients(model, compiled(run) if compile_it else run)
         assert launches == {"forward": forwards, "backward": 2}
         for name, x in got.items():
             torch.testing.assert_close(x, wanted[name], rtol=0, atol=1e-13)
+
+
+def test_what_is_offloaded_comes_from_its_copy_and_on_time(monkeypatch):
+    """Out and statistics are copied behind what made them, fetched from a block's recomputation on, and used behind their copies."""
+    waiting = []
+
+    class Stream(torch.cpu.Stream):
+        def wait_stream(self, other):
+            waiting.append((self is main, other is main))
+
+    main = Stream()
+    side_waits, main_waits = [(False, True)] * 4, [(True, False)] * 4
+    monkeypatch.setattr(torch.cpu, "Stream", Stream)
+    monkeypatch.setattr(torch.cpu, "current_stream", lambda device=None: main)
+    forward, recompute = ra.checkpoint_offload_contexts()
+    q, k, v = inputs()
+    with torch.no_grad():
+        with forward:
+            out = ra.ring_attention(q, k, v)
+        assert waiting == side_waits
+        assert out.any()
+        forward._parked[0][0]._host.zero_()
+        for _ in range(2):
+            waiting.clear()
+            with recompute:
+                assert waiting == side_waits
+                assert not ra.ring_attention(q, k, v).any()
+            assert waiting == side_waits + main_waits
+
+
+def test_offloading_is_refused_under_compile(compiled):
+    model = make_blocks(1, mask=ra.causal())
+    with pytest.raises(Exception, match=r"checkpoint_offload_contexts does not work under torch\.compile"):
+        gradients(model, compiled(with_checkpoints(model, context_fn=ra.checkpoint_offload_contexts)))
 
 
 def test_inputs_of_checkpointed_blocks_may_wait_in_host_memory(launches):
@@ -270,6 +307,7 @@ def test_transformers_checkpoints_by_the_policy(launches):
         (None, 3),
         ({"use_reentrant": False}, 6),
         ({"use_reentrant": False, "context_fn": ra.checkpoint_contexts}, 3),
+        ({"use_reentrant": False, "context_fn": ra.checkpoint_offload_contexts}, 3),
     ):
         if options:
             model.gradient_checkpointing_enable(options)
