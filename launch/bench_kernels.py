@@ -95,11 +95,11 @@ def measure(case: Case, peers: list[str]) -> dict:
     """Rates of all contestants of a case, by name and direction, and why those are missing that could not take part."""
     inputs = contestants.tensors(case)
     functions, flop, missing = {"matmul": contestants.matmul()}, {"matmul": dict.fromkeys(DIRECTIONS, contestants.MATMUL_FLOP)}, {}
-    for name, mode in contestants.backward_modes().items():
+    for name, mode in contestants.BACKWARD_MODES.items():
         functions[name] = contestants.ours(case, inputs, **mode)
     if case.kind == "zigzag":
         dense = case.dense_alike
-        for name, mode in contestants.backward_modes().items():
+        for name, mode in contestants.BACKWARD_MODES.items():
             functions[name + ", dense"] = contestants.ours(dense, contestants.tensors(dense), **mode)
             flop[name + ", dense"] = {direction: dense.flop(direction) for direction in DIRECTIONS}
     for peer in peers:

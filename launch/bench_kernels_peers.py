@@ -18,6 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import ringattn_kernels as rk
 from ringattn_kernels import dispatch
 
+# the backward passes that the kernels offer: options by the name shown
+BACKWARD_MODES = {"ringattn": {"deterministic": False}, "ringattn deterministic": {"deterministic": True}}
+
 Functions = tuple[Callable[[], object], Callable[[], object]]
 Tensors = tuple[torch.Tensor, ...]
 
@@ -32,13 +35,6 @@ def tensors(case: Case) -> Tensors:
         (case.tokens, case.heads, case.v_dim),
     )
     return tuple(torch.randn(1, *shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
-
-
-def backward_modes() -> dict[str, dict[str, bool]]:
-    """The backward passes that the kernels offer: options by the name shown."""
-    if "deterministic" in inspect.signature(rk.backward).parameters:
-        return {"ringattn": {"deterministic": False}, "ringattn deterministic": {"deterministic": True}}
-    return {"ringattn": {}}
 
 
 def choices(case: Case, inputs: Tensors) -> dict[str, str]:

@@ -75,7 +75,7 @@ class Problem:
         if kernel == "forward":
             out, row_max, row_sum = torch.empty_like(self.q), torch.empty_like(self.delta), torch.empty_like(self.delta)
             arguments = forward.forward_arguments(
-                *common[:3], self.table, out, row_max, row_sum, blocks, len(blocks), self.scale, None, True, launch, arch
+                *common[:3], self.table, out, row_max, row_sum, blocks, len(blocks), self.scale, None, launch, arch
             )
             return forward.forward_kernel, heads * len(blocks), arguments, {"out": out}
         if kernel == "dkdv":

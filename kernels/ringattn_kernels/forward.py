@@ -63,15 +63,13 @@ def forward(
     # a block without a segment still has something to write, unless its state stays as it is
     count = blocks.touched if state is not None and not final else len(blocks)
     if b * h * count > 0:
-        arguments = forward_arguments(
-            q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, final, launch, arch
-        )
+        arguments = forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, launch, arch)
         forward_kernel[(b * h * count,)](**arguments)
     return out, row_max, row_sum
 
 
 def forward_arguments(
-    q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, final, launch: Launch, arch: str
+    q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, launch: Launch, arch: str
 ) -> dict:
     """Keyword arguments of one launch of `forward_kernel`."""
     _, sq, h, d = q.shape
@@ -112,7 +110,6 @@ def forward_arguments(
         BLOCK_K=launch.step // launch.parts,
         PARTS=launch.parts,
         HAS_STATE=state is not None,
-        FINAL=final,
         # the maximum of raw products is that of the scores only if the scale is positive
         SCALE_FIRST=softmax_scale <= 0,
         PRECISION=precision(q.dtype, arch),
@@ -193,7 +190,7 @@ def forward_kernel(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     item_count, heads, group, q_rows, scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, HAS_STATE: tl.constexpr, FINAL: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, HAS_STATE: tl.constexpr,
     SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out, row_max, row_sum of one block of query rows of one head; see the module's formula."""

@@ -15,9 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-SEGMENT_FIELDS = 8
-ITEM_FIELDS = 4
-
 
 @dataclass(frozen=True)
 class BlockTable:

@@ -127,11 +127,10 @@ def launch_arguments(variant: Variant, launch: Launch | None = None) -> tuple[tr
         return dkdv_kernel, backward.dkdv_arguments(*common, k.float(), v.float(), True, launch, arch)
     if name == "dq":
         return dq_kernel, backward.dq_arguments(*common, q.float(), True, launch, arch)
-    final = not variant.kernel.endswith("to state")
-    out = q if final else q.float()
+    out = q.float() if variant.kernel.endswith("to state") else q
     state = (q.float(), statistics, statistics) if "from state" in variant.kernel else None
     return forward.forward_kernel, forward.forward_arguments(
-        q, k, v, table, out, statistics, statistics, blocks, len(blocks), 0.1, state, final, launch, arch
+        q, k, v, table, out, statistics, statistics, blocks, len(blocks), 0.1, state, launch, arch
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -157,7 +156,6 @@ def test_a_whole_run_with_stand_ins_for_everything_that_needs_a_gpu(monkeypatch,
     monkeypatch.setattr(bench, "table", lambda *_: cases)
     monkeypatch.setattr(bench, "spreads", spreads)
     monkeypatch.setattr(peers, "tensors", lambda case: ())
-    monkeypatch.setattr(peers, "backward_modes", lambda: {"ringattn": {}, "ringattn deterministic": {"deterministic": True}})
     monkeypatch.setattr(peers, "ours", lambda case, inputs, **mode: (lambda: (out,), lambda: None))
     monkeypatch.setattr(peers, "choices", lambda case, inputs: {"forward": "plain: why", "backward": "plain: why"})
     monkeypatch.setattr(peers, "matmul", lambda: (lambda: None,) * 2)
@@ -205,4 +203,3 @@ def test_peers_of_a_case():
     assert bench.peers_of(case(), None, True) == ["cudnn"]
     assert "flex" in bench.peers_of(case("packed"), None, False)
     assert bench.peers_of(case("packed"), ["flash2"], True) == ["flash2"]
-    assert sys.modules["bench_kernels_peers"].backward_modes()["ringattn"] in ({}, {"deterministic": False})
