@@ -45,6 +45,12 @@ _HARMLESS = frozenset(
     }
 )
 
+# heads that pool over tokens
+_POOLED = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
+
+# what losses of other heads are of: means over a rank's own tokens, or over positions in its shard
+_TARGETS = ("labels", "start_positions", "end_positions", "next_sentence_label", "sentence_order_label")
+
 _CACHES = "a shard's cache serves nobody: leave it out, and train or score whole sequences; generate with a detached model"
 
 
@@ -61,7 +67,21 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} does not take its attention from AttentionInterface: ring attention cannot be put in"
         )
-    for config in [module.config for module in models(model)]:
+    for within in models(model):
+        config = within.config
+        if getattr(config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"{type(within).__name__} is an encoder and a decoder, whose sequences differ: only models of one sequence run on shards"
+            )
+        if type(within).__name__.endswith(_POOLED):
+            raise ValueError(
+                f"{type(within).__name__} answers from one token of the sequence, and would take that of each shard: "
+                "attach its base model, and pool after ringattn.unshard"
+            )
+        if getattr(config, "trigram_input", False):
+            raise ValueError(
+                "trigram_input is True, by which each token reads its neighbours: it would not see past the shard's ends"
+            )
         chunk = getattr(config, "attention_chunk_size", None)
         if chunk is not None:
             raise ValueError(
@@ -78,6 +98,16 @@ def check_model(model: nn.Module) -> None:
         if isinstance(module, (nn.Conv1d, nn.RNNBase)):
             raise ValueError(
                 f"{name} is a {type(module).__name__}, which mixes tokens beside attention: it would not see past the shard's ends"
+            )
+        if name.rpartition(".")[2] == "pooler":
+            raise ValueError(
+                f"{name} looks at one token of the sequence, and would take that of each shard: make the model with "
+                "add_pooling_layer=False, or set it to None, and pool after ringattn.unshard"
+            )
+        if "position_embeddings" in name and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            raise ValueError(
+                f"{name} has positions that start after padding_idx {module.padding_idx} and skip padding (RoBERTa's way), where "
+                "the ring's are global positions: this model cannot run on shards"
             )
 
 
@@ -104,6 +134,7 @@ def check_mask(
     use_vmap: bool = False,
     mask_function: Callable[..., Any] | None = None,
     allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
     q_length: int = 0,
     **options: Any,
 ) -> bool | None:
@@ -112,16 +143,13 @@ def check_mask(
     Raises ValueError if it hides tokens, or is more than causal or full, windowed and packed.
     """
     if attention_mask is not None and not bool(attention_mask.all()):
-        raise ValueError(
-            "attention_mask hides tokens (padding), but ring attention takes its mask over global positions: "
-            "attach(model, mask=ringattn.documents(...)) hides what follows the last document"
-        )
+        raise _padding()
     # older versions give the positions of the queries, newer ones their number
     positions = options.get("cache_position")
     tokens = len(positions) if isinstance(positions, torch.Tensor) else q_length
     ahead = None if mask_function is None or tokens < 2 else _sees_ahead(mask_function, 1 if allow_is_causal_skip else tokens - 1)
-    # a mask that shows some token the one after it, though it was to be causal, has image blocks or the like
-    if use_vmap or (ahead and not allow_is_causal_skip):
+    # a mask that shows some token the one after it has image blocks or the like, unless it was to be full
+    if use_vmap or (ahead and not allow_is_causal_skip and not allow_is_bidirectional_skip):
         raise ValueError(
             "this model adds a mask function of its own, which ring attention does not know: attach(model, mask=...) the whole mask"
         )
@@ -146,25 +174,51 @@ def check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any], layout: 
             raise ValueError(f"{name} is {_shown(kwargs[name])}, but key/value caches are not supported: {_CACHES}")
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions is True, but attention weights are never formed: leave it out")
-    if kwargs.get("labels") is not None and "CausalLM" in type(model).__name__:
-        if kwargs.get("shift_labels") is None:
-            raise ValueError(
-                "labels would be shifted within the shard, which loses the token after its end: shift them before sharding, "
-                "see ringattn.integrations.causal_lm"
-            )
-        if layout.world_size > 1 and kwargs.get("num_items_in_batch") is None:
-            raise ValueError(
-                "labels are given without num_items_in_batch, so the loss would be the mean over this rank's tokens, which says "
-                "nothing of the whole's: give the tokens counted on all ranks, see ringattn.integrations.loss"
-            )
+    _check_targets(model, kwargs, layout)
+    for name in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
+        if model.training and getattr(model.config, name, 0):
+            raise ValueError(f"{name} is {getattr(model.config, name)}, by which ranks would skip different layers: set it to 0.0")
     attention_mask = kwargs.get("attention_mask")
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2 and attention_mask.dtype != torch.bool:
-        most = int(attention_mask.max())
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
+        least, most = (int(bound) for bound in attention_mask.aminmax())
+        if not least:
+            raise _padding()
         if most > 1:
             raise ValueError(
                 f"attention_mask counts to {most}, as for packed documents: give cu_seq_lens_q and cu_seq_lens_k instead"
             )
     return tokens
+
+
+def _padding() -> ValueError:
+    return ValueError(
+        "attention_mask hides tokens (padding), but ring attention takes its mask over global positions: "
+        "attach(model, mask=ringattn.documents(...)) hides what follows the last document"
+    )
+
+
+def _check_targets(model: nn.Module, kwargs: dict[str, Any], layout: Layout) -> None:
+    """Raise ValueError for labels of which the model would make a loss of its shard alone."""
+    given = [name for name in _TARGETS if kwargs.get(name) is not None]
+    if not given:
+        return
+    if given != ["labels"] or getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
+        if layout.world_size > 1:
+            raise ValueError(
+                f"{given[0]} is given to {type(model).__name__}, whose loss would be of this rank's tokens alone: leave it out, and "
+                "make the loss from the logits, see ringattn.integrations.loss"
+            )
+        return
+    if kwargs.get("shift_labels") is None:
+        raise ValueError(
+            "labels would be shifted within the shard, which loses the token after its end: shift them before sharding, "
+            "see ringattn.integrations.causal_lm"
+        )
+    if layout.world_size > 1 and kwargs.get("num_items_in_batch") is None:
+        raise ValueError(
+            "labels are given without num_items_in_batch, so the loss would be the mean over this rank's tokens, which says "
+            "nothing of the whole's: give the tokens counted on all ranks, see ringattn.integrations.loss"
+        )
 
 
 def take_documents(kwargs: dict[str, Any]) -> tuple[Documents | None, dict[str, Any]]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..agree import refuse
 from ..attention import ring_attention
 from ..context import Group, get_context
 from ..layout import Layout
@@ -133,9 +134,10 @@ def attach(
       and `position_ids` restart by default. `max_length_q` and `max_length_k` may come with them.
     - Labels must be shifted before the sequence is split, so a causal model's `labels` are refused without `shift_labels`; and on
       several ranks without `num_items_in_batch`, the tokens counted on all of them, since the mean of one rank's is another.
+      Those of other heads are refused on several ranks.
 
     Raises ValueError if the layout is for another number of ranks or leaves one empty, or the model cannot take another
-    attention, or mixes tokens by other means too.
+    attention, or would take a shard for the whole: it mixes tokens by other means too, pools them, or has positions of its own.
     """
     ranks = get_context(group).ranks
     if layout.world_size != ranks.size:
@@ -208,6 +210,12 @@ def ring_attention_forward(
             "attention_mask is given, but ring attention takes its mask over global positions: attach(model, mask=...) it"
         )
     hf_options.check_attention(dropout, options, ring.ignored)
+    call = _call.get()
+    if attention_mask is None and call is not None and call.live.documents is not None:
+        raise ValueError(
+            f"{type(module).__name__} is called without the mask that says where packed documents end: the model does not pass it on, "
+            "or a hook took it away, as accelerate's does with cp_size above 1: leave cp_size at 1"
+        )
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             f"the keys have {key.shape[2]} tokens and the queries {query.shape[2]}: key/value caches and "
@@ -248,14 +256,14 @@ def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> to
 def _window(module: nn.Module, given: int | None, mask: LiveMask | None, is_causal: bool) -> int | None:
     """The module's window: what it says itself and what its kind of layer's mask says must be one."""
     masked = None if mask is None else mask.window
-    if given is not None and masked is not None and given != masked:
-        raise ValueError(f"sliding_window is {given} in {type(module).__name__}, but its mask was made for {masked}: give one")
     window = masked if given is None else given
     if window is not None and not is_causal:
         raise ValueError(
             f"sliding_window is {window} on a module that is not causal, where transformers gives it no one meaning: "
             "set the config's window to None and attach with mask=ringattn.sliding_window(left, right)"
         )
+    if given is not None and masked is not None and given != masked:
+        raise ValueError(f"sliding_window is {given} in {type(module).__name__}, but its mask was made for {masked}: give one")
     return window
 
 
@@ -269,13 +277,22 @@ def _live_mask(*args: Any, local_size: int | None = None, **options: Any) -> Liv
 def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Before the model runs: the shard must be the layout's, positions are global, documents known, labels shifted already."""
     ring: Ring = model.ringattn  # pyright: ignore[reportAssignmentType]
-    tokens = hf_options.check_inputs(model, args, kwargs, ring.layout, ring.rank)
+    call = _call.get()
+    within = call is not None and call.model is not model  # a model that has done the rest
+    given = None
+    try:
+        tokens = hf_options.check_inputs(model, args, kwargs, ring.layout, ring.rank)
+        if not within:
+            given, kwargs = hf_options.take_documents(kwargs)
+    except ValueError as error:
+        ranks = get_context(ring.group).ranks
+        if ranks.size > 1:
+            refuse(ranks, error)  # the others may have taken theirs, and would wait
+        raise
     if getattr(model.config, "use_cache", None):
         kwargs = {**kwargs, "use_cache": False}
-    call = _call.get()
-    if call is not None and call.model is not model:
-        return args, kwargs  # within a model that has done the rest
-    given, kwargs = hf_options.take_documents(kwargs)
+    if within:
+        return args, kwargs
     positions = kwargs.get("position_ids")
     if given is None and positions is not None and ring.live.mask is None:
         given = documents_of_positions(positions, ring.layout, get_context(ring.group).ranks)

@@ -14,6 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import ringattn as ra
 from ringattn.integrations.causal_lm import shift_labels, sum_gradients
+from ringattn.integrations.hf_options import check_inputs
 from ringattn.integrations.huggingface import NAME, LiveMask, attach, detach, register, ring_attention_forward
 
 SIZES = dict(
@@ -29,6 +30,15 @@ SIZES = dict(
     pad_token_id=None,
 )
 WINDOW = 7
+BERT = dict(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    attention_probs_dropout_prob=0.0,
+    hidden_dropout_prob=0.0,
+)
 ALTERNATING = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 
 
@@ -74,6 +84,8 @@ MODELS = {
         moe_intermediate_size=16,
         first_k_dense_replace=1,
     ),
+    # sees in both directions
+    "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**BERT)),
     # tells its attention that it is not causal whenever it has a mask
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
@@ -207,6 +219,7 @@ def test_alone_a_model_is_the_dense_one(name):
         ("gemma3", 3, "contiguous"),
         ("gpt-oss", 4, "zigzag"),
         ("phi", 2, "striped"),
+        ("bert", 3, "contiguous"),
         ("deepseek-v3", 2, "zigzag"),
     ],
     ids=lambda value: str(value),
@@ -294,6 +307,24 @@ def positions_that_disagree(group, kind: str):
 def test_position_ids_that_ranks_cannot_agree_on_are_refused_everywhere(gloo, kind, message):
     for said in gloo.run(2, positions_that_disagree, kind, timeout=60):
         assert message in said
+
+
+def padding_on_one_rank(group):
+    layout = ra.contiguous(12, 2)
+    model = build("llama")
+    attach(model, layout=layout, group=group)
+    ids = ra.shard(sequence(12), layout, group.rank())
+    mask = torch.ones_like(ids)
+    mask[:, -2:] -= group.rank()
+    with pytest.raises(ValueError) as raised:
+        model(input_ids=ids, attention_mask=mask)
+    return str(raised.value)
+
+
+def test_what_one_rank_is_refused_for_is_said_on_all(gloo):
+    mine, others = gloo.run(2, padding_on_one_rank, timeout=30)
+    assert others.startswith("attention_mask hides tokens")
+    assert "rank 1 refused the input: rank 1: attention_mask hides tokens" in mine
 
 
 def test_position_ids_given_are_kept():
@@ -424,9 +455,10 @@ def test_a_window_that_only_the_mask_knows_is_honoured():
     assert not torch.equal(by_mask, ring_attention_forward(module, q, k, k, None)[0])
 
 
-def test_a_window_on_a_module_that_is_not_causal_is_refused():
-    with pytest.raises(ValueError, match="sliding_window is 4"):
-        attend_with(attached_module(is_causal=False), sliding_window=4)
+@pytest.mark.parametrize("mask", [None, LiveMask(None, 3, False)], ids=["module", "mask too"])
+def test_a_window_on_a_module_that_is_not_causal_is_refused(mask):
+    with pytest.raises(ValueError, match="sliding_window is 4 on a module that is not causal"):
+        attend_with(attached_module(is_causal=False), sliding_window=4, attention_mask=mask)
 
 
 def test_a_model_without_a_layout_is_refused():
@@ -542,6 +574,68 @@ def test_layers_that_mix_tokens_otherwise_are_refused():
         attach(model, layout=ra.zigzag(6, 1))
 
 
+@pytest.mark.parametrize(
+    ("make_model", "message"),
+    [
+        (lambda: transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES)), "answers from one token"),
+        (lambda: transformers.BertModel(transformers.BertConfig(**BERT)), "pooler looks at one token of the sequence"),
+        (lambda: transformers.RobertaForCausalLM(transformers.RobertaConfig(**BERT, is_decoder=True)), "start after padding_idx 1"),
+        (
+            lambda: transformers.MobileBertForMaskedLM(transformers.MobileBertConfig(**BERT, embedding_size=24)),
+            "trigram_input is True",
+        ),
+    ],
+    ids=["last token", "first token", "offset positions", "neighbours"],
+)
+def test_models_to_which_a_shard_is_another_sequence_are_refused(make_model, message):
+    with pytest.raises(ValueError, match=message):
+        attach(make_model(), layout=ra.zigzag(6, 1))
+
+
+def test_an_encoder_with_a_decoder_is_refused():
+    model = build("llama")
+    model.config.is_encoder_decoder = True
+    with pytest.raises(ValueError, match="is an encoder and a decoder"):
+        attach(model, layout=ra.zigzag(6, 1))
+
+
+def test_the_loss_of_any_causal_head_is_guarded():
+    """Not of those alone that have CausalLM in their name."""
+    model = build("gpt2")
+    attach(model, layout=ra.zigzag(6, 1))
+    with pytest.raises(ValueError, match="shift them before sharding"):
+        model(input_ids=sequence(6), labels=sequence(6))
+
+
+def test_losses_of_other_heads_are_refused_among_ranks():
+    layout, inputs = ra.zigzag(12, 2), dict(input_ids=sequence(6))
+    for name in ("labels", "start_positions"):
+        with pytest.raises(ValueError, match=f"{name} is given to BertForMaskedLM, whose loss would be of this rank's tokens"):
+            check_inputs(build("bert"), (), {**inputs, name: sequence(6)}, layout, 0)
+
+
+def test_layers_that_each_rank_would_skip_by_itself_are_refused():
+    sizes = dict(SIZES, word_embed_proj_dim=32, ffn_dim=48, dropout=0.0, pad_token_id=1)
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, layerdrop=0.5))
+    attach(model, layout=ra.zigzag(6, 1))
+    with pytest.raises(ValueError, match=r"layerdrop is 0\.5, by which ranks would skip different layers"):
+        model.train()(input_ids=sequence(6))
+    model.eval()(input_ids=sequence(6))
+
+
+def test_packed_documents_whose_mask_is_taken_away_are_refused():
+    """What accelerate does to each attention module with `cp_size` above 1."""
+    model = build("llama")
+    attach(model, layout=ra.zigzag(6, 1))
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, "attention_mask": None, "is_causal": True}), with_kwargs=True
+        )
+    model(input_ids=sequence(6))
+    with pytest.raises(ValueError, match="LlamaAttention is called without the mask that says where packed documents end"):
+        model(input_ids=sequence(6), cu_seq_lens_q=[0, 2, 6])
+
+
 def test_a_mask_that_sees_ahead_is_refused():
     """Image blocks see themselves in both directions: transformers adds that to the mask function."""
     register()
@@ -552,6 +646,7 @@ def test_a_mask_that_sees_ahead_is_refused():
         function(mask_function=lambda b, h, q, k: (k <= q) | (blocks[q] * blocks[k] == 1), **options)
     assert function(mask_function=lambda b, h, q, k: k <= q, **options).is_causal
     assert not function(mask_function=lambda b, h, q, k: k >= 0, q_length=4, cache_position=torch.arange(4)).is_causal
+    assert not function(mask_function=lambda b, h, q, k: k >= 0, allow_is_bidirectional_skip=True, **options).is_causal
 
 
 def test_attach_refuses_what_it_cannot_do():
