@@ -138,7 +138,7 @@ class DilatedWindow(Mask):
     dilation: int
 
     def _table(self, seq_len: int) -> Table:
-        lo, hi = -self.right * self.dilation, self.left * self.dilation
+        lo, hi = _band(self.left * self.dilation, self.right * self.dilation, seq_len)
         classes = range(min(self.dilation, seq_len))
         return region.table([Region(r, seq_len, r, seq_len, lo, hi, self.dilation) for r in classes])
 
@@ -444,7 +444,8 @@ def _rectangles(blocks: np.ndarray) -> Table:
 
 
 def _band(left: int | None, right: int | None, seq_len: int) -> tuple[int, int]:
-    return (-seq_len if right is None else -right), (seq_len if left is None else left)
+    """`lo, hi` of a window, no wider than the sequence: sides may be larger than the int64 of tables."""
+    return -(seq_len if right is None else min(right, seq_len)), (seq_len if left is None else min(left, seq_len))
 
 
 def _mask(value: object) -> Mask:

@@ -56,12 +56,19 @@ MASKS = {
     "window-causal": (lambda n: ra.sliding_window(16), lambda n: lambda q, k: (k <= q) & (k >= q - 16)),
     "window-open-left": (lambda n: ra.sliding_window(None, 3), lambda n: lambda q, k: k <= q + 3),
     "window-open-right": (lambda n: ra.sliding_window(3, None), lambda n: lambda q, k: k >= q - 3),
+    # what some use for "no limit"
+    "window-largest": (lambda n: ra.sliding_window(2**63 - 1), lambda n: lambda q, k: k <= q),
+    "window-beyond-int64": (lambda n: ra.sliding_window(3, 2**64), lambda n: lambda q, k: k >= q - 3),
     "documents": (lambda n: ra.documents(lengths=cuts(n)), lambda n: documents(n, True, None, None)),
     "documents-full": (lambda n: ra.documents(lengths=cuts(n), causal=False), lambda n: documents(n, False, None, None)),
     "documents-window": (lambda n: ra.documents(lengths=cuts(n), window=4), lambda n: documents(n, True, 4, None)),
     "documents-full-window": (
         lambda n: ra.documents(lengths=cuts(n), causal=False, window=(3, 1)),
         lambda n: documents(n, False, 3, 1),
+    ),
+    "documents-window-largest": (
+        lambda n: ra.documents(lengths=cuts(n), window=2**63 - 1),
+        lambda n: documents(n, True, None, None),
     ),
     "prefix": (lambda n: ra.prefix(n // 3), lambda n: lambda q, k: (k <= q) | ((q < n // 3) & (k < n // 3))),
     "prefix-whole": (lambda n: ra.prefix(n), lambda n: lambda q, k: q == q),
@@ -74,6 +81,7 @@ MASKS = {
         lambda n: ra.dilated_window((4, 1), 3),
         lambda n: lambda q, k: ((q - k) % 3 == 0) & (q - k <= 12) & (k - q <= 3),
     ),
+    "dilated-largest": (lambda n: ra.dilated_window(2**62, 3), lambda n: lambda q, k: (q - k) % 3 == 0),
     "dilated-one-number": (
         lambda n: ra.dilated_window(2, 7),
         lambda n: lambda q, k: np.isin(q - k, (-14, -7, 0, 7, 14)),
