@@ -79,9 +79,16 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (dwhole,) = grads
-        layout, transport = ctx.layout, ctx.transport
-        rows = dwhole.transpose(0, ctx.dim)
+        return _ShardOfSum.apply(*grads, ctx.layout, ctx.transport, ctx.dim), None, None, None
+
+
+class _ShardOfSum(torch.autograd.Function):
+    """The adjoint: this rank's shard of the sum of what all ranks have of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, layout: Layout, transport: Transport, dim: int) -> torch.Tensor:
+        ctx.layout, ctx.transport, ctx.dim = layout, transport, dim
+        rows = whole.transpose(0, dim)
         slices = [shard(rows, layout, rank, dim=0).contiguous() for rank in range(transport.size)]
         others = [rank for rank in range(transport.size) if rank != transport.rank]
         received = {rank: torch.empty_like(slices[transport.rank]) for rank in others}
@@ -90,4 +97,8 @@ class _Unshard(torch.autograd.Function):
         total = received[0].clone()
         for rank in range(1, transport.size):
             total += received[rank]
-        return total.transpose(0, ctx.dim), None, None, None
+        return total.transpose(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _Unshard.apply(*grads, ctx.layout, ctx.transport, ctx.dim), None, None, None

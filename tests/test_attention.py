@@ -643,6 +643,22 @@ def test_unshard_is_the_inverse_of_shard_and_its_gradient_the_adjoint(make_layou
         torch.testing.assert_close(got, ra.shard(weights.sum(0), layout, rank, dim=dim), rtol=0, atol=1e-12)
 
 
+def test_unshard_has_second_derivatives():
+    """Each rank's loss is half of the sum of cubes of the whole, as the other's."""
+    layout = ra.zigzag(7, 2)
+    x = torch.arange(1.0, 8.0, dtype=torch.float64)[None]
+
+    def work(transport):
+        mine = ra.shard(x, layout, transport.rank).requires_grad_()
+        loss = (ra.unshard(mine, layout, transport) ** 3).sum() / 2
+        (once,) = torch.autograd.grad(loss, mine, create_graph=True)
+        return mine.detach(), once.detach(), torch.autograd.grad(once.sum(), mine)[0]
+
+    for mine, once, twice in run_ranks(2, work):
+        torch.testing.assert_close(once, 3 * mine**2)
+        torch.testing.assert_close(twice, 6 * mine)
+
+
 def test_unshard_keeps_the_dtype_and_takes_strided_shards():
     layout = ra.zigzag(11, 3)
     x = torch.arange(11 * 6).reshape(11, 6).to(torch.bfloat16)
