@@ -23,6 +23,8 @@ from .steps import local_steps
 from .transport import Alone
 from .work import Work
 
+_STATS = "True for out and its statistics"
+
 
 @overload
 def ring_attention(
@@ -97,10 +99,9 @@ def ring_attention(
     >>> ra.ring_attention(q, k, v, mask=ra.causal()).shape
     torch.Size([1, 16, 2, 8])
     """
-    if not isinstance(return_stats, bool):
-        raise ValueError(f"return_stats is {return_stats!r}, but must be a bool")
     if torch.compiler.is_compiling():
         check.tensors(q, k, v)
+        check.instance("return_stats", return_stats, bool, _STATS)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         digests = (None if x is None else x.digest for x in (layout, mask, schedule))
         part = Partial(*attention(q, k, v, compiled_run(group_names(group), *digests), scale))
@@ -109,6 +110,8 @@ def ring_attention(
     mask = causal() if mask is None else mask
     try:
         check.tensors(q, k, v)
+        check.backward_mode(q, k, v)
+        check.instance("return_stats", return_stats, bool, _STATS)
         check.instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
         if layout is not None:
             check.instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")

@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C._functorch import is_gradtrackingtensor
+from torch.autograd import forward_ad
 
 MAX_HEAD_DIM = 256
+MAX_POSITION = 1 << 48  # sums of a few positions are int64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -72,14 +75,19 @@ def softmax_scale(value: Any, head_dim: int) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise ValueError(f"softmax_scale is {shown}, but must be a Python number or None: pass scale.item() for a tensor")
-    if not math.isfinite(value):
-        raise ValueError(f"softmax_scale is {value}, but must be finite")
-    return float(value)
+    try:
+        scale = float(value)
+    except OverflowError:  # an integer
+        scale = math.inf
+    if not math.isfinite(scale):
+        raise ValueError(f"softmax_scale is {scale}, but must be finite")
+    return scale
 
 
 def qkv(q: Any, k: Any, v: Any) -> None:
     """Types, shapes (b, s, h, d), (b, sk, hk, d), (b, sk, hk, d_v), dtypes and devices that attention can take."""
     tensors(q, k, v)
+    backward_mode(q, k, v)
     fit(q, k, v)
 
 
@@ -87,6 +95,17 @@ def tensors(q: Any, k: Any, v: Any) -> None:
     """Tensors that attention can take, each by itself: plain, of four dimensions."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _dense_tensor(name, x)
+
+
+def backward_mode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Tensors that nothing differentiates but the ordinary autograd: forward mode would take them for constants."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        tangent = forward_ad.unpack_dual(x).tangent if forward_ad._current_level >= 0 else None
+        if tangent is not None or is_gradtrackingtensor(x):
+            raise ValueError(
+                f"{name} is differentiated in forward mode or by torch.func, which attention does not know: "
+                "call backward, or torch.autograd.grad"
+            )
 
 
 def fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -132,6 +151,8 @@ def positions(name: str, value: Any, tokens: int, argument: str) -> torch.Tensor
         raise ValueError(f"{name} has {len(array)} positions, but {argument} has {tokens} tokens: give one position a token")
     if len(array) and array.min() < 0:
         raise ValueError(f"{name} has the negative position {array.min()}: positions start at 0")
+    if len(array) and array.max() >= MAX_POSITION:
+        raise ValueError(f"{name} has the position {array.max()}, but positions must be less than 2**48")
     return torch.from_numpy(array)
 
 

@@ -18,8 +18,13 @@ def call(q=None, k=None, v=None, **options):
     return ra.ring_attention(*(tensor() if x is None else x for x in (q, k, v)), **options)
 
 
-def local(**options):
-    return ra.attend(tensor(), tensor(), tensor(), **options)
+def local(q=None, **options):
+    return ra.attend(tensor() if q is None else q, tensor(), tensor(), **options)
+
+
+def local_with_a_tangent():
+    with torch.autograd.forward_ad.dual_level():
+        return local(torch.autograd.forward_ad.make_dual(tensor(), tensor()))
 
 
 def partial(*shape, dtype=torch.float32, device=None):
@@ -125,6 +130,11 @@ OPTIONS = {
     "return_stats is a number": (lambda: call(return_stats=1), "return_stats is 1, but must be a bool"),
     "group is a number": (lambda: call(group=3), "group is a int, but must be a ProcessGroup, a DeviceMesh, hybrid"),
     "group is a name": (lambda: call(group="world"), "group is a str, but must be a ProcessGroup, a DeviceMesh, hybrid"),
+    "q of torch.func": (
+        lambda: torch.func.grad(lambda q: call(q=q).sum())(tensor()),
+        "q is differentiated in forward mode or by torch.func, which attention does not know: call backward",
+    ),
+    "q with a tangent": (local_with_a_tangent, "q is differentiated in forward mode or by torch.func"),
     "too few positions": (
         lambda: local(q_positions=torch.arange(5)),
         "q_positions has 5 positions, but q has 6 tokens: give one position a token",
@@ -133,6 +143,10 @@ OPTIONS = {
     "negative position": (
         lambda: local(k_positions=torch.arange(6) - 2),
         "k_positions has the negative position -2: positions start",
+    ),
+    "position beyond sums": (
+        lambda: local(k_positions=[0, 1, 2, 3, 4, 2**62]),
+        r"k_positions has the position 4611686018427387904, but positions must be less than 2\*\*48",
     ),
     "fractional positions": (lambda: local(q_positions=torch.arange(6.0)), "q_positions has dtype float32, but must hold integers"),
     "2-D positions": (lambda: local(q_positions=torch.zeros(1, 6)), r"q_positions has shape \(1, 6\), but must be one-dimensional"),

@@ -120,6 +120,8 @@ REFUSALS = {
     "mask's length": ({"mask": ra.prefix(25)}, r"mask prefix\(25\) needs at least 25 tokens"),
     "layout": ({"layout": ra.zigzag(N, 2)}, r"layout zigzag\(.*\) is for 2 ranks, but the group has 4"),
     "scale": ({"softmax_scale": float("nan")}, "softmax_scale is nan"),
+    "scale beyond floats": ({"softmax_scale": 10**400}, "softmax_scale is inf"),
+    "return_stats": ({"return_stats": "yes"}, "return_stats is 'yes', but must be a bool"),
     "text beyond ASCII": ({"schedule": '"ожерелье"\n' * 300}, "schedule is '.*but must be a Schedule"),
     "unshard": ({"function": "unshard", "q": (1, 9)}, "x_local has 9 tokens"),
 }
