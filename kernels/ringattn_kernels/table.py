@@ -38,6 +38,8 @@ class BlockTable:
 class TileTable:
     """An immutable set of disjoint tiles over `q_rows` x `k_rows` pairs, with the block tables that the kernels read.
 
+    Tiles without a live pair are left out: a table has pairs if it has `tiles`.
+
     Block tables are built once for each (device, block size, step) and kept, so that a steady-state call builds and uploads nothing.
     """
 
@@ -50,6 +52,7 @@ class TileTable:
         assert ((q_begin >= 0) & (q_begin < q_end) & (q_end <= q_rows)).all(), f"a tile leaves the {q_rows} query rows or is empty"
         assert ((k_begin >= 0) & (k_begin < k_end) & (k_end <= k_rows)).all(), f"a tile leaves the {k_rows} key rows or is empty"
         assert (lo <= hi).all(), "a tile's band is empty: lo > hi"
+        tiles = tiles[(lo < q_end - k_begin) & (hi > q_begin - k_end)]
         # no difference of rows lies outside, and the kernels' row - lo must not overflow
         tiles[:, 4:] = np.clip(tiles[:, 4:], -k_rows, q_rows)
         tiles.setflags(write=False)
@@ -59,12 +62,11 @@ class TileTable:
 
     def query_blocks(self, block: int, step: int, device: torch.device) -> BlockTable:
         """Blocks of `block` query rows, stepping through keys by `step`."""
-        return self._cached("q", self.tiles, self.q_rows, block, step, device)
+        return self._cached("q", block, step, device)
 
     def key_blocks(self, block: int, step: int, device: torch.device) -> BlockTable:
         """Blocks of `block` key rows, stepping through queries by `step`: the same cut of the transposed tiles."""
-        transposed = self.tiles[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1])
-        return self._cached("k", transposed, self.k_rows, block, step, device)
+        return self._cached("k", block, step, device)
 
     def derived(self, key: tuple, build: Callable[[], Any]) -> Any:
         """`build()`, made at the first call with `key` and kept: what else a kernel needs of this table."""
@@ -72,9 +74,12 @@ class TileTable:
             self._derived[key] = build()
         return self._derived[key]
 
-    def _cached(self, axis: str, tiles: np.ndarray, rows: int, block: int, step: int, device: torch.device) -> BlockTable:
+    def _cached(self, axis: str, block: int, step: int, device: torch.device) -> BlockTable:
         key = (axis, block, step, device)
         if key not in self._blocks:
+            tiles, rows = self.tiles, self.q_rows
+            if axis == "k":
+                tiles, rows = tiles[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1]), self.k_rows
             items, segments = cut(tiles, rows, block, step)
             touched = int((items[:, 1] < items[:, 2]).sum())
             self._blocks[key] = BlockTable(torch.from_numpy(items).to(device), torch.from_numpy(segments).to(device), touched)

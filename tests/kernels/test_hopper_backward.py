@@ -104,7 +104,8 @@ def test_a_choice_can_be_overridden_and_has_a_reason():
     assert "96" in hopper_backward.obstacle(wide, wide, wide, wide, table)
     assert "aligned" in hopper_backward.obstacle(unaligned, q, q, q, table)
     assert "float32" in hopper_backward.obstacle(q.float(), q, q, q, table)
-    assert "no pairs" in hopper_backward.obstacle(q, q, q, q, rk.TileTable(np.empty((0, 6)), 8, 8))
+    for tiles in ([], [(0, 8, 0, 8, 8, 9)]):
+        assert "no pairs" in hopper_backward.obstacle(q, q, q, q, rk.TileTable(np.array(tiles), 8, 8))
 
 
 @pytest.fixture

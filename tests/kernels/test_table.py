@@ -67,6 +67,16 @@ def test_no_tiles_and_no_rows():
     check([], 0, 0, 32, 16)
 
 
+def test_tiles_without_a_live_pair_are_left_out():
+    dead, alive = [(2, 6, 1, 4, 5, 9), (2, 6, 1, 4, -9, -2)], [(2, 6, 1, 4, 4, 9), (2, 6, 1, 4, -9, -1)]
+    assert TileTable(np.array(dead + alive), 8, 8).tiles.shape == (2, 6)
+    for tile in dead:
+        check([tile], 8, 8, 16, 16)
+        assert not len(TileTable(np.array([tile]), 8, 8).tiles)
+    for tile in alive:
+        check([tile], 8, 8, 16, 16)
+
+
 def test_causal_masks_only_the_diagonal():
     blocks = TileTable(np.array(dense.causal(1024)), 1024, 1024).query_blocks(128, 64, CPU)
     masked = blocks.segments[:, 3] - blocks.segments[:, 2] + blocks.segments[:, 1] - blocks.segments[:, 0]
