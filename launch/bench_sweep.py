@@ -11,6 +11,7 @@ from triton.runtime.errors import OutOfResources
 
 import ringattn_kernels as rk
 from ringattn_kernels.config import Launch, architecture
+from ringattn_kernels.inputs import Inputs
 
 # the package's functions `forward` and `backward` have its modules' names
 forward = importlib.import_module("ringattn_kernels.forward")
@@ -71,13 +72,15 @@ class Problem:
         heads = self.q.shape[2]
         rows = self.table.key_blocks if kernel == "dkdv" else self.table.query_blocks
         blocks = rows(launch.block, launch.step, device)
-        common = (self.q, self.k, self.v, self.dout, self.pivot, None, self.delta, self.table, blocks, blocks.touched, self.scale)
         if kernel == "forward":
             out, row_max, row_sum = torch.empty_like(self.q), torch.empty_like(self.delta), torch.empty_like(self.delta)
             arguments = forward.forward_arguments(
-                *common[:3], self.table, out, row_max, row_sum, blocks, len(blocks), self.scale, None, launch, arch
+                self.q, self.k, self.v, self.table, out, row_max, row_sum, blocks, len(blocks), self.scale, None, launch, arch
             )
             return forward.forward_kernel, heads * len(blocks), arguments, {"out": out}
+        statistics = (self.pivot, self.pivot, self.delta)  # of which the kernels read delta alone, beside the pivot
+        inputs = Inputs(self.q, self.k, self.v, self.dout, *statistics, self.table, self.scale)
+        common = (inputs, self.pivot, None, blocks, blocks.touched)
         if kernel == "dkdv":
             dk, dv = torch.zeros_like(self.k, dtype=torch.float32), torch.zeros_like(self.v, dtype=torch.float32)
             arguments = backward.dkdv_arguments(*common, dk, dv, True, launch, arch)

@@ -20,6 +20,7 @@ from .config import Launch, architecture, descriptor, launch_for, padded, precis
 from .dispatch import Kernels, choose_backward
 from .forward import LOG2_E
 from .gradients import dkdv_kernel, dq_kernel
+from .inputs import Inputs
 from .query_sums import QuerySums
 from .table import BlockTable, TileTable
 from .units import to_base2
@@ -70,41 +71,41 @@ def backward(
     `torch.use_deterministic_algorithms` has been told.
     """
     choice = choose_backward(q, k, v, dout, table, kernels, deterministic)
-    inputs = (q, k, v, dout, row_max, row_sum, delta, table)
+    inputs = Inputs(q, k, v, dout, row_max, row_sum, delta, table, softmax_scale)
     if isinstance(dq, QuerySums):
         assert dq.q.shape == q.shape and dq.softmax_scale == softmax_scale
     if choice.kernels == Kernels.HOPPER_FUSED:
         sums = dq.permuted() if isinstance(dq, QuerySums) else hopper_backward_fused.zero_sums(q)
-        hopper_backward_fused.backward(*inputs, softmax_scale=softmax_scale, sums=sums, dk=dk, dv=dv, add=add)
+        hopper_backward_fused.backward(inputs, sums=sums, dk=dk, dv=dv, add=add)
         if isinstance(dq, torch.Tensor):
             hopper_backward_fused.finish(sums, dq, softmax_scale, add)
         return
     rows, add_q = dq.rows() if isinstance(dq, QuerySums) else (dq, add)
     run = hopper_backward.backward if choice.kernels == Kernels.HOPPER else _plain_backward
-    run(*inputs, softmax_scale=softmax_scale, dq=rows, dk=dk, dv=dv, add_q=add_q, add_kv=add)
+    run(inputs, dq=rows, dk=dk, dv=dv, add_q=add_q, add_kv=add)
 
 
 def _plain_backward(
-    q, k, v, dout, row_max, row_sum, delta, table: TileTable, *, softmax_scale: float, dq, dk, dv, add_q: bool, add_kv: bool
+    inputs: Inputs, *, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, add_q: bool, add_kv: bool
 ) -> None:  # fmt: skip
     """`backward` by the kernels of `gradients`; whether to add is said of dq apart."""
+    q, table = inputs.q, inputs.table
     b, _, h, d = q.shape
-    hk = k.shape[2]
+    hk, v_dim = inputs.v.shape[2:]
     arch = architecture(q.device)
-    head_dim = max(d, v.shape[3])
+    head_dim = max(d, v_dim)
     key_launch = launch_for("dkdv", arch, head_dim, q.dtype)
     query_launch = launch_for("dq", arch, head_dim, q.dtype)
     key_blocks = table.key_blocks(key_launch.block, key_launch.step, q.device)
     query_blocks = table.query_blocks(query_launch.block, query_launch.step, q.device)
     key_count = key_blocks.touched if add_kv else len(key_blocks)
     query_count = query_blocks.touched if add_q else len(query_blocks)
-    pivot, weight = pivots(row_max, row_sum, weighted=q.dtype == torch.float32)
-    common = (q, k, v, dout, pivot, weight, delta, table)
+    rows = pivots(inputs.row_max, inputs.row_sum, weighted=q.dtype == torch.float32)
     if b * hk * key_count > 0:
-        arguments = dkdv_arguments(*common, key_blocks, key_count, softmax_scale, dk, dv, add_kv, key_launch, arch)
+        arguments = dkdv_arguments(inputs, *rows, key_blocks, key_count, dk, dv, add_kv, key_launch, arch)
         dkdv_kernel[(b * hk * key_count,)](**arguments)
     if b * h * query_count > 0:
-        arguments = dq_arguments(*common, query_blocks, query_count, softmax_scale, dq, add_q, query_launch, arch)
+        arguments = dq_arguments(inputs, *rows, query_blocks, query_count, dq, add_q, query_launch, arch)
         dq_kernel[(b * h * query_count,)](**arguments)
 
 
@@ -125,10 +126,10 @@ def pivots(row_max: torch.Tensor, row_sum: torch.Tensor, weighted: bool) -> tupl
 
 
 def _shared_arguments(
-    q, k, v, dout, pivot, weight, delta, table: TileTable, blocks: BlockTable, count: int, softmax_scale: float, add: bool,
-    launch: Launch, arch: str,
+    inputs: Inputs, pivot, weight, blocks: BlockTable, count: int, add: bool, launch: Launch, arch: str
 ) -> dict:  # fmt: skip
     """Keyword arguments that both gradient kernels take."""
+    q, k, v, dout, delta, table = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.delta, inputs.table
     d, (hk, v_dim) = q.shape[3], v.shape[2:]
     assert q.dtype == k.dtype == v.dtype == dout.dtype
     assert q.stride(3) == k.stride(3) == v.stride(3) == dout.stride(3) == 1 and delta.is_contiguous()
@@ -158,8 +159,8 @@ def _shared_arguments(
         item_count=count,
         group=q.shape[2] // hk,
         q_rows=table.q_rows,
-        scale=softmax_scale * LOG2_E,
-        softmax_scale=softmax_scale,
+        scale=inputs.softmax_scale * LOG2_E,
+        softmax_scale=inputs.softmax_scale,
         HEAD_DIM=d,
         V_DIM=v_dim,
         BLOCK_D=padded(d),
@@ -173,16 +174,16 @@ def _shared_arguments(
 
 
 def dkdv_arguments(
-    q, k, v, dout, pivot, weight, delta, table, blocks, count, softmax_scale, dk, dv, add, launch: Launch, arch: str
+    inputs: Inputs, pivot, weight, blocks: BlockTable, count: int, dk, dv, add: bool, launch: Launch, arch: str
 ) -> dict:  # fmt: skip
     """Keyword arguments of one launch of `dkdv_kernel`."""
     assert not add or dk.dtype == dv.dtype == torch.float32
-    assert dk.shape == k.shape
-    assert dv.shape == v.shape
+    assert dk.shape == inputs.k.shape
+    assert dv.shape == inputs.v.shape
     assert dk.stride(3) == dv.stride(3) == 1
-    return _shared_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, count, softmax_scale, add, launch, arch) | dict(
-        q_desc=descriptor(q, launch.step, arch),
-        dout_desc=descriptor(dout, launch.step, arch),
+    return _shared_arguments(inputs, pivot, weight, blocks, count, add, launch, arch) | dict(
+        q_desc=descriptor(inputs.q, launch.step, arch),
+        dout_desc=descriptor(inputs.dout, launch.step, arch),
         dk_ptr=dk,
         dv_ptr=dv,
         stride_dkb=dk.stride(0),
@@ -191,28 +192,28 @@ def dkdv_arguments(
         stride_dvb=dv.stride(0),
         stride_dvs=dv.stride(1),
         stride_dvh=dv.stride(2),
-        kv_heads=k.shape[2],
-        k_rows=table.k_rows,
+        kv_heads=inputs.k.shape[2],
+        k_rows=inputs.table.k_rows,
         BLOCK_K=launch.block,
         BLOCK_Q=launch.step,
     )
 
 
 def dq_arguments(
-    q, k, v, dout, pivot, weight, delta, table, blocks, count, softmax_scale, dq, add, launch: Launch, arch: str
+    inputs: Inputs, pivot, weight, blocks: BlockTable, count: int, dq, add: bool, launch: Launch, arch: str
 ) -> dict:  # fmt: skip
     """Keyword arguments of one launch of `dq_kernel`."""
     assert not add or dq.dtype == torch.float32
-    assert dq.shape == q.shape
+    assert dq.shape == inputs.q.shape
     assert dq.stride(3) == 1
-    return _shared_arguments(q, k, v, dout, pivot, weight, delta, table, blocks, count, softmax_scale, add, launch, arch) | dict(
-        k_desc=descriptor(k, launch.step, arch),
-        v_desc=descriptor(v, launch.step, arch),
+    return _shared_arguments(inputs, pivot, weight, blocks, count, add, launch, arch) | dict(
+        k_desc=descriptor(inputs.k, launch.step, arch),
+        v_desc=descriptor(inputs.v, launch.step, arch),
         dq_ptr=dq,
         stride_dqb=dq.stride(0),
         stride_dqs=dq.stride(1),
         stride_dqh=dq.stride(2),
-        heads=q.shape[2],
+        heads=inputs.q.shape[2],
         BLOCK_Q=launch.block,
         BLOCK_K=launch.step,
     )

@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .inputs import Inputs
 from .table import TileTable
 from .units import LOG2_E, to_base2
 
@@ -477,48 +478,48 @@ def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tens
 
 
 def backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    row_max: torch.Tensor,
-    row_sum: torch.Tensor,
-    delta: torch.Tensor,
-    table: TileTable,
-    *,
-    softmax_scale: float,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    add_q: bool,
-    add_kv: bool,
-) -> None:
+    inputs: Inputs, *, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, add_q: bool, add_kv: bool
+) -> None:  # fmt: skip
     """As `ringattn_kernels.backward`, of inputs in whose way there is no `obstacle`; whether to add is said of dq apart."""
-    b, q_rows, h, _ = q.shape
-    assert row_max.is_contiguous() and row_sum.is_contiguous() and delta.is_contiguous()
-    assert q.dtype == k.dtype == v.dtype == dout.dtype and dq.stride(3) == dk.stride(3) == dv.stride(3) == 1
-    assert q.shape == dq.shape == dout.shape and k.shape == v.shape == dk.shape == dv.shape
-    assert (q_rows, k.shape[1]) == (table.q_rows, table.k_rows)
-    assert not add_q or dq.dtype == torch.float32
-    assert not add_kv or dk.dtype == dv.dtype == torch.float32
-    padded_rows = triton.cdiv(q_rows, BLOCK.value) * BLOCK.value
-    pivot, padded_delta = torch.empty(2, b * h, padded_rows, device=q.device, dtype=torch.float32)
-    prepare_kernel[(b * h * padded_rows // BLOCK.value,)](
-        row_max, row_sum, delta, pivot, padded_delta, q_rows, padded_rows, ROWS=BLOCK.value, SIGN=1
-    )
-    inputs = (q, k, v, dout, pivot, padded_delta, table, softmax_scale)
+    rows = prepare(inputs)
     for kernel, (grid, arguments) in (
-        (key_kernel, key_arguments(*inputs, dk, dv, add_kv)),
-        (query_kernel, query_arguments(*inputs, dq, add_q)),
+        (key_kernel, key_arguments(inputs, *rows, dk, dv, add_kv)),
+        (query_kernel, query_arguments(inputs, *rows, dq, add_q)),
     ):
         # programs of the query kernel fill the chip while the last of the key kernel's run
         kernel[(grid,)](**arguments, num_warps=4, launch_pdl=kernel is query_kernel)
 
 
-def key_arguments(q, k, v, dout, pivot, delta, table: TileTable, softmax_scale: float, dk, dv, add: bool) -> tuple[int, dict]:
+def prepare(inputs: Inputs, sign: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """pivot and sign * delta of whole blocks, (b * h, rows); see `prepare_kernel`."""
+    q, k, v, dout, table = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.table
+    row_max, row_sum, delta = inputs.row_max, inputs.row_sum, inputs.delta
+    b, q_rows, h, _ = q.shape
+    assert row_max.is_contiguous() and row_sum.is_contiguous() and delta.is_contiguous()
+    assert q.dtype == k.dtype == v.dtype == dout.dtype and q.shape == dout.shape and k.shape == v.shape
+    assert (q_rows, k.shape[1]) == (table.q_rows, table.k_rows) and len(table.tiles) > 0
+    padded_rows = whole_blocks(q_rows)
+    pivot, padded_delta = torch.empty(2, b * h, padded_rows, device=q.device, dtype=torch.float32)
+    prepare_kernel[(b * h * padded_rows // BLOCK.value,)](
+        row_max, row_sum, delta, pivot, padded_delta, q_rows, padded_rows, ROWS=BLOCK.value, SIGN=sign
+    )
+    return pivot, padded_delta
+
+
+def whole_blocks(rows: int) -> int:
+    """The rows and those that fill their last block."""
+    return triton.cdiv(rows, BLOCK.value) * BLOCK.value
+
+
+def key_arguments(
+    inputs: Inputs, pivot, delta, dk, dv, add: bool, launches: dict[int, Launch] = KEY_LAUNCHES
+) -> tuple[int, dict]:  # fmt: skip
     """How many programs of `key_kernel`, and its arguments."""
+    q, k, v, dout, table = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.table
+    assert k.shape == dk.shape == dv.shape and dk.stride(3) == dv.stride(3) == 1
+    assert not add or dk.dtype == dv.dtype == torch.float32
     (b, _, h, d), hk = q.shape, k.shape[2]
-    launch = KEY_LAUNCHES[d]
+    launch = launches[d]
     # steps of one row: the kernel aligns its steps itself, and wants to know exactly which queries need no mask
     blocks = table.key_blocks(BLOCK.value, 1, q.device)
     count = blocks.touched if add else len(blocks)
@@ -544,8 +545,8 @@ def key_arguments(q, k, v, dout, pivot, delta, table: TileTable, softmax_scale: 
         group=h // hk,
         padded_rows=pivot.shape[1],
         k_rows=table.k_rows,
-        scale=softmax_scale * LOG2_E.value,
-        softmax_scale=softmax_scale,
+        scale=inputs.softmax_scale * LOG2_E.value,
+        softmax_scale=inputs.softmax_scale,
         HEAD_DIM=d,
         STEP=launch.step,
         STAGES=launch.stages,
@@ -554,8 +555,11 @@ def key_arguments(q, k, v, dout, pivot, delta, table: TileTable, softmax_scale: 
     )
 
 
-def query_arguments(q, k, v, dout, pivot, delta, table: TileTable, softmax_scale: float, dq, add: bool) -> tuple[int, dict]:
+def query_arguments(inputs: Inputs, pivot, delta, dq, add: bool) -> tuple[int, dict]:
     """How many programs of `query_kernel`, and its arguments."""
+    q, k, v, dout, table = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.table
+    assert q.shape == dq.shape and dq.stride(3) == 1
+    assert not add or dq.dtype == torch.float32
     b, _, h, d = q.shape
     launch = QUERY_LAUNCHES[d]
     blocks = table.query_blocks(BLOCK.value, launch.step, q.device)
@@ -578,8 +582,8 @@ def query_arguments(q, k, v, dout, pivot, delta, table: TileTable, softmax_scale
         group=h // k.shape[2],
         padded_rows=pivot.shape[1],
         q_rows=table.q_rows,
-        scale=softmax_scale * LOG2_E.value,
-        softmax_scale=softmax_scale,
+        scale=inputs.softmax_scale * LOG2_E.value,
+        softmax_scale=inputs.softmax_scale,
         HEAD_DIM=d,
         STEP=launch.step,
         STAGES=launch.stages,

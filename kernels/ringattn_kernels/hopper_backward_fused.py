@@ -11,8 +11,6 @@ dk and dv are the same bits from the same inputs; dq is up to rounding, for whic
 Shapes: as in `backward`.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -26,19 +24,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .hopper_backward import (
     BLOCK,
     ROWS,
+    Launch,
     count_steps,
+    key_arguments,
     load_span,
     mask_scores,
     opaque,
-    prepare_kernel,
+    prepare,
     produce_queries,
-    row_descriptor,
     tile,
-    tile_descriptor,
+    whole_blocks,
     write_rows,
 )
-from .table import TileTable
-from .units import LOG2_E
+from .inputs import Inputs
 
 WIDTH = gl.constexpr(64)  # rows and columns of the part of dq that a warpgroup computes
 SUMS = gl.constexpr(256)  # sums of dq in a row of their buffer
@@ -275,15 +273,6 @@ def finish_kernel(
     tl.store(pointers, dq.to(dq_ptr.dtype.element_ty), mask=inside)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Query rows of a step, how many steps are loaded ahead, and the registers of a thread that multiplies."""
-
-    step: int
-    stages: int
-    registers: int = 240
-
-
 # by head dim; measured on an H200
 LAUNCHES = {64: Launch(128, 2), 128: Launch(64, 2)}
 # programs at least of which the heads that run side by side have; measured on an H200
@@ -306,11 +295,6 @@ def finish(sums: torch.Tensor, dq: torch.Tensor, softmax_scale: float, add: bool
     )
 
 
-def whole_blocks(rows: int) -> int:
-    """The rows and those that fill their last block."""
-    return triton.cdiv(rows, BLOCK.value) * BLOCK.value
-
-
 def sums_descriptor(sums: torch.Tensor) -> TensorDescriptor:
     """For the copy engine to add one part of a step's dq."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -319,78 +303,20 @@ def sums_descriptor(sums: torch.Tensor) -> TensorDescriptor:
     )
 
 
-def backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    row_max: torch.Tensor,
-    row_sum: torch.Tensor,
-    delta: torch.Tensor,
-    table: TileTable,
-    *,
-    softmax_scale: float,
-    sums: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    add: bool,
-) -> None:
+def backward(inputs: Inputs, *, sums: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, add: bool) -> None:
     """As `ringattn_kernels.backward`, of inputs in whose way there is no `hopper_backward.obstacle`, but dq is added to `sums`."""
-    b, q_rows, h, d = q.shape
-    assert row_max.is_contiguous() and row_sum.is_contiguous() and delta.is_contiguous()
-    assert q.dtype == k.dtype == v.dtype == dout.dtype and dk.stride(3) == dv.stride(3) == 1
-    assert q.shape == dout.shape and k.shape == v.shape == dk.shape == dv.shape
-    assert (q_rows, k.shape[1]) == (table.q_rows, table.k_rows)
-    assert not add or dk.dtype == dv.dtype == torch.float32
-    padded_rows = sums.shape[1]
-    assert sums.shape == (b * h, whole_blocks(q_rows), d) and sums.is_contiguous()
-    pivot, minus_delta = torch.empty(2, b * h, padded_rows, device=q.device, dtype=torch.float32)
-    prepare_kernel[(b * h * padded_rows // BLOCK.value,)](
-        row_max, row_sum, delta, pivot, minus_delta, q_rows, padded_rows, ROWS=BLOCK.value, SIGN=-1
-    )
-    grid, arguments = fused_arguments(q, k, v, dout, pivot, minus_delta, table, softmax_scale, sums, dk, dv, add)
+    pivot, minus_delta = prepare(inputs, sign=-1)
+    grid, arguments = fused_arguments(inputs, pivot, minus_delta, sums, dk, dv, add)
     fused_kernel[(grid,)](**arguments, num_warps=4)
 
 
-def fused_arguments(
-    q, k, v, dout, pivot, minus_delta, table: TileTable, softmax_scale: float, sums, dk, dv, add: bool
-) -> tuple[int, dict]:  # fmt: skip
-    """How many programs of `fused_kernel`, and its arguments."""
-    (b, _, h, d), hk = q.shape, k.shape[2]
-    launch = LAUNCHES[d]
-    # steps of one row: the kernel aligns its steps itself, and wants to know exactly which queries need no mask
-    blocks = table.key_blocks(BLOCK.value, 1, q.device)
-    count = blocks.touched if add else len(blocks)
-    return b * hk * count, dict(
-        q_desc=tile_descriptor(q, launch.step),
-        k_desc=tile_descriptor(k, ROWS.value),
-        v_desc=tile_descriptor(v, ROWS.value),
-        dout_desc=tile_descriptor(dout, launch.step),
-        pivot_desc=row_descriptor(pivot, launch.step),
-        delta_desc=row_descriptor(minus_delta, launch.step),
+def fused_arguments(inputs: Inputs, pivot, minus_delta, sums, dk, dv, add: bool) -> tuple[int, dict]:
+    """How many programs of `fused_kernel`, and its arguments: those of `key_kernel`, the sums, and how heads run side by side."""
+    b, q_rows, h, d = inputs.q.shape
+    assert sums.shape == (b * h, whole_blocks(q_rows), d) and sums.is_contiguous()
+    grid, arguments = key_arguments(inputs, pivot, minus_delta, dk, dv, add, LAUNCHES)
+    return grid, arguments | dict(
         sums_desc=sums_descriptor(sums),
-        dk_ptr=dk,
-        dv_ptr=dv,
-        items_ptr=blocks.items,
-        segments_ptr=blocks.segments,
-        stride_dkb=dk.stride(0),
-        stride_dks=dk.stride(1),
-        stride_dkh=dk.stride(2),
-        stride_dvb=dv.stride(0),
-        stride_dvs=dv.stride(1),
-        stride_dvh=dv.stride(2),
-        item_count=count,
-        chunk=max(2, SIDE_BY_SIDE // count),
-        heads=b * hk,
-        kv_heads=hk,
-        group=h // hk,
-        padded_rows=pivot.shape[1],
-        k_rows=table.k_rows,
-        scale=softmax_scale * LOG2_E.value,
-        softmax_scale=softmax_scale,
-        HEAD_DIM=d,
-        STEP=launch.step,
-        STAGES=launch.stages,
-        ADD=add,
-        REGISTERS=launch.registers,
+        chunk=max(2, SIDE_BY_SIDE // arguments["item_count"]),
+        heads=b * inputs.k.shape[2],
     )

@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .config import Launch, launch_for, padded
 from .gradients import dkdv_kernel, dq_kernel
+from .inputs import Inputs
 from .table import TileTable
 
 # the package's functions `forward` and `backward` have its modules' names
@@ -122,7 +123,7 @@ def launch_arguments(variant: Variant, launch: Launch | None = None) -> tuple[tr
     table = TileTable(np.array([(0, s, 0, s, 0, s)]), s, s)
     cut = table.key_blocks if name == "dkdv" else table.query_blocks
     blocks = cut(launch.block, launch.step, q.device)
-    common = (q, k, v, dout, statistics, weight, statistics, table, blocks, len(blocks), 0.1)
+    common = (Inputs(q, k, v, dout, statistics, statistics, statistics, table, 0.1), statistics, weight, blocks, len(blocks))
     if name == "dkdv":
         return dkdv_kernel, backward.dkdv_arguments(*common, k.float(), v.float(), True, launch, arch)
     if name == "dq":

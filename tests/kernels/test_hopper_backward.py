@@ -1,5 +1,6 @@
 """The Hopper gradient kernels: what the compiler makes of them, without a GPU; on one, accuracy and bits over random tables."""
 
+import inspect
 import itertools
 import re
 import subprocess
@@ -16,6 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 import ringattn_kernels as rk
 from ringattn_kernels import dispatch, hopper_backward, hopper_backward_fused
 from ringattn_kernels.dispatch import Kernels, choose_backward, choose_forward
+from ringattn_kernels.inputs import Inputs
 from tests.kernels import dense
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -41,6 +43,7 @@ def signature_of(value) -> str:
 
 def compile_for_hopper(kernel, arguments, **options):
     names = kernel.arg_names
+    assert set(arguments) == set(names)
     constexprs = {n: arguments[n] for n in names if n.isupper()}
     signature = {n: "constexpr" if n in constexprs else signature_of(arguments[n]) for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n.endswith("_ptr") or n.startswith("stride")}
@@ -51,14 +54,14 @@ def compile_for_hopper(kernel, arguments, **options):
 def cpu_arguments(kernel: str, d: int, dtype, add: bool, result_dtype):
     q, k, v, dout = (torch.empty(1, 256, heads, d, dtype=dtype) for heads in (4, 2, 2, 4))
     dq, dk, dv = (torch.empty(x.shape, dtype=result_dtype) for x in (q, k, v))
-    pivot, delta = torch.empty(2, 4, 256)
-    inputs = (q, k, v, dout, pivot, delta, rk.TileTable(np.array(dense.causal(256)), 256, 256), 0.1)
+    table, statistics, rows = rk.TileTable(np.array(dense.causal(256)), 256, 256), torch.empty(3, 1, 4, 256), torch.empty(2, 4, 256)
+    inputs = Inputs(q, k, v, dout, *statistics, table, 0.1)
     if kernel == "fused":
         sums = torch.empty(4, 256, d)
-        return hopper_backward_fused.fused_kernel, hopper_backward_fused.fused_arguments(*inputs, sums, dk, dv, add)[1]
+        return hopper_backward_fused.fused_kernel, hopper_backward_fused.fused_arguments(inputs, *rows, sums, dk, dv, add)[1]
     if kernel == "key":
-        return hopper_backward.key_kernel, hopper_backward.key_arguments(*inputs, dk, dv, add)[1]
-    return hopper_backward.query_kernel, hopper_backward.query_arguments(*inputs, dq, add)[1]
+        return hopper_backward.key_kernel, hopper_backward.key_arguments(inputs, *rows, dk, dv, add)[1]
+    return hopper_backward.query_kernel, hopper_backward.query_arguments(inputs, *rows, dq, add)[1]
 
 
 # one launch of several adds, or overwrites what only it knows; one alone writes the final dtype
@@ -118,6 +121,49 @@ def deterministic_torch():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def launches(hopper, monkeypatch):
+    """(kernel, grid) of what is launched, whose arguments are all there and all known; nothing runs."""
+    found = []
+
+    def run(self, *args, grid, warmup, num_warps=4, launch_pdl=False, **kwargs):
+        inspect.signature(self.fn).bind(*args, **kwargs)
+        found.append((self.fn.__name__, *grid))
+
+    monkeypatch.setattr(triton.JITFunction, "run", run)
+    return found
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_one_launch_and_several_take_every_block_that_changes(d, deterministic, launches):
+    """Pairs of 2 of 6 blocks of keys and of 1 of 3 of queries: others are overwritten, and left out where they are added to."""
+    q, kv = torch.empty(2, 300, 6, d, dtype=torch.bfloat16), torch.empty(2, 700, 2, d, dtype=torch.bfloat16)
+    statistics = torch.empty(3, 2, 6, 300).unbind()
+    inputs = (q, kv, kv, q, *statistics, rk.TileTable(np.array([(5, 20, 100, 150, -700, 300)]), 300, 700))
+    options = dict(softmax_scale=0.1, dk=torch.empty(kv.shape), dv=torch.empty(kv.shape), deterministic=deterministic)
+
+    def launched(dq, add):
+        launches.clear()
+        rk.backward(*inputs, **options, dq=dq, add=add)
+        return launches[:]
+
+    prepare, finish = ("prepare_kernel", 2 * 6 * 3), ("finish_kernel", 2 * 6 * 3 * 2)
+    dq, sums = torch.empty(q.shape), rk.QuerySums(q, 0.1)
+    if deterministic:
+        keys, queries = [("key_kernel", 2 * 2 * n) for n in (6, 2)], [("query_kernel", 2 * 6 * n) for n in (3, 1)]
+        assert [launched(dq, add) for add in (False, True)] == [[prepare, *pair] for pair in zip(keys, queries)]
+        # the first of several launches overwrites dq, whatever it does to dk and dv
+        assert [launched(sums, add) for add in (True, False)] == [[prepare, keys[1], queries[0]], [prepare, keys[0], queries[1]]]
+    else:
+        fused = [("fused_kernel", 2 * 2 * n) for n in (6, 2)]
+        assert [launched(dq, add) for add in (False, True)] == [[prepare, kernel, finish] for kernel in fused]
+        assert [launched(sums, add) for add in (False, True)] == [[prepare, kernel] for kernel in fused]
+    launches.clear()
+    assert sums.finish(q.dtype).dtype == q.dtype
+    assert launches == ([] if deterministic else [finish])
 
 
 @pytest.mark.parametrize("d", [64, 96, 128, 192])
