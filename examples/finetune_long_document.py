@@ -34,6 +34,7 @@ import torch.multiprocessing as mp
 from finetune_checkpoint import load_checkpoint, save_checkpoint
 from finetune_files import machine, peak_memory_gib, prepare_tokens, share_tokens, split_heldout, write_figures
 from finetune_model import activation_bytes, build_model, count_flops, count_parameters
+from finetune_peers import peer_checkpoint_contexts, surroundings
 from finetune_settings import DTYPES, Settings, parse
 from finetune_trainer import LAYOUTS, Trainer, learning_rate
 from tokenizers import Tokenizer
@@ -68,12 +69,14 @@ def train(settings: Settings, trainer: Trainer, tokens: torch.Tensor, device: to
     training, tail = split_heldout(settings, tokens)
     seq_len = min(settings.tokens or len(training), len(training))
     model = trainer.model
-    recompute = (
-        activation_bytes(model.model.config, seq_len / settings.ranks) > 64e9 if settings.recompute is None else settings.recompute
-    )
+    recompute = settings.recompute
+    if recompute is None:
+        recompute = settings.offload or activation_bytes(model.model.config, seq_len / settings.ranks) > 64e9
     if recompute:
         # attention's output is kept: it is computed once
-        model.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": ra.checkpoint_contexts})
+        contexts = ra.checkpoint_offload_contexts if settings.offload else ra.checkpoint_contexts
+        contexts = contexts if settings.attention == "ringattn" else peer_checkpoint_contexts
+        model.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     first = load_checkpoint(settings, model, trainer.optimizer, tokens) if settings.resume else 0
     flops = count_flops(model.model.config, model, seq_len)
     figures: dict[str, Any] = dict(
@@ -88,11 +91,15 @@ def train(settings: Settings, trainer: Trainer, tokens: torch.Tensor, device: to
     save_every = settings.save_every or (0 if settings.shape or settings.wrapper == "deepspeed" else settings.steps)
     log = (Path(settings.out) / "log.jsonl").open("a" if settings.resume else "w") if rank == 0 else None
     model.train()
+    if settings.rehearse:
+        with surroundings(settings.attention, device):
+            trainer.rehearse(window(training, min(settings.rehearse, seq_len), settings, first))
     bar = tqdm(range(first, settings.steps), initial=first, total=settings.steps, disable=rank != 0, desc="training")
     for step in bar:
         began = time.perf_counter()
         rate = learning_rate(step, settings)
-        loss, norm = trainer.step(window(training, seq_len, settings, step), rate)
+        with surroundings(settings.attention, device):
+            loss, norm = trainer.step(window(training, seq_len, settings, step), rate)
         seconds = time.perf_counter() - began
         line = dict(
             step=step + 1,
@@ -119,8 +126,9 @@ def train(settings: Settings, trainer: Trainer, tokens: torch.Tensor, device: to
         log.close()
     peak = torch.tensor(peak_memory_gib(device), device=device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    # the first step compiles kernels and sets up communication
-    figures.update(speed(settings, flops, seq_len, statistics.median(figures["seconds"][1:] or figures["seconds"])))
+    # unless there was a rehearsal, the first step compiles kernels and sets up communication
+    seconds = figures["seconds"][0 if settings.rehearse else 1 :] or figures["seconds"]
+    figures.update(speed(settings, flops, seq_len, statistics.median(seconds)))
     figures["peak_memory_gib_per_rank"] = peak.item()
     figures["parameters"] = count_parameters(model)
     figures["heldout_tokens"] = len(tail)

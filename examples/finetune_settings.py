@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from finetune_peers import PEERS
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
 WRAPPERS = ("fsdp2", "ddp", "deepspeed", "none")
@@ -40,11 +41,13 @@ class Settings:
     layout: str
     dtype: str
     recompute: bool | None
+    offload: bool
     mlp_tile: int
     deterministic: bool
     tokens: int
     heldout: float
     steps: int
+    rehearse: int
     save_every: int
     vocab: int
     hidden: int
@@ -96,13 +99,14 @@ def parse(argv: list[str] | None = None, description: str | None = None) -> Sett
     )
     add(
         "--attention",
-        choices=("ringattn", "ulysses-sdpa"),
+        choices=("ringattn", *PEERS),
         default="ringattn",
-        help="a peer to compare with (default: %(default)s)",
+        help="or a peer to compare with (default: %(default)s)",
     )
     add("--layout", choices=LAYOUTS, default="zigzag", help="who holds which tokens (default: %(default)s)")
     add("--dtype", choices=tuple(DTYPES), help="of matmuls and attention; parameters are float32 (default: by device)")
     add("--recompute", action=argparse.BooleanOptionalAction, default=None, help="recompute activations in backward")
+    add("--offload", action="store_true", help="keep what attention computed in host memory, and recompute all else in backward")
     add("--mlp-tile", type=int, default=0, metavar="N", help="run MLPs over tiles of N tokens (default: all at once)")
     add("--deterministic", action="store_true", help="torch's deterministic algorithms: the same bits every time on a GPU too")
     add("--tokens", type=int, help="tokens a step; 0 is the whole document (default: 2048 on a CPU, 0 on GPUs)")
@@ -114,6 +118,13 @@ def parse(argv: list[str] | None = None, description: str | None = None) -> Sett
         help="the document's tail, kept for perplexity (default: %(default)s)",
     )
     add("--steps", type=int, help="training steps in all (default: 100)")
+    add(
+        "--rehearse",
+        type=int,
+        default=0,
+        metavar="N",
+        help="first a pass of N tokens without a step, so that no step has to compile",
+    )
     add("--save-every", type=int, default=0, metavar="N", help="a checkpoint every N steps (default: at the end, without --shape)")
     add("--vocab", type=int, default=8192, help="size of the byte-level BPE (default: %(default)s)")
     add("--hidden", type=int, help="width of the tiny model (default: 128 on a CPU, 1024 on GPUs)")
@@ -168,12 +179,12 @@ def _fill(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     least = dict(ranks=1, tokens=0, steps=1, save_every=0, vocab=257, hidden=2, layers=1, heads=1, kv_heads=1, warmup=0, mlp_tile=0)
-    for name, bound in dict(least, generate=0, verify_tokens=2, lr=0, clip=0).items():
+    for name, bound in dict(least, rehearse=0, generate=0, verify_tokens=2, lr=0, clip=0).items():
         if getattr(args, name) < bound:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be at least {bound}")
     if args.device == "cuda" and "RANK" not in os.environ and args.ranks > torch.cuda.device_count():
         parser.error(f"--ranks is {args.ranks}, but this host has {torch.cuda.device_count()} GPUs: one rank a GPU")
-    for name in ("tokens", "verify_tokens"):
+    for name in ("tokens", "rehearse", "verify_tokens"):
         if 0 < getattr(args, name) < 2 * args.ranks:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: {args.ranks} ranks need {2 * args.ranks} or more")
     if not 0 <= args.heldout < 1:
@@ -188,8 +199,12 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(
             f"--generate is {args.generate}, but tokens are written with --wrapper none or ddp and --attention ringattn only"
         )
-    if args.attention == "ulysses-sdpa" and args.layout != "contiguous":
-        parser.error(f"--attention ulysses-sdpa needs --layout contiguous, not {args.layout}: it gathers tokens in rank order")
+    if args.layout != PEERS.get(args.attention, args.layout):
+        parser.error(f"--attention {args.attention} needs --layout {PEERS[args.attention]}, not {args.layout}: it knows no other")
+    if args.attention == "context-parallel" and args.device == "cpu":
+        parser.error("--attention is context-parallel, for which torch has no kernels on CPUs: use ulysses-sdpa there")
+    if args.offload and (args.recompute is False or args.attention != "ringattn"):
+        parser.error("--offload is for --attention ringattn whose activations are recomputed: leave --no-recompute and peers out")
     if args.wrapper == "deepspeed":
         _check_deepspeed(args, parser)
     if args.text is not None and not Path(args.text).is_file():
@@ -208,6 +223,8 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 def _check_deepspeed(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         parser.error("--wrapper is deepspeed, which is not installed: pip install 'ringattn[deepspeed]', or use --wrapper fsdp2")
+    if args.rehearse:
+        parser.error(f"--rehearse is {args.rehearse}, but --wrapper deepspeed takes a step after every backward pass: leave it out")
     for option, given in (("--save-every", args.save_every), ("--resume", args.resume)):
         if given:
             parser.error(

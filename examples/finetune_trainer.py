@@ -7,8 +7,8 @@ import math
 import torch
 import torch.distributed as dist
 from finetune_model import wrap
+from finetune_peers import attach_peer
 from finetune_settings import Settings
-from finetune_ulysses import attach_ulysses
 
 import ringattn as ra
 from ringattn.integrations.causal_lm import CausalLMLoss, shift_labels, sum_gradients
@@ -52,7 +52,7 @@ class Trainer:
         if self.settings.attention == "ringattn":
             attach(self.model.model, layout=layout)
         else:
-            attach_ulysses(self.model.model, tokens)
+            attach_peer(self.model.model, self.settings.attention, tokens)
         return {name: value.to(self.device) for name, value in shard_batch(batch, layout, dist.get_rank()).items()}
 
     def loss(self, batch: dict[str, torch.Tensor]):
@@ -62,6 +62,11 @@ class Trainer:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=low):
             value = self.run(**batch)
         return mean_loss(value, batch["shift_labels"], reduction=self.reduction)
+
+    def rehearse(self, batch: dict[str, torch.Tensor]) -> None:
+        """A forward and backward pass that leaves nothing behind but compiled kernels and connected ranks."""
+        self.loss(batch).loss.backward()
+        self.optimizer.zero_grad()
 
     def step(self, batch: dict[str, torch.Tensor], rate: float) -> tuple[float, float]:
         """One step; returns the mean loss over all tokens of all ranks, and the norm of the whole gradient."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib.util
 import json
 import math
@@ -339,6 +341,49 @@ def test_a_peer_computes_the_same(program, alone, text, tmp_path):
     assert figures(tmp_path)["losses"] == pytest.approx(losses, rel=1e-5)
 
 
+def test_steps_of_peers_are_the_same_and_attention_is_computed_once(program, alone, monkeypatch, tmp_path):
+    """On one rank, where activations are computed again: two steps, after a rehearsal for the second way."""
+    from torch.distributed.tensor import experimental
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    calls = {}
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls[func] = calls.get(func, 0) + 1
+            return func(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def stand_in(mesh, *, buffers, buffer_seq_dims):
+        assert (mesh.size(), [x.shape[1] for x in buffers], buffer_seq_dims) == (1, [2], [1])
+        calls["context_parallel"] = calls.get("context_parallel", 0) + 1
+        with Count():
+            yield
+
+    monkeypatch.setattr(experimental, "context_parallel", stand_in)
+    tokens = torch.randint(300, (200,), generator=torch.Generator().manual_seed(0))
+    toy = ["--layers", "2", "--tokens", "60", "--steps", "2", "--generate", "0", "--heldout", "0", "--ranks", "1", "--recompute"]
+    offload = program.ra.checkpoint_offload_contexts
+    offloaded = []
+    monkeypatch.setattr(program.ra, "checkpoint_offload_contexts", lambda: offloaded.append(offload()) or offloaded[-1])
+    monkeypatch.setattr(program, "save_checkpoint", lambda *args: None)
+    plain = program.parse([*TOY, *toy, "--out", str(tmp_path)])
+    # the command line refuses context-parallel on a CPU
+    ways = [{}, dict(rehearse=30, offload=True), dict(attention="ulysses-sdpa"), dict(attention="context-parallel")]
+    losses = []
+    for way in ways:
+        settings = dataclasses.replace(plain, **way)
+        trainer = program.Trainer(settings, program.build_model(settings, torch.device("cpu")), torch.device("cpu"))
+        losses.append(program.train(settings, trainer, tokens, torch.device("cpu"))["losses"])
+    assert losses[1] == losses[0]
+    assert len(offloaded) == (1 + 2) * 2  # blocks of a rehearsal and two steps
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[3] == pytest.approx(losses[0], rel=1e-5)
+    assert calls["context_parallel"] == 2
+    for kernel in ("flash_attention_for_cpu", "flash_attention_for_cpu_backward"):
+        assert calls[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default] == 2 * 2
+
+
 def test_windows_are_drawn_by_step_and_labelled_across_their_end(program):
     settings = program.parse([*TOY, "--tokens", "10"])
     tokens = torch.arange(100)
@@ -391,6 +436,10 @@ def test_learning_rate_warms_up_and_decays(program):
         (["--model", "x", "--shape", "1b"], "--shape is 1b and --model x"),
         (["--wrapper", "fsdp2", "--generate", "3"], "--generate is 3, but tokens are written with --wrapper none or ddp"),
         (["--attention", "ulysses-sdpa"], "needs --layout contiguous, not zigzag"),
+        (["--attention", "context-parallel", "--layout", "striped"], "needs --layout zigzag, not striped"),
+        (["--attention", "context-parallel"], "--attention is context-parallel, for which torch has no kernels on CPUs"),
+        (["--offload", "--no-recompute"], "--offload is for --attention ringattn whose activations are recomputed"),
+        (["--rehearse", "3"], "--rehearse is 3: 2 ranks need 4 or more"),
         (["--zero", "2"], "--zero is 2 and --wrapper none: stages are those of --wrapper deepspeed"),
         (["--wrapper", "fsdp2", "--zero", "3"], "--zero is 3 and --wrapper fsdp2"),
         (["--wrapper", "deepspeed", "--zero", "4"], "invalid choice: 4"),
@@ -410,6 +459,7 @@ def test_bad_arguments_are_named_before_ranks_start(program, capsys, arguments, 
     [
         (["--save-every", "2"], "--save-every is 2, but --wrapper deepspeed has no checkpoints here: DeepSpeed's are pickled"),
         (["--resume", "/nowhere/checkpoint"], "--resume is /nowhere/checkpoint, but --wrapper deepspeed has no checkpoints here"),
+        (["--rehearse", "64"], "--rehearse is 64, but --wrapper deepspeed takes a step after every backward pass"),
         (["--clip", "0"], "--clip is 0.0, which DeepSpeed takes for no clipping"),
         (["--generate", "3"], "--generate is 3, but tokens are written with --wrapper none or ddp"),
         ([], "--wrapper is deepspeed, which is not installed: pip install 'ringattn[deepspeed]', or use --wrapper fsdp2"),
