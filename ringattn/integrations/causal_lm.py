@@ -28,8 +28,8 @@ IGNORE = -100  # the label of a token that is not counted
 
 
 def shift_labels(tokens: torch.Tensor) -> torch.Tensor:
-    """The label of each token of whole sequences, the token after it; the last has none (`IGNORE`): (b, s) -> (b, s)."""
-    return F.pad(tokens[..., 1:], (0, 1), value=IGNORE)
+    """The label of each token of whole sequences, the token after it; the last has none (`IGNORE`): (b, s) -> (b, s) int64."""
+    return F.pad(tokens[..., 1:].to(torch.int64), (0, 1), value=IGNORE)
 
 
 @dataclass(frozen=True)

@@ -82,28 +82,24 @@ def shard_batch(batch: Mapping[str, Any], layout: Layout, rank: int) -> Batch:
     """This rank's rows of a batch of whole sequences: what an attached model and the losses take.
 
     - Tensors with `layout.seq_len` columns, (b, s) or (b, s, ...), are cut along them; `position_ids` also where they are (3, b, s).
-    - `labels` are shifted over the whole sequence first, and come back as `shift_labels`; with packed documents, across no bound.
+    - `labels` are shifted over the whole sequence first, and come back as `shift_labels`; with packed documents (their bounds, or
+      `position_ids` that restart at 0), across no bound, and none past the last one.
     - `position_ids` are added where missing: global ones, or restarting at documents.
-    - `cu_seq_lens_q` and `cu_seq_lens_k`, `max_length_q` and `max_length_k`, which are of the whole, and what is no tensor, stay.
+    - `cu_seq_lens_q` and `cu_seq_lens_k`, `max_length_q` and `max_length_k`, which are of the whole, and what is no tensor, stay;
+      NumPy's arrays of numbers become tensors.
     - `attention_mask` of ones is dropped.
 
-    Raises ValueError for a tensor of another length, for both `labels` and `shift_labels`, and for an `attention_mask` with zeros.
+    Raises ValueError for tokens that are no tensor of sequences, for a tensor of another length, for labels that are not one a token, for
+    both `labels` and `shift_labels`, and for an `attention_mask` with zeros or with the numbers of documents.
     """
-    tokens = tokens_of(batch)
-    out = dict(batch)
+    out = {name: torch.from_numpy(value) if _is_numeric(value) else value for name, value in batch.items()}
+    tokens = tokens_of(out)
     packed = _packed(out)
-    mask = out.pop("attention_mask", None)
-    if mask is not None and not bool(torch.as_tensor(mask).all()):
-        raise ValueError(
-            "attention_mask hides tokens (padding): cut them off, or pack the sequences with pack(...), which needs no padding"
-        )
+    _check_mask(out.pop("attention_mask", None))
     if out.get("labels") is not None:
         if out.get("shift_labels") is not None:
             raise ValueError("the batch has both labels and shift_labels: give one of them")
-        out["shift_labels"] = shift_labels(out.pop("labels"))
-        if packed is not None:
-            ends = torch.tensor(packed.cu_seqlens[1:]) - 1
-            out["shift_labels"][:, ends[ends >= 0]] = IGNORE
+        out["shift_labels"] = _shifted(out.pop("labels"), tokens, packed, out.get("position_ids"))
     here = layout.positions(rank)
     if out.get("position_ids") is None:
         positions = here if packed is None else packed_positions(packed, here)
@@ -143,10 +139,13 @@ class ShardedBatches:
 
 
 def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
-    """`input_ids` (b, s), or else `inputs_embeds` (b, s, n). Raises ValueError for a batch with neither."""
+    """`input_ids` (b, s), or else `inputs_embeds` (b, s, n). Raises ValueError for a batch with neither, or with another shape."""
     found = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
     if found is None:
         raise ValueError(f"the batch has {sorted(batch)}, but neither input_ids nor inputs_embeds")
+    found = torch.from_numpy(found) if _is_numeric(found) else found
+    if not isinstance(found, torch.Tensor) or found.dim() < 2:
+        raise ValueError(f"the batch's tokens are {_shown(found)}, but must be a tensor (batch, tokens) of whole sequences")
     return found
 
 
@@ -209,8 +208,47 @@ def _starts(position_ids: torch.Tensor, here: torch.Tensor) -> np.ndarray:
     return starts
 
 
+def _check_mask(mask: Any) -> None:
+    """Raise ValueError for an attention_mask that says more than that there is no padding."""
+    if mask is None:
+        return
+    mask = torch.as_tensor(mask)
+    if not bool(mask.all()):
+        raise ValueError(
+            "attention_mask hides tokens (padding): cut them off, or pack the sequences with pack(...), which needs no padding"
+        )
+    if mask.max() > 1:
+        raise ValueError(
+            f"attention_mask counts to {int(mask.max())}, as for packed documents: give their bounds as cu_seq_lens_q and "
+            "cu_seq_lens_k, or position_ids that restart"
+        )
+
+
+def _shifted(labels: Any, tokens: torch.Tensor, packed: Documents | None, position_ids: torch.Tensor | None) -> torch.Tensor:
+    """The labels (b, s) shifted within their documents."""
+    if not isinstance(labels, torch.Tensor) or labels.shape != tokens.shape[:2]:
+        raise ValueError(f"labels are {_shown(labels)}, but must be a tensor of shape {tuple(tokens.shape[:2])}, one a token")
+    shifted = shift_labels(labels)
+    if packed is not None:
+        ends = torch.tensor(packed.cu_seqlens[1:]) - 1
+        shifted[:, ends[ends >= 0]] = IGNORE
+        shifted[:, packed.cu_seqlens[-1] :] = IGNORE
+    elif position_ids is not None and position_ids.dim() == 2:
+        shifted[:, :-1].masked_fill_(position_ids[:, 1:] == 0, IGNORE)
+    return shifted
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
+
+
+def _shown(value: Any) -> str:
+    return f"of shape {tuple(value.shape)}" if isinstance(value, (torch.Tensor, np.ndarray)) else f"a {type(value).__name__}"
+
+
 def _packed(batch: Batch) -> Documents | None:
     bounds = batch.get("cu_seq_lens_q")
+    bounds = batch.get("cu_seq_lens_k") if bounds is None else bounds
     if bounds is None:
         return None
     packed = documents(cu_seqlens=bounds)

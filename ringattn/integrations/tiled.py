@@ -18,18 +18,18 @@ from .. import check
 
 
 def tiled(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rows: int) -> torch.Tensor:
-    """`function(x)` by tiles of `rows` tokens, each computed again in backward: (b, s, n) -> (b, s, m).
+    """`function(x)` by tiles of `rows` tokens, each computed again in backward: (..., s, n) -> (..., s, m).
 
     `function` must treat each token by itself; gradients of its parameters add up. Raises ValueError for rows below 1.
     """
     check.integer("rows", rows, least=1)
-    if x.shape[1] <= rows:
+    if x.shape[-2] <= rows:
         return function(x)
-    parts = [checkpoint(function, part, use_reentrant=False) for part in x.split(rows, dim=1)]
+    parts = [checkpoint(function, part, use_reentrant=False) for part in x.split(rows, dim=-2)]
     for part in parts:
         if not isinstance(part, torch.Tensor):
             raise ValueError(f"the module gives a {type(part).__name__} for a tile, but must give one tensor, one row a token")
-    return torch.cat(parts, dim=1)
+    return torch.cat(parts, dim=-2)
 
 
 class _Tiled(nn.Module):

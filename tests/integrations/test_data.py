@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,16 +99,50 @@ def test_a_loaders_batches_come_with_their_layouts():
         (dict(input_ids=torch.zeros(1, 5)), r"input_ids has shape \(1, 5\), but zigzag\(seq_len=6, world_size=2\) is for 6"),
         (dict(input_ids=torch.zeros(1, 6), token_type_ids=torch.zeros(1, 3)), r"token_type_ids has shape \(1, 3\)"),
         (dict(input_ids=torch.zeros(1, 6), attention_mask=torch.tensor([[1, 1, 1, 1, 1, 0]])), "attention_mask hides tokens"),
+        (dict(input_ids=torch.zeros(1, 6), attention_mask=torch.tensor([[1, 1, 2, 2, 2, 2]])), "attention_mask counts to 2"),
         (
             dict(input_ids=torch.zeros(1, 6), labels=torch.zeros(1, 6), shift_labels=torch.zeros(1, 6)),
             "both labels and shift_labels",
         ),
+        (
+            dict(input_ids=torch.zeros(6, 6), labels=torch.zeros(6)),
+            r"labels are of shape \(6,\), but must be a tensor of shape \(6, 6\)",
+        ),
+        (dict(input_ids=torch.zeros(1, 6), labels=[[0] * 6]), "labels are a list"),
+        (dict(input_ids=[[0] * 6]), "the batch's tokens are a list"),
+        (dict(input_ids=torch.zeros(6)), r"the batch's tokens are of shape \(6,\)"),
     ],
-    ids=["no tokens", "length", "other length", "padding", "two labels"],
+    ids=[
+        *("no tokens", "length", "other length", "padding", "packing mask", "two labels", "a label a row", "list of labels"),
+        *("list", "no batch"),
+    ],
 )
 def test_bad_batches_are_named(batch, message):
     with pytest.raises(ValueError, match=message):
         shard_batch(batch, ra.zigzag(6, 2), 0)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [dict(cu_seq_lens_q=[0, 3, 6]), dict(cu_seq_lens_k=[0, 3, 6]), dict(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 0, 1]]))],
+    ids=lambda told: next(iter(told)),
+)
+def test_labels_cross_no_documents_end(told):
+    """Nor does a token after the last document predict anything, where bounds say that it sees nothing."""
+    ids = torch.arange(8)[None]
+    after = 7 if "position_ids" in told else IGNORE
+    part = shard_batch(dict(input_ids=ids, labels=ids, **told), ra.contiguous(8, 1), 0)
+    assert part["shift_labels"].tolist() == [[1, 2, IGNORE, 4, 5, IGNORE, after, IGNORE]]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_tokens_of_few_bits_and_arrays_are_taken(dtype):
+    """As they lie in a memory-mapped file: a label that is not counted needs a sign."""
+    ids = np.arange(6, dtype=dtype)[None]
+    part = shard_batch(dict(input_ids=ids, labels=ids, names=np.array(["a document"])), ra.contiguous(6, 2), 1)
+    assert part["input_ids"].tolist() == [[3, 4, 5]]
+    assert part["shift_labels"].tolist() == [[4, 5, IGNORE]]
+    assert part["shift_labels"].dtype == torch.int64
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,16 @@ def test_a_models_mlps_are_tiled_in_place():
     assert type(model.model.layers[0].mlp).__name__ == "LlamaMLP"
 
 
+def test_tokens_without_a_batch_are_tiled_alike():
+    """As experts get them."""
+    torch.manual_seed(0)
+    module, x = nn.Linear(6, 5), torch.randn(13, 6)
+    seen = []
+    module.register_forward_hook(lambda module, args, out: seen.append(len(out)))
+    torch.testing.assert_close(tiled(module, x, 4), nn.functional.linear(x, module.weight, module.bias))
+    assert seen == [4, 4, 4, 1]
+
+
 def test_what_cannot_be_tiled_is_named():
     with pytest.raises(ValueError, match="rows is 0, but must be at least 1"):
         tiled(nn.Identity(), torch.zeros(1, 4, 2), 0)
