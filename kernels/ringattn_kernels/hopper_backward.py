@@ -214,14 +214,12 @@ def consume_queries(
     write_rows(dv_ptr, stride_dvs, dv, row0, k_rows, ADD)
 
 
-@gluon.jit(do_not_specialize=["item_count", "kv_heads", "group", "padded_rows", "k_rows"])
-def key_kernel(
-    q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, dk_ptr, dv_ptr, items_ptr, segments_ptr,
-    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    item_count, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
-    HEAD_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, REGISTERS: gl.constexpr,
+@gluon.jit
+def allocate_queries(
+    q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc,
+    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one block of key rows of one key/value head, over all query heads of its group."""
+    """Shared memory for what `produce_queries` brings, and the barriers, which a fence has to follow."""
     dtype: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, STEP, 1, HEAD_DIM], q_desc.layout)
     dout_s = gl.allocate_shared_memory(dtype, [STAGES, 1, STEP, 1, HEAD_DIM], dout_desc.layout)
@@ -238,11 +236,15 @@ def key_kernel(
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
-    let_next_kernel_start()
+    return q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty
 
-    head_index = gl.program_id(0) // item_count
-    item_ptr = items_ptr + (gl.program_id(0) % item_count) * 4
+
+@gluon.jit
+def load_item(
+    item_ptr, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group,
+    STEP: gl.constexpr,
+):  # fmt: skip
+    """A program's block of key rows, its segments and steps; its batch and head, and where dk and dv of these begin."""
     block_begin = gl.load(item_ptr)
     segment_begin = gl.load(item_ptr + 1)
     segment_end = gl.load(item_ptr + 2)
@@ -254,6 +256,28 @@ def key_kernel(
     # a block without a segment is written as zeros: it reads a segment, any one, and has no step
     segment_begin = gl.where(steps > 0, segment_begin, 0)
     segment_end = gl.where(steps > 0, segment_end, 0)
+    return block_begin, segment_begin, segment_end, steps, batch, kv_head, dk_ptr, dv_ptr
+
+
+@gluon.jit(do_not_specialize=["item_count", "kv_heads", "group", "padded_rows", "k_rows"])
+def key_kernel(
+    q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, dk_ptr, dv_ptr, items_ptr, segments_ptr,
+    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    item_count, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
+    HEAD_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of one block of key rows of one key/value head, over all query heads of its group."""
+    q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty = allocate_queries(
+        q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, STAGES, STEP, HEAD_DIM
+    )
+    fence_async_shared()
+    let_next_kernel_start()
+
+    head_index = gl.program_id(0) // item_count
+    item_ptr = items_ptr + (gl.program_id(0) % item_count) * 4
+    block_begin, segment_begin, segment_end, steps, batch, kv_head, dk_ptr, dv_ptr = load_item(
+        item_ptr, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group, STEP
+    )
     gl.warp_specialize(
         [
             (produce_queries, (q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,

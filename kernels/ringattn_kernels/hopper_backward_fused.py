@@ -25,8 +25,9 @@ from .hopper_backward import (
     BLOCK,
     ROWS,
     Launch,
-    count_steps,
+    allocate_queries,
     key_arguments,
+    load_item,
     load_span,
     mask_scores,
     opaque,
@@ -189,26 +190,13 @@ def fused_kernel(
 ):  # fmt: skip
     """dk and dv of one block of key rows of one key/value head over all query heads of its group, and what it adds to their dq."""
     BUFFERS: gl.constexpr = STAGES + 1
-    dtype: gl.constexpr = q_desc.dtype
-    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, STEP, 1, HEAD_DIM], q_desc.layout)
-    dout_s = gl.allocate_shared_memory(dtype, [STAGES, 1, STEP, 1, HEAD_DIM], dout_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [2, 1, ROWS, 1, HEAD_DIM], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [2, 1, ROWS, 1, HEAD_DIM], v_desc.layout)
-    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STEP], dtype)
-    ds_s = gl.allocate_shared_memory(dtype, [BUFFERS * 2, ROWS, STEP], DS)
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STEP], q_desc.dtype)
+    q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty = allocate_queries(
+        q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, STAGES, STEP, HEAD_DIM
+    )
+    ds_s = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS * 2, ROWS, STEP], DS)
     staging = gl.allocate_shared_memory(gl.float32, [2, WIDTH * WIDTH // SUMS, SUMS], sums_desc.layout)
-    pivot_s = gl.allocate_shared_memory(gl.float32, [STAGES, STEP], pivot_desc.layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, STEP], delta_desc.layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(dout_full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(BUFFERS):
         mbarrier.init(ds_full.index(i), count=2)
     fence_async_shared()
@@ -219,17 +207,9 @@ def fused_kernel(
     here = gl.minimum(chunk, heads - head_index)
     head_index += rest % here
     item_ptr = items_ptr + (rest // here) * 4
-    block_begin = gl.load(item_ptr)
-    segment_begin = gl.load(item_ptr + 1)
-    segment_end = gl.load(item_ptr + 2)
-    batch = head_index // kv_heads
-    kv_head = head_index % kv_heads
-    dk_ptr += batch.to(gl.int64) * stride_dkb + kv_head.to(gl.int64) * stride_dkh
-    dv_ptr += batch.to(gl.int64) * stride_dvb + kv_head.to(gl.int64) * stride_dvh
-    steps = count_steps(segments_ptr, segment_begin, segment_end, STEP, STEP) * group
-    # a block without a segment is written as zeros: it reads a segment, any one, and has no step
-    segment_begin = gl.where(steps > 0, segment_begin, 0)
-    segment_end = gl.where(steps > 0, segment_end, 0)
+    block_begin, segment_begin, segment_end, steps, batch, kv_head, dk_ptr, dv_ptr = load_item(
+        item_ptr, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group, STEP
+    )
     gl.warp_specialize(
         [
             (produce_queries, (q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
