@@ -33,9 +33,9 @@ class Replaced:
     modules: tuple[nn.Module, ...]
 
     def restore(self) -> None:
-        """Run the modules on whole sequences again."""
+        """Run the modules on whole sequences again. Twice is fine."""
         for module in self.modules:
-            del module.forward
+            vars(module).pop("forward", None)
 
 
 def replace_attention(
@@ -56,9 +56,10 @@ def replace_attention(
         modules: the modules within which calls are replaced: themselves, or a predicate of name and module; by default those with
             "attention" or "attn" in the name of their class.
 
-    Calls of chosen modules take q (b, h, s, d), k and v, as torch does. Raises ValueError if no module is chosen or one is chosen twice;
-    and in the forward pass for an `attn_mask`, for dropout, for fewer heads in k without `enable_gqa=True`, and for a chosen module that
-    calls no scaled_dot_product_attention.
+    Calls of chosen modules take q (b, h, s, d), k and v, as torch does. Raises ValueError if no module is chosen, one is chosen twice,
+    or holds a `torch.nn.MultiheadAttention`, whose calls cannot be seen; and in the forward pass for an `attn_mask`, for dropout, for
+    fewer heads in k without `enable_gqa=True`, for activation checkpointing within a chosen module (around one it works), and for a
+    chosen module that calls no scaled_dot_product_attention.
 
     >>> import torch, ringattn as ra
     >>> class Attention(torch.nn.Module):
@@ -75,9 +76,16 @@ def replace_attention(
         raise ValueError(
             f"{type(model).__name__} has no module with attention or attn in the name of its class: pass modules=[...] or a predicate"
         )
-    for module in chosen:
+    for i, module in enumerate(chosen):
         if "forward" in vars(module):
             raise ValueError(f"the forward of {type(module).__name__} is replaced already: restore() it first")
+        if any(module is other for other in chosen[:i]):
+            raise ValueError(f"modules holds the same {type(module).__name__} twice: give each once")
+        if any(isinstance(part, nn.MultiheadAttention) for part in module.modules()):
+            raise ValueError(
+                f"{type(module).__name__} computes attention by torch.nn.MultiheadAttention, which goes around the call that is replaced: "
+                "choose other modules, and call ringattn.ring_attention in this one"
+            )
     for module in chosen:
         module.forward = _Forward(module, layout, mask, group)
     return Replaced(tuple(chosen))
@@ -138,6 +146,7 @@ class _Calls(TorchFunctionMode):
         whole = full() if mask is None else mask
         self.masks = {False: whole, True: causal() if mask is None else whole & causal()}
         self.count = 0
+        self.grad = torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -157,6 +166,11 @@ class _Calls(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        if self.grad and not torch.is_grad_enabled():
+            raise ValueError(
+                "attention runs without gradients within a module that has them, as under reentrant activation checkpointing, whose "
+                "second forward pass would attend within the shard: checkpoint the whole module, or choose the module within"
+            )
         if attn_mask is not None:
             raise ValueError(
                 "attn_mask is given, but around a ring the mask is of global positions: leave it out, and give replace_attention "

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 
@@ -126,3 +127,37 @@ def test_modules_are_chosen_by_class_by_predicate_or_one_by_one():
     ra.replace_attention(model, modules=[model.layers[0].q])
     with pytest.raises(ValueError, match="Linear calls no scaled_dot_product_attention, so nothing was replaced"):
         model(whole_input()[0])
+
+
+class CheckpointingAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = SelfAttention()
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
+def test_checkpointing_within_a_chosen_module_is_refused():
+    """Its second forward pass would run outside of the module, and attend within the shard."""
+    model, x = CheckpointingAttention(), whole_input()[0].requires_grad_()
+    replaced = ra.replace_attention(model)
+    with pytest.raises(ValueError, match="attention runs without gradients within a module that has them"):
+        model(x)
+    with torch.no_grad():
+        model(x)
+    replaced.restore()
+    replaced.restore()
+    ra.replace_attention(model, modules=[model.inner])
+    model(x).sum().backward()
+
+
+def test_modules_that_cannot_be_replaced_are_refused():
+    """Its fast path in evaluation goes around the module altogether."""
+    with pytest.raises(
+        ValueError, match=r"MultiheadAttention computes attention by torch\.nn\.MultiheadAttention, which goes around"
+    ):
+        ra.replace_attention(nn.TransformerEncoderLayer(8, 2, 16))
+    model = Model()
+    with pytest.raises(ValueError, match="modules holds the same SelfAttention twice"):
+        ra.replace_attention(model, modules=[model.layers[0]] * 2)
