@@ -26,7 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringattn as ra
 from ringattn import local
-from ringattn.plan import Rows, Tiles, move_keys
+from ringattn.plan import Tiles, move_keys
+from ringattn.rows import Rows
 from ringattn.score import Score
 from ringattn.transport import Transport
 

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .digest import constant
 from .layout import Layout, default_layout
 from .mask import Mask
-from .plan import Order, Plan, make_plan
+from .plan import Plan, make_plan
+from .rows import Order
 from .schedule import RowBytes, Schedule, default_schedule
 from .steps import Steps, make_steps
 from .transport import (

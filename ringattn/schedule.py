@@ -26,7 +26,8 @@ import torch
 
 from .check import integer
 from .digest import Digested, constant
-from .plan import Plan, Rows
+from .plan import Plan
+from .rows import Rows
 
 
 @dataclass(frozen=True, eq=False)

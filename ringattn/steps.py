@@ -13,7 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
-from .plan import Plan, Rows, Tiles, move_keys
+from .plan import Plan, Tiles, move_keys
+from .rows import Rows
 from .schedule import Schedule, Transfer, gradient_transfers
 
 # rows of long shards are divided at multiples of what kernels take at once

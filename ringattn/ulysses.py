@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from .layout import Layout
-from .plan import Order
+from .rows import Order
 from .span import Span
 from .transport import Peer, Ranks, Transport
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from . import local, passes
-from .plan import Order
+from .rows import Order
 from .score import Score
 from .steps import Steps
 from .transport import Transport

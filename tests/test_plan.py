@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import ringattn as ra
 from ringattn import region
 from ringattn.context import Context
-from ringattn.plan import Rows, Tiles, is_full, make_local_plan, merge_full, move_keys, spans_of
+from ringattn.plan import Tiles, is_full, make_local_plan, merge_full, move_keys, spans_of
 from ringattn.steps import make_steps
 from ringattn.transport import Alone, LoopbackTransport
 from ringattn.transport.loopback import _Mailboxes
@@ -42,6 +42,10 @@ def assert_trimmed(tiles):
         assert live.any(axis=0)[[0, -1]].all()
         assert (i - j)[live].min() == lo
         assert (i - j)[live].max() == hi
+
+
+def listed(rows):
+    return rows.index(torch.device("cpu")).tolist()
 
 
 def rows_of(layout, plan, rank):
@@ -188,62 +192,6 @@ def test_rows_that_nobody_sees_are_not_needed():
         for owner in range(8):
             wanted = {rank: 100, rank - 1: 10}.get(owner, 0)
             assert len(plan.needs(rank, owner)) == wanted
-
-
-# sets of rows
-
-ROWS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=6)
-
-
-def rows_and_set(ranges):
-    return Rows(np.array(ranges, dtype=np.int64).reshape(-1, 2)), {row for begin, end in ranges for row in range(begin, end)}
-
-
-def listed(rows):
-    return rows.index(torch.device("cpu")).tolist()
-
-
-@given(ROWS, ROWS)
-def test_rows_are_sets(a, b):
-    (rows_a, set_a), (rows_b, set_b) = rows_and_set(a), rows_and_set(b)
-    for rows, wanted in ((rows_a, set_a), (rows_a | rows_b, set_a | set_b), (rows_a - rows_b, set_a - set_b)):
-        assert listed(rows) == sorted(wanted)
-        assert len(rows) == len(wanted)
-        # ascending, disjoint and not even touching
-        assert (rows.ranges[1:, 0] > rows.ranges[:-1, 1]).all()
-    assert (rows_a == rows_b) == (set_a == set_b)
-    if set_a == set_b:
-        assert hash(rows_a) == hash(rows_b)
-    everywhere = np.arange(-2, 45)
-    assert rows_a.contains(everywhere).tolist() == [row in set_a for row in everywhere.tolist()]
-
-
-@given(ROWS, ROWS)
-def test_rows_within_rows(a, b):
-    inner, outer = rows_and_set(a)[0], rows_and_set(a)[0] | rows_and_set(b)[0]
-    place = {row: at for at, row in enumerate(listed(outer))}
-    assert listed(inner.within(outer)) == [place[row] for row in listed(inner)]
-    members = np.array(listed(outer), dtype=np.int64)
-    if len(members):
-        assert outer.rank_of(members).tolist() == list(range(len(members)))
-
-
-@given(ROWS)
-def test_taking_and_adding_rows(ranges):
-    rows, members = rows_and_set(ranges)
-    x = torch.arange(120).reshape(40, 3)
-    assert torch.equal(rows.take(x), x[sorted(members)])
-    total = x.clone()
-    rows.add_to(total, 1000 * torch.ones(len(rows), 3, dtype=torch.int64))
-    wanted = x.clone()
-    wanted[sorted(members)] += 1000
-    assert torch.equal(total, wanted)
-
-
-def test_one_range_is_taken_as_a_view():
-    x = torch.zeros(10, 3)
-    Rows.span(2, 5).take(x).fill_(1)
-    assert x.sum() == 9
 
 
 @given(st.data())

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
-from ringattn.plan import Rows
+from ringattn.rows import Rows
 from ringattn.schedule import DoubleRing, RowBytes, bytes_sent
 from ringattn.steps import make_steps
 from ringattn.transport import run_ranks

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ringattn as ra
-from ringattn.plan import Order
+from ringattn.rows import Order
 from ringattn.transport import run_ranks
 from ringattn.ulysses import HeadExchange, Hybrid, kv_copies
 
