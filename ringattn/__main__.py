@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from itertools import product
+from math import inf
 
 from . import timeline
 from .machine import MACHINES, Machine
@@ -78,7 +79,10 @@ def _plan(given: argparse.Namespace) -> None:
         _print_worlds(found)
     if given.timeline:
         _, _, predictions, best, _ = found[0]
-        timeline.draw(best or min(predictions, key=lambda p: p.peak), given.timeline)
+        try:
+            timeline.draw(best or min(predictions, key=lambda p: p.peak), given.timeline)
+        except OSError as error:
+            raise ValueError(f"--timeline cannot be saved: {error}") from None
         print(f"timeline: {given.timeline}", file=sys.stderr)
 
 
@@ -103,8 +107,8 @@ def _rate(text: str) -> tuple[str, float]:
 def _budget(memory_gib: float | None, machine: Machine, work: Work, gpus: int) -> float:
     """Bytes for attention beyond what it is given and returns."""
     if memory_gib is not None:
-        if not memory_gib > 0:
-            raise ValueError(f"memory_gib is {memory_gib}, but must be more than 0")
+        if not 0 < memory_gib < inf:
+            raise ValueError(f"memory_gib is {memory_gib}, but must be more than 0, and finite")
         return memory_gib * _GIB
     return machine.memory_gib * _GIB - held_bytes(work, gpus)
 

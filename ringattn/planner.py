@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import ceil
 
+from .check import MAX_HEAD_DIM
 from .machine import Machine
 from .mask import Causal, Full, Mask, SlidingWindow
 from .schedule import Schedule, Waves, double_ring, gather, ring, waves
@@ -18,6 +19,7 @@ from .simulation import ITEM, Option, Prediction, Work, simulate
 # a ring of more ranks than this (or than four nodes or six waves have) is not simulated: the figures of two smaller ones, with
 # shards of the same size, are continued, for every further rank adds the same
 _RANKS = 32
+MAX_TOKENS = 1 << 30  # twice the square of it is still an int64
 
 
 def predict(machine: Machine, work: Work, gpus: int, gpus_per_node: int, option: Option) -> Prediction:
@@ -77,6 +79,9 @@ def check_work(work: Work, gpus: int, gpus_per_node: int) -> None:
     for name, value in figures.items():
         if value < 1:
             raise ValueError(f"{name} is {value}, but must be at least 1")
+    for name, most in (("tokens", MAX_TOKENS), ("head_dim", MAX_HEAD_DIM)):
+        if figures[name] > most:
+            raise ValueError(f"{name} is {figures[name]}, but must be at most {most}")
     if gpus > gpus_per_node and gpus % gpus_per_node:
         raise ValueError(f"gpus is {gpus}, but must be a multiple of the {gpus_per_node} of a node, or fewer")
     if work.heads % work.kv_heads:

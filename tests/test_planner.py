@@ -233,6 +233,8 @@ ERRORS = {
     "no GPUs": (["--gpus", "0"], "gpus is 0, but must be at least 1"),
     "nodes": (["--gpus", "12"], "gpus is 12, but must be a multiple of the 8 of a node, or fewer"),
     "tokens": (["--tokens", "-5"], "tokens is -5, but must be at least 1"),
+    "too many tokens": (["--tokens", "5000000000"], "tokens is 5000000000, but must be at most 1073741824"),
+    "head_dim": (["--head-dim", "257"], "head_dim is 257, but must be at most 256"),
     "heads": (["--kv-heads", "5"], "kv_heads is 5, which does not divide the 32 heads"),
     "mask": (["--mask", "windows:3"], "mask is 'windows:3', but must be causal, full or window:TOKENS"),
     "window": (["--mask", "window:0"], "mask is 'window:0', but must be causal"),
@@ -240,6 +242,8 @@ ERRORS = {
     "rate's form": (["--rates", "node_gbs"], "--rates has 'node_gbs', but takes NAME=VALUE"),
     "rate's value": (["--rates", "node_gbs=0"], "node_gbs is 0.0, but must be more than 0"),
     "memory": (["--memory-gib", "0"], "memory_gib is 0.0, but must be more than 0"),
+    "endless memory": (["--memory-gib", "inf"], "memory_gib is inf, but must be more than 0, and finite"),
+    "timeline's folder": (["--timeline", "no-such-folder/x.png"], "--timeline cannot be saved: [Errno 2] No such file"),
     "timeline": (["--gpus", "4", "8", "--timeline", "x.png"], "--timeline draws one world, but 2 are given"),
 }
 
