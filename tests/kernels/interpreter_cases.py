@@ -9,7 +9,7 @@ import torch
 
 import ringattn_kernels as rk
 from ringattn_kernels.hopper_backward_fused import finish
-from tests.kernels import dense
+from tests.kernels import dense, fuzz
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
 
@@ -105,6 +105,15 @@ def test_random_tiles_in_one_launch_or_several(seed, parts):
     sq, sk = generator.integers(1, 140, 2)
     tiles = dense.random_tiles(generator, sq, sk)
     compare(*inputs(1, sq, sk, 1, 1, 16, 16, seed=seed), tiles, 0.3, parts)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_problems_as_on_a_gpu(seed):
+    fuzz.check(seed, fuzz.INTERPRETER)
+
+
+def test_launches_of_random_tables_as_on_a_gpu():
+    fuzz.launch_many(range(2), fuzz.INTERPRETER, seconds=60)
 
 
 @pytest.mark.parametrize("head_dims", [(1, 1), (8, 3), (17, 40), (96, 64), (192, 128), (256, 256)], ids=str)

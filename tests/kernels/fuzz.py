@@ -1,0 +1,162 @@
+"""Random problems for the kernels, one a seed: the GPU runs hundreds of them, Triton's interpreter a few by the same code."""
+
+import contextlib
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+import ringattn_kernels as rk
+from tests.kernels import dense
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a device can run: lengths below `longest`, and the (d, dv) of each dtype."""
+
+    device: str
+    longest: int
+    head_dims: dict[torch.dtype, list[tuple[int, int]]]
+
+
+_SIXTEEN_BITS = [(64, 64), (128, 128), (192, 128), (256, 256), (96, 40)]
+GPU = Scope("cuda", 600, {torch.bfloat16: _SIXTEEN_BITS, torch.float16: _SIXTEEN_BITS, torch.float32: [(64, 64), (24, 40)]})
+INTERPRETER = Scope("cpu", 90, {torch.float16: [(16, 16), (24, 40)], torch.float32: [(16, 16), (17, 8)]})
+
+
+@dataclass
+class Problem:
+    """Inputs, and the tiles of each launch."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+    parts: list[np.ndarray]
+    softmax_scale: float
+    deterministic: bool
+
+    @property
+    def tables(self) -> list[rk.TileTable]:
+        return [rk.TileTable(part, self.q.shape[1], self.k.shape[1]) for part in self.parts]
+
+
+def problem(seed: int, scope: Scope) -> Problem:
+    """Random lengths, heads, dims, strides and tiles, in one launch or several."""
+    random = np.random.default_rng(seed)
+    dtypes = list(scope.head_dims)
+    dtype = dtypes[random.integers(len(dtypes))]
+    d, dv = scope.head_dims[dtype][random.integers(len(scope.head_dims[dtype]))]
+    sq, sk = (int(n) for n in random.integers(1, scope.longest, 2))
+    tiles = dense.random_tiles(random, sq, sk)
+    if random.random() < 0.4:
+        sk = sq
+        cuts = np.sort(random.integers(0, sq + 1, 4))
+        kinds = [dense.causal(sq), dense.full(sq, sk), dense.window(sq, sq // 4, 2), dense.documents(*np.diff(cuts, prepend=0)), []]
+        tiles = kinds[random.integers(len(kinds))]
+    whole, count = np.array(tiles, dtype=np.int64).reshape(-1, 6), int(random.integers(1, 4))
+    b, hk, group = (int(n) for n in random.integers(1, (3, 3, 5)))
+    generator = torch.Generator().manual_seed(seed)
+
+    def tensor(rows, heads, dim, order):
+        """(b, rows, heads, dim) whose dimensions lie in memory in this order."""
+        shape = (b, rows, heads, dim)
+        x = torch.randn([shape[i] for i in order], generator=generator).to(scope.device, dtype)
+        return x.permute(np.argsort(order).tolist())
+
+    orders = [(0, 1, 2, 3), (1, 0, 2, 3), (0, 2, 1, 3)]
+    of_queries, of_keys = (orders[i] for i in random.integers(3, size=2))
+    return Problem(
+        tensor(sq, hk * group, d, of_queries),
+        tensor(sk, hk, d, of_keys),
+        tensor(sk, hk, dv, of_keys),
+        tensor(sq, hk * group, dv, orders[0]),
+        [whole[n::count] for n in range(count)],
+        float(d**-0.5 * random.choice([1, 1, 0.5, -1])),
+        bool(random.random() < 0.5),
+    )
+
+
+@contextlib.contextmanager
+def memory_of_nan():
+    """New memory holds NaN until it is written."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(2).isnan().all()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def run(p: Problem) -> dense.Result:
+    """Forward and backward, a launch for each part."""
+    tables, state = p.tables, None
+    with memory_of_nan():
+        for n, table in enumerate(tables):
+            state = rk.forward(p.q, p.k, p.v, table, softmax_scale=p.softmax_scale, state=state, final=n == len(tables) - 1)
+        out, row_max, row_sum = state
+        statistics = row_max, row_sum, rk.delta(out, p.dout)
+        alone = len(tables) == 1
+        dtype = p.q.dtype if alone else torch.float32
+        dk, dv = torch.empty_like(p.k, dtype=dtype), torch.empty_like(p.v, dtype=dtype)
+        sums = torch.empty_like(p.q, dtype=dtype) if alone else rk.QuerySums(p.q, p.softmax_scale)
+        for n, table in enumerate(tables):
+            options = dict(dq=sums, dk=dk, dv=dv, add=n > 0, deterministic=p.deterministic)
+            rk.backward(p.q, p.k, p.v, p.dout, *statistics, table, softmax_scale=p.softmax_scale, **options)
+        dq = sums if alone else sums.finish(p.q.dtype)
+    return dense.Result(out, row_max, row_sum, dq, dk, dv)
+
+
+def check(seed: int, scope: Scope) -> None:
+    """One problem against dense attention in fp64, beside dense attention in its own dtype."""
+    p = problem(seed, scope)
+    live = dense.live_pairs(np.concatenate(p.parts), p.q.shape[1], p.k.shape[1]).to(scope.device)
+    inputs = p.q, p.k, p.v, p.dout, live, p.softmax_scale
+    exact, same = dense.attention(*inputs, torch.float64), dense.attention(*inputs, p.q.dtype)
+    got = run(p)
+    torch.testing.assert_close(got.row_max.double(), exact.row_max, rtol=1e-5, atol=1e-5, msg=lambda m: f"seed {seed}: {m}")
+    torch.testing.assert_close(got.row_sum.double(), exact.row_sum, rtol=2e-5, atol=1e-6, msg=lambda m: f"seed {seed}: {m}")
+    empty, unseen = ~live.any(1), ~live.any(0)
+    for name, allowed, nothing in (("out", 2, empty), ("dq", 3, empty), ("dk", 3, unseen), ("dv", 3, unseen)):
+        x, y, z = (getattr(result, name).double() for result in (got, same, exact))
+        floor = 1e-6 * (exact.out if name == "out" else exact.dv).norm()
+        assert (x - z).norm() <= allowed * (y - z).norm() + floor, (seed, name)
+        assert (x[:, nothing] == 0).all(), (seed, name)
+
+
+def launch_many(seeds: range, scope: Scope, seconds: float) -> None:
+    """A small table of its own for each seed, forward and backward, one after the other: all end, and write what they should."""
+    errors: list[BaseException] = []
+
+    def launch() -> None:
+        try:
+            results = [run(small_problem(seed, scope)) for seed in seeds]
+            for seed, result in zip(seeds, results, strict=True):
+                for name in ("out", "row_sum", "dq", "dk", "dv"):
+                    assert getattr(result, name).isfinite().all(), (seed, name)
+        except BaseException as error:
+            errors.append(error)
+
+    # what waits for a kernel that hangs can only be left behind
+    thread = threading.Thread(target=launch, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), f"launches of the seeds {seeds} have not ended after {seconds} seconds"
+    for error in errors:
+        raise error
+
+
+def small_problem(seed: int, scope: Scope) -> Problem:
+    """One batch, two query heads of one key/value head, in two launches."""
+    random = np.random.default_rng(seed)
+    dtype = next(iter(scope.head_dims))
+    d, dv = scope.head_dims[dtype][seed % 2]
+    sq, sk = (int(n) for n in random.integers(1, scope.longest // 2, 2))
+    q, k, v, dout = (
+        torch.randn(1, rows, heads, dim, device=scope.device).to(dtype)
+        for rows, heads, dim in ((sq, 2, d), (sk, 1, d), (sk, 1, dv), (sq, 2, dv))
+    )
+    tiles = np.array(dense.random_tiles(random, sq, sk), dtype=np.int64).reshape(-1, 6)
+    return Problem(q, k, v, dout, [tiles[::2], tiles[1::2]], d**-0.5, deterministic=bool(seed % 4 < 2))
