@@ -12,25 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
 from ringattn import context
+from tests.distributed import dense
+from tests.distributed.dense import MASKS, difference, inputs
 
 LENGTHS = (1, 2, 17, 97, 127, 129, 131)
-LAYOUTS = {
-    "contiguous": ra.contiguous,
-    "zigzag": ra.zigzag,
-    "striped": ra.striped,
-    "balanced": lambda n, world_size: ra.balanced(ra.documents(lengths=[n // 3, n // 4]), n, world_size),
-    "lopsided": lambda n, world_size: lopsided(n, world_size),
-}
-MASKS = {
-    "causal": lambda n: ra.causal(),
-    "full": lambda n: ra.full(),
-    "window": lambda n: ra.sliding_window(11, 3),
-    "documents": lambda n: ra.documents(lengths=[n // 3, 0, 1 if n > 3 else 0, n // 5]),  # and padding
-    "prefix": lambda n: ra.prefix(n // 3),
-    "global|window": lambda n: ra.global_tokens(range(0, n, 13)) | ra.sliding_window(4, 4),
-    "dilated&causal": lambda n: (ra.dilated_window((5, 5), 3) | ra.sliding_window(2)) & ra.causal(),
-    "bigbird": lambda n: ra.bigbird(n, 8, random_blocks=2),
-}
+LAYOUTS = dense.LAYOUTS | {"lopsided": lambda n, world_size: lopsided(n, world_size)}
 SCHEDULES = {"ring": ra.ring(), "gather": ra.gather(), "default": None}
 WAVES = {"waves-1": ra.waves(1), "waves-2": ra.waves(2), "waves-5": ra.waves(5)}
 DOUBLE_RINGS = {f"double-ring-{n}": ra.double_ring(n) for n in (1, 2, 3, 4)}
@@ -54,41 +40,16 @@ def lopsided(n, world_size):
     return ra.Layout(n, tuple(spans), "lopsided")
 
 
-def inputs(n, seed, dtype=torch.float64, batch=1):
-    """q, k, v and dout of a whole sequence, the same on every rank; odd sizes, 4 heads over 2."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (batch, n, 4, 5), (batch, n, 2, 5), (batch, n, 2, 3), (batch, n, 4, 3)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-
-
-def difference(x, y):
-    """Greatest difference; infinities of one sign are equal."""
-    assert x.shape == y.shape
-    off = torch.where(x == y, 0, x - y).abs()
-    return float(off.max()) if off.numel() else 0.0
-
-
 def check(group, n, mask, layout, schedule, seed, change=None):
-    """Greatest difference of this rank's shard of out, row_max, row_sum, dq, dk, dv from the reference's."""
-    rank = dist.get_rank(group)
-    q, k, v, dout = inputs(n, seed, batch=1 + seed % 2)
+    """`dense.check` of gradients through out."""
+    q, k, v, dout, _ = inputs(n, seed, batch=1 + seed % 2)
     held_by_last = torch.zeros(n, dtype=torch.bool)
     held_by_last[layout.positions(layout.world_size - 1)] = True
     if change == "dout on the last rank only":
         dout[:, ~held_by_last] = 0
     if change == "v on the last rank only":
         v[:, ~held_by_last] = 0
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    ref, ref_stats = ra.reference.attention(*whole, mask=mask, return_stats=True)
-    leaves = [ra.shard(x, layout, rank).requires_grad_() for x in (q, k, v)]
-    out, stats = ra.ring_attention(*leaves, layout=layout, mask=mask, group=group, schedule=schedule, return_stats=True)
-    found = [out, *torch.autograd.grad(out, leaves, ra.shard(dout, layout, rank))]
-    wanted = [ref, *torch.autograd.grad(ref, whole, dout)]
-    pairs = [(x, ra.shard(y, layout, rank)) for x, y in zip(found, wanted, strict=True)]
-    pairs += [
-        (getattr(stats, name), ra.shard(getattr(ref_stats, name), layout, rank, dim=2)) for name in ("row_max", "row_sum", "lse")
-    ]
-    return max(difference(x.detach(), y.detach()) for x, y in pairs)
+    return dense.check(group, dist.get_rank(group), mask, layout, schedule, q, k, v, dout)
 
 
 def check_many(group, cases):
@@ -181,7 +142,7 @@ def meshes(group):
     for mesh, world_size in ((line, 8), (plane["ring"], 4), (plane["data"], 2)):
         layout = ra.zigzag(33, world_size)
         rank = mesh.get_local_rank()
-        q, k, v, _ = inputs(33, 5)
+        q, k, v, *_ = inputs(33, 5)
         out = ra.ring_attention(*(ra.shard(x, layout, rank) for x in (q, k, v)), layout=layout, group=mesh)
         found.append(difference(out, ra.shard(ra.reference.attention(q, k, v), layout, rank)))
     try:
@@ -204,7 +165,7 @@ def default_layouts(group, n):
     for make in MASKS.values():
         mask = make(n)
         layout = ra.default_layout(mask, n, dist.get_world_size(group))
-        q, k, v, _ = inputs(n, 6)
+        q, k, v, *_ = inputs(n, 6)
         shards = [ra.shard(x, layout, dist.get_rank(group)) for x in (q, k, v)]
         out = ra.ring_attention(*shards, mask=mask, group=group)
         found.append(difference(out, ra.shard(ra.reference.attention(q, k, v, mask=mask), layout, dist.get_rank(group))))
@@ -218,7 +179,7 @@ def test_the_default_layout_comes_from_the_shards(gloo):
 def gradients_of_lse(group, n):
     """Gradients through the statistics alone and together with the output."""
     rank, layout = dist.get_rank(group), ra.zigzag(n, dist.get_world_size(group))
-    q, k, v, dout = inputs(n, 7)
+    q, k, v, dout, _ = inputs(n, 7)
     weight = torch.linspace(-1, 1, n, dtype=torch.float64)
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     leaves = [ra.shard(x, layout, rank).requires_grad_() for x in (q, k, v)]
@@ -240,7 +201,7 @@ def test_gradients_of_the_statistics(gloo):
 def some_leaves(group, n):
     """Gradients where only one of q, k, v wants one, and none."""
     rank, layout = dist.get_rank(group), ra.contiguous(n, dist.get_world_size(group))
-    *whole, dout = inputs(n, 8)
+    *whole, dout, _ = inputs(n, 8)
     found = []
     for wanting in range(3):
         full = [x.clone().requires_grad_(i == wanting) for i, x in enumerate(whole)]
@@ -279,19 +240,13 @@ def test_layers_and_a_slow_rank(gloo):
 
 
 def put_together(group, n):
-    """unshard is the inverse of shard, and its gradient the adjoint; along any dim."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    for name, make in LAYOUTS.items():
+    for make in LAYOUTS.values():
         layout = make(n, world_size)
         for dim in (0, 1, -1):
             shape = [2, 3, 4]
             shape[dim] = n
-            x = torch.randint(-99, 99, shape, generator=torch.Generator().manual_seed(n)).double()  # sums are exact
-            leaf = ra.shard(x, layout, rank, dim).requires_grad_()
-            whole = ra.unshard(leaf, layout, group, dim)
-            assert torch.equal(whole, x), (name, dim)
-            (gradient,) = torch.autograd.grad(whole, leaf, (rank + 1) * x)
-            assert torch.equal(gradient, ra.shard(x * sum(range(1, world_size + 1)), layout, rank, dim)), (name, dim)
+            dense.check_unshard(group, rank, layout, shape, dim)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5, 7])
@@ -301,21 +256,8 @@ def test_unshard(gloo, world_size):
 
 
 def half_precision(group, n, dtype):
-    """Errors of a rank's shard, and of dense attention in the same dtype."""
-    rank, layout = dist.get_rank(group), ra.zigzag(n, dist.get_world_size(group))
-    *whole, dout = inputs(n, 10, dtype)
-    results = {}
-    for kind in (torch.float64, dtype):
-        leaves = [x.to(kind).requires_grad_() for x in whole]
-        out = ra.reference.attention(*leaves)
-        results[kind] = [ra.shard(x.double(), layout, rank) for x in (out, *torch.autograd.grad(out, leaves, dout.to(kind)))]
-    leaves = [ra.shard(x, layout, rank).requires_grad_() for x in whole]
-    out = ra.ring_attention(*leaves, layout=layout, group=group)
-    got = [out, *torch.autograd.grad(out, leaves, ra.shard(dout, layout, rank))]
-    assert all(x.dtype == dtype for x in got)
-    return [
-        (difference(x.double(), y), difference(z, y)) for x, y, z in zip(got, results[torch.float64], results[dtype], strict=True)
-    ]
+    *whole, _ = inputs(n, 10, dtype=dtype)
+    return dense.errors_in_16_bits(group, dist.get_rank(group), ra.zigzag(n, dist.get_world_size(group)), *whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

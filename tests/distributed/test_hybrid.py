@@ -16,6 +16,8 @@ import ringattn as ra
 from ringattn import context, passes
 from ringattn.op import BACKWARD, FORWARD
 from ringattn.run import RingRun
+from tests.distributed import dense
+from tests.distributed.dense import inputs
 
 # ring x heads, and the heads that go with them: query and K/V
 GRIDS = {
@@ -26,19 +28,9 @@ GRIDS = {
     (1, 4): ((8, 2),),
     (4, 1): ((3, 1),),
 }
-LAYOUTS = {
-    "zigzag": ra.zigzag,
-    "striped": ra.striped,
-    "balanced": lambda n, world_size: ra.balanced(ra.documents(lengths=[n // 3, n // 4]), n, world_size),
-    "lopsided": lambda n, world_size: lopsided(n, world_size),
-}
-MASKS = {
-    "causal": lambda n: ra.causal(),
-    "full": lambda n: ra.full(),
-    "window": lambda n: ra.sliding_window(11, 3),
-    "documents": lambda n: ra.documents(lengths=[n // 3, 0, 1, n // 5]),  # and padding
-    "dilated&causal": lambda n: (ra.dilated_window((5, 5), 3) | ra.sliding_window(2)) & ra.causal(),
-}
+LAYOUTS = {name: dense.LAYOUTS[name] for name in ("zigzag", "striped", "balanced")}
+LAYOUTS["lopsided"] = lambda n, world_size: lopsided(n, world_size)
+MASKS = {name: dense.MASKS[name] for name in ("causal", "full", "window", "documents", "dilated&causal")}
 SCHEDULES = (ra.ring(), ra.gather(), ra.waves(1), ra.double_ring(1), None)
 LENGTHS = (61, 5, 47, 97)
 
@@ -64,38 +56,9 @@ def grid(shape, names=("ring", "heads")):
     return _meshes[shape, names]
 
 
-def inputs(n, seed, heads, batch=1):
-    """q, k, v, dout and weights of lse of a whole sequence, the same on every rank."""
-    h, hk = heads
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (batch, n, h, 5), (batch, n, hk, 5), (batch, n, hk, 3), (batch, n, h, 3), (batch, h, n)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-
-def difference(x, y):
-    """Greatest difference; infinities of one sign are equal."""
-    assert x.shape == y.shape
-    off = torch.where(x == y, 0, x - y).abs()
-    return float(off.max()) if off.numel() else 0.0
-
-
 def check(group, rank, n, mask, layout, schedule, heads, seed):
-    """Greatest difference of this rank's out, statistics and gradients (through out and lse) from the reference's."""
-    q, k, v, dout, dlse = inputs(n, seed, heads, batch=1 + seed % 2)
-    # a rank whose loss leaves out the statistics takes part all the same
-    dlse[..., layout.positions(1)] = 0
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    ref, ref_stats = ra.reference.attention(*whole, mask=mask, return_stats=True)
-    wanted = torch.autograd.grad((ref * dout).sum() + (ref_stats.lse * dlse).sum(), whole)
-    leaves = [ra.shard(x, layout, rank).requires_grad_() for x in (q, k, v)]
-    out, stats = ra.ring_attention(*leaves, layout=layout, mask=mask, group=group, schedule=schedule, return_stats=True)
-    loss = (out * ra.shard(dout, layout, rank)).sum()
-    if rank != 1:
-        loss = loss + (stats.lse * ra.shard(dlse, layout, rank, dim=2)).sum()
-    found = torch.autograd.grad(loss, leaves)
-    pairs = [(x, ra.shard(y, layout, rank)) for x, y in zip((out, *found), (ref, *wanted), strict=True)]
-    pairs += [(getattr(stats, name), ra.shard(getattr(ref_stats, name), layout, rank, 2)) for name in ("row_max", "row_sum", "lse")]
-    return max(difference(x.detach(), y.detach()) for x, y in pairs)
+    """`dense.check` of gradients through out and lse."""
+    return dense.check(group, rank, mask, layout, schedule, *inputs(n, seed, heads, batch=1 + seed % 2))
 
 
 def check_grid(group, shape, names, cases):
@@ -153,19 +116,12 @@ def test_grids_of_a_larger_mesh(gloo):
 
 
 def put_together(group, shape, n):
-    """unshard over a grid is the inverse of shard, and its gradient the adjoint."""
     mesh = grid(shape)
     if mesh.get_coordinate() is None:
         return
     pair = ra.hybrid(mesh)
     for make in LAYOUTS.values():
-        layout = make(n, pair.size)
-        x = torch.randint(-99, 99, (2, n, 3), generator=torch.Generator().manual_seed(n)).double()  # sums are exact
-        leaf = ra.shard(x, layout, pair.rank).requires_grad_()
-        whole = ra.unshard(leaf, layout, mesh)
-        assert torch.equal(whole, x)
-        (gradient,) = torch.autograd.grad(whole, leaf, (pair.rank + 1) * x)
-        assert torch.equal(gradient, ra.shard(x * sum(range(1, pair.size + 1)), layout, pair.rank))
+        dense.check_unshard(mesh, pair.rank, make(n, pair.size), (2, n, 3))
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (4, 2)], ids="{0[0]}x{0[1]}".format)
@@ -175,23 +131,12 @@ def test_unshard(gloo, shape):
 
 
 def half_precision(group, shape, heads, n):
-    """Errors of a rank's shard in bf16, and of dense attention in bf16."""
     mesh = grid(shape)
     if mesh.get_coordinate() is None:
         return []
     pair = ra.hybrid(mesh)
-    layout = ra.zigzag(n, pair.size)
-    *whole, dout, _ = (x.bfloat16() for x in inputs(n, 3, heads))
-    results = {}
-    for kind in (torch.float64, torch.bfloat16):
-        leaves = [x.to(kind).requires_grad_() for x in whole]
-        out = ra.reference.attention(*leaves)
-        results[kind] = [ra.shard(x.double(), layout, pair.rank) for x in (out, *torch.autograd.grad(out, leaves, dout.to(kind)))]
-    leaves = [ra.shard(x, layout, pair.rank).requires_grad_() for x in whole]
-    out = ra.ring_attention(*leaves, layout=layout, group=pair)
-    got = [out, *torch.autograd.grad(out, leaves, ra.shard(dout, layout, pair.rank))]
-    assert all(x.dtype == torch.bfloat16 for x in got)
-    return [(difference(x.double(), y), difference(z, y)) for x, y, z in zip(got, *results.values(), strict=True)]
+    *whole, _ = inputs(n, 3, heads, torch.bfloat16)
+    return dense.errors_in_16_bits(pair, pair.rank, ra.zigzag(n, pair.size), *whole)
 
 
 @pytest.mark.parametrize("heads", [(8, 4), (8, 1)], ids=["shared", "copied"])

@@ -1,0 +1,83 @@
+"""Dense attention of a whole sequence, which every rank draws alike, and what a rank's shard is off by."""
+
+import torch
+
+import ringattn as ra
+
+LAYOUTS = {
+    "contiguous": ra.contiguous,
+    "zigzag": ra.zigzag,
+    "striped": ra.striped,
+    "balanced": lambda n, world_size: ra.balanced(ra.documents(lengths=[n // 3, n // 4]), n, world_size),
+}
+MASKS = {
+    "causal": lambda n: ra.causal(),
+    "full": lambda n: ra.full(),
+    "window": lambda n: ra.sliding_window(11, 3),
+    "documents": lambda n: ra.documents(lengths=[n // 3, 0, 1 if n > 3 else 0, n // 5]),  # and padding
+    "prefix": lambda n: ra.prefix(n // 3),
+    "global|window": lambda n: ra.global_tokens(range(0, n, 13)) | ra.sliding_window(4, 4),
+    "dilated&causal": lambda n: (ra.dilated_window((5, 5), 3) | ra.sliding_window(2)) & ra.causal(),
+    "bigbird": lambda n: ra.bigbird(n, 8, random_blocks=2),
+}
+
+
+def inputs(n, seed, heads=(4, 2), dtype=torch.float64, batch=1):
+    """q, k, v, dout and weights of lse, with query and K/V heads and odd head dims."""
+    h, hk = heads
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (batch, n, h, 5), (batch, n, hk, 5), (batch, n, hk, 3), (batch, n, h, 3), (batch, h, n)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def difference(x, y):
+    """Greatest difference; infinities of one sign are equal."""
+    assert x.shape == y.shape
+    off = torch.where(x == y, 0, x - y).abs()
+    return float(off.max()) if off.numel() else 0.0
+
+
+def check(group, rank, mask, layout, schedule, q, k, v, dout, dlse=None):
+    """Greatest difference of this rank's out, statistics and gradients, through out and lse if it has a weight, from the reference's.
+
+    Rank 1 leaves the statistics out of its loss, and takes part all the same.
+    """
+    if dlse is not None:
+        dlse = dlse.clone()
+        dlse[..., layout.positions(1)] = 0
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    leaves = [ra.shard(x, layout, rank).requires_grad_() for x in (q, k, v)]
+    ref, ref_stats = ra.reference.attention(*whole, mask=mask, return_stats=True)
+    out, stats = ra.ring_attention(*leaves, layout=layout, mask=mask, group=group, schedule=schedule, return_stats=True)
+    ref_loss, loss = (ref * dout).sum(), (out * ra.shard(dout, layout, rank)).sum()
+    if dlse is not None:
+        ref_loss = ref_loss + (ref_stats.lse * dlse).sum()
+        loss = loss if rank == 1 else loss + (stats.lse * ra.shard(dlse, layout, rank, dim=2)).sum()
+    found, wanted = (out, *torch.autograd.grad(loss, leaves)), (ref, *torch.autograd.grad(ref_loss, whole))
+    pairs = [(x, ra.shard(y, layout, rank)) for x, y in zip(found, wanted, strict=True)]
+    pairs += [(getattr(stats, name), ra.shard(getattr(ref_stats, name), layout, rank, 2)) for name in ("row_max", "row_sum", "lse")]
+    return max(difference(x.detach(), y.detach()) for x, y in pairs)
+
+
+def check_unshard(group, rank, layout, shape, dim=1):
+    """unshard is the inverse of shard, and its gradient the adjoint."""
+    x = torch.randint(-99, 99, shape, generator=torch.Generator().manual_seed(layout.seq_len)).double()  # sums are exact
+    leaf = ra.shard(x, layout, rank, dim).requires_grad_()
+    whole = ra.unshard(leaf, layout, group, dim)
+    assert torch.equal(whole, x)
+    (gradient,) = torch.autograd.grad(whole, leaf, (rank + 1) * x)
+    assert torch.equal(gradient, ra.shard(x * sum(range(1, layout.world_size + 1)), layout, rank, dim))
+
+
+def errors_in_16_bits(group, rank, layout, q, k, v, dout):
+    """Errors of a rank's shard of out, dq, dk and dv, and of dense attention in the same dtype."""
+    results = {}
+    for kind in (torch.float64, q.dtype):
+        leaves = [x.to(kind).requires_grad_() for x in (q, k, v)]
+        out = ra.reference.attention(*leaves)
+        results[kind] = [ra.shard(x.double(), layout, rank) for x in (out, *torch.autograd.grad(out, leaves, dout.to(kind)))]
+    leaves = [ra.shard(x, layout, rank).requires_grad_() for x in (q, k, v)]
+    out = ra.ring_attention(*leaves, layout=layout, group=group)
+    got = [out, *torch.autograd.grad(out, leaves, ra.shard(dout, layout, rank))]
+    assert all(x.dtype == q.dtype for x in got)
+    return [(difference(x.double(), y), difference(z, y)) for x, y, z in zip(got, *results.values(), strict=True)]
