@@ -22,7 +22,7 @@ import torch.distributed as dist
 from bench_ring import add_shape, launch, make_case, slowest
 from ring_methods import Ranks, make_method
 
-_WARM_UP = 20  # steps
+_WARM_UP = 20  # steps at least
 _BUSY = 1_000_000_000  # clock cycles, about half a second
 
 
@@ -61,7 +61,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 def steady(step: Callable[[], None], steps: int, device: str) -> dict:
     """What grew in so many steps after the warm-up, and whether the host waited for its GPU: of the rank with most."""
-    for _ in range(_WARM_UP):
+    # long enough for the host to run as far ahead as it ever will
+    for _ in range(max(_WARM_UP, steps // 10)):
         step()
     before = state(device)
     began = time.perf_counter()
