@@ -24,7 +24,9 @@ def attention(
     """softmax(softmax_scale * q k^T) v over the live pairs of one whole sequence, materialising (b, h, s, s) scores.
 
     Args:
-        q: (b, s, h, d); k: (b, s, hk, d); v: (b, s, hk, d_v), with h % hk == 0, of one dtype.
+        q: (b, s, h, d), of any floating-point dtype.
+        k: (b, s, hk, d) with h % hk == 0, of q's dtype, like v.
+        v: (b, s, hk, d_v).
         mask: causal by default, like `ring_attention`.
         softmax_scale: 1/sqrt(d) by default.
         return_stats: also return `Stats` (b, h, s) in the inputs' dtype (fp32 for bf16 and fp16).
@@ -36,7 +38,9 @@ def attention(
     check.same_tokens(q, k)
     groups = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    live = (causal() if mask is None else mask).dense(q.shape[1]).to(q.device)
+    mask = causal() if mask is None else mask
+    check.instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
+    live = mask.dense(q.shape[1]).to(q.device)
     keys = k.repeat_interleave(groups, dim=2)
     values = v.repeat_interleave(groups, dim=2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * scale

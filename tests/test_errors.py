@@ -7,6 +7,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 import ringattn as ra
+from ringattn.integrations.data import shard_batch
+from ringattn.integrations.huggingface import attach
+from ringattn.integrations.loss import mean_loss
 
 
 def tensor(*shape, **options):
@@ -78,6 +81,10 @@ TENSORS = {
     "the reference's heads": (
         lambda: ra.reference.attention(tensor(), tensor(1, 6, 3, 8), tensor(1, 6, 3, 8)),
         "k has 3 heads, which does not divide q's 4",
+    ),
+    "the reference's mask": (
+        lambda: ra.reference.attention(*[tensor()] * 3, mask="causal"),
+        "mask is 'causal', but must be a Mask: build one",
     ),
     "the reference's tokens": (
         lambda: ra.reference.attention(tensor(), tensor(1, 5, 4, 8), tensor(1, 5, 4, 8)),
@@ -282,7 +289,28 @@ PARTIALS = {
     "finish to text": (lambda: ra.finish(partial(), "bf16"), "dtype is 'bf16', but must be a dtype: pass torch.bfloat16"),
 }
 
-ALL = {**TENSORS, **OPTIONS, **MASKS, **LAYOUTS, **PARTIALS}
+MODEL = torch.nn.Linear(2, 2)
+BATCH = {"input_ids": torch.zeros(1, 6, dtype=torch.int64)}
+SUM, LABELS = torch.tensor(1.0), torch.zeros(1, 6, dtype=torch.int64)
+
+DOORS = {
+    "attach to a name": (lambda: attach(MODEL, layout="zigzag"), "layout is 'zigzag', but must be a Layout"),
+    "attach a tensor": (
+        lambda: attach(MODEL, layout=SIX, mask=torch.ones(6, 6)),
+        r"mask is a tensor of shape \(6, 6\), but must be a Mask",
+    ),
+    "ignore one name": (
+        lambda: attach(MODEL, layout=SIX, ignore="softcap"),
+        r"ignore is 'softcap', but must be a list of names: give \['softcap'\]",
+    ),
+    "shard a batch by a name": (lambda: shard_batch(BATCH, "zigzag", 0), "layout is 'zigzag', but must be a Layout"),
+    "verify with a name": (lambda: ra.verify(MODEL, BATCH, layout="zigzag"), "layout is 'zigzag', but must be a Layout"),
+    "replace with a name": (lambda: ra.replace_attention(MODEL, layout="zigzag"), "layout is 'zigzag', but must be a Layout"),
+    "replace with a mask's name": (lambda: ra.replace_attention(MODEL, mask="full"), "mask is 'full', but must be a Mask"),
+    "a number for a reduction": (lambda: mean_loss(SUM, LABELS, reduction=2), "reduction is 2, but must be a Reduction: make one"),
+}
+
+ALL = {**TENSORS, **OPTIONS, **MASKS, **LAYOUTS, **PARTIALS, **DOORS}
 
 
 @pytest.mark.parametrize(("bad", "message"), ALL.values(), ids=ALL)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .. import check
 from ..agree import refuse
 from ..attention import ring_attention
 from ..context import Group, get_context
@@ -139,6 +140,11 @@ def attach(
     Raises ValueError if the layout is for another number of ranks or leaves one empty, or the model cannot take another
     attention, or would take a shard for the whole: it mixes tokens by other means too, pools them, or has positions of its own.
     """
+    check.instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")
+    if mask is not None:
+        check.instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
+    if isinstance(ignore, str):
+        raise ValueError(f"ignore is {ignore!r}, but must be a list of names: give [{ignore!r}]")
     ranks = get_context(group).ranks
     if layout.world_size != ranks.size:
         raise ValueError(f"layout is for {layout.world_size} ranks, but the group has {ranks.size}: make it for {ranks.size}")

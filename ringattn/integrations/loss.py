@@ -84,8 +84,9 @@ def mean_loss(
             then this micro-batch's part, and the parts of a step add up to its loss.
 
     Where no rank has a valid token, the loss is 0 and so are the gradients, and `tokens` says so. Raises ValueError if summed_loss is no
-    scalar.
+    scalar, or reduction no `Reduction`.
     """
+    check.instance("reduction", reduction, Reduction, "make one with averaged(), deepspeed(...) or summed()")
     if summed_loss.dim():
         raise ValueError(f"summed_loss has shape {tuple(summed_loss.shape)}, but must be a scalar: the sum over this rank's tokens")
     counted = (labels != IGNORE).sum().to(summed_loss.device)

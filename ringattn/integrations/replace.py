@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from .. import check
 from ..attention import ring_attention
 from ..context import Group, get_context
 from ..layout import Layout
@@ -71,6 +72,10 @@ def replace_attention(
     torch.Size([1, 2, 16, 8])
     """
     get_context(group)
+    if layout is not None:
+        check.instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")
+    if mask is not None:
+        check.instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
     chosen = _chosen(model, modules)
     if not chosen:
         raise ValueError(

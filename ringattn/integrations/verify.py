@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from .. import check
 from ..context import get_context
 from ..layout import Layout, zigzag
 from ..mask import Mask, causal, documents, sliding_window
@@ -111,6 +112,7 @@ def verify(
     """
     ranks = get_context(group).ranks
     layout = zigzag(tokens_of(batch).shape[1], ranks.size) if layout is None else layout
+    check.instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")
     if batch.get("labels") is None and batch.get("shift_labels") is None:
         if batch.get("input_ids") is None:
             raise ValueError(f"the batch has {sorted(batch)}, but neither labels nor input_ids to take them from: give labels")
