@@ -80,15 +80,16 @@ def check_resumable(settings: Any) -> None:
         raise ValueError(f"--resume is {path}, which is not a checkpoint's folder")
     try:
         state = json.loads((path / "state.json").read_text())
-        kept, step = state["settings"], int(state["step"])
-    except (ValueError, KeyError, TypeError) as error:
+        kept, step, ranks = state["settings"], int(state["step"]), int(state["ranks"])
+        settings_now = {name: getattr(settings, name) for name in kept}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--resume is {path}, whose state.json was not written by this program: {error}") from error
     for name, was in kept.items():
-        now = getattr(settings, name)
+        now = settings_now[name]
         if now != was:
             raise ValueError(f"--{name.replace('_', '-')} is {now}, but the checkpoint's run had {was}: give that")
-    if settings.wrapper == "fsdp2" and state["ranks"] != settings.ranks:
-        raise ValueError(f"--ranks is {settings.ranks}, but the checkpoint's shards are those of {state['ranks']} ranks: give that")
+    if settings.wrapper == "fsdp2" and ranks != settings.ranks:
+        raise ValueError(f"--ranks is {settings.ranks}, but the checkpoint's shards are those of {ranks} ranks: give that")
     if step >= settings.steps:
         raise ValueError(f"--resume is at step {step} and --steps {settings.steps}: there is nothing left to do")
     for rank in range(settings.ranks):

@@ -8,6 +8,7 @@ import platform
 import resource
 import sysconfig
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -98,6 +99,15 @@ def machine(device: str) -> dict:
         torch=torch.__version__,
         transformers=transformers.__version__,
     )
+
+
+def open_log(out: Path, first: int) -> TextIO:
+    """`log.jsonl`, to go on after step `first`: lines that a run wrote after its last checkpoint, before it was killed, are dropped."""
+    path = out / "log.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if first and path.is_file() else []
+    # the last line may have been cut off
+    path.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first))
+    return path.open("a")
 
 
 def write_figures(out: Path, figures: dict) -> None:

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from finetune_checkpoint import load_checkpoint, save_checkpoint
-from finetune_files import machine, peak_memory_gib, prepare_tokens, share_tokens, split_heldout, write_figures
+from finetune_files import machine, open_log, peak_memory_gib, prepare_tokens, share_tokens, split_heldout, write_figures
 from finetune_model import activation_bytes, build_model, count_flops, count_parameters
 from finetune_peers import peer_checkpoint_contexts, surroundings
 from finetune_settings import DTYPES, Settings, parse
@@ -89,7 +89,7 @@ def train(settings: Settings, trainer: Trainer, tokens: torch.Tensor, device: to
         model_flops_a_step=flops,
     )
     save_every = settings.save_every or (0 if settings.shape or settings.wrapper == "deepspeed" else settings.steps)
-    log = (Path(settings.out) / "log.jsonl").open("a" if settings.resume else "w") if rank == 0 else None
+    log = open_log(Path(settings.out), first) if rank == 0 else None
     model.train()
     if settings.rehearse:
         with surroundings(settings.attention, device):

@@ -179,14 +179,22 @@ def _fill(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     least = dict(ranks=1, tokens=0, steps=1, save_every=0, vocab=257, hidden=2, layers=1, heads=1, kv_heads=1, warmup=0, mlp_tile=0)
-    for name, bound in dict(least, rehearse=0, generate=0, verify_tokens=2, lr=0, clip=0).items():
-        if getattr(args, name) < bound:
+    for name, bound in dict(least, rehearse=0, generate=0, verify_tokens=2, lr=0).items():
+        if not getattr(args, name) >= bound:  # nor is NaN
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, but must be at least {bound}")
     if args.device == "cuda" and "RANK" not in os.environ and args.ranks > torch.cuda.device_count():
         parser.error(f"--ranks is {args.ranks}, but this host has {torch.cuda.device_count()} GPUs: one rank a GPU")
     for name in ("tokens", "rehearse", "verify_tokens"):
         if 0 < getattr(args, name) < 2 * args.ranks:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: {args.ranks} ranks need {2 * args.ranks} or more")
+    if not args.clip > 0:
+        parser.error(f"--clip is {args.clip}, but must be above 0, where every gradient would become 0: give inf for no clipping")
+    if args.peak is not None and not args.peak > 0:
+        parser.error(f"--peak is {args.peak}, but must be above 0: FLOP/s a rank")
+    if args.verify and args.shape is not None:
+        parser.error(
+            f"--verify runs a step whole on one rank, and --shape {args.shape} has no weights before it is wrapped: use --model"
+        )
     if not 0 <= args.heldout < 1:
         parser.error(f"--heldout is {args.heldout}, but must be from 0 to less than 1: a share of the document")
     if args.heads % args.kv_heads:
@@ -207,10 +215,24 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error("--offload is for --attention ringattn whose activations are recomputed: leave --no-recompute and peers out")
     if args.wrapper == "deepspeed":
         _check_deepspeed(args, parser)
-    if args.text is not None and not Path(args.text).is_file():
-        parser.error(f"--text is {args.text}, which is not a file")
+    _check_files(args, parser)
+
+
+def _check_files(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if args.text is not None:
+        if not Path(args.text).is_file():
+            parser.error(f"--text is {args.text}, which is not a file")
+        try:
+            Path(args.text).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            parser.error(f"--text is {args.text}, which is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}")
     if args.model != "tiny" and not Path(args.model).exists():
         parser.error(f"--model is {args.model}, which is neither tiny nor a folder or config file here")
+    if Path(args.model).is_dir() and args.resume is None and not (Path(args.model) / "tokenizer.json").is_file():
+        parser.error(
+            f"--model is {args.model}, whose weights know the tokens of a tokenizer.json that is not there: save it with "
+            "AutoTokenizer's save_pretrained, or give config.json alone for random weights"
+        )
     if args.resume is not None:
         from finetune_checkpoint import check_resumable
 
@@ -231,5 +253,3 @@ def _check_deepspeed(args: argparse.Namespace, parser: argparse.ArgumentParser) 
                 f"{option} is {given}, but --wrapper deepspeed has no checkpoints here: DeepSpeed's are pickled, and this program "
                 "neither writes nor reads pickles; use --wrapper fsdp2, whose shards are safetensors"
             )
-    if args.clip == 0:
-        parser.error("--clip is 0.0, which DeepSpeed takes for no clipping: give --wrapper deepspeed a norm above 0")

@@ -235,8 +235,10 @@ def test_a_shape_under_every_stage_of_deepspeed(gloo, monkeypatch):
             assert (held, parts) == ((0, whole["held"] / 2) if one in sharded else (whole["held"], whole["held"]))
 
 
-def test_a_models_folder_is_trained_with_its_weights(text, tmp_path):
+def test_a_models_folder_is_trained_with_its_weights(program, text, tmp_path):
     """And so is its config alone, with random ones: another loss."""
+    from finetune_files import train_tokenizer
+
     torch.manual_seed(5)
     config = transformers.Qwen3Config(
         vocab_size=310,
@@ -250,6 +252,7 @@ def test_a_models_folder_is_trained_with_its_weights(text, tmp_path):
     model = transformers.Qwen3ForCausalLM(config)
     torch.nn.init.normal_(model.lm_head.weight, std=2.0)
     model.save_pretrained(tmp_path / "model")
+    train_tokenizer(text.read_text(), 300).save(str(tmp_path / "model" / "tokenizer.json"))
     losses = []
     for number, given in enumerate((tmp_path / "model", tmp_path / "model" / "config.json")):
         out = tmp_path / str(number)
@@ -384,6 +387,31 @@ def test_steps_of_peers_are_the_same_and_attention_is_computed_once(program, alo
         assert calls[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default] == 2 * 2
 
 
+def test_a_resumed_runs_log_goes_on_after_its_checkpoint(program, tmp_path):
+    """A killed run had written more, the last line in part."""
+    import finetune_files
+
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    finetune_files.open_log(tmp_path, 2).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    finetune_files.open_log(tmp_path, 0).close()
+    assert path.read_text() == ""
+
+
+def test_text_that_is_not_utf8_and_foreign_checkpoints_are_named_before_ranks_start(program, capsys, tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"caf\xe9 " * 100)
+    (tmp_path / "tokenizer.json").touch()
+    (tmp_path / "state.json").write_text('{"settings": {"nothing": 1}, "step": 1, "ranks": 2}')
+    for option, path, message in (
+        ("--text", tmp_path / "text.txt", "which is not UTF-8: byte 3 is 0xe9"),
+        ("--resume", tmp_path, "whose state.json was not written by this program"),
+    ):
+        with pytest.raises(SystemExit):
+            program.parse([option, str(path)])
+        assert message in capsys.readouterr().err
+
+
 def test_windows_are_drawn_by_step_and_labelled_across_their_end(program):
     settings = program.parse([*TOY, "--tokens", "10"])
     tokens = torch.arange(100)
@@ -431,6 +459,11 @@ def test_learning_rate_warms_up_and_decays(program):
         (["--vocab", "100"], "--vocab is 100, but must be at least 257"),
         (["--tokens", "3"], "--tokens is 3: 2 ranks need 4 or more"),
         (["--steps", "-1"], "--steps is -1"),
+        (["--lr", "nan"], "--lr is nan, but must be at least 0"),
+        (["--clip", "0"], "--clip is 0.0, but must be above 0, where every gradient would become 0"),
+        (["--peak", "0"], "--peak is 0.0, but must be above 0"),
+        (["--verify", "--shape", "1b"], "--verify runs a step whole on one rank, and --shape 1b has no weights"),
+        (["--model", str(EXAMPLES)], "whose weights know the tokens of a tokenizer.json that is not there"),
         (["--heldout", "1"], "--heldout is 1.0, but must be from 0"),
         (["--model", "/nowhere/model"], "--model is /nowhere/model, which is neither tiny nor"),
         (["--model", "x", "--shape", "1b"], "--shape is 1b and --model x"),
@@ -460,7 +493,6 @@ def test_bad_arguments_are_named_before_ranks_start(program, capsys, arguments, 
         (["--save-every", "2"], "--save-every is 2, but --wrapper deepspeed has no checkpoints here: DeepSpeed's are pickled"),
         (["--resume", "/nowhere/checkpoint"], "--resume is /nowhere/checkpoint, but --wrapper deepspeed has no checkpoints here"),
         (["--rehearse", "64"], "--rehearse is 64, but --wrapper deepspeed takes a step after every backward pass"),
-        (["--clip", "0"], "--clip is 0.0, which DeepSpeed takes for no clipping"),
         (["--generate", "3"], "--generate is 3, but tokens are written with --wrapper none or ddp"),
         ([], "--wrapper is deepspeed, which is not installed: pip install 'ringattn[deepspeed]', or use --wrapper fsdp2"),
     ],
