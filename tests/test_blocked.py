@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from ringattn import blocked
 from ringattn.plan import Tiles
 from ringattn.region import trim
+from tests.kernels import dense
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,26 +28,18 @@ def tiles_of(rows, q_rows, k_rows):
     return Tiles(np.stack(columns, axis=1)[live], q_rows, k_rows)
 
 
-def live_of(tiles):
-    i, j = np.indices((tiles.q_rows, tiles.k_rows))
-    live = np.zeros((tiles.q_rows, tiles.k_rows), dtype=bool)
-    for q_begin, q_end, k_begin, k_end, lo, hi in tiles.rows:
-        live |= (q_begin <= i) & (i < q_end) & (k_begin <= j) & (j < k_end) & (lo <= i - j) & (i - j <= hi)
-    return torch.from_numpy(live)
-
-
 def make_inputs(sq, sk, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = (B, sq, H, D), (B, sk, HK, D), (B, sk, HK, D_V), (B, sq, H, D_V)
     return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
 
 
-def dense(q, k, v, live):
-    """Textbook out and lse; rows of nothing live are 0 and -inf."""
-    k, v = (x.repeat_interleave(H // HK, dim=2) for x in (k, v))
-    scores = (SCALE * torch.einsum("bqhd,bkhd->bhqk", q, k)).masked_fill(~live, -math.inf)
-    weights = torch.softmax(scores, dim=-1).nan_to_num()
-    return torch.einsum("bhqk,bkhd->bqhd", weights, v), torch.logsumexp(scores, dim=-1)
+def exact(q, k, v, dout, tiles):
+    """Dense attention in fp64: out, row_max, row_sum; dq, dk, dv."""
+    live = dense.live_pairs(tiles.rows, tiles.q_rows, tiles.k_rows)
+    assert tiles.pairs == live.sum()
+    *state, dq, dk, dv = astuple(dense.attention(q, k, v, dout, live, SCALE, torch.float64))
+    return tuple(state), (dq, dk, dv)
 
 
 def gradients(q, k, v, dout, tiles, out, row_max, row_sum):
@@ -77,24 +71,13 @@ def disjoint_tiles(draw, q_rows=12, k_rows=12):
 @given(disjoint_tiles(), st.integers(0, 1000))
 def test_tiles_are_dense_attention_over_their_pairs(tiles, seed):
     q, k, v, dout = make_inputs(12, 12, seed=seed)
-    live = live_of(tiles)
-    assert tiles.pairs == live.sum()
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    wanted_out, wanted_lse = dense(*leaves, live)
-    out, row_max, row_sum = blocked.forward(q, k, v, tiles, softmax_scale=SCALE)
-    assert_close(out, wanted_out.detach())
-    assert_close(row_max + row_sum.log(), wanted_lse.detach())
-    dead = ~live.any(1)
-    assert not out[:, dead].any()
-    assert (row_max[:, :, dead] == -math.inf).all()
-    assert not row_sum[:, :, dead].any()
-    if live.any():
-        # the textbook gradient of a dead row is NaN; nothing hangs on it
-        alive = live.any(1)
-        wanted = torch.autograd.grad(dense(leaves[0][:, alive], *leaves[1:], live[alive])[0], leaves, dout[:, alive])
-    else:
-        wanted = [torch.zeros_like(x) for x in leaves]
-    assert_close(gradients(q, k, v, dout, tiles, out, row_max, row_sum), tuple(wanted))
+    wanted_state, wanted = exact(q, k, v, dout, tiles)
+    state = blocked.forward(q, k, v, tiles, softmax_scale=SCALE)
+    assert_close(state, wanted_state)
+    assert_close(gradients(q, k, v, dout, tiles, *state), wanted)
+    dead = wanted_state[2] == 0
+    assert not state[0].transpose(1, 2)[dead].any()
+    assert not state[2][dead].any()
 
 
 @settings(max_examples=40)
@@ -122,14 +105,10 @@ def test_launches_on_a_state_add_up(tiles, order, first):
 def test_sizes_around_the_blocks(sq, sk):
     q, k, v, dout = make_inputs(sq, sk)
     tiles = tiles_of([(0, sq, 0, sk, sq - sk - sk // 2, sq + sk)], sq, sk)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    wanted_out, wanted_lse = dense(*leaves, live_of(tiles))
-    wanted = torch.autograd.grad(wanted_out, leaves, dout)
-    with torch.no_grad():
-        out, row_max, row_sum = blocked.forward(q, k, v, tiles, softmax_scale=SCALE)
-        assert_close(out, wanted_out.detach())
-        assert_close(row_max + row_sum.log(), wanted_lse.detach())
-        assert_close(gradients(q, k, v, dout, tiles, out, row_max, row_sum), wanted)
+    wanted_state, wanted = exact(q, k, v, dout, tiles)
+    state = blocked.forward(q, k, v, tiles, softmax_scale=SCALE)
+    assert_close(state, wanted_state)
+    assert_close(gradients(q, k, v, dout, tiles, *state), wanted)
 
 
 def test_rows_that_no_tile_names_are_never_read():
@@ -161,12 +140,12 @@ def test_no_tiles_give_the_identity():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_the_state_is_float32_and_only_the_final_out_is_rounded(dtype):
-    q, k, v, _ = make_inputs(8, 8, dtype)
+    q, k, v, dout = make_inputs(8, 8, dtype)
     tiles = tiles_of([(0, 8, 0, 8, 0, 8)], 8, 8)
     state = blocked.forward(q, k, v, tiles, softmax_scale=SCALE, final=False)
     assert {x.dtype for x in state} == {torch.float32}
-    exact, _ = dense(q.double(), k.double(), v.double(), live_of(tiles))
-    assert_close(state[0].double(), exact, 1e-6)
+    (out, *_), _ = exact(q, k, v, dout, tiles)
+    assert_close(state[0].double(), out, 1e-6)
     final = blocked.forward(q, k, v, tiles, softmax_scale=SCALE)
     assert [x.dtype for x in final] == [dtype, torch.float32, torch.float32]
     assert torch.equal(final[0], state[0].to(dtype))
