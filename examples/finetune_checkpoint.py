@@ -20,23 +20,9 @@ from safetensors.torch import save_file
 
 # what a checkpoint must have in common with the run that goes on from it
 RESUMED = (
-    *(
-        "model",
-        "shape",
-        "wrapper",
-        "layout",
-        "attention",
-        "dtype",
-        "vocab",
-        "hidden",
-        "layers",
-        "heads",
-        "kv_heads",
-        "tokens",
-        "heldout",
-    ),
-    *("seed", "steps", "warmup", "lr", "clip"),
-)
+    "model", "shape", "wrapper", "layout", "attention", "dtype", "vocab", "hidden", "layers", "heads", "kv_heads",
+    "tokens", "heldout", "seed", "steps", "warmup", "lr", "clip",
+)  # fmt: skip
 
 
 def save_checkpoint(

@@ -10,7 +10,7 @@ Shapes: b batch, s tokens of the whole sequence, s_local those of this rank.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,7 +130,7 @@ class ShardedBatches:
     """
 
     loader: Iterable[Mapping[str, Any]]
-    layouts: Any
+    layouts: Callable[[int], Layout]
     rank: int
 
     def __iter__(self) -> Iterator[tuple[Layout, Batch]]:
