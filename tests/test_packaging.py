@@ -54,6 +54,7 @@ def test_the_wheel_holds_both_packages(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.startswith(f"ringattn-{ringattn.__version__}-")
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {"ringattn/__init__.py", "ringattn/integrations/huggingface.py", "ringattn_kernels/__init__.py"} <= names
+    wanted = {"ringattn/__init__.py", "ringattn/py.typed", "ringattn/integrations/huggingface.py", "ringattn_kernels/__init__.py"}
+    assert wanted <= names
     tops = {name.split("/")[0] for name in names}
     assert tops == {"ringattn", "ringattn_kernels", f"ringattn-{ringattn.__version__}.dist-info"}
