@@ -49,7 +49,7 @@ class ProcessGroupTransport(Transport):
             wanted = "nccl" if device.type == "cuda" else "gloo"
             has = ",".join(sorted(set(self._backends.values())))
             raise ValueError(
-                f"q is on {device.type}, but the group's backend is {has}: tensors on {device.type} need a {wanted} group"
+                f"q is on {device.type}, but the group's backend is {has}: tensors on {device.type} need a group of {wanted}"
             )
 
     def connect(self, device: torch.device) -> None:

@@ -240,5 +240,5 @@ def test_groups_of_other_backends(nccl):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     for message, works in nccl.run(torch.cuda.device_count(), other_backends):
-        assert "q is on cuda, but the group's backend is gloo: tensors on cuda need a nccl group" in message
+        assert "q is on cuda, but the group's backend is gloo: tensors on cuda need a group of nccl" in message
         assert works == [True, True, True]
