@@ -120,8 +120,9 @@ class CausalLMLoss(nn.Module):
         summed = CausalLMLoss(model)(**shard_batch(batch, layout, rank))
 
     Args:
-        model: a causal model of transformers, attached or not. What it does to its logits is read from its config: a final softcap
-            (Gemma 2), a logit scale (Cohere), a logit divisor (Granite). `ringattn.verify` compares with the model's own logits.
+        model: a causal model of transformers, attached or not, within PEFT's adapters or not. What it does to its logits is read from
+            its config: a final softcap (Gemma 2), a logit scale (Cohere), a logit divisor (Granite). `ringattn.verify` compares with
+            the model's own logits.
         loss: `fused_token_loss` (the default) or `token_loss`.
 
     Calling it returns the cross-entropy summed over this rank's tokens: a scalar in fp32 (fp64 for fp64), for `mean_loss`.
@@ -134,10 +135,17 @@ class CausalLMLoss(nn.Module):
             raise ValueError(
                 f"{type(model).__name__} has no linear output embedding on a model without head: give a causal language model"
             )
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError(
+                f"{type(model).__name__} puts learned tokens before each sequence, which this loss would leave out: use LoRA"
+            )
         self.model = model
         self.loss = loss
         config: Any = model.config.get_text_config()
-        self._scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+        divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+        if config.model_type == "hyperclovax":  # multiplies by what Granite divides by
+            divisor = 1 / divisor
+        self._scale = float(getattr(config, "logit_scale", None) or 1.0) / divisor
         self._softcap = getattr(config, "final_logit_softcapping", None)
 
     def forward(self, shift_labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
@@ -168,6 +176,8 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessG
 
 def _without_head(model: Any) -> Any:
     """The model that gives hidden states; itself if there is none within. Some versions know it as the base model, some as the decoder."""
+    if hasattr(model, "get_base_model"):  # PEFT's, whose adapters are in the model's own layers
+        model = model.get_base_model()
     return model.get_decoder() if model.base_model is model else model.base_model
 
 

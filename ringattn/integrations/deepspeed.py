@@ -55,7 +55,11 @@ class DeepSpeedParallel:
 
         - by the replicas, in ZeRO stages 0 to 2, and in stage 3 with `"reduce_scatter": false`;
         - by all ranks, in stage 3 otherwise: there DeepSpeed takes the mean over the ranks of a ring too.
+
+        Raises ValueError for an engine that was initialized without this object.
         """
+        if engine.mpu is not self:
+            raise ValueError("the engine knows nothing of this ring: initialize it with deepspeed.initialize(..., mpu=parallel)")
         by_all = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
         ranks = dist.get_world_size(self.everyone if by_all else self.data)
         return divided_by(ranks, engine.gradient_accumulation_steps())

@@ -177,8 +177,7 @@ def detach(model: PreTrainedModel, attn_implementation: str | None = None) -> No
     """Undo `attach`: the model runs on whole sequences again, with the attention it had before, or another of transformers'."""
     attached: Ring | None = getattr(model, NAME, None)
     for module in model.modules():
-        if hasattr(module, NAME):
-            del module.ringattn
+        vars(module).pop(NAME, None)  # a wrapper such as PEFT's passes attributes on that are not its own
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if hook in (_enter, _leave)]:
                 del hooks[key]

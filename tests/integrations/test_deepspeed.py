@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -254,3 +255,10 @@ def test_other_meshes_are_refused(pools):
             f"mesh has the axes {names}, but must have ('data', 'ring')"
             for names in (("ring",), ("data", "sequence"), ("pipe", "data", "ring"))
         ]
+
+
+def test_an_engine_without_the_ring_is_refused():
+    """It would take the mean over all ranks in every stage."""
+    parallel = object.__new__(DeepSpeedParallel)
+    with pytest.raises(ValueError, match=r"initialize it with deepspeed\.initialize\(\.\.\., mpu=parallel\)"):
+        parallel.reduction(SimpleNamespace(mpu=None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from transformers.masking_utils import AttentionMaskInterface
 
 import ringattn as ra
-from ringattn.integrations.causal_lm import shift_labels, sum_gradients
+from ringattn.integrations.causal_lm import CausalLMLoss, shift_labels, sum_gradients
 from ringattn.integrations.hf_options import check_inputs
 from ringattn.integrations.huggingface import NAME, LiveMask, attach, detach, register, ring_attention_forward
 
@@ -350,6 +351,42 @@ def test_another_layout_replaces_the_first_and_detach_undoes_it():
     assert model.config._attn_implementation == "sdpa"
     assert not any(module._forward_pre_hooks or module._forward_hooks or hasattr(module, NAME) for module in model.modules())
     assert torch.equal(model(input_ids=sequence(9)).logits, before)
+
+
+class Adapted(nn.Module):
+    """As PEFT wraps a model whose layers have adapters in them: what is not its own is the model's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+    def get_base_model(self) -> nn.Module:
+        return self.base_model
+
+    def forward(self, **inputs):
+        return self.base_model(**inputs)
+
+
+def test_a_model_in_adapters_is_attached_and_detached():
+    model = Adapted(build("llama"))
+    ids = sequence(9)
+    dense = model(input_ids=ids).logits
+    attach(model, layout=ra.zigzag(9, 1))
+    torch.testing.assert_close(model(input_ids=ids).logits, dense, rtol=0, atol=1e-10)
+    summed = CausalLMLoss(model)(shift_labels=shift_labels(ids), input_ids=ids)
+    torch.testing.assert_close(summed, F.cross_entropy(dense[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
+    detach(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model(input_ids=ids).logits, dense)
+    model.active_peft_config = SimpleNamespace(is_prompt_learning=True)
+    with pytest.raises(ValueError, match="Adapted puts learned tokens before each sequence"):
+        CausalLMLoss(model)
 
 
 def test_a_copied_model_stays_on_the_ring():

@@ -160,20 +160,25 @@ def test_bad_arguments_are_named(call, message):
         call()
 
 
-@pytest.mark.parametrize("kind", ["llama", "phi", "gemma2", "cohere", "granite"])
+KINDS = ["Llama", "Phi", "Gemma2", "Cohere", "Granite"] + ["HyperCLOVAX"] * hasattr(transformers, "HyperCLOVAXConfig")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_summed_loss_is_that_of_the_models_own_logits(kind):
-    """An output bias (Phi), a final softcap (Gemma 2), a scale (Cohere), a divisor (Granite)."""
+    """An output bias (Phi), a final softcap (Gemma 2), a scale (Cohere), a divisor (Granite), which another takes for a scale."""
     sizes = dict(
         vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
     )
     extra = dict(
-        gemma2=dict(head_dim=8, final_logit_softcapping=0.3), cohere=dict(logit_scale=0.25), granite=dict(logits_scaling=3.0)
+        Gemma2=dict(head_dim=8, final_logit_softcapping=0.3),
+        Cohere=dict(logit_scale=0.25),
+        Granite=dict(logits_scaling=3.0),
+        HyperCLOVAX=dict(logits_scaling=3.0),
     ).get(kind, {})
-    name = kind.capitalize()
-    config = getattr(transformers, f"{name}Config")(**sizes, **extra, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config = getattr(transformers, f"{kind}Config")(**sizes, **extra, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    if kind == "phi":
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    if kind == "Phi":
         torch.nn.init.normal_(model.lm_head.bias)
     ids = torch.randint(61, (2, 9))
     labels = torch.randint(61, (2, 9))
