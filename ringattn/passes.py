@@ -14,11 +14,10 @@ import torch
 
 from . import local
 from .score import Score
-from .steps import Message, Step, Steps
+from .steps import Message, Opening, Step, Steps
 from .transport import Handle, Peer, Transport
 
-KV = tuple[torch.Tensor, torch.Tensor]  # (rows, b, hk, d) and (rows, b, hk, d_v)
-Buffers = dict[int, KV]
+KV = tuple[torch.Tensor, torch.Tensor]
 
 
 def forward(
@@ -32,7 +31,7 @@ def forward(
     final: bool,
 ) -> local.State:
     """out (b, s, h, d_v), row_max and row_sum (b, h, s); with `final`, out in q's dtype."""
-    buffers = {0: _rows_first(k, v)}
+    buffers = {0: _own(k, v)}
     state = None
     for t, step in enumerate(steps.forward):
         handle = _exchange(transport, step, buffers)
@@ -57,68 +56,99 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv in the inputs' dtypes (dk and dv in `kv_dtype`)."""
     q, kv_dtype = queries.q, kv_dtype or k.dtype
-    buffers = {0: _rows_first(k, v)}
+    buffers = {0: _own(k, v)}
     # gradients that nothing is added to later leave the kernels in their final dtype
     alone = kv_dtype == q.dtype and steps.alone
     dtype = q.dtype if alone else queries.row_sum.dtype
     dq = local.query_sums(q, score, dtype)
-    grads = {0: _empty(buffers[0], k.shape[1], dtype)}
+    grads = {0: _like(buffers[0], k.shape[1], dtype)}
     if (last := steps.backward[-1]).adds:
-        for x in _part(grads[0], last.begin, k.shape[1]):
+        for x in grads[0].part(last.begin, k.shape[1]):
             x.zero_()
     for step in steps.backward:
-        inbox = [(message, _empty(buffers[0], len(message.slots), dtype)) for message in step.grads_in]
-        receives = [Peer(message.peer, x) for message, box in inbox for x in box]
-        handle = _exchange(transport, step, buffers, _peers(step.grads_out, grads), receives)
+        _open(step.grads_opens, grads)
+        handle = _exchange(transport, step, buffers, grads)
         if step.collects:
-            if step.buffer:
-                grads[step.buffer] = _empty(buffers[0], step.tiles.k_rows, dtype)
-            dk, dv = _batch_first(_part(grads[step.buffer], step.begin, step.begin + step.tiles.k_rows))
+            dk, dv = grads[step.buffer].part(step.begin, step.begin + step.tiles.k_rows)
             local.backward(queries, *_keys(step, buffers), step.tiles, score, dq=dq, dk=dk, dv=dv, add=step.adds)
         handle.wait()
-        for message, box in inbox:
-            for total, received in zip(grads[message.buffer], box, strict=True):
+        for message, box in zip(step.grads_in, step.boxes):
+            for total, received in zip(grads[message.buffer].rows_first, grads[box.buffer].rows_first):
                 message.slots.add_to(total, received)
         for number in step.closes:
             del buffers[number]
         for number in step.grads_close:
             del grads[number]
-    dk, dv = _batch_first(grads[0])
+    dk, dv = grads[0].batch_first()
     return dq.finish(q.dtype), dk.to(kv_dtype), dv.to(kv_dtype)
 
 
-def _exchange(
-    transport: Transport, step: Step, buffers: Buffers, sends: Iterable[Peer] = (), receives: Iterable[Peer] = ()
-) -> Handle:
-    """Start a step's K/V on their way, into new buffers where it says so, and after them what else it sends and receives."""
-    for number, rows in step.opens:
-        buffers[number] = _empty(buffers[0], rows, buffers[0][0].dtype)
-    return transport.exchange([*_peers(step.sends, buffers), *sends], [*_peers(step.receives, buffers), *receives])
+class _Buffer:
+    """K and V of some rows, or their gradients: (rows, b, hk, d) and (rows, b, hk, d_v)."""
+
+    __slots__ = ("_batch_first", "rows", "rows_first")
+
+    def __init__(self, rows_first: KV, batch_first: KV | None = None) -> None:
+        self.rows_first = rows_first
+        self.rows = rows_first[0].shape[0]
+        self._batch_first = batch_first
+
+    def batch_first(self) -> KV:
+        """The same as views, (b, rows, hk, d) and (b, rows, hk, d_v)."""
+        if self._batch_first is None:
+            k, v = self.rows_first
+            self._batch_first = k.transpose(0, 1), v.transpose(0, 1)
+        return self._batch_first
+
+    def part(self, begin: int, end: int) -> KV:
+        """Rows [begin, end), batch first."""
+        k, v = self.batch_first()
+        return (k, v) if end - begin == self.rows else (k[:, begin:end], v[:, begin:end])
 
 
-def _peers(messages: Iterable[Message], buffers: Buffers) -> list[Peer]:
+_Buffers = dict[int, _Buffer]
+
+
+def _own(k: torch.Tensor, v: torch.Tensor) -> _Buffer:
+    """The rank's shard, (b, s, hk, d) and (b, s, hk, d_v)."""
+    rows_first = k.transpose(0, 1), v.transpose(0, 1)
+    if rows_first[0].is_contiguous() and rows_first[1].is_contiguous():
+        return _Buffer(rows_first, (k, v))
+    return _Buffer((rows_first[0].contiguous(), rows_first[1].contiguous()))
+
+
+def _like(buffer: _Buffer, rows: int, dtype: torch.dtype) -> _Buffer:
+    """A buffer of as many batches and heads, with nothing in it yet."""
+    k, v = buffer.rows_first
+    return _Buffer((k.new_empty((rows, *k.shape[1:]), dtype=dtype), v.new_empty((rows, *v.shape[1:]), dtype=dtype)))
+
+
+def _open(opens: Iterable[Opening], buffers: _Buffers) -> None:
+    for number, rows, old in opens:
+        buffers[number] = _like(buffers[0], rows, buffers[0].rows_first[0].dtype) if old is None else buffers.pop(old)
+
+
+def _exchange(transport: Transport, step: Step, buffers: _Buffers, grads: _Buffers | None = None) -> Handle:
+    """Start a step's K/V on their way, into new buffers where it says so, and after them, in the backward pass, its gradients."""
+    _open(step.opens, buffers)
+    sends, receives = _peers(step.sends, buffers), _peers(step.receives, buffers)
+    if grads is not None:
+        sends += _peers(step.grads_out, grads)
+        receives += _peers(step.boxes, grads)
+    return transport.exchange(sends, receives)
+
+
+def _peers(messages: Iterable[Message], buffers: _Buffers) -> list[Peer]:
     """The rows that messages are about: views of the buffers, except for scattered rows to send, which are gathered."""
-    return [Peer(message.peer, message.slots.take(x)) for message in messages for x in buffers[message.buffer]]
+    peers = []
+    for message in messages:
+        k, v = buffers[message.buffer].rows_first
+        if not message.whole:
+            k, v = message.slots.take(k), message.slots.take(v)
+        peers += Peer(message.peer, k), Peer(message.peer, v)
+    return peers
 
 
-def _keys(step: Step, buffers: Buffers) -> KV:
+def _keys(step: Step, buffers: _Buffers) -> KV:
     """The K/V that a step's tiles are over: (b, rows, hk, d) and (b, rows, hk, d_v)."""
-    return _batch_first(_part(buffers[step.buffer], step.begin, step.begin + step.tiles.k_rows))
-
-
-def _rows_first(k: torch.Tensor, v: torch.Tensor) -> KV:
-    return k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
-
-
-def _batch_first(buffer: KV) -> KV:
-    return buffer[0].transpose(0, 1), buffer[1].transpose(0, 1)
-
-
-def _part(buffer: KV, begin: int, end: int) -> KV:
-    k, v = buffer
-    return buffer if end - begin == k.shape[0] else (k[begin:end], v[begin:end])
-
-
-def _empty(buffer: KV, rows: int, dtype: torch.dtype) -> KV:
-    k, v = buffer
-    return k.new_empty((rows, *k.shape[1:]), dtype=dtype), v.new_empty((rows, *v.shape[1:]), dtype=dtype)
+    return buffers[step.buffer].part(step.begin, step.begin + step.tiles.k_rows)

@@ -5,11 +5,13 @@ Buffer 0 is the rank's own shard, buffer t > 0 holds the K/V rows that step t co
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,26 +30,38 @@ class Message:
     peer: int
     buffer: int
     slots: Rows
+    whole: bool  # these are all of the buffer's rows
+
+
+class Opening(NamedTuple):
+    """A buffer that begins to fill, of so many rows: new, or made of the one with the number `old`, which nobody needs any more."""
+
+    number: int
+    rows: int
+    old: int | None
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
     """One rank's part in one step of a pass. `tiles` is over the rows from `begin` on of `buffer`.
 
-    While they are computed, `sends` and `receives` move K/V, after `opens` has told the size (number, rows) of each buffer that begins to
-    fill. In the backward pass also `grads_out` leave the dK/dV of earlier buffers, and `grads_in` come to be added to those of
-    this step's buffer or of the rank's own; `collects` tells whether anybody wants the dK/dV of this step's buffer, and
-    `adds` whether something is in them already. `closes` and `grads_close` name the buffers that are not needed after this step.
+    While they are computed, `sends` and `receives` move K/V, after `opens` has told which buffers begin to fill. In the backward pass
+    also `grads_out` leave the dK/dV of earlier buffers, and `grads_in` come, each into one of the `boxes`, to be added to those of
+    this step's buffer or of the rank's own; `grads_opens` tells which buffers of dK/dV this needs, `collects` whether anybody wants
+    those of this step's buffer, and `adds` whether something is in them already. `closes` and `grads_close` name the buffers that are
+    let go after this step.
     """
 
     tiles: Tiles
     buffer: int
     begin: int = 0
-    opens: tuple[tuple[int, int], ...] = ()
+    opens: tuple[Opening, ...] = ()
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
     grads_out: tuple[Message, ...] = ()
     grads_in: tuple[Message, ...] = ()
+    grads_opens: tuple[Opening, ...] = ()
+    boxes: tuple[Message, ...] = ()
     collects: bool = True
     adds: bool = False
     closes: tuple[int, ...] = ()
@@ -83,20 +97,39 @@ def make_steps(schedule: Schedule, plan: Plan, rank: int) -> Steps:
     kv = _Messages(buffers, rank, transfers)
     grads = _Messages(buffers, rank, gradient_transfers(schedule, plan, transfers))
     count = 1 + max((t.into for t in transfers), default=0)
+    times = range(count + (count > 1))
+    numbers = itertools.count(-1, -1)  # below those of all other buffers
+    boxes = [tuple(_box(message, next(numbers)) for message in grads.into[t]) for t in times]
+    opens, closes = _reused(
+        [[(number, _rows(buffers[number])) for number in kv.first[t]] for t in times],
+        [[number for number in buffers if number and max(number, kv.last.get(number, 0)) == t] for t in times],
+    )
+    grads_opens, grads_close = _reused(
+        [
+            [*((box.buffer, len(box.slots)) for box in boxes[t]), *((t, _rows(buffers[t])) for _ in range(t in grads.last))]
+            for t in times
+        ],
+        [
+            [*(box.buffer for box in boxes[t]), *(number for number in buffers if number and grads.last.get(number) == t)]
+            for t in times
+        ],
+    )
     steps = [
         Step(
             _tiles(plan, rank, buffers.get(t, ())),
             buffer=t,
-            opens=tuple((number, _rows(buffers[number])) for number in kv.first[t]),
+            opens=opens[t],
             sends=tuple(kv.out[t]),
             receives=tuple(kv.into[t]),
             grads_out=tuple(grads.out[t]),
             grads_in=tuple(grads.into[t]),
+            grads_opens=grads_opens[t],
+            boxes=boxes[t],
             collects=t == 0 or t in grads.last,
-            closes=tuple(number for number in buffers if number and max(number, kv.last.get(number, 0)) == t),
-            grads_close=tuple(number for number in buffers if number and grads.last.get(number) == t),
+            closes=closes[t],
+            grads_close=grads_close[t],
         )
-        for t in range(count + (count > 1))
+        for t in times
     ]
     forward, last = tuple(steps[:count]), steps[-1]
     own = steps[0].tiles
@@ -107,6 +140,25 @@ def make_steps(schedule: Schedule, plan: Plan, rank: int) -> Steps:
         received = any(message.buffer == 0 for step in steps[:-1] for message in step.grads_in)
         steps[-1] = replace(last, tiles=rest, buffer=0, begin=half, collects=True, adds=received)
     return Steps(forward, tuple(steps))
+
+
+def _reused(opens: list[list[tuple[int, int]]], closes: list[list[int]]) -> tuple[list[tuple[Opening, ...]], list[tuple[int, ...]]]:
+    """What opens, (number, rows), and closes in each step, with what closes at the end of one step reused in the next."""
+    sizes: dict[int, int] = {}
+    found: list[tuple[Opening, ...]] = []
+    closed: list[int] = []
+    for t, step in enumerate(opens):
+        openings = []
+        for number, rows in step:
+            old = next((old for old in closed if sizes[old] == rows), None)
+            if old is not None:
+                closed.remove(old)
+                closes[t - 1].remove(old)
+            openings.append(Opening(number, rows, old))
+        sizes.update(step)
+        closed = list(closes[t])
+        found.append(tuple(openings))
+    return found, [tuple(step) for step in closes]
 
 
 def local_steps(tiles: Tiles) -> Steps:
@@ -175,7 +227,13 @@ class _Messages:
 
 def _message(buffers: Buffers, peer: int, number: int, transfer: Transfer) -> Message:
     piece = next(piece for piece in buffers[number] if piece.owner == transfer.owner)
-    return Message(peer, number, piece.slots(transfer.rows))
+    slots = piece.slots(transfer.rows)
+    return Message(peer, number, slots, len(slots) == _rows(buffers[number]))
+
+
+def _box(message: Message, number: int) -> Message:
+    """Where dK/dV arrive that are to be added to others: a buffer of their own."""
+    return Message(message.peer, number, Rows.span(0, len(message.slots)), whole=True)
 
 
 def _rows(buffer: tuple[Piece, ...]) -> int:
