@@ -17,39 +17,35 @@ from .transport import Ranks
 _TEXT_BYTES = 2048
 _PATIENCE = 10.0  # seconds that a rank with bad input waits for the others to hear of it
 
-Facts = dict[str, object]
+# 1 byte of status, 8 of tokens, 16 of hash of all facts
+_RECORD = struct.Struct("<?q16s")
+
+
+class Facts:
+    """What must be equal on all ranks, under the names a user knows: as texts, and their hash."""
+
+    def __init__(self, facts: dict[str, object]) -> None:
+        self.texts = {name: str(value) for name, value in facts.items()}
+        self.hash = hashlib.blake2b(json.dumps(self.texts).encode(), digest_size=16).digest()
 
 
 def agree(ranks: Ranks, facts: Facts, tokens: int) -> tuple[int, ...]:
     """Tokens of each rank. Raises ValueError, on every rank and naming the odd ones, if a fact differs or a rank refused."""
-    records = ranks.all_gather_control(_record(facts, tokens, refused=False))
+    records = ranks.all_gather_control(_RECORD.pack(False, tokens, facts.hash))
     assert records is not None
-    if any(_refused(record) for record in records) or len({record[9:] for record in records}) > 1:
-        texts = _swap_texts(ranks, {name: str(value) for name, value in facts.items()}, None)
+    refused, counts, hashes = zip(*map(_RECORD.unpack, records))
+    if any(refused) or len(set(hashes)) > 1:
+        texts = _swap_texts(ranks, facts.texts, None)
         assert texts is not None
-        raise ValueError(_describe(records, texts))
-    return tuple(_tokens(record) for record in records)
+        raise ValueError(_describe([rank for rank, it_did in enumerate(refused) if it_did], texts))
+    return counts
 
 
 def refuse(ranks: Ranks, error: ValueError) -> None:
     """Tell the other ranks that this one's input is refused, so that they stop too. The caller then raises `error`."""
-    records = ranks.all_gather_control(_record({}, 0, refused=True), patience=_PATIENCE)
+    records = ranks.all_gather_control(_RECORD.pack(True, 0, b""), patience=_PATIENCE)
     # ranks that come later still find both records
     _swap_texts(ranks, {"error": str(error)}, 0 if records is None else _PATIENCE)
-
-
-def _record(facts: Facts, tokens: int, refused: bool) -> bytes:
-    """1 byte of status, 8 of tokens, 16 of hash of all facts."""
-    text = json.dumps({name: str(value) for name, value in facts.items()})
-    return struct.pack("<?q", refused, tokens) + hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def _refused(record: bytes) -> bool:
-    return bool(record[0])
-
-
-def _tokens(record: bytes) -> int:
-    return struct.unpack("<q", record[1:9])[0]
 
 
 def _swap_texts(ranks: Ranks, facts: dict[str, str], patience: float | None) -> list[dict[str, str]] | None:
@@ -71,8 +67,7 @@ def _shortened(value: str, room: int) -> str:
     return value if len(value) <= room else f"{value[: room // 2]} ... {value[-(room // 2) :]}"
 
 
-def _describe(records: list[bytes], texts: list[dict[str, str]]) -> str:
-    refused = [rank for rank, record in enumerate(records) if _refused(record)]
+def _describe(refused: list[int], texts: list[dict[str, str]]) -> str:
     if refused:
         reasons = "; ".join(f"rank {rank}: {texts[rank]['error']}" for rank in refused)
         return f"{_ranks(refused)} refused the input: {reasons}"

@@ -23,6 +23,7 @@ from .steps import local_steps
 from .transport import Alone
 from .work import Work
 
+_DEFAULT_MASK = causal()
 _STATS = "True for out and its statistics"
 
 
@@ -104,10 +105,10 @@ def ring_attention(
         check.instance("return_stats", return_stats, bool, _STATS)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         digests = (None if x is None else x.digest for x in (layout, mask, schedule))
-        part = Partial(*attention(q, k, v, compiled_run(group_names(group), *digests), scale))
-        return (part.out, part.stats) if return_stats else part.out
+        out, *stats = attention(q, k, v, compiled_run(group_names(group), *digests), scale)
+        return (out, Stats(*stats)) if return_stats else out
     context = get_context(group)
-    mask = causal() if mask is None else mask
+    mask = _DEFAULT_MASK if mask is None else mask
     try:
         check.tensors(q, k, v)
         check.backward_mode(q, k, v)
@@ -123,8 +124,8 @@ def ring_attention(
             refuse(context.ranks, error)
         raise
     run = RingRun(context, layout, mask, schedule)
-    part = Partial(*attention(q, k, v, run.number, scale))
-    return (part.out, part.stats) if return_stats else part.out
+    out, *stats = attention(q, k, v, run.number, scale)
+    return (out, Stats(*stats)) if return_stats else out
 
 
 def attend(
@@ -149,7 +150,7 @@ def attend(
     Returns out (b, sq, h, d_v), normalised over these keys, and row_max, row_sum (b, h, sq), all fp32 (fp64 for fp64). Communicates
     nothing. Raises ValueError for bad input.
     """
-    mask = causal() if mask is None else mask
+    mask = _DEFAULT_MASK if mask is None else mask
     check.qkv(q, k, v)
     check.instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
     scale = check.softmax_scale(softmax_scale, q.shape[3])

@@ -165,17 +165,18 @@ def _dense_tensor(name: str, x: Any) -> None:
         raise ValueError(f"{name} is a nested tensor: pack the sequences into one dimension and pass mask=documents(lengths)")
     if x.layout != torch.strided:
         raise ValueError(f"{name} has the layout {x.layout}, but must be dense: pass {name}.to_dense()")
-    if x.dim() != 4:
+    shape, dtype, device_type = x.shape, x.dtype, x.device.type
+    if len(shape) != 4:
         raise ValueError(
-            f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}, but must have 4: (batch, tokens, heads, head_dim)"
+            f"{name} has {len(shape)} dimensions, shape {tuple(shape)}, but must have 4: (batch, tokens, heads, head_dim)"
         )
-    if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
-        raise ValueError(f"{name} has head_dim {x.shape[3]}, but it must be 1 to {MAX_HEAD_DIM}")
-    if x.dtype not in DTYPES:
-        raise ValueError(f"{name} has dtype {x.dtype}, but must be bfloat16, float16, float32 or (on CPU) float64")
-    if x.device.type not in ("cpu", "cuda", "meta"):
+    if not 1 <= shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(f"{name} has head_dim {shape[3]}, but it must be 1 to {MAX_HEAD_DIM}")
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} has dtype {dtype}, but must be bfloat16, float16, float32 or (on CPU) float64")
+    if device_type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name} is on {x.device}, but ringattn computes on cpu and cuda devices")
-    if x.dtype == torch.float64 and x.is_cuda:
+    if dtype == torch.float64 and device_type == "cuda":
         raise ValueError(
             f"{name} is float64 on {x.device}: GPUs compute in bfloat16, float16 or float32; float64 is for CPU tensors"
         )

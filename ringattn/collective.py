@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from . import check
-from .agree import agree, refuse
+from .agree import Facts, agree, refuse
 from .context import Group, get_context
 from .layout import Layout, shard
 from .transport import Peer, Transport
@@ -51,7 +51,7 @@ def unshard(x_local: torch.Tensor, layout: Layout, group: Group | None = None, d
             "layout": f"{layout!r} ({layout.digest[:8]})",
             "requires_grad": torch.is_grad_enabled() and x_local.requires_grad,
         }
-        agree(ranks, facts, held)
+        agree(ranks, Facts(facts), held)
         ranks.connect(x_local.device)
     if context.hybrid is not None:
         # first the rows of the heads axis, then the ring's

@@ -12,13 +12,13 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .agree import Facts
 from .digest import constant
 from .layout import Layout, default_layout
 from .mask import Mask
 from .plan import Plan, make_plan
-from .rows import Order
 from .schedule import RowBytes, Schedule, default_schedule
-from .steps import Steps, make_steps
+from .steps import make_steps
 from .transport import (
     DEFAULT_BUDGET,
     Alone,
@@ -30,47 +30,47 @@ from .transport import (
     Transport,
 )
 from .ulysses import HeadExchange, Hybrid, ring_layout
+from .work import Work
 
 Group = dist.ProcessGroup | DeviceMesh | Transport | Hybrid
 
 K = TypeVar("K")
 V = TypeVar("V")
 
-_PLANS_KEPT = 64
+_KEPT = 64
 
 
 @dataclass(frozen=True)
 class Route:
-    """What a rank does for one layout, mask and schedule: its steps around the ring, and where there is one, what its heads axis swaps.
-
-    `order` is the order in which the plan counts this rank's rows (None: as they come).
-    """
+    """The plan of one layout and mask, the schedule, and what this rank does by them."""
 
     plan: Plan
     schedule: Schedule
-    steps: Steps
-    order: Order | None
-    exchange: HeadExchange | None
+    work: Work
 
 
 class Context:
-    """A group's ranks, the transport of their ring, and the plans made for them, newest kept."""
+    """A group's ranks, the transport of their ring, and what was found and made for them, newest kept."""
 
     def __init__(self, ranks: Transport | Hybrid) -> None:
         self.ranks: Ranks = ranks
         self.hybrid = ranks if isinstance(ranks, Hybrid) else None
         self.transport = ranks.ring if isinstance(ranks, Hybrid) else ranks
-        self._routes: OrderedDict[tuple[str, str, Schedule | None, RowBytes | None], Route] = OrderedDict()
+        self._facts: OrderedDict[tuple, Facts] = OrderedDict()
+        self._routes: OrderedDict[tuple[str, str, str | None, RowBytes | None], Route] = OrderedDict()
         self._layouts: OrderedDict[tuple[str, int], Layout] = OrderedDict()
         self.compiled: dict[int, object] = {}  # what compiled graphs find by number, see run.py
+
+    def facts(self, key: tuple, check: Callable[[], Facts]) -> Facts:
+        """The facts of calls with this key, which tells all that they and their checks depend on; checked once."""
+        return _kept(self._facts, key, check)
 
     def route(self, layout: Layout, mask: Mask, schedule: Schedule | None, row_bytes: RowBytes | None = None) -> Route:
         """The plan and this rank's steps, made once. A schedule of None chooses one by the plan.
 
-        `row_bytes` is for schedules by memory. Raises ValueError if the schedule does not fit the group or its memory.
+        `row_bytes` is for schedules by memory alone. Raises ValueError if the schedule does not fit the group or its memory.
         """
-        row_bytes = row_bytes if schedule is not None and schedule.by_memory else None
-        key = (layout.digest, mask.digest, schedule, row_bytes)
+        key = (layout.digest, mask.digest, None if schedule is None else schedule.digest, row_bytes)
         return _kept(self._routes, key, lambda: self._make_route(layout, mask, schedule, row_bytes))
 
     def default_layout(self, mask: Mask, seq_len: int) -> Layout:
@@ -88,7 +88,8 @@ class Context:
         chosen = chosen.resolve(plan, ranks_per_node, row_bytes)
         order = plan.order[self.transport.rank]
         order = order if exchange is None else exchange.own_order(order)
-        return Route(plan, chosen, make_steps(chosen, plan, self.transport.rank), order, exchange)
+        steps = make_steps(chosen, plan, self.transport.rank)
+        return Route(plan, chosen, Work(self.transport, steps, order, order, exchange))
 
 
 def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
@@ -96,7 +97,7 @@ def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
     if key not in cache:
         cache[key] = make()
     cache.move_to_end(key)
-    if len(cache) > _PLANS_KEPT:
+    if len(cache) > _KEPT:
         cache.popitem(last=False)
     return cache[key]
 

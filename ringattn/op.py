@@ -9,6 +9,7 @@ Shapes: b batch, s local tokens, h query heads, hk key/value heads, d head dim, 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def _forward(
     seq_len = run.begin(q, k, v, softmax_scale, needs_grad)
     work = run.work(seq_len, q, k, v)
     # autocast would round the states and gradients between hops
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q.device.type):
         out, row_max, row_sum = work.forward(Score(softmax_scale), q, k, v, final=run.final)
     # the length is what the ranks agreed on, and the backward pass makes its plan from it
     return out.contiguous(), row_max, row_sum, torch.scalar_tensor(seq_len, dtype=torch.int64)
@@ -81,7 +82,7 @@ def _backward(
     work = find_run(number).work(int(seq_len), q, k, v)
     strides = _gradient_strides(q, k, v)
     dout = torch.zeros_like(out) if dout is None else dout
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q.device.type):
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         delta = local.delta(out, dout)
         if drow_sum is not None:
@@ -136,6 +137,10 @@ _library.impl("forward", _forward_autograd, "Autograd")
 _library.impl("backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("ringattn::forward", _forward_shapes, lib=_library)
 torch.library.register_fake("ringattn::backward", _backward_shapes, lib=_library)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager:
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _gradient_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[tuple[int, ...]]:

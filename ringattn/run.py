@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from . import check
-from .agree import agree, refuse
+from .agree import Facts, agree, refuse
 from .context import Context, Route, named_context
 from .digest import constant, find
 from .layout import Layout
@@ -78,25 +78,19 @@ class RingRun(Run):
         self.schedule = schedule
 
     def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> int:
-        ranks, hybrid = self.context.ranks, self.context.hybrid
+        ranks = self.context.ranks
+        layout, schedule = self.layout, self.schedule
+        named = layout if layout is None else layout.digest, self.mask.digest, schedule if schedule is None else schedule.digest
+        shapes, kinds = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+        key = *named, *shapes, *kinds, softmax_scale, needs_grad
         try:
-            check.fit(q, k, v)
-            check.same_tokens(q, k)
-            if self.layout is not None:
-                _check_layout(self.layout, self.mask, ranks, q.shape[1])
-            softmax_scale = check.softmax_scale(softmax_scale, q.shape[3])
-            if hybrid is not None:
-                hybrid.check_heads(q.shape[2])
-            ranks.check_device(q.device)
+            facts = self.context.facts(key, lambda: self._checked(q, k, v, softmax_scale, needs_grad))
         except ValueError as error:
             if ranks.size > 1:
                 refuse(ranks, error)
             raise
         tokens = (q.shape[1],)
         if ranks.size > 1:
-            facts = self._facts(q, k, v, softmax_scale, needs_grad) | {"ranks per node": ranks.ranks_per_node}
-            if hybrid is not None:
-                facts |= hybrid.facts
             tokens = agree(ranks, facts, q.shape[1])
             ranks.connect(q.device)
         if self.layout is None:
@@ -106,20 +100,28 @@ class RingRun(Run):
     def route(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Route:
         """The plan of a sequence of that length, and this rank's steps."""
         layout = self.context.default_layout(self.mask, seq_len) if self.layout is None else self.layout
-        hybrid = self.context.hybrid
-        kv_heads = k.shape[2] if hybrid is None else hybrid.kv_heads(q.shape[2], k.shape[2])
-        return self.context.route(layout, self.mask, self.schedule, RowBytes.of(k, v, kv_heads))
+        row_bytes = None
+        if self.schedule is not None and self.schedule.by_memory:
+            hybrid = self.context.hybrid
+            row_bytes = RowBytes.of(k, v, k.shape[2] if hybrid is None else hybrid.kv_heads(q.shape[2], k.shape[2]))
+        return self.context.route(layout, self.mask, self.schedule, row_bytes)
 
     def work(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Work:
-        route = self.route(seq_len, q, k, v)
-        return Work(self.context.transport, route.steps, route.order, route.order, route.exchange)
+        return self.route(seq_len, q, k, v).work
 
-    def _facts(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool
-    ) -> dict[str, object]:
-        """What must be equal on all ranks, under the names a user knows."""
+    def _checked(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> Facts:
+        """What must be equal on all ranks, of input that this one does not refuse."""
         layout, mask = self.layout, self.mask
-        return {
+        ranks, hybrid = self.context.ranks, self.context.hybrid
+        check.fit(q, k, v)
+        check.same_tokens(q, k)
+        if layout is not None:
+            _check_layout(layout, mask, ranks, q.shape[1])
+        softmax_scale = check.softmax_scale(softmax_scale, q.shape[3])
+        if hybrid is not None:
+            hybrid.check_heads(q.shape[2])
+        ranks.check_device(q.device)
+        facts = {
             "function": "ring_attention",
             "batch size": q.shape[0],
             "number of query heads": q.shape[2],
@@ -133,7 +135,9 @@ class RingRun(Run):
             "requires_grad": needs_grad,
             "mask": f"{mask!r} ({mask.digest[:8]})",
             "layout": "the default" if layout is None else f"{layout!r} ({layout.digest[:8]})",
+            "ranks per node": ranks.ranks_per_node,
         }
+        return Facts(facts if hybrid is None else facts | hybrid.facts)
 
 
 @constant

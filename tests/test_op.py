@@ -5,6 +5,7 @@ import gc
 import pickle
 import weakref
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
-from ringattn import digest, passes
+from ringattn import check, digest, passes
 from ringattn.context import Context, get_context
 from ringattn.op import BACKWARD, FORWARD
 from ringattn.run import LocalRun, RingRun, compiled_run, find_run
@@ -215,6 +216,39 @@ def test_a_run_of_a_graph_lives_as_long_as_its_group():
     assert freed() is None
     with pytest.raises(ValueError, match="a process group that is gone"):
         find_run(number)
+
+
+def test_calls_alike_are_checked_once():
+    context = Context(Alone())
+    q, k, v = inputs()
+
+    def begin(*tensors, layout=None, mask=MASKS["causal"], scale=0.5, needs_grad=True):
+        RingRun(context, layout, mask, None).begin(*tensors, scale, needs_grad)
+
+    others = (
+        lambda: begin(q[:1], k[:1], v[:1]),
+        lambda: begin(q, k[:, :, :1], v[:, :, :1]),
+        lambda: begin(q.float(), k.float(), v.float()),
+        lambda: begin(q, k, v, layout=ra.zigzag(23, 1)),
+        lambda: begin(q, k, v, mask=MASKS["window"]),
+        lambda: begin(q, k, v, scale=0.25),
+        lambda: begin(q, k, v, needs_grad=False),
+    )
+    refused = (
+        lambda: begin(q, k.float(), v),
+        lambda: begin(q, k[:, :5], v[:, :5]),
+        lambda: begin(q, k, v, layout=ra.zigzag(24, 1)),
+        lambda: begin(q, k, v, scale=float("inf")),
+    )
+    with patch.object(check, "fit", wraps=check.fit) as fit:
+        for calls, other in enumerate((lambda: begin(q, k, v), *others), 1):
+            for _ in range(3):
+                other()
+            assert fit.call_count == calls
+        for bad in refused:
+            for _ in range(2):
+                with pytest.raises(ValueError):
+                    bad()
 
 
 # selective checkpointing

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from .. import check
-from ..agree import agree, refuse
+from ..agree import Facts, agree, refuse
 from ..layout import Layout, shard
 from ..mask import Documents, documents
 from ..transport import Ranks
@@ -169,7 +169,8 @@ def documents_of_positions(position_ids: torch.Tensor, layout: Layout, ranks: Ra
         if ranks.size > 1:
             refuse(ranks, error)
         raise
-    counts = agree(ranks, {"function": "position_ids of packed documents"}, len(starts)) if ranks.size > 1 else (len(starts),)
+    facts = Facts({"function": "position_ids of packed documents"})
+    counts = agree(ranks, facts, len(starts)) if ranks.size > 1 else (len(starts),)
     room = struct.calcsize("<q") * max(counts)
     records = ranks.all_gather_control(starts.astype("<i8").tobytes().ljust(room, b"\0"))
     assert records is not None

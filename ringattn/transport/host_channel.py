@@ -24,9 +24,11 @@ class HostChannel(Ranks):
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
         if self._group is None:
             self._group = self._connect()
+        length = len(record)
         mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        work = self._group.allgather([everyone], [mine])
+        everyone = bytearray(length * self.size)
+        found = torch.frombuffer(everyone, dtype=torch.uint8).split_with_sizes([length] * self.size)
+        work = self._group.allgather([list(found)], [mine])
         if patience is not None:
             deadline = time.monotonic() + patience
             while not work.is_completed():
@@ -34,7 +36,7 @@ class HostChannel(Ranks):
                     return None
                 time.sleep(0.002)
         work.wait()
-        return [bytes(x.numpy()) for x in everyone]
+        return [bytes(everyone[begin : begin + length]) for begin in range(0, len(everyone), length)]
 
     def _connect(self) -> Any:
         # dist.new_group would need the job's other ranks, or that all members have made equally many groups before

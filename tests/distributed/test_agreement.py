@@ -1,5 +1,6 @@
 """Ranks that disagree, or of which one has bad input: an error on every rank that names the odd one, within seconds; never a hang."""
 
+import re
 import time
 
 import pytest
@@ -157,6 +158,19 @@ def test_lengths_that_fit_no_default_layout(gloo):
         assert "tokens on rank" in text
         assert "the default layout of causal(), zigzag(seq_len=26, world_size=4), holds" in text
         assert text.endswith("pass the layout that the shards were made with")
+
+
+def again(group):
+    """What ranks say that have agreed before, and of which one then changes its mind, twice."""
+    call(group, {})
+    return [disagree(group, 1, {"softmax_scale": 0.5}, {}) for _ in range(2)]
+
+
+def test_ranks_that_agreed_before_hear_of_a_difference(gloo):
+    for found in gloo.run(3, again, timeout=30):
+        for text, _, works in found:
+            assert re.search(r"softmax_scale is 0\.5 on rank 1, but 0\.35355\d+ on ranks 0, 2", text)
+            assert works
 
 
 def late(group):

@@ -268,17 +268,18 @@ def test_half_precision(gloo, dtype):
 
 
 def many_lengths(group, calls):
-    """Plans kept after calls with many lengths."""
+    """Facts, plans and layouts kept after calls with many lengths."""
     world_size = dist.get_world_size(group)
     for n in range(calls):
         q = torch.ones(1, len(range(dist.get_rank(group), n, world_size)), 1, 2)
         ra.ring_attention(q, q, q, layout=ra.striped(n, world_size), group=group)
     kept = context.get_context(group)
-    return len(kept._routes), len(kept._layouts)
+    return len(kept._facts), len(kept._routes), len(kept._layouts)
 
 
 def test_plans_kept_are_bounded(gloo):
-    for routes, layouts in gloo.run(2, many_lengths, 150):
+    for facts, routes, layouts in gloo.run(2, many_lengths, 150):
+        assert 0 < facts <= 64
         assert 0 < routes <= 64
         assert layouts <= 64
 
