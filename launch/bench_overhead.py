@@ -72,15 +72,18 @@ def measure(world_size: int, schedule: ra.Schedule, arguments: argparse.Namespac
     q, k, v, dout = (torch.randn(1, tokens, h, 8, device=arguments.device) for h in (4, 2, 2, 4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     statistic = torch.ones(1, 4, tokens, device=arguments.device)
-    state = torch.zeros_like(dout), statistic, statistic
+    fresh = torch.zeros_like(dout), statistic, statistic
 
     def call() -> torch.Tensor:
         return ra.ring_attention(*leaves, layout=layout, mask=ra.causal(), group=group, schedule=schedule)
 
+    def forward_stub(*args: object, state: local.State | None, **options: object) -> local.State:
+        # tensors of their own, for autograd makes them outputs; later steps update them in place
+        return tuple(x.detach() for x in fresh) if state is None else state
+
     with mock.patch.multiple(
         local,
-        # tensors of their own, for autograd makes them outputs
-        forward=lambda *args, **options: tuple(x.detach() for x in state),
+        forward=forward_stub,
         delta=lambda *args: statistic,
         backward=lambda *args, **options: None,
     ):
