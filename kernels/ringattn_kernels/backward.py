@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import hopper_backward, hopper_backward_fused
+from . import hopper
 from .bands import load_rows
 from .config import Launch, architecture, descriptor, launch_for, padded, precision
 from .dispatch import Kernels, choose_backward
@@ -75,13 +75,13 @@ def backward(
     if isinstance(dq, QuerySums):
         assert dq.q.shape == q.shape and dq.softmax_scale == softmax_scale
     if choice.kernels == Kernels.HOPPER_FUSED:
-        sums = dq.permuted() if isinstance(dq, QuerySums) else hopper_backward_fused.zero_sums(q)
-        hopper_backward_fused.backward(inputs, sums=sums, dk=dk, dv=dv, add=add)
+        sums = dq.permuted() if isinstance(dq, QuerySums) else hopper.fused.zero_sums(q)
+        hopper.fused.backward(inputs, sums=sums, dk=dk, dv=dv, add=add)
         if isinstance(dq, torch.Tensor):
-            hopper_backward_fused.finish(sums, dq, softmax_scale, add)
+            hopper.fused.finish(sums, dq, softmax_scale, add)
         return
     rows, add_q = dq.rows() if isinstance(dq, QuerySums) else (dq, add)
-    run = hopper_backward.backward if choice.kernels == Kernels.HOPPER else _plain_backward
+    run = hopper.backward.backward if choice.kernels == Kernels.HOPPER else _plain_backward
     run(inputs, dq=rows, dk=dk, dv=dv, add_q=add_q, add_kv=add)
 
 

@@ -4,7 +4,8 @@
     backward(..., kernels=Kernels.PLAIN)                # overrides it, as it does for forward
     backward(..., deterministic=True)                   # leaves HOPPER_FUSED out; by default as torch.use_deterministic_algorithms says
 
-Each choice is logged once, at debug level, by the logger of this module.
+Each choice is logged once, at debug level, by the logger of this module; as a warning where the version of Triton rules out the kernels
+that this GPU has.
 """
 
 import enum
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import hopper_backward, hopper_forward
+from . import hopper
 from .config import architecture
 from .table import TileTable
 
@@ -44,7 +45,7 @@ def choose_forward(
     """The kernels for one call of `forward`; `kernels`, if given, is what the caller wants."""
     if kernels == Kernels.HOPPER_FUSED:
         raise ValueError(f"{kernels} has no forward: pass {Kernels.HOPPER} or {Kernels.PLAIN}")
-    return _choose("forward", q.device, kernels, Kernels.HOPPER, lambda: hopper_forward.obstacle(q, k, v, softmax_scale))
+    return _choose("forward", q.device, kernels, Kernels.HOPPER, lambda: hopper.forward.obstacle(q, k, v, softmax_scale))
 
 
 def choose_backward(
@@ -66,16 +67,18 @@ def choose_backward(
     if kernels == Kernels.HOPPER_FUSED and deterministic:
         raise ValueError(f"{kernels} is not deterministic, but deterministic results are asked for: pass {Kernels.HOPPER} or none")
     fastest = Kernels.HOPPER if deterministic else Kernels.HOPPER_FUSED
-    return _choose("backward", q.device, kernels, fastest, lambda: hopper_backward.obstacle(q, k, v, dout, table))
+    return _choose("backward", q.device, kernels, fastest, lambda: hopper.backward.obstacle(q, k, v, dout, table))
 
 
 def _choose(what: str, device: torch.device, wish: Kernels | None, fastest: Kernels, obstacle: Callable[[], str]) -> Choice:
     """The caller's wish, or the fastest on Hopper if there is no obstacle to them."""
+    if wish in (Kernels.HOPPER, Kernels.HOPPER_FUSED) and hopper.obstacle:
+        raise ValueError(f"{wish} is asked for, but {hopper.obstacle}: install one of these, or pass {Kernels.PLAIN} or none")
     if wish is not None:
         choice = Choice(wish, "the caller's wish")
     else:
         arch = architecture(device)
-        why_not = obstacle() if arch == "sm_90" else f"{arch} is not sm_90"
+        why_not = hopper.obstacle or obstacle() if arch == "sm_90" else f"{arch} is not sm_90"
         choice = Choice(Kernels.PLAIN, why_not) if why_not else Choice(fastest, arch)
     _log(what, choice)
     return choice
@@ -83,4 +86,5 @@ def _choose(what: str, device: torch.device, wish: Kernels | None, fastest: Kern
 
 @functools.cache
 def _log(what: str, choice: Choice) -> None:
-    logger.debug("%s runs %s: %s", what, choice.kernels.value, choice.reason)
+    level = logging.WARNING if choice.reason == hopper.obstacle else logging.DEBUG
+    logger.log(level, "%s runs %s: %s", what, choice.kernels.value, choice.reason)

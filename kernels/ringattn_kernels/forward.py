@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import hopper_forward
+from . import hopper
 from .bands import edge_count, edge_start, live_columns, load_block, load_rows, load_segment
 from .config import Launch, architecture, descriptor, launch_for, padded, precision
 from .dispatch import Kernels, choose_forward
@@ -55,7 +55,7 @@ def forward(
         if final:
             out = torch.empty(out.shape, device=q.device, dtype=q.dtype)
     if choose_forward(q, k, v, softmax_scale, kernels).kernels == Kernels.HOPPER:
-        hopper_forward.launch(q, k, v, table, out, row_max, row_sum, softmax_scale, state, final)
+        hopper.forward.launch(q, k, v, table, out, row_max, row_sum, softmax_scale, state, final)
         return out, row_max, row_sum
     arch = architecture(q.device)
     launch = launch_for("forward", arch, max(q.shape[3], v.shape[3]), q.dtype)

@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .gluon_words import async_load, reinterpret
 from .inputs import Inputs
 from .table import TileTable
 from .units import LOG2_E, to_base2
@@ -94,7 +95,7 @@ def mask_scores(p, segments_ptr, segment, row0, start):
 def tile(buffer, index, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """One [ROWS, COLUMNS] block of a buffer that the copy engine fills in its four dimensions."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], buffer.dtype)
-    return buffer.index(index)._reinterpret(buffer.dtype, [ROWS, COLUMNS], LAYOUT)
+    return reinterpret(buffer.index(index), buffer.dtype, [ROWS, COLUMNS], LAYOUT)
 
 
 @gluon.jit
@@ -119,8 +120,8 @@ def produce_queries(
     """Bring K and V once, then Q, dout, pivot and delta block by block."""
     mbarrier.expect(kv_full, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for half in gl.static_range(2):
-        tma.async_copy_global_to_shared(k_desc, [batch, block_begin + half * ROWS, kv_head, 0], kv_full, k_s.index(half))
-        tma.async_copy_global_to_shared(v_desc, [batch, block_begin + half * ROWS, kv_head, 0], kv_full, v_s.index(half))
+        async_load(k_desc, [batch, block_begin + half * ROWS, kv_head, 0], kv_full, k_s.index(half))
+        async_load(v_desc, [batch, block_begin + half * ROWS, kv_head, 0], kv_full, v_s.index(half))
     stage = 0
     phase = 0
     for member in range(group):
@@ -133,12 +134,12 @@ def produce_queries(
                 mbarrier.wait(empty.index(stage), phase ^ 1)
                 full = q_full.index(stage)
                 mbarrier.expect(full, q_desc.block_type.nbytes + pivot_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(q_desc, [batch, start, head, 0], full, q_s.index(stage))
-                tma.async_copy_global_to_shared(pivot_desc, [statistics + start], full, pivot_s.index(stage))
+                async_load(q_desc, [batch, start, head, 0], full, q_s.index(stage))
+                async_load(pivot_desc, [statistics + start], full, pivot_s.index(stage))
                 full = dout_full.index(stage)
                 mbarrier.expect(full, dout_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(dout_desc, [batch, start, head, 0], full, dout_s.index(stage))
-                tma.async_copy_global_to_shared(delta_desc, [statistics + start], full, delta_s.index(stage))
+                async_load(dout_desc, [batch, start, head, 0], full, dout_s.index(stage))
+                async_load(delta_desc, [statistics + start], full, delta_s.index(stage))
                 stage += 1
                 if stage == STAGES:
                     stage = 0
@@ -304,8 +305,8 @@ def produce_keys(
     """Bring Q and dout once, then K and V block by block."""
     mbarrier.expect(q_full, 2 * (q_desc.block_type.nbytes + dout_desc.block_type.nbytes))
     for half in gl.static_range(2):
-        tma.async_copy_global_to_shared(q_desc, [batch, block_begin + half * ROWS, head, 0], q_full, q_s.index(half))
-        tma.async_copy_global_to_shared(dout_desc, [batch, block_begin + half * ROWS, head, 0], q_full, dout_s.index(half))
+        async_load(q_desc, [batch, block_begin + half * ROWS, head, 0], q_full, q_s.index(half))
+        async_load(dout_desc, [batch, block_begin + half * ROWS, head, 0], q_full, dout_s.index(half))
     stage = 0
     phase = 0
     for segment in range(segment_begin, segment_end):
@@ -315,11 +316,11 @@ def produce_keys(
             full = k_full.index(stage)
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(full, k_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(k_desc, [batch, start, kv_head, 0], full, k_s.index(stage))
+            async_load(k_desc, [batch, start, kv_head, 0], full, k_s.index(stage))
             full = v_full.index(stage)
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(full, v_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_desc, [batch, start, kv_head, 0], full, v_s.index(stage))
+            async_load(v_desc, [batch, start, kv_head, 0], full, v_s.index(stage))
             stage += 1
             if stage == STAGES:
                 stage = 0

@@ -14,13 +14,12 @@ Shapes: as in `backward`.
 import torch
 import triton
 import triton.language as tl
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .gluon_words import async_add_shared_to_global
 from .hopper_backward import (
     BLOCK,
     ROWS,
@@ -41,13 +40,6 @@ from .inputs import Inputs
 
 WIDTH = gl.constexpr(64)  # rows and columns of the part of dq that a warpgroup computes
 SUMS = gl.constexpr(256)  # sums of dq in a row of their buffer
-
-
-@builtin
-def async_add_shared_to_global(descriptor, coordinates, source, _semantic=None):
-    """The copy engine adds a block of shared memory to global memory: Gluon's builder can, its language has no word for it."""
-    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle)
 
 
 @gluon.jit

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .config import padded
+from .gluon_words import async_load, barrier, reinterpret
 from .table import TileTable, cut
 from .units import LOG2_E, to_base2, to_natural
 
@@ -260,7 +261,7 @@ def load_work(works_ptr, work):
 def hand_out(work_smem, slot, work):
     """Leave the index of a work where the warpgroups read it, before a barrier tells them."""
     work_smem.index(slot).store(gl.full([1], work, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit
@@ -294,7 +295,7 @@ def load_copies(
             mbarrier.expect(q_full.index(place), CHUNKS * q_desc.block_type.nbytes)
             for c in gl.static_range(CHUNKS):
                 corner = [batch, block_begin + i * ROWS, head, c * COLUMNS]
-                tma.async_copy_global_to_shared(q_desc, corner, q_full.index(place), q_smem.index(place * CHUNKS + c))
+                async_load(q_desc, corner, q_full.index(place), q_smem.index(place * CHUNKS + c))
         start = gl.load(segments_ptr + segment * 8)
         end = gl.load(segments_ptr + segment * 8 + 3)
         for step in range(steps):
@@ -307,13 +308,13 @@ def load_copies(
             mbarrier.expect(k_full.index(stage), CHUNKS * k_desc.block_type.nbytes)
             for c in gl.static_range(CHUNKS):
                 corner = [batch, start, kv_head, c * COLUMNS]
-                tma.async_copy_global_to_shared(k_desc, corner, k_full.index(stage), k_smem.index(stage * CHUNKS + c))
+                async_load(k_desc, corner, k_full.index(stage), k_smem.index(stage * CHUNKS + c))
             if step == steps - 1:
                 # not earlier, so that a program holds no work that another could begin; not later, so that its copies run on
                 work = gl.atomic_add(counter_ptr, 1, sem="relaxed")
             mbarrier.wait(kv_empty.index((block + 1) % STAGES), (((block + 1) // STAGES) & 1) ^ 1)
             mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_desc, [batch, start, kv_head, 0], v_full.index(stage), v_smem.index(stage))
+            async_load(v_desc, [batch, start, kv_head, 0], v_full.index(stage), v_smem.index(stage))
             start += BLOCK_K
             block += 1
         taken += 1
@@ -570,9 +571,9 @@ def hopper_forward_kernel(
     K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_D], dtype)
     V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_DV], dtype)
     # the same bytes as matrices
-    q_matrices = q_smem._reinterpret(dtype, [Q_STAGES * WARPGROUPS * CHUNKS, ROWS, BLOCK_D], Q)
-    k_matrices = k_smem._reinterpret(dtype, [STAGES * CHUNKS, BLOCK_K, BLOCK_D], K)
-    v_matrices = v_smem._reinterpret(dtype, [STAGES, BLOCK_K, BLOCK_DV], V)
+    q_matrices = reinterpret(q_smem, dtype, [Q_STAGES * WARPGROUPS * CHUNKS, ROWS, BLOCK_D], Q)
+    k_matrices = reinterpret(k_smem, dtype, [STAGES * CHUNKS, BLOCK_K, BLOCK_D], K)
+    v_matrices = reinterpret(v_smem, dtype, [STAGES, BLOCK_K, BLOCK_DV], V)
     # the work at hand and the one after it
     work_smem = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * WARPGROUPS, 1], mbarrier.MBarrierLayout())

@@ -5,7 +5,7 @@ Shapes: q, dq (b, sq, h, d).
 
 import torch
 
-from . import hopper_backward_fused
+from . import hopper
 
 
 class QuerySums:
@@ -37,7 +37,7 @@ class QuerySums:
     def permuted(self) -> torch.Tensor:
         """What the fused kernel adds to."""
         if self._permuted is None:
-            self._permuted = hopper_backward_fused.zero_sums(self.q)
+            self._permuted = hopper.fused.zero_sums(self.q)
         return self._permuted
 
     def finish(self, dtype: torch.dtype) -> torch.Tensor:
@@ -47,5 +47,5 @@ class QuerySums:
         if permuted is not None:
             add = rows is not None
             rows = torch.empty_like(self.q, dtype=dtype) if rows is None else rows
-            hopper_backward_fused.finish(permuted, rows, self.softmax_scale, add)
+            hopper.fused.finish(permuted, rows, self.softmax_scale, add)
         return torch.zeros_like(self.q, dtype=dtype) if rows is None else rows.to(dtype)

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import subprocess
 import time
 
 import numpy as np
@@ -14,7 +13,7 @@ from ringattn_kernels import hopper_forward
 from ringattn_kernels.dispatch import Kernels, choose_forward
 from tests.clock import one_sort
 from tests.kernels import dense
-from tests.kernels.test_hopper_backward import TOOLS, compile_for_hopper
+from tests.kernels.test_hopper_backward import RELEASE, compile_for_hopper
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
@@ -35,26 +34,24 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
     plan = hopper_forward.Schedule(*torch.empty(2, 4, dtype=torch.int32))
     counter = torch.empty(1, dtype=torch.int32)
     arguments = hopper_forward.kernel_arguments(q, k, v, out, statistics, statistics, plan, counter, 0.1, state, config)
-    compiled = compile_for_hopper(hopper_forward.hopper_forward_kernel, arguments)
-    (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
-    command = [TOOLS / "ptxas", "-v", "-arch=sm_90a", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
-    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    # C7507 setmaxnreg ignored; C7512, C7514 products serialized
-    assert not re.findall(r"C75\d\d", log), log
-    assert max(int(n) for n in re.findall(r"(\d+) bytes spill", log)) == 0
-    assert compiled.metadata.shared <= 227 * 1024
-    sass = subprocess.run([TOOLS / "nvdisasm", "-c", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+    compiled = compile_for_hopper(hopper_forward.hopper_forward_kernel, arguments, tmp_path)
+    assert not compiled.warnings
+    assert compiled.spills == 0
+    assert compiled.shared <= 227 * 1024
+    sass = compiled.sass
     letters = {"HGMMA": "H", "MUFU.EX2": "E", "WARPGROUP.DEPBAR.LE gsb0, 0x0": "0", "WARPGROUP.DEPBAR.LE gsb0, 0x1": "1"}
     operations = re.findall(r"\b(HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x[01])", sass)
     order = "".join(letters[name] for name, _ in itertools.groupby(operations))
     # in each warpgroup, before its loop: the first scores, exponentials; in it: both products, the waits for them, all exponentials; after
     # it: both products, the second of them the next work's, and the statistics' exponentials
-    assert re.fullmatch(f"(H0EH10EH1E?0E?){{{config.warpgroups}}}", order), order
+    # (which newer versions of Triton let begin a little earlier)
+    behind = "H1E?0E?" if RELEASE == (3, 6) else "[HE]+1E?0E?"
+    assert re.fullmatch(f"(H0EH10E{behind}){{{config.warpgroups}}}", order), order
     in_loop = re.search(r"10(E+)", "".join(letters[name] for name in operations))[1]
     assert len(in_loop) >= config.step // 2
-    # descriptors stay in uniform registers: ptxas is sure that warps do not diverge
+    # descriptors stay in uniform registers: ptxas is sure that warps do not diverge; at d = 256 Q's, of two registers each, may not fit
     products = sass[: sass.index("WARPGROUP.DEPBAR.LE gsb0, 0x1")].rpartition("MUFU.EX2")[2]
-    assert products.count("R2UR") <= 16
+    assert products.count("R2UR") <= (36 if d == 256 and RELEASE > (3, 6) else 16)
     assert sass.count("VOTE.ANY") == config.warpgroups
 
 

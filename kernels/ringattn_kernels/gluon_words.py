@@ -1,0 +1,25 @@
+"""Operations that Gluon names differently from one version of Triton to the next, or has no name for, under one name each."""
+
+from triton._C.libtriton import ir
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# all threads of a partition wait for one another (3.6: thread_barrier)
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+# the copy engine brings a block of global memory to shared memory (up to 3.7: async_copy_global_to_shared)
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@builtin
+def reinterpret(buffer, dtype, shape, layout, _semantic=None):
+    """The same bytes of shared memory in another shape (up to 3.8: _reinterpret)."""
+    method = buffer.reinterpret if hasattr(buffer, "reinterpret") else buffer._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
+
+
+@builtin
+def async_add_shared_to_global(descriptor, coordinates, source, _semantic=None):
+    """The copy engine adds a block of shared memory to global memory: Gluon's builder can, its language not in every version."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle)
