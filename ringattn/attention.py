@@ -113,9 +113,9 @@ def ring_attention(
         check.tensors(q, k, v)
         check.backward_mode(q, k, v)
         check.instance("return_stats", return_stats, bool, _STATS)
-        check.instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
+        check.instance("mask", mask, Mask, check.BUILD_A_MASK)
         if layout is not None:
-            check.instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")
+            check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
         if schedule is not None:
             check.instance("schedule", schedule, Schedule, "build one with ring(), waves(width) and the like")
         scale = check.softmax_scale(softmax_scale, q.shape[3])
@@ -152,7 +152,7 @@ def attend(
     """
     mask = _DEFAULT_MASK if mask is None else mask
     check.qkv(q, k, v)
-    check.instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
+    check.instance("mask", mask, Mask, check.BUILD_A_MASK)
     scale = check.softmax_scale(softmax_scale, q.shape[3])
     queries = check.positions("q_positions", q_positions, q.shape[1], "q")
     keys = check.positions("k_positions", k_positions, k.shape[1], "k")

@@ -13,6 +13,9 @@ from torch.autograd import forward_ad
 MAX_HEAD_DIM = 256
 MAX_POSITION = 1 << 48  # sums of a few positions are int64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# advice for `instance`
+BUILD_A_LAYOUT = "build one with zigzag(seq_len, world_size) and the like"
+BUILD_A_MASK = "build one with causal(), documents(...) and the like"
 
 
 def integer(name: str, value: Any, least: int | None = 0) -> int:

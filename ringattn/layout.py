@@ -18,15 +18,13 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from .check import BUILD_A_LAYOUT, BUILD_A_MASK, instance, integer
 from .check import dim as check_dim
-from .check import instance, integer
 from .digest import Digested, constant
 from .mask import Causal, DilatedWindow, Full, Mask, Prefix, SlidingWindow
 from .region import common_stride as region_stride
 from .region import count_pairs
 from .span import Span, Spans, common_stride, fold, refine, span_table
-
-_BUILD_A_MASK = "build one with causal(), documents(...) and the like"
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +74,7 @@ class Layout(Digested):
 
     def work(self, mask: Mask) -> np.ndarray:
         """Live (query, key) pairs of each rank's queries: (world_size,) int64."""
-        instance("mask", mask, Mask, _BUILD_A_MASK)
+        instance("mask", mask, Mask, BUILD_A_MASK)
         sequence = (Span(0, self.seq_len),) if self.seq_len else ()
         regions = mask.regions(self.seq_len)
         stride = common_stride(*self.spans, sequence, at_least=region_stride(regions))
@@ -158,7 +156,7 @@ def balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
     >>> round(ra.zigzag(1024, 4).balance(mask), 2), round(ra.balanced(mask, 1024, 4).balance(mask), 2)
     (1.99, 1.01)
     """
-    instance("mask", mask, Mask, _BUILD_A_MASK)
+    instance("mask", mask, Mask, BUILD_A_MASK)
     best: Layout | None = None
     best_balance = float("inf")
     chunks = 1
@@ -197,7 +195,7 @@ def shard(x: torch.Tensor, layout: Layout, rank: int, dim: int = 1) -> torch.Ten
     tensor([[0, 1, 6, 7]])
     """
     instance("x", x, torch.Tensor, "pass the whole sequence")
-    instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")
+    instance("layout", layout, Layout, BUILD_A_LAYOUT)
     layout._check_rank(rank)
     dim = check_dim("x", x, dim)
     if x.size(dim) != layout.seq_len:

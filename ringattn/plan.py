@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from .check import instance
+from .check import BUILD_A_LAYOUT, BUILD_A_MASK, instance
 from .layout import Layout
 from .mask import Mask
 from .region import Table, count_pairs, trim
@@ -113,8 +113,8 @@ class Plan:
 
 def make_plan(layout: Layout, mask: Mask) -> Plan:
     """The plan of a layout and a mask. Raises ValueError if the mask does not fit the layout's sequence."""
-    instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")
-    instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
+    instance("layout", layout, Layout, BUILD_A_LAYOUT)
+    instance("mask", mask, Mask, BUILD_A_MASK)
     return _plan(layout.spans, layout.spans, mask, layout.seq_len)
 
 

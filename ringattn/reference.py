@@ -39,7 +39,7 @@ def attention(
     groups = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     mask = causal() if mask is None else mask
-    check.instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
+    check.instance("mask", mask, Mask, check.BUILD_A_MASK)
     live = mask.dense(q.shape[1]).to(q.device)
     keys = k.repeat_interleave(groups, dim=2)
     values = v.repeat_interleave(groups, dim=2)

@@ -204,7 +204,7 @@ class World:
         if self.kv:
             kv, grads = self._alive()
             came = self._rows(self.grads, self.steps + 2, at="dst")
-            # what came in the step before goes once the next has been added
+            # as was measured: what came in the step before goes once the next has been added
             boxes = came + np.concatenate([0 * came[:1], came[:-1]])
             key_sums = self.rows * self.grad_row
             others = float((kv * self.kv_row + (grads + boxes) * self.grad_row).max())

@@ -92,7 +92,7 @@ def shard_batch(batch: Mapping[str, Any], layout: Layout, rank: int) -> Batch:
     Raises ValueError for tokens that are no tensor of sequences, for a tensor of another length, for labels that are not one a token, for
     both `labels` and `shift_labels`, and for an `attention_mask` with zeros or with the numbers of documents.
     """
-    check.instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")
+    check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
     out = {name: torch.from_numpy(value) if _is_numeric(value) else value for name, value in batch.items()}
     tokens = tokens_of(out)
     packed = _packed(out)

@@ -140,9 +140,9 @@ def attach(
     Raises ValueError if the layout is for another number of ranks or leaves one empty, or the model cannot take another
     attention, or would take a shard for the whole: it mixes tokens by other means too, pools them, or has positions of its own.
     """
-    check.instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")
+    check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
     if mask is not None:
-        check.instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
+        check.instance("mask", mask, Mask, check.BUILD_A_MASK)
     if isinstance(ignore, str):
         raise ValueError(f"ignore is {ignore!r}, but must be a list of names: give [{ignore!r}]")
     ranks = get_context(group).ranks

@@ -73,9 +73,9 @@ def replace_attention(
     """
     get_context(group)
     if layout is not None:
-        check.instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")
+        check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
     if mask is not None:
-        check.instance("mask", mask, Mask, "build one with causal(), documents(...) and the like")
+        check.instance("mask", mask, Mask, check.BUILD_A_MASK)
     chosen = _chosen(model, modules)
     if not chosen:
         raise ValueError(

@@ -112,7 +112,7 @@ def verify(
     """
     ranks = get_context(group).ranks
     layout = zigzag(tokens_of(batch).shape[1], ranks.size) if layout is None else layout
-    check.instance("layout", layout, Layout, "build one with zigzag(seq_len, world_size) and the like")
+    check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
     if batch.get("labels") is None and batch.get("shift_labels") is None:
         if batch.get("input_ids") is None:
             raise ValueError(f"the batch has {sorted(batch)}, but neither labels nor input_ids to take them from: give labels")
