@@ -94,12 +94,14 @@ class Context:
 
 def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
     """The cache's value for a key, made if need be; the least recently used goes when the cache is full."""
-    if key not in cache:
-        cache[key] = make()
-    cache.move_to_end(key)
+    # threads may share a cache, that of no group for one: each step leaves it whole
+    value = cache.pop(key, None)
+    if value is None:
+        value = make()
+    cache[key] = value
     if len(cache) > _KEPT:
         cache.popitem(last=False)
-    return cache[key]
+    return value
 
 
 _contexts: WeakKeyDictionary[dist.ProcessGroup, Context] = WeakKeyDictionary()

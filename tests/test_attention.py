@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+from collections import OrderedDict
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ringattn as ra
+from ringattn.context import _kept
 from ringattn.transport import run_ranks
 
 SCHEDULES = {"ring": ra.ring(), "gather": ra.gather(), "waves": ra.waves(2), "double-ring": ra.double_ring(), "default": None}
@@ -770,6 +772,19 @@ def test_the_default_layout_and_schedule(mask, world_size):
     wanted = dense(q, k, v, dout, meant)[0]
     for rank, out in enumerate(run_ranks(world_size, work)):
         torch.testing.assert_close(out, ra.shard(wanted, layout, rank), rtol=0, atol=1e-12)
+
+
+def test_a_plan_that_another_thread_pushes_out_is_made_again():
+    plans = OrderedDict()
+
+    class Key:
+        def __hash__(self):
+            # whenever this thread looks, another has just filled the cache
+            plans.clear()
+            return 0
+
+    key = Key()
+    assert [_kept(plans, key, lambda made=made: made) for made in (1, 2)] == [1, 2]
 
 
 def test_no_group_is_one_rank():
