@@ -40,7 +40,9 @@ class HostChannel(Ranks):
 
     def _connect(self) -> Any:
         # dist.new_group would need the job's other ranks, or that all members have made equally many groups before
-        store = dist.distributed_c10d._get_default_store()
+        store: Any = dist.distributed_c10d._get_default_store()
+        # a store answers one call at a time: another thread that waits in it for this one would wait for ever
+        store = store.clone() if hasattr(store, "clone") else store  # torch 2.8
         # names come back when a group has been destroyed, keys of the store stay
         generation = store.add(f"ringattn/{self._name}/{self.rank}", 1)
         prefix = dist.distributed_c10d.PrefixStore(f"ringattn/{self._name}/{generation}/", store)

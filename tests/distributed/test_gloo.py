@@ -3,6 +3,7 @@
 import gc
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -298,6 +299,20 @@ def come_and_go(group):
             gc.collect()
             assert kept() is None
     return len(context._contexts) - before
+
+
+def threads_at_once(group):
+    """The first call with each of some groups, from a thread of its own."""
+    groups = [dist.new_group(range(4)) for _ in range(4)]
+    q = torch.ones(1, 2, 1, 2)
+    if dist.get_rank() < 4:
+        with ThreadPoolExecutor(len(groups)) as threads:
+            return [float(out.sum()) for out in threads.map(lambda made: ra.ring_attention(q, q, q, group=made), groups)]
+    return [4.0] * 4
+
+
+def test_groups_connect_from_threads_at_once(gloo):
+    assert gloo.run(8, threads_at_once, timeout=30) == [[4.0] * 4] * 8
 
 
 def test_contexts_go_with_their_groups(gloo):
