@@ -105,8 +105,8 @@ def verify(
         whole: for a model that is not of transformers, a copy of it that runs whole sequences with dense attention.
         autocast: run in this precision under autocast, all but the reference.
 
-    Returns a `Report`: `assert report.passed, report`. Raises ValueError if the ranks' weights differ, a dropout is on, or the
-    model is neither of transformers nor given with `whole`.
+    Returns a `Report`: `assert report.passed, report`. Raises ValueError if the ranks' weights differ, a dropout is on or the step draws
+    other random numbers, no label counts, nothing is trainable, or the model is neither of transformers nor given with `whole`.
 
     >>> report = ringattn.verify(model, {"input_ids": tokens})  # doctest: +SKIP
     """
@@ -117,7 +117,16 @@ def verify(
         if batch.get("input_ids") is None:
             raise ValueError(f"the batch has {sorted(batch)}, but neither labels nor input_ids to take them from: give labels")
         batch = {**batch, "labels": batch["input_ids"]}
+    if whole is None and not hasattr(model, "set_attn_implementation"):
+        raise ValueError(
+            f"{type(model).__name__} is not a transformers model, so that nothing is known of how it runs whole sequences: "
+            "give whole=, a copy of it with dense attention"
+        )
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not names:
+        raise ValueError(
+            f"{type(model).__name__} has no parameter that requires gradients: there is nothing to compare but the loss"
+        )
     device = next(model.parameters()).device
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.training and module.p:
@@ -128,8 +137,13 @@ def verify(
     everything = shard_batch(batch, zigzag(layout.seq_len, 1), 0)
     inputs = _on(shard_batch(batch, layout, ranks.rank), device)
     counted = int((everything["shift_labels"] != IGNORE).sum())
+    if not counted:
+        raise ValueError(f"all labels are {IGNORE}, so that there is no loss to compare: give some that count")
+    before = _random_states(device)
     with _attached(model, layout, mask, group):
         ours = _step(model, loss, inputs, counted, autocast)
+    if not all(map(torch.equal, before, _random_states(device))):
+        raise ValueError("the step draws random numbers (dropout, noise), so no two steps are alike: call model.eval() first")
     for value in ours:
         _sum_over(value, group, ranks.size)
     # relative differences of (sharded, whole), and the whole's loss; NaN, which passes nowhere, if the first rank fails
@@ -152,6 +166,11 @@ def verify(
         for name, (sharded, theirs), bound in zip(["loss", *names], rows, bounds, strict=True)
     )
     return Report(layout, ours[0].item(), whole_loss, differences)
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    """What the next random numbers depend on, of the host and the device."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def _summed_cross_entropy(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -195,11 +214,6 @@ def _attached(model: Any, layout: Layout, mask: Mask | None, group: Group | None
 
 def _dense(model: Any) -> nn.Module:
     """A copy with transformers' own attention."""
-    if not hasattr(model, "set_attn_implementation"):
-        raise ValueError(
-            f"{type(model).__name__} is not a transformers model, so that nothing is known of how it runs whole sequences: "
-            "give whole=, a copy of it with dense attention"
-        )
     from .huggingface import NAME, detach
 
     dense = copy.deepcopy(model)

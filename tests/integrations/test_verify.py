@@ -9,7 +9,7 @@ from torch import nn
 
 import ringattn as ra
 from ringattn.integrations import huggingface
-from ringattn.integrations.causal_lm import CausalLMLoss
+from ringattn.integrations.causal_lm import IGNORE, CausalLMLoss
 from ringattn.integrations.data import pack
 from ringattn.integrations.verify import Difference
 
@@ -171,3 +171,28 @@ def test_dropout_is_refused():
     model = transformers.PhiForCausalLM(transformers.PhiConfig(**{**SIZES, "resid_pdrop": 0.1})).train()
     with pytest.raises(ValueError, match=r"resid_dropout drops 0\.1 of its input"):
         ra.verify(model, dict(input_ids=tokens()))
+
+
+def test_random_numbers_other_than_a_dropout_modules_are_refused():
+    """A step of them would pass, as the whole step is as far from its reference."""
+    sizes = dict(vocab_size=61, hidden_size=16, ffn_dim=24, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=16)
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, max_position_embeddings=64, dropout=0.5)).train()
+    with pytest.raises(ValueError, match="the step draws random numbers"):
+        ra.verify(model, {"input_ids": torch.arange(12)[None]})
+
+
+def test_steps_that_show_nothing_are_refused():
+    model, ids = build("llama"), torch.arange(12)[None]
+    with pytest.raises(ValueError, match="all labels are -100, so that there is no loss to compare"):
+        ra.verify(model, {"input_ids": ids, "labels": torch.full_like(ids, IGNORE)})
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no parameter that requires gradients"):
+        ra.verify(model.requires_grad_(False), {"input_ids": ids})
+
+
+def plain_without_a_twin(group):
+    with pytest.raises(ValueError, match="Plain is not a transformers model"):
+        ra.verify(Plain(ra.zigzag(12, 2)), {"input_ids": torch.arange(12)[None]}, group=group)
+
+
+def test_a_model_without_a_twin_is_refused_on_all_ranks(gloo):
+    gloo.run(2, plain_without_a_twin)
