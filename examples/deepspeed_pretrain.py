@@ -69,6 +69,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
+    ranks = int(os.environ["WORLD_SIZE"])
+    if options.ring < 1 or ranks % options.ring:
+        parser.error(f"--ring is {options.ring}, but must divide the {ranks} ranks of the job")
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")

@@ -100,8 +100,15 @@ while (($#)); do
 done
 (($#)) || fail 'no script is given (see --help)'
 [[ -z $given || ${#hosts[@]} -gt 0 ]] || fail "$given names no host"
+for ((n = 0; n < ${#hosts[@]}; n++)); do
+    [[ -n ${hosts[n]} ]] || fail "$given has an empty name of a host"
+    for ((m = 0; m < n; m++)); do
+        [[ ${hosts[m]} != "${hosts[n]}" ]] || fail "$given names ${hosts[n]} twice, but a host runs one torchrun: raise --nproc"
+    done
+done
 [[ -z $nproc || $nproc == gpu ]] || number --nproc "$nproc"
 [[ -z $port ]] || number --port "$port"
+((${port:-1} <= 65535)) || fail "--port is $port, but ports go to 65535"
 number --timeout "$timeout"
 
 nodes=1 node=0

@@ -91,6 +91,13 @@ def test_deepspeed_pretrain():
     assert losses[-1] < losses[0] - 0.3
 
 
+@needs_deepspeed
+def test_deepspeed_pretrain_names_a_ring_that_does_not_fit():
+    done = start(*TORCHRUN, 2, EXAMPLES / "deepspeed_pretrain.py", "--ring", 3)
+    assert done.returncode
+    assert "--ring is 3, but must divide the 2 ranks of the job" in done.stderr
+
+
 def test_drawing(tmp_path):
     succeed(EXAMPLES / "draw_layouts_and_masks.py", "--seq-len", 48, "--ranks", 3, "--out", tmp_path)
     for name in ("layouts_and_masks.png", "documents_balanced.png"):

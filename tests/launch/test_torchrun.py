@@ -188,6 +188,9 @@ REFUSALS = {
     "option": (["--nprocs", "2", "a.py"], {}, "--nprocs is no option of torchrun.sh"),
     "no value": (["--hosts"], {}, "--hosts needs a value"),
     "no number": (["--nproc", "many", "a.py"], {}, "--nproc is 'many', but must be a whole number"),
+    "no port": (["--port", "70000", "a.py"], {}, "--port is 70000, but ports go to 65535"),
+    "empty host": (["--hosts", "a,,b", "a.py"], {}, "--hosts has an empty name of a host"),
+    "host twice": (["--hosts", "a,b,a", "a.py"], {}, "--hosts names a twice, but a host runs one torchrun"),
     "no host": (["--hosts", "", "a.py"], {}, "--hosts names no host"),
     "no file": (["--hostfile", "/nowhere/hosts", "a.py"], {}, "--hostfile is /nowhere/hosts, which cannot be read"),
     "task a GPU": (
