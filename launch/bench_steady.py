@@ -12,7 +12,6 @@ import argparse
 import gc
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from bench_ring import add_shape, launch, make_case, slowest
 from ring_methods import Ranks, make_method
+from ring_report import circumstances
 
 _WARM_UP = 20  # steps at least
 _BUSY = 1_000_000_000  # clock cycles, about half a second
@@ -123,13 +123,5 @@ def line(row: dict) -> str:
 
 def write(rows: list[dict], arguments: argparse.Namespace) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
-    record = {
-        "command": " ".join(["python", *sys.argv]),
-        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "world_size": dist.get_world_size(),
-        "tokens": arguments.tokens,
-        "mask": arguments.mask,
-        "rows": rows,
-    }
+    record = {**circumstances(arguments), "tokens": arguments.tokens, "rows": rows}
     (arguments.out / "steady.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -31,7 +31,6 @@ from ringattn.rows import Rows
 from ringattn.score import Score
 from ringattn.transport import Transport
 
-PEERS = ("ulysses", "cp-alltoall", "cp-allgather", "ring_flash_attn")
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -78,7 +77,7 @@ class Case:
     @cached_property
     def forward_flop(self) -> float:
         """A rank's mean share: two products over the live pairs."""
-        pairs = ra.make_plan(self.layout(), self.mask).pairs().sum()
+        pairs = self.layout().work(self.mask).sum()
         return 4 * float(pairs) * self.heads * self.head_dim / self.ranks.size
 
     def whole(self) -> Tensors:
@@ -211,7 +210,7 @@ def schedule(word: str) -> ra.Schedule | None:
     kind, _, number = word.partition("-")
     makers = {"default": lambda: None, "ring": ra.ring, "gather": ra.gather, "waves": ra.waves, "double_ring": ra.double_ring}
     if kind not in makers:
-        raise ValueError(f"method {word!r} is not one of {', '.join((*makers, 'local', *PEERS))}")
+        raise ValueError(f"method {word!r} is not one of {', '.join((*makers, 'local', *PEER_METHODS))}")
     return makers[kind](int(number)) if number else makers[kind]()
 
 

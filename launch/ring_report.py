@@ -137,27 +137,33 @@ def overlap(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float
     return length(a) + length(b) - length(union([*a, *b]))
 
 
+def circumstances(arguments: argparse.Namespace) -> dict:
+    """What every record of a benchmark of many ranks begins with."""
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
+        "world_size": dist.get_world_size(),
+        "torch": torch.__version__,
+        "mask": arguments.mask,
+    }
+
+
 def write(rows: list[dict], errors: dict[str, float], arguments: argparse.Namespace) -> None:
     """ring.json, and ring.png where matplotlib is installed; ring_memory.* for `--memory`, ring_scaling.* for `--scaling`."""
     arguments.out.mkdir(parents=True, exist_ok=True)
     name = "ring_memory" if arguments.memory else "ring_scaling" if arguments.scaling else "ring"
-    device = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
     record = {
-        "command": " ".join(["python", *sys.argv]),
-        "device": device,
-        "world_size": dist.get_world_size(),
-        "torch": torch.__version__,
+        **circumstances(arguments),
         "heads": arguments.heads,
         "kv_heads": arguments.kv_heads,
         "head_dim": arguments.head_dim,
-        "mask": arguments.mask,
         "differences": errors,
         "rows": rows,
         "memory_fits": memory_fits(rows),
     }
     (arguments.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     if importlib.util.find_spec("matplotlib"):
-        draw(rows, arguments.out / f"{name}.png", name, f"{dist.get_world_size()} x {device}")
+        draw(rows, arguments.out / f"{name}.png", name, f"{record['world_size']} x {record['device']}")
 
 
 def draw(rows: list[dict], path: Path, kind: str, title: str) -> None:

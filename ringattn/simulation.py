@@ -128,10 +128,12 @@ class World:
         self.copies = kv_copies(work.heads, work.kv_heads, self.u)
         self.h, self.hk, self.d = work.heads // self.u, work.kv_heads * self.copies // self.u, work.head_dim
         self.node = np.arange(self.n) * self.u // gpus_per_node
-        one_node = not option.nccl and self.n * self.u <= gpus_per_node
-        self.link = machine.copy_engines(self.n) if one_node else machine.nccl
-        one_node = not option.nccl and self.u <= gpus_per_node
-        self.heads_link = machine.copy_engines(self.u) if one_node else machine.nccl
+
+        def link(ranks: int, among: int) -> Link:
+            """What moves the messages of an axis of so many ranks, which lie within `among` consecutive ones."""
+            return machine.copy_engines(ranks) if among <= gpus_per_node and not option.nccl else machine.nccl
+
+        self.link, self.heads_link = link(self.n, self.n * self.u), link(self.u, self.u)
         # ranks of a heads axis on this node and on others, but for itself
         inside = min(self.u, gpus_per_node)
         self.peers = np.array([inside - 1, self.u - inside])

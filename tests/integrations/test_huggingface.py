@@ -18,28 +18,10 @@ from ringattn.integrations.causal_lm import CausalLMLoss, shift_labels, sum_grad
 from ringattn.integrations.hf_options import check_inputs
 from ringattn.integrations.huggingface import NAME, LiveMask, attach, detach, register, ring_attention_forward
 
-SIZES = dict(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    use_cache=False,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-)
+TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+SIZES = dict(**TINY, num_key_value_heads=2, use_cache=False, bos_token_id=None, eos_token_id=None, pad_token_id=None)
 WINDOW = 7
-BERT = dict(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    attention_probs_dropout_prob=0.0,
-    hidden_dropout_prob=0.0,
-)
+BERT = dict(**TINY, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
 ALTERNATING = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 
 
