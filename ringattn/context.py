@@ -279,10 +279,40 @@ def group_names(group: Group | None) -> tuple[str, ...]:
     raise ValueError("torch.compile knows a group by its name: pass a ProcessGroup, a DeviceMesh or hybrid(mesh)")
 
 
+def process_groups(group: Group | None) -> list[dist.ProcessGroup]:
+    """The groups along a group's axes, of more than one rank: sums along one after the other make the sum over all ranks.
+
+    A DeviceMesh may have any axes here. Raises ValueError for what has no process groups, and a group that this rank is not in.
+    """
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return []
+    if isinstance(group, DeviceMesh):
+        if group.get_coordinate() is None:
+            raise ValueError("group is a DeviceMesh that does not hold this rank")
+        found = group.get_all_groups()
+    else:
+        ranks = _ranks(group)
+        if isinstance(ranks, dist.ProcessGroup):
+            found = [ranks]
+        elif isinstance(ranks, Hybrid) and ranks.names is not None:
+            found = [_named_group(name) for name in ranks.names]
+        elif ranks.size == 1:
+            found = []
+        else:
+            raise ValueError(
+                f"group is a {type(group).__name__}, along which nothing is summed: pass the ProcessGroup it was made of"
+            )
+    return [each for each in found if dist.get_world_size(each) > 1]
+
+
+def _named_group(name: str) -> dist.ProcessGroup:
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+    return resolve(name)
+
+
 def named_context(names: tuple[str, ...]) -> Context:
     """The context of the group with these names, which is alive."""
-    resolve: Any = dist.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
-    groups = [resolve(name) for name in names]
+    groups = [_named_group(name) for name in names]
     return get_context(_hybrids[groups[0]][groups[1]] if len(groups) == 2 else groups[0] if groups else None)
 
 

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
+
+from ..context import Group, process_groups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -154,24 +155,22 @@ class CausalLMLoss(nn.Module):
         return self.loss(hidden, output.weight, shift_labels, head=Head(output.bias, self._scale, self._softcap))
 
 
-def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group | None = None) -> None:
     """Replace each gradient by its sum over the ranks: the gradient of the summed loss. A collective; alone it does nothing.
 
-    Every rank takes part for every trainable parameter: one that got no gradient here counts as zero.
+    group: a process group, a mesh of any dimensions, a hybrid, or None for all ranks. Every rank takes part for every trainable
+    parameter: one that got no gradient here counts as zero.
     """
-    if isinstance(group, DeviceMesh):
-        group = group.get_group()
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return
-    pending = []
-    for parameter in parameters:
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            pending.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-    for work in pending:
-        assert work is not None
-        work.wait()
+    axes = process_groups(group)
+    trained = [parameter for parameter in parameters if parameter.requires_grad] if axes else []
+    for parameter in trained:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for axis in axes:
+        pending = [dist.all_reduce(parameter.grad, group=axis, async_op=True) for parameter in trained]
+        for work in pending:
+            assert work is not None
+            work.wait()
 
 
 def _without_head(model: Any) -> Any:

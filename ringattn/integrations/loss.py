@@ -9,16 +9,15 @@ of L is sum(d S_r) / N. Wrappers sum the ranks' gradients and divide by some d; 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from .. import check
+from ..context import Group, process_groups
 from .causal_lm import IGNORE
-
-Group = dist.ProcessGroup | DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,7 @@ def averaged(group: Group | None = None) -> Reduction:
 
     `group`: the process group or device mesh (of any dimensions) given to the wrapper; None for all ranks.
     """
-    if isinstance(group, DeviceMesh):
-        return Reduction(group.size())
-    return Reduction(dist.get_world_size(group) if dist.is_initialized() else 1)
+    return Reduction(math.prod(dist.get_world_size(axis) for axis in process_groups(group)))
 
 
 def deepspeed(data_parallel: int, accumulation: int = 1) -> Reduction:
@@ -79,7 +76,8 @@ def mean_loss(
         summed_loss: scalar, the losses of this rank's valid tokens summed (`CausalLMLoss`, `token_loss`).
         labels: this rank's shifted labels, `IGNORE` where a token does not count; all may be.
         reduction: what the wrapper does with gradients: `averaged()`, `deepspeed(...)` or `summed()`.
-        group: all ranks whose gradients are reduced together, ring and data parallel: a group, a mesh axis, or None for all ranks.
+        group: all ranks whose gradients are reduced together, ring and data parallel: a group, a mesh of any dimensions, a hybrid, or
+            None for all ranks.
         tokens: with gradient accumulation, the valid tokens of all micro-batches of the step on all ranks (`count_tokens`); `mean` is
             then this micro-batch's part, and the parts of a step add up to its loss.
 
@@ -104,8 +102,6 @@ def count_tokens(*labels: torch.Tensor, group: Group | None = None) -> torch.Ten
 
 
 def _sum_over(values: torch.Tensor, group: Group | None) -> torch.Tensor:
-    if isinstance(group, DeviceMesh):
-        group = group.get_group()
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
-        dist.all_reduce(values, group=group)
+    for axis in process_groups(group):
+        dist.all_reduce(values, group=axis)
     return values

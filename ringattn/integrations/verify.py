@@ -19,12 +19,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import check
-from ..context import get_context
+from ..context import Group, get_context, process_groups
 from ..layout import Layout, zigzag
 from ..mask import Mask, causal, documents, sliding_window
 from .causal_lm import IGNORE
 from .data import shard_batch, tokens_of
-from .loss import Group
 
 FLOOR = {torch.float64: 2e-6, torch.float32: 2e-6, torch.bfloat16: 1e-4, torch.float16: 1e-4}
 _LOSS_BOUND, _GRADIENT_BOUND = 2.0, 3.0
@@ -99,7 +98,7 @@ def verify(
             tokens are their own. Short ones: rank 0 also runs them whole, in fp64, with dense attention.
         layout: who holds what; zigzag over the group by default.
         mask: what is live, as for `attach`.
-        group: the ranks of the ring.
+        group: the ranks of the ring, as for `attach`.
         loss: `loss(model, inputs)`, the summed loss of the tokens given, shards or whole; by default the cross-entropy of
             `model(**inputs).logits` with `shift_labels`.
         whole: for a model that is not of transformers, a copy of it that runs whole sequences with dense attention.
@@ -110,7 +109,7 @@ def verify(
 
     >>> report = ringattn.verify(model, {"input_ids": tokens})  # doctest: +SKIP
     """
-    ranks = get_context(group).ranks
+    ranks, axes = get_context(group).ranks, process_groups(group)
     layout = zigzag(tokens_of(batch).shape[1], ranks.size) if layout is None else layout
     check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
     if batch.get("labels") is None and batch.get("shift_labels") is None:
@@ -131,7 +130,7 @@ def verify(
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.training and module.p:
             raise ValueError(f"{name} drops {module.p} of its input at random, so no two steps are alike: call model.eval() first")
-    _check_weights(model, group, ranks.size)
+    _check_weights(model, axes)
     loss = _summed_cross_entropy if loss is None else loss
     # a layout of one rank holds positions in order: the same labels and positions for the whole sequence
     everything = shard_batch(batch, zigzag(layout.seq_len, 1), 0)
@@ -145,9 +144,9 @@ def verify(
     if not all(map(torch.equal, before, _random_states(device))):
         raise ValueError("the step draws random numbers (dropout, noise), so no two steps are alike: call model.eval() first")
     for value in ours:
-        _sum_over(value, group, ranks.size)
-    # relative differences of (sharded, whole), and the whole's loss; NaN, which passes nowhere, if the first rank fails
-    found = torch.full((len(ours) + 1, 2), float("nan"), dtype=torch.float64)
+        _reduce(value, axes)
+    # relative differences of (sharded, whole), and the whole's loss, all of them the first rank's; NaN, which passes nowhere, if it fails
+    found = torch.full((len(ours) + 1, 2), float("nan") if ranks.rank == 0 else 0.0, dtype=torch.float64)
     try:
         if ranks.rank == 0:
             dense = _dense(model) if whole is None else whole
@@ -157,7 +156,7 @@ def verify(
             rows = [[_distance(a, e), _distance(b, e)] for a, b, e in zip(ours, same, exact, strict=True)]
             found = torch.tensor([*rows, [exact[0].item()] * 2], dtype=torch.float64)
     finally:
-        found = _from_first(found, group, ranks.size, device)
+        found = _reduce(found.to(device), axes)
     *rows, (whole_loss, _) = found.tolist()
     dtype = next(model.parameters()).dtype if autocast is None else autocast
     bounds = [_LOSS_BOUND] + [_GRADIENT_BOUND] * len(names)
@@ -270,34 +269,20 @@ def _masked(model: Any, inputs: Mapping[str, Any], mask: Mask | None, seq_len: i
     return inputs
 
 
-def _check_weights(model: nn.Module, group: Group | None, size: int) -> None:
+def _check_weights(model: nn.Module, axes: list[dist.ProcessGroup]) -> None:
     """Raise ValueError, on every rank, if the ranks' weights differ."""
     sums = torch.stack([parameter.detach().double().sum() for parameter in model.parameters()])
-    highest, lowest = sums.clone(), -sums
-    for value in (highest, lowest):
-        if size > 1:
-            dist.all_reduce(value, dist.ReduceOp.MAX, group=_process_group(group))
+    highest, lowest = (_reduce(value, axes, dist.ReduceOp.MAX) for value in (sums.clone(), -sums))
     different = [name for (name, _), high, low in zip(model.named_parameters(), highest, lowest) if high != -low]
     if different:
         raise ValueError(f"the ranks have different weights, for one in {different[0]}: seed them alike, or load the same ones")
 
 
-def _process_group(group: Group | None) -> dist.ProcessGroup | None:
-    return group if group is None or isinstance(group, dist.ProcessGroup) else group.get_group()
-
-
-def _sum_over(value: torch.Tensor, group: Group | None, size: int) -> None:
-    if size > 1:
-        dist.all_reduce(value, group=_process_group(group))
-
-
-def _from_first(x: torch.Tensor, group: Group | None, size: int, device: torch.device) -> torch.Tensor:
-    """The first rank's tensor on every rank."""
-    if size == 1:
-        return x
-    x = x.to(device)
-    dist.broadcast(x, group=_process_group(group), group_src=0)
-    return x.cpu()
+def _reduce(value: torch.Tensor, axes: list[dist.ProcessGroup], operation: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    """In place, over all ranks of the ring."""
+    for axis in axes:
+        dist.all_reduce(value, operation, group=axis)
+    return value
 
 
 def _on(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

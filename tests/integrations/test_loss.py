@@ -127,6 +127,36 @@ def test_micro_batches_add_up(gloo):
             torch.testing.assert_close(summed_up[name], gradient, rtol=2e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def over_axes(group):
+    """Losses, counts and gradients over a mesh of two axes and a grid, and what is said to a transport and a list."""
+    mesh = DeviceMesh("cpu", torch.arange(8).view(4, 2), mesh_dim_names=("ring", "heads"))
+    found, said = [], []
+    for where in (mesh, ra.hybrid(mesh), mesh["ring"]):
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        parameter.grad = torch.full((2,), float(group.rank()))
+        sum_gradients([parameter], where)
+        labels = torch.full((1, 3), 5)
+        step = mean_loss(torch.tensor(6.0 * group.rank()), labels, reduction=averaged(where), group=where)
+        found.append(
+            (averaged(where).divisor, step.mean.item(), count_tokens(labels, group=where).item(), *parameter.grad.tolist())
+        )
+    for bad in (ra.process_group(mesh["ring"]), [group]):
+        for call in (averaged, lambda bad: sum_gradients([], bad)):
+            with pytest.raises(ValueError) as caught:
+                call(bad)
+            said.append(str(caught.value))
+    return found, said
+
+
+def test_groups_may_have_several_axes(gloo):
+    for rank, (found, said) in enumerate(gloo.run(8, over_axes)):
+        assert found[0] == found[1] == (8, 7.0, 24.0, 28.0, 28.0)
+        of_axis = sum(range(rank % 2, 8, 2))
+        assert found[2] == (4, of_axis / 2, 12.0, of_axis, of_axis)
+        assert all("pass the ProcessGroup it was made of" in text for text in said[:2])
+        assert all("group is a list, but must be a ProcessGroup" in text for text in said[2:])
+
+
 def test_without_a_valid_token_all_is_zero():
     model = build()
     batch = shard_batch(whole_batch(0), ra.contiguous(SEQ_LEN, 1), 0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import ringattn as ra
 from ringattn.integrations import huggingface
@@ -37,7 +39,7 @@ def tokens() -> torch.Tensor:
 
 def report_of(group, name: str, mistake: str | None = None, packed: bool = False, mask: ra.Mask | None = None) -> ra.Report:
     torch.set_num_threads(1)
-    model = build(name, group.rank() if mistake == "weights" else 0)
+    model = build(name, dist.get_rank() if mistake == "weights" else 0)
     batch = dict(input_ids=tokens())
     if packed:
         batch = pack([tokens()[0, :11], tokens()[0, 11:30], tokens()[1, :7]])
@@ -105,6 +107,22 @@ def test_mistakes_do_not_pass(gloo, name, mistake, packed):
 def test_weights_that_differ_are_named(gloo):
     with pytest.raises(AssertionError, match=r"the ranks have different weights, for one in model.embed_tokens.weight"):
         gloo.run(2, report_of, "llama", "weights", timeout=120)
+
+
+def reports_of_grid(group):
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("ring", "heads"))
+    if mesh.get_coordinate() is None:
+        return None
+    group = ra.hybrid(mesh)
+    with pytest.raises(ValueError, match="the ranks have different weights"):
+        report_of(group, "llama", "weights")
+    assert not report_of(group, "llama", "documents", packed=True).passed
+    return [ra.verify(build("llama"), dict(input_ids=tokens()), group=where) for where in (mesh, group)]
+
+
+def test_a_grid_is_verified_as_a_ring_is(gloo):
+    found = gloo.run(8, reports_of_grid, timeout=120)[:4]
+    assert all(report == found[0][0] and report.passed for reports in found for report in reports)
 
 
 def test_a_loss_of_ones_own_and_autocast():
