@@ -37,7 +37,8 @@ def checkpoint_contexts() -> Any:
 def checkpoint_offload_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """`checkpoint_contexts` that keeps attention's output and statistics in host memory: pinned, copied beside the device's own work.
 
-    A block's copy back begins with the block's recomputation. For eager mode: raises ValueError under torch.compile.
+    A block's copy back begins with the block's recomputation. For eager mode: raises ValueError under torch.compile. The backward pass
+    raises RuntimeError where a block changes attention's output in place.
 
     >>> import torch, ringattn as ra
     >>> from torch.utils.checkpoint import checkpoint
@@ -103,14 +104,21 @@ class _Fetch(TorchDispatchMode):
         super().__init__()
         self._parked = parked
         self._calls: list[tuple[list[_Parked], list[torch.Tensor]]] = []
+        self._given: list[tuple[torch.Tensor, int]] = []
 
     def __enter__(self) -> Any:
         self._calls = [(results, [x.fetch() for x in results]) for results in reversed(self._parked)]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._calls = []
+        given, self._calls, self._given = self._given, [], []
         super().__exit__(*error)
+        # the backward pass reads them, and torch does not look at what checkpointing keeps
+        if any(x._version != version for x, version in given):
+            raise RuntimeError(
+                "a checkpointed block changes the output of ring_attention in place, which its backward pass needs: write "
+                "out = out * x in place of out *= x"
+            )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not FORWARD:
@@ -118,4 +126,5 @@ class _Fetch(TorchDispatchMode):
         results, fetched = self._calls.pop()
         for x in results:
             x.wait()
+        self._given += [(x, x._version) for x in fetched]
         return tuple(fetched)

@@ -308,6 +308,16 @@ def test_what_is_offloaded_comes_from_its_copy_and_on_time(monkeypatch):
             assert waiting == side_waits + main_waits
 
 
+@pytest.mark.parametrize("contexts", [ra.checkpoint_contexts, ra.checkpoint_offload_contexts])
+def test_a_block_that_changes_attentions_output_in_place_is_refused(contexts):
+    def block(q, k, v):
+        return ra.ring_attention(q, k, v).mul_(2).sin()
+
+    out = checkpoint(block, *inputs(), use_reentrant=False, context_fn=contexts)
+    with pytest.raises(RuntimeError, match=r"in place|has been mutated"):
+        out.sum().backward()
+
+
 def test_offloading_is_refused_under_compile(compiled):
     model = make_blocks(1, mask=ra.causal())
     with pytest.raises(Exception, match=r"checkpoint_offload_contexts does not work under torch\.compile"):
