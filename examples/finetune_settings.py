@@ -195,6 +195,10 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(
             f"--verify runs a step whole on one rank, and --shape {args.shape} has no weights before it is wrapped: use --model"
         )
+    if args.verify and args.attention != "ringattn":
+        parser.error(
+            f"--verify compares ring attention with dense attention, and --attention is {args.attention}: leave one of them out"
+        )
     if not 0 <= args.heldout < 1:
         parser.error(f"--heldout is {args.heldout}, but must be from 0 to less than 1: a share of the document")
     if args.heads % args.kv_heads:
@@ -219,6 +223,8 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def _check_files(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if Path(args.out).exists() and not Path(args.out).is_dir():
+        parser.error(f"--out is {args.out}, which is a file: give a folder, which need not exist")
     if args.text is not None:
         if not Path(args.text).is_file():
             parser.error(f"--text is {args.text}, which is not a file")

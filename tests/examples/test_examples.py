@@ -469,6 +469,11 @@ def test_learning_rate_warms_up_and_decays(program):
         (["--lr", "nan"], "--lr is nan, but must be at least 0"),
         (["--clip", "0"], "--clip is 0.0, but must be above 0, where every gradient would become 0"),
         (["--peak", "0"], "--peak is 0.0, but must be above 0"),
+        (["--out", __file__], "which is a file: give a folder, which need not exist"),
+        (
+            ["--verify", "--attention", "ulysses-sdpa", "--layout", "contiguous"],
+            "--verify compares ring attention with dense attention, and --attention is ulysses-sdpa",
+        ),
         (["--verify", "--shape", "1b"], "--verify runs a step whole on one rank, and --shape 1b has no weights"),
         (["--model", str(EXAMPLES)], "whose weights know the tokens of a tokenizer.json that is not there"),
         (["--heldout", "1"], "--heldout is 1.0, but must be from 0"),
