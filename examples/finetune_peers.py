@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -89,7 +89,7 @@ def to_heads(x: torch.Tensor) -> torch.Tensor:
     b, h, s, d = x.shape
     ranks = dist.get_world_size()
     sent = x.reshape(b, ranks, h // ranks, s, d).transpose(0, 1).contiguous()  # (ranks, b, h / ranks, s, d)
-    got = all_to_all_single(torch.empty_like(sent), sent)  # from each rank, its tokens
+    got = all_to_all_single_autograd(sent, None, None, dist.group.WORLD)  # from each rank, its tokens
     return got.permute(1, 2, 0, 3, 4).reshape(b, h // ranks, ranks * s, d)
 
 
@@ -98,5 +98,5 @@ def to_sequence(x: torch.Tensor) -> torch.Tensor:
     b, h, total, d = x.shape
     ranks = dist.get_world_size()
     sent = x.reshape(b, h, ranks, total // ranks, d).permute(2, 0, 1, 3, 4).contiguous()  # (ranks, b, h / ranks, s, d)
-    got = all_to_all_single(torch.empty_like(sent), sent)  # from each rank, its heads
+    got = all_to_all_single_autograd(sent, None, None, dist.group.WORLD)  # from each rank, its heads
     return got.permute(1, 3, 0, 2, 4).reshape(b, total // ranks, ranks * h, d)
