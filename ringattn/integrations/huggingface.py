@@ -215,8 +215,9 @@ def ring_attention_forward(
             "attention_mask is given, but ring attention takes its mask over global positions: attach(model, mask=...) it"
         )
     hf_options.check_attention(dropout, options, ring.ignored)
-    call = _call.get()
-    if attention_mask is None and call is not None and call.live.documents is not None:
+    # a mask that is there knows of its documents; torch.compile follows no ContextVar
+    call = None if attention_mask is not None else _call.get()
+    if call is not None and call.live.documents is not None:
         raise ValueError(
             f"{type(module).__name__} is called without the mask that says where packed documents end: the model does not pass it on, "
             "or a hook took it away, as accelerate's does with cp_size above 1: leave cp_size at 1"
@@ -276,7 +277,11 @@ def _live_mask(*args: Any, local_size: int | None = None, **options: Any) -> Liv
     """transformers' mask function: no tensor, but what is live; refuses a mask that asks for more."""
     is_causal = hf_options.check_mask(**options)
     call = _call.get()
-    return LiveMask(None if call is None else call.live, local_size, is_causal)
+    if call is None:
+        return LiveMask(None, local_size, is_causal)
+    if is_causal is not None and (is_causal or local_size is None):
+        call.live.mask_for(is_causal, local_size)  # compiled layers find it made
+    return LiveMask(call.live, local_size, is_causal)
 
 
 def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -261,6 +261,26 @@ def test_a_call_that_fails_leaves_nothing_behind(monkeypatch):
     assert torch.equal(model.model(input_ids=sequence(9)).last_hidden_state @ model.lm_head.weight.T, expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_compiled_layers_have_no_graph_break(name):
+    """One graph for layers alike; packed documents are others."""
+    model = build(name)
+    attach(model, layout=ra.zigzag(37, 1))
+    calls = [dict(input_ids=sequence(37), **extra) for extra in ({}, dict(cu_seq_lens_q=BOUNDS, cu_seq_lens_k=BOUNDS))]
+
+    def run(inputs):
+        logits = model(**inputs).logits
+        return [logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))]
+
+    wanted = [run(inputs) for inputs in calls]
+    torch.compiler.reset()
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    for inputs, expected in zip(calls, wanted, strict=True):
+        torch.testing.assert_close(run(inputs), expected, rtol=0, atol=1e-10)
+    torch.compiler.reset()
+
+
 def positions_that_disagree(group, kind: str):
     layout = ra.zigzag(12, 2)
     model = build("llama")
