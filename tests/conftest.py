@@ -28,6 +28,11 @@ def pytest_configure(config):
     config.pluginmanager.register(strategies)
 
 
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+
+
 @pytest.fixture(scope="session")
 def gloo():
     """Ranks over gloo: `gloo.run(world_size, function, *args)`."""
@@ -38,18 +43,14 @@ def gloo():
 
 @pytest.fixture(scope="session")
 def _gpus():
-    count = torch.cuda.device_count()
-    processes = ranks.Ranks("nccl", count) if count else None
+    processes = ranks.Ranks("nccl", torch.cuda.device_count())
     yield processes
-    if processes is not None:
-        processes.close()
+    processes.close()
 
 
 @pytest.fixture
 def nccl(_gpus):
-    """Ranks over NCCL, one a GPU: `nccl.run(world_size, function, *args)`."""
-    if _gpus is None:
-        pytest.skip("needs a GPU")
+    """Ranks over NCCL, one a GPU, for tests marked gpu: `nccl.run(world_size, function, *args)`."""
     return _gpus
 
 

@@ -369,7 +369,6 @@ def test_refusals_in_a_job(gloo):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     ("bad", "message"),
     [

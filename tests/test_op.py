@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
-from ringattn import check, digest, passes
+from ringattn import check, digest, local
 from ringattn.context import Context, get_context
 from ringattn.op import BACKWARD, FORWARD
 from ringattn.run import LocalRun, RingRun, compiled_run, find_run
@@ -40,10 +40,10 @@ def inputs(b=2, s=23, h=4, hk=2, d=5, d_v=3, dtype=torch.float64, seed=0):
 class Block(torch.nn.Module):
     """A projection, attention, a projection."""
 
-    def __init__(self, width=8, **options):
+    def __init__(self, width=8, dtype=torch.float64, **options):
         super().__init__()
-        self.qkv = torch.nn.Linear(width, 3 * width, dtype=torch.float64)
-        self.proj = torch.nn.Linear(width, width, dtype=torch.float64)
+        self.qkv = torch.nn.Linear(width, 3 * width, dtype=dtype)
+        self.proj = torch.nn.Linear(width, width, dtype=dtype)
         self.options = options
 
     def forward(self, x):
@@ -59,25 +59,30 @@ def make_blocks(n, **options):
 def gradients(model, run=None):
     """Of the model's parameters, for a loss of `run`'s output."""
     generator = torch.Generator().manual_seed(1)
-    x, weight = torch.randn(2, 2, 13, 8, dtype=torch.float64, generator=generator)
+    x, weight = torch.randn(2, 2, 13, 8, dtype=torch.float64, generator=generator).to(next(model.parameters()))
     (run or model)(x).mul(weight).sum().backward()
     found = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
     return found
 
 
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+DTYPE = {"cpu": torch.float64, "cuda": torch.float32}
+TOLERANCE = {"cpu": 1e-12, "cuda": 1e-5}
+
+
 @pytest.fixture
 def launches(monkeypatch):
-    """How often the forward and the backward pass have run."""
+    """How often this device has computed the forward and the backward pass."""
     counts = {"forward": 0, "backward": 0}
     for name in counts:
-        original = getattr(passes, name)
+        original = getattr(local, name)
 
         def counted(*args, name=name, original=original, **options):
             counts[name] += 1
             return original(*args, **options)
 
-        monkeypatch.setattr(passes, name, counted)
+        monkeypatch.setattr(local, name, counted)
     return counts
 
 
@@ -265,8 +270,9 @@ def with_checkpoints(model, **options):
 
 @pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("mask", [ra.causal(), MASKS["dilated"]], ids=repr)
-def test_the_policy_saves_attention_from_running_twice(mask, compile_it, launches, compiled):
-    model = make_blocks(2, mask=mask)
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_the_policy_saves_attention_from_running_twice(device, mask, compile_it, launches, compiled):
+    model = make_blocks(2, dtype=DTYPE[device], mask=mask).to(device)
     wanted = gradients(model)
     ways = [({}, 4), (dict(context_fn=ra.checkpoint_contexts), 2)]
     if not compile_it:
@@ -277,7 +283,35 @@ def test_the_policy_saves_attention_from_running_twice(mask, compile_it, launche
         got = gradients(model, compiled(run) if compile_it else run)
         assert launches == {"forward": forwards, "backward": 2}
         for name, x in got.items():
-            torch.testing.assert_close(x, wanted[name], rtol=0, atol=1e-13)
+            torch.testing.assert_close(x, wanted[name], rtol=0, atol=TOLERANCE[device])
+
+
+@pytest.mark.gpu
+def test_offloading_takes_what_attention_computed_off_the_gpu():
+    """The same losses and gradients, with the GPU's peak lower by nearly all blocks' output and statistics."""
+    layers, tokens, heads = 6, 8192, 2
+    model = make_blocks(layers, width=heads * 64, dtype=torch.bfloat16, mask=ra.causal()).cuda()
+    x = torch.randn(2, tokens, heads * 64, device="cuda", dtype=torch.bfloat16)
+    found = []
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for contexts in (ra.checkpoint_contexts, ra.checkpoint_offload_contexts):
+        # the first time compiles and warms up
+        for _ in range(2):
+            model.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            loss = with_checkpoints(model, context_fn=contexts)(x).float().square().mean()
+            loss.backward()
+            torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        found.append((peak, loss.item(), [p.grad for p in model.parameters()]))
+    torch.use_deterministic_algorithms(False)
+    (peak, loss, kept), (offloaded_peak, offloaded_loss, offloaded) = found
+    a_blocks = 2 * tokens * heads * (64 * 2 + 2 * 4)
+    assert offloaded_peak < peak - (layers - 3) * a_blocks
+    assert offloaded_loss == loss
+    assert all(torch.equal(x, y) for x, y in zip(kept, offloaded, strict=True))
 
 
 def test_what_is_offloaded_comes_from_its_copy_and_on_time(monkeypatch):

@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
@@ -94,6 +94,40 @@ def disagree(group):
     with pytest.raises(ValueError) as caught:
         run(q, k, v, ra.prefix(5) if rank == 1 else ra.causal())
     return str(caught.value), run(q, k, v, ra.causal()).shape == (*q.shape[:3], v.shape[3])
+
+
+def compiled_on_gpus(group, on_grid):
+    """Whether torch.compile, with its default backend and no graph break, gives the bits of eager mode: out and gradients, on this
+    rank of all GPUs, as a ring or as a ring of pairs."""
+    where = init_device_mesh("cuda", (group.size() // 2, 2), mesh_dim_names=AXES) if on_grid else group
+    rank = ra.hybrid(where).rank if on_grid else group.rank()
+    layout = ra.zigzag(1000, group.size())
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = (1, 1000, 4, 64), (1, 1000, 2, 64), (1, 1000, 2, 64), (1, 1000, 4, 64)
+    whole = [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes]
+    *leaves, dout = (ra.shard(x, layout, rank).requires_grad_() for x in whole)
+
+    def attention(q, k, v):
+        # doubling and halving round nothing, in whatever precision they are fused
+        return ra.ring_attention(2 * q, k, v, layout=layout, mask=ra.sliding_window(300), group=where) / 2
+
+    torch.compiler.reset()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    found = []
+    for run in (attention, torch.compile(attention, fullgraph=True)):
+        out = run(*leaves)
+        found.append([out, *torch.autograd.grad(out, leaves, dout)])
+    torch.use_deterministic_algorithms(False)
+    return [torch.equal(x, y) for x, y in zip(*found, strict=True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on_grid", [False, True], ids=["ring", "grid"])
+def test_compiled_attention_on_gpus_has_the_bits_of_eager_mode(nccl, on_grid):
+    count = torch.cuda.device_count()
+    if on_grid and count % 2:
+        pytest.skip("needs an even number of GPUs")
+    assert nccl.run(count, compiled_on_gpus, on_grid, timeout=120) == [[True] * 4] * count
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
 from ringattn.transport import Alone
@@ -56,9 +57,12 @@ def ring(q, k, v, dout, layout, mask, group, schedule, rank):
     return [out.detach(), *torch.autograd.grad(out, leaves, ra.shard(dout, layout, rank))], stats
 
 
-def errors(group, dtype, heads, seq_len, names, layouts):
-    """For each case what this rank's shard is off by: see `judge`."""
+def errors(group, dtype, heads, seq_len, names, layouts, grid=None):
+    """For each case what this rank's shard is off by: see `judge`. On a grid of all ranks, if its shape (ring, heads) is given."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if grid is not None:
+        group = ra.hybrid(init_device_mesh("cuda", grid, mesh_dim_names=("ring", "heads")))
+        assert (group.rank, group.size) == (rank, world_size)
     q, k, v, dout = inputs(seq_len, heads, dtype)
     rows = {}
     for name in names:
@@ -126,6 +130,17 @@ def test_every_layout_mask_and_schedule(nccl, world_size, dtype):
 def test_uneven_shards_and_head_dims(nccl, world_size, heads, seq_len):
     names = ("causal", "documents")
     found = nccl.run(world_size, errors, torch.bfloat16, heads, seq_len, names, ("zigzag", "striped"), timeout=200)
+    assert judge(found) == []
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 128, 128), (4, 1, 64, 64)], ids=["shared out", "copied"])
+def test_a_grid_of_all_gpus(nccl, heads):
+    """Rings of half of the GPUs, and pairs along the heads' axis, for which K/V heads suffice or are copied."""
+    count = torch.cuda.device_count()
+    if count % 2:
+        pytest.skip("needs an even number of GPUs")
+    names, grid = ("causal", "window", "documents"), (count // 2, 2)
+    found = nccl.run(count, errors, torch.bfloat16, heads, 4099, names, ("zigzag", "balanced"), grid, timeout=200)
     assert judge(found) == []
 
 

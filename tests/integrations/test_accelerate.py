@@ -17,7 +17,7 @@ from ringattn.integrations.loss import Reduction, count_tokens, mean_loss
 # `make test` installs it, but for a GPU host without network
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
 
-N, VOCAB, LR, CLIP, RING = 41, 37, 0.5, 0.3, 2
+N, VOCAB, LR, CLIP = 41, 37, 0.5, 0.3
 
 
 def make_model():
@@ -47,22 +47,30 @@ def step_of_one_process(replicas, accumulation):
     return loss.item(), {name: p.detach() for name, p in run.named_parameters()}
 
 
-def step_under_accelerate(group, accumulation):
+def step_under_accelerate(group, accumulation, replicas, device="cpu", fsdp=False):
     """The same on this rank of a mesh (replicas, ring)."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size, MASTER_ADDR="localhost")
     os.environ.update({name: str(value) for name, value in names.items()})  # as torchrun or accelerate launch would
-    from accelerate import Accelerator
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
 
-    mesh = init_device_mesh("cpu", (world_size // RING, RING), mesh_dim_names=("data", "ring"))
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    ring = world_size // replicas
+    mesh = init_device_mesh(device, (replicas, ring), mesh_dim_names=("data", "ring"))
+    options = {}
+    if fsdp:
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
+        )
+    accelerator = Accelerator(cpu=device == "cpu", gradient_accumulation_steps=accumulation, **options)
     assert accelerator.num_processes == world_size
-    model, layout = make_model(), ra.zigzag(N, RING)
+    model, layout = make_model(), ra.zigzag(N, ring)
     attach(model, layout=layout, group=mesh["ring"])
     run = CausalLMLoss(model)
     run, optimizer = accelerator.prepare(run, torch.optim.SGD(run.parameters(), LR))
     whole = [batch(mesh.get_local_rank("data"), micro) for micro in range(accumulation)]
-    shards = [{name: ra.shard(x, layout, mesh.get_local_rank("ring")) for name, x in one.items()} for one in whole]
+    here = mesh.get_local_rank("ring")
+    shards = [{name: ra.shard(x, layout, here).to(accelerator.device) for name, x in one.items()} for one in whole]
     tokens = count_tokens(*(one["shift_labels"] for one in shards))
     mean = 0.0
     for one in shards:
@@ -74,7 +82,10 @@ def step_under_accelerate(group, accumulation):
                 accelerator.clip_grad_norm_(run.parameters(), CLIP)
             optimizer.step()
             optimizer.zero_grad()
-    return mean, {name: p.detach() for name, p in accelerator.unwrap_model(run).named_parameters()}
+    named = accelerator.unwrap_model(run).named_parameters()
+    found = {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu() for name, p in named}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return mean, found
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +98,23 @@ def processes():
     pool.close()
 
 
+def assert_same(found, replicas, accumulation, within):
+    loss, parameters = step_of_one_process(replicas, accumulation)
+    for mean, own in found:
+        assert mean == pytest.approx(loss, rel=1e-6)
+        assert own.keys() == parameters.keys()
+        for name, expected in parameters.items():
+            torch.testing.assert_close(own[name], expected, rtol=0, atol=within * expected.abs().max().item(), msg=name)
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_step_is_that_of_one_process(processes, accumulation):
-    loss, parameters = step_of_one_process(4 // RING, accumulation)
-    for mean, found in processes.run(4, step_under_accelerate, accumulation):
-        assert mean == pytest.approx(loss, rel=1e-6)
-        assert found.keys() == parameters.keys()
-        for name, expected in parameters.items():
-            torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-6 * expected.abs().max().item(), msg=name)
+    assert_same(processes.run(4, step_under_accelerate, accumulation, 2), 2, accumulation, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+def test_a_step_on_gpus_is_that_of_one_process(nccl, fsdp):
+    count = torch.cuda.device_count()
+    replicas = 1 if count % 2 else 2
+    assert_same(nccl.run(count, step_under_accelerate, 2, replicas, "cuda", fsdp, timeout=120), replicas, 2, 5e-6)

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, r
 
 N, VOCAB, WIDTH, LR, CLIP = 24, 17, 8, 0.5, 0.4
 IGNORE = -100
+IN_FP32 = dict(parameters_within=dict(rtol=5e-6, atol=5e-7), loss_within=2e-6)
+IN_BF16 = dict(parameters_within=dict(rtol=2e-2, atol=1e-2), loss_within=1e-2)
 
 
 class Block(nn.Module):
@@ -81,10 +83,10 @@ def parameters_of_one_process(replicas, accumulation, steps):
     return found
 
 
-def start(parallel, stage, accumulation, dtype, checkpoint=None, scatter=True):
+def start(parallel, stage, accumulation, dtype, checkpoint=None, scatter=True, device="cpu"):
     import deepspeed
 
-    model = Model(checkpoint)
+    model = Model(checkpoint).to(device)
     for block in model.blocks:
         block.options = dict(group=parallel.ring, layout=ra.contiguous(N, dist.get_world_size(parallel.ring)))
     config = {
@@ -108,7 +110,7 @@ def run_step(engine, parallel, step):
     mine = []
     for micro in range(accumulation):
         whole = batch(dist.get_rank(parallel.data), step * accumulation + micro)
-        mine.append([ra.shard(x, layout, dist.get_rank(parallel.ring)) for x in whole])
+        mine.append([ra.shard(x, layout, dist.get_rank(parallel.ring)).to(engine.device) for x in whole])
     tokens = count_tokens(*(labels for _, labels in mine))
     total = 0.0
     for ids, labels in mine:
@@ -124,49 +126,52 @@ def whole_parameters(engine, stage):
 
     named = dict(engine.module.named_parameters())
     with deepspeed.zero.GatheredParameters(list(named.values()), enabled=stage == 3):
-        return {name: p.detach().float().clone() for name, p in named.items()}
+        return {name: p.detach().float().cpu().clone() for name, p in named.items()}
 
 
-def prepare(group):
-    """DeepSpeed without its launcher and without compiling its operators."""
-    os.environ["LOCAL_RANK"] = "0"
+def prepare(group, ring, device):
+    """DeepSpeed without its launcher and without compiling its operators, and its groups."""
+    os.environ["LOCAL_RANK"] = str(group.rank()) if device == "cuda" else "0"
+    os.environ["DS_ACCELERATOR"] = device
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if device == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("ERROR")
+    return DeepSpeedParallel(init_device_mesh(device, (group.size() // ring, ring), mesh_dim_names=("data", "ring")))
 
 
-def trained(group, ring, stage, accumulation, dtype, checkpointing, scatter=True):
-    prepare(group)
+def trained(group, ring, stage, accumulation, dtype, checkpointing, scatter=True, device="cpu"):
+    parallel = prepare(group, ring, device)
     replicas = group.size() // ring
-    parallel = DeepSpeedParallel(init_device_mesh("cpu", (replicas, ring), mesh_dim_names=("data", "ring")))
     checkpoint = None
     if checkpointing:
         import deepspeed
 
-        deepspeed.init_distributed("gloo", verbose=False)
+        deepspeed.init_distributed(dist.get_backend(group), verbose=False)
         deepspeed.checkpointing.configure(parallel, partition_activations=False)
         checkpoint = deepspeed.checkpointing.checkpoint
-    engine = start(parallel, stage, accumulation, dtype, checkpoint, scatter)
+    engine = start(parallel, stage, accumulation, dtype, checkpoint, scatter, device)
     assert engine.train_batch_size() == replicas * accumulation
     found = [(run_step(engine, parallel, step), whole_parameters(engine, stage)) for step in range(2)]
     engine.destroy()
     return found
 
 
-def resumed(group, ring, stage, folder):
+def resumed(group, ring, stage, folder, device="cpu"):
     """Parameters after a second step, straight on and from a checkpoint of the first."""
-    prepare(group)
-    parallel = DeepSpeedParallel(init_device_mesh("cpu", (group.size() // ring, ring), mesh_dim_names=("data", "ring")))
-    engine = start(parallel, stage, 1, torch.float32)
+    parallel = prepare(group, ring, device)
+    torch.use_deterministic_algorithms(device == "cuda", warn_only=True)
+    engine = start(parallel, stage, 1, torch.float32, device=device)
     run_step(engine, parallel, 0)
     engine.save_checkpoint(folder, tag=f"zero{stage}")
     straight = run_step(engine, parallel, 1), whole_parameters(engine, stage)
     engine.destroy()
-    engine = start(parallel, stage, 1, torch.float32)
+    engine = start(parallel, stage, 1, torch.float32, device=device)
     engine.load_checkpoint(folder, tag=f"zero{stage}")
     again = run_step(engine, parallel, 1), whole_parameters(engine, stage)
     engine.destroy()
+    torch.use_deterministic_algorithms(False)
     return straight, again
 
 
@@ -185,6 +190,16 @@ def pools(gloo):
     for ranks in made.values():
         ranks.close()
     del os.environ["DS_BUILD_OPS"], os.environ["DS_ACCELERATOR"]
+
+
+def assert_steps(found, wanted, parameters_within, loss_within):
+    """Each rank's loss and parameters after each step."""
+    for ranks_steps in found:
+        for (loss, parameters), (wanted_loss, wanted_parameters) in zip(ranks_steps, wanted, strict=True):
+            assert loss == pytest.approx(wanted_loss, rel=loss_within)
+            assert parameters.keys() == wanted_parameters.keys()
+            for name, x in parameters.items():
+                torch.testing.assert_close(x, wanted_parameters[name], **parameters_within, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize(
@@ -213,23 +228,14 @@ def test_steps_are_those_of_one_process(pools, ring, replicas, stage, accumulati
     found = pools(ring * replicas).run(
         ring * replicas, trained, ring, stage, accumulation, torch.float32, checkpointing, scatter, timeout=120
     )
-    for ranks_steps in found:
-        for (loss, parameters), (wanted_loss, wanted_parameters) in zip(ranks_steps, wanted):
-            assert loss == pytest.approx(wanted_loss, rel=2e-6)
-            assert parameters.keys() == wanted_parameters.keys()
-            for name, x in parameters.items():
-                torch.testing.assert_close(x, wanted_parameters[name], rtol=5e-6, atol=5e-7, msg=lambda m, n=name: f"{n}: {m}")
+    assert_steps(found, wanted, **IN_FP32)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_steps_in_bfloat16(pools, stage):
     """To bf16's rounding of parameters and activations."""
     wanted = parameters_of_one_process(2, 1, 2)
-    for ranks_steps in pools(4).run(4, trained, 2, stage, 1, torch.bfloat16, False, timeout=120):
-        for (loss, parameters), (wanted_loss, wanted_parameters) in zip(ranks_steps, wanted):
-            assert loss == pytest.approx(wanted_loss, rel=1e-2)
-            for name, x in parameters.items():
-                torch.testing.assert_close(x, wanted_parameters[name], rtol=2e-2, atol=1e-2, msg=lambda m, n=name: f"{n}: {m}")
+    assert_steps(pools(4).run(4, trained, 2, stage, 1, torch.bfloat16, False, timeout=120), wanted, **IN_BF16)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -237,6 +243,33 @@ def test_a_checkpoint_resumes_bit_for_bit(pools, stage, tmp_path):
     for (loss, parameters), (loss_again, parameters_again) in pools(4).run(4, resumed, 2, stage, str(tmp_path), timeout=120):
         assert loss == loss_again
         assert all(torch.equal(x, parameters_again[name]) for name, x in parameters.items())
+
+
+def rings_of_gpus():
+    """All GPUs, half of them in each of two rings where their number is even: (ring, replicas)."""
+    count = torch.cuda.device_count()
+    return (count, 1) if count % 2 else (count // 2, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "dtype"),
+    [(1, 1, torch.float32), (3, 2, torch.float32), (1, 1, torch.bfloat16), (3, 1, torch.bfloat16)],
+    ids=str,
+)
+def test_steps_on_gpus_are_those_of_one_process(nccl, stage, accumulation, dtype):
+    ring, replicas = rings_of_gpus()
+    wanted = parameters_of_one_process(replicas, accumulation, 2)
+    found = nccl.run(ring * replicas, trained, ring, stage, accumulation, dtype, False, True, "cuda", timeout=120)
+    assert_steps(found, wanted, **(IN_FP32 if dtype == torch.float32 else IN_BF16))
+
+
+@pytest.mark.gpu
+def test_a_checkpoint_on_gpus_resumes_bit_for_bit(nccl, tmp_path):
+    ring, replicas = rings_of_gpus()
+    for straight, again in nccl.run(ring * replicas, resumed, ring, 3, str(tmp_path), "cuda", timeout=120):
+        assert straight[0] == again[0]
+        assert all(torch.equal(x, again[1][name]) for name, x in straight[1].items())
 
 
 def other_meshes(group):

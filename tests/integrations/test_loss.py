@@ -48,39 +48,27 @@ def expected(replicas: int):
     return loss.item(), counted, {name: p.grad for name, p in model.named_parameters()}
 
 
-# on a rank: its ring of so many ranks, where a job has several
-RINGS: dict[int, dist.ProcessGroup] = {}
-
-
-def keep_ring(group):
-    RINGS[group.size()] = group
-
-
-def run_step(gloo, replicas: int, ring: int, *arguments) -> list:
-    if replicas > 1:
-        for first in range(0, replicas * ring, ring):
-            gloo.run(ring, keep_ring, ranks=range(first, first + ring), timeout=120)
-    return gloo.run(replicas * ring, wrapped_step, *arguments, timeout=120)
-
-
-def wrapped_step(group, wrapper: str, replicas: int, accumulate: bool = False):
+def wrapped_step(group, wrapper: str, replicas: int, ring: int, accumulate: bool = False, device: str = "cpu"):
+    """A step on the first replicas x ring ranks; the others only make groups. Run on all ranks of the job."""
     torch.set_num_threads(1)
-    size, rank = group.size(), group.rank()
-    ring_size = size // replicas
-    ring = group if replicas == 1 else RINGS[ring_size]
-    mesh = DeviceMesh.from_group(group, "cpu")
-    layout = ra.contiguous(SEQ_LEN, ring_size)
-    model = build()
-    attach(model.model, layout=layout, group=ring)
-    mine = shard_batch(whole_batch(rank // ring_size), layout, rank % ring_size)
-    reduction = summed() if wrapper == "none" else averaged(mesh if wrapper == "fsdp2" else group)
+    mesh = DeviceMesh(device, torch.arange(replicas * ring).view(replicas, ring), mesh_dim_names=("data", "ring"))
+    everyone = DeviceMesh(device, torch.arange(replicas * ring))
+    if mesh.get_coordinate() is None:
+        return None
+    group = everyone.get_group()
+    layout = ra.contiguous(SEQ_LEN, ring)
+    model = build().to(device)
+    attach(model.model, layout=layout, group=mesh["ring"])
+    mine = shard_batch(whole_batch(mesh.get_local_rank("data")), layout, mesh.get_local_rank("ring"))
+    mine = {name: value.to(device) for name, value in mine.items()}
+    reduction = summed() if wrapper == "none" else averaged(everyone if wrapper == "fsdp2" else group)
     run = model
     if wrapper == "ddp":
         run = DistributedDataParallel(model, process_group=group)
     elif wrapper == "fsdp2":
         for layer in model.model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(layer, mesh=everyone)
+        fully_shard(model, mesh=everyone)
     if accumulate:
         # the same tokens in two micro-batches, whose labels share them out unevenly
         parts = [mine["shift_labels"].clone(), mine["shift_labels"].clone()]
@@ -100,31 +88,30 @@ def wrapped_step(group, wrapper: str, replicas: int, accumulate: bool = False):
         sum_gradients(model.parameters(), group)
     gradients = {name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()}
     valid = int((mine["shift_labels"] != IGNORE).sum())
-    return mean, tokens, gradients, valid
+    return mean, tokens, {name: gradient.cpu() for name, gradient in gradients.items()}, valid
+
+
+def assert_the_mean_over_all_tokens(results: list, replicas: int, atol: float = 1e-7) -> None:
+    loss, counted, gradients = expected(replicas)
+    for mean, tokens, summed_up, _ in results:
+        assert mean == pytest.approx(loss, rel=1e-6)
+        assert tokens == counted
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(summed_up[name], gradient, rtol=2e-5, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("wrapper", ["none", "ddp", "fsdp2"])
 @pytest.mark.parametrize(("replicas", "ring"), [(1, 2), (2, 2)], ids=["1x2", "2x2"])
 def test_gradients_are_those_of_the_mean_over_all_tokens(gloo, wrapper, replicas, ring):
-    loss, counted, gradients = expected(replicas)
-    results = run_step(gloo, replicas, ring, wrapper, replicas)
-    for mean, tokens, summed_up, _ in results:
-        assert mean == pytest.approx(loss, rel=1e-6)
-        assert tokens == counted
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(summed_up[name], gradient, rtol=2e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+    results = gloo.run(8, wrapped_step, wrapper, replicas, ring, timeout=120)[: replicas * ring]
+    assert_the_mean_over_all_tokens(results, replicas)
     valid = [valid for *_, valid in results]
     assert len(set(valid)) == len(valid), "the ranks' counts differ"
     assert (0 in valid) == (replicas == 2), "one shard is all padding"
 
 
 def test_micro_batches_add_up(gloo):
-    loss, counted, gradients = expected(2)
-    for mean, tokens, summed_up, _ in run_step(gloo, 2, 2, "none", 2, True):
-        assert mean == pytest.approx(loss, rel=1e-6)
-        assert tokens == counted
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(summed_up[name], gradient, rtol=2e-5, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+    assert_the_mean_over_all_tokens(gloo.run(8, wrapped_step, "none", 2, 2, True, timeout=120)[:4], 2)
 
 
 def over_axes(group):
@@ -155,6 +142,16 @@ def test_groups_may_have_several_axes(gloo):
         assert found[2] == (4, of_axis / 2, 12.0, of_axis, of_axis)
         assert all("pass the ProcessGroup it was made of" in text for text in said[:2])
         assert all("group is a list, but must be a ProcessGroup" in text for text in said[2:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_gradients_on_gpus_are_those_of_the_mean_over_all_tokens(nccl, wrapper):
+    """All GPUs, half of them in each of two rings, where their number is even."""
+    count = torch.cuda.device_count()
+    replicas = 1 if count % 2 else 2
+    results = nccl.run(count, wrapped_step, wrapper, replicas, count // replicas, False, "cuda", timeout=120)
+    assert_the_mean_over_all_tokens(results, replicas)
 
 
 def test_without_a_valid_token_all_is_zero():

@@ -22,24 +22,38 @@ SIZES = dict(
 KINDS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
 
 
-def build(name: str, seed: int = 0) -> nn.Module:
+def build(name: str, seed: int = 0, **changes) -> nn.Module:
     torch.manual_seed(seed)
+    sizes = {**SIZES, **changes}
     if name == "llama":
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     if name == "mistral":
-        return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=7))
+        return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=7))
     if name == "gemma3":
-        return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SIZES, **KINDS, final_logit_softcapping=2.0))
-    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**SIZES, **KINDS, num_local_experts=2, num_experts_per_tok=1))
+        return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes, **KINDS, final_logit_softcapping=2.0))
+    return transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**{"num_experts_per_tok": 1, **sizes}, **KINDS, num_local_experts=2)
+    )
 
 
 def tokens() -> torch.Tensor:
     return torch.randint(61, (2, 37), generator=torch.Generator().manual_seed(1))
 
 
-def report_of(group, name: str, mistake: str | None = None, packed: bool = False, mask: ra.Mask | None = None) -> ra.Report:
+def report_of(
+    group,
+    name: str,
+    mistake: str | None = None,
+    packed: bool = False,
+    mask: ra.Mask | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    autocast: torch.dtype | None = None,
+) -> ra.Report:
     torch.set_num_threads(1)
-    model = build(name, dist.get_rank() if mistake == "weights" else 0)
+    # sizes of which GPUs run their fastest kernels; with both experts for every token rounding chooses none
+    sizes = {} if device == "cpu" else dict(hidden_size=256, head_dim=64, num_experts_per_tok=2)
+    model = build(name, dist.get_rank() if mistake == "weights" else 0, **sizes).to(device, dtype)
     batch = dict(input_ids=tokens())
     if packed:
         batch = pack([tokens()[0, :11], tokens()[0, 11:30], tokens()[1, :7]])
@@ -57,7 +71,7 @@ def report_of(group, name: str, mistake: str | None = None, packed: bool = False
         patch.setattr(ra.integrations.verify, "shard_batch", shifted_within_shards)
     with patch.context():
         try:
-            report = ra.verify(model, batch, group=group, mask=mask)
+            report = ra.verify(model, batch, group=group, mask=mask, autocast=autocast)
         finally:
             patch.undo()
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -102,6 +116,30 @@ def test_mistakes_do_not_pass(gloo, name, mistake, packed):
         assert not report.passed
         assert "NOT within bounds" in str(report)
         assert "FAILED" in str(report)
+
+
+GPU_MODELS = {
+    "llama autocast": ("llama", False, torch.float32, torch.bfloat16),
+    "mistral packed": ("mistral", True, torch.bfloat16, None),
+    "gpt-oss": ("gpt-oss", False, torch.bfloat16, None),
+    "gpt-oss fp32": ("gpt-oss", True, torch.float32, None),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "packed", "dtype", "autocast"), GPU_MODELS.values(), ids=GPU_MODELS)
+def test_right_models_pass_on_gpus(nccl, name, packed, dtype, autocast):
+    """Grouped heads, windows, packed documents and sinks, in low precision: the loss and all gradients against one process."""
+    first, *others = nccl.run(torch.cuda.device_count(), report_of, name, None, packed, None, "cuda", dtype, autocast, timeout=120)
+    assert all(other == first for other in others)
+    assert first.passed, first
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "mistake", "packed"), [("llama", "documents", True), ("gpt-oss", "sinks", False)])
+def test_mistakes_do_not_pass_on_gpus(nccl, name, mistake, packed):
+    for report in nccl.run(torch.cuda.device_count(), report_of, name, mistake, packed, None, "cuda", torch.bfloat16, timeout=120):
+        assert not report.passed
 
 
 def test_weights_that_differ_are_named(gloo):
