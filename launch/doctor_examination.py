@@ -31,8 +31,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--link", type=float, help="a link is slow below so much of the upper quartile (default: 0.6, on CPUs 0.1)")
     parser.add_argument("--skew", type=float, default=0.5, help="a clock is off from so many seconds on (default: 0.5)")
     given = parser.parse_args(arguments)
-    given.slow = given.slow or (1.15 if given.device == "cuda" else 3.0)
-    given.link = given.link or (0.6 if given.device == "cuda" else 0.1)
+    given.slow = (1.15 if given.device == "cuda" else 3.0) if given.slow is None else given.slow
+    given.link = (0.6 if given.device == "cuda" else 0.1) if given.link is None else given.link
+    for name in ("timeout", "slow", "link", "skew"):
+        if not getattr(given, name) > 0:  # nor is NaN
+            parser.error(f"--{name} is {getattr(given, name)}, but must be above 0")
+    if given.json is not None and given.json.is_dir():
+        parser.error(f"--json is {given.json}, which is a folder: give a file")
     return given
 
 

@@ -255,3 +255,19 @@ def test_without_a_launcher_it_says_what_to_do(monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     assert doctor("examination").main([]) == 2
     assert "start it by launch/torchrun.sh or torchrun" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--timeout", "0", "--timeout is 0.0, but must be above 0"),
+        ("--timeout", "nan", "--timeout is nan, but must be above 0"),
+        ("--slow", "0", "--slow is 0.0, but must be above 0"),
+        ("--link", "-1", "--link is -1.0, but must be above 0"),
+        ("--json", str(LAUNCH), "which is a folder: give a file"),
+    ],
+)
+def test_options_of_no_use_are_refused(capsys, option, value, message):
+    with pytest.raises(SystemExit):
+        doctor("examination").parse([f"{option}={value}"])
+    assert message in capsys.readouterr().err
