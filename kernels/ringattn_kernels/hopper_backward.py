@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .gluon_words import async_load, reinterpret
+from .gluon_words import async_load, plain_layout, reinterpret, swizzled_layout
 from .inputs import Inputs
 from .table import TileTable
 from .units import LOG2_E, to_base2
@@ -478,14 +478,12 @@ QUERY_LAUNCHES = {64: Launch(128, 3), 128: Launch(128, 2)}
 def tile_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """For the copy engine to load `rows` rows of one head of x (b, s, h, d); rows past the end are zeros."""
     block = [1, rows, 1, x.shape[3]]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, swizzled_layout(*block))
 
 
 def row_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """For the copy engine to load `rows` numbers of x, flat."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return TensorDescriptor(x, [x.numel()], [1], [rows], layout)
+    return TensorDescriptor(x, [x.numel()], [1], [rows], plain_layout(1))
 
 
 def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, table: TileTable) -> str:

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .gluon_words import async_add_shared_to_global
+from .gluon_words import async_add_shared_to_global, plain_layout
 from .hopper_backward import (
     BLOCK,
     ROWS,
@@ -269,10 +269,8 @@ def finish(sums: torch.Tensor, dq: torch.Tensor, softmax_scale: float, add: bool
 
 def sums_descriptor(sums: torch.Tensor) -> TensorDescriptor:
     """For the copy engine to add one part of a step's dq."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(
-        sums, [sums.numel() // SUMS.value, SUMS.value], [SUMS.value, 1], [WIDTH.value**2 // SUMS.value, SUMS.value], layout
-    )
+    shape, block = [sums.numel() // SUMS.value, SUMS.value], [WIDTH.value**2 // SUMS.value, SUMS.value]
+    return TensorDescriptor(sums, shape, [SUMS.value, 1], block, plain_layout(2))
 
 
 def backward(inputs: Inputs, *, sums: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, add: bool) -> None:

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .config import padded
-from .gluon_words import async_load, barrier, reinterpret
+from .gluon_words import async_load, barrier, reinterpret, swizzled_layout
 from .table import TileTable, cut
 from .units import LOG2_E, to_base2, to_natural
 
@@ -200,8 +200,7 @@ def chunks(head_dim: int) -> int:
 def descriptor(x: torch.Tensor, rows: int, chunks: int = 1) -> TensorDescriptor:
     """For blocks of `rows` rows of one head of x (b, s, h, d)."""
     shape = [1, rows, 1, block_dim(x.shape[3]) if chunks == 1 else 64]
-    element = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), shape, gl.NVMMASharedLayout.get_default_for(shape, element))
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), shape, swizzled_layout(*shape))
 
 
 @gluon.jit
