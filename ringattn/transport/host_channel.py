@@ -1,7 +1,8 @@
-"""Records between the hosts of some ranks of the job, over a gloo connection of their own, which waits for no GPU."""
+"""Records between the hosts of some ranks of the job, which wait for no GPU: through memory on one host, over gloo between hosts."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from datetime import timedelta
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import shared_records
 from .base import Ranks
+from .shared_records import SharedRecords
+
+_TIMEOUT = timedelta(minutes=30)
 
 
 class HostChannel(Ranks):
@@ -20,15 +25,23 @@ class HostChannel(Ranks):
         self.size = size
         self._name = name
         self._group: Any = None  # a ProcessGroupGloo
+        self._shared: SharedRecords | None = None
 
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
         if self._group is None:
-            self._group = self._connect()
+            group = self._connect()
+            self._shared = self._share(group)
+            self._group = group
+        if self._shared is not None:
+            return self._shared.all_gather(record, patience, _TIMEOUT)
+        return self._over_gloo(self._group, record, patience)
+
+    def _over_gloo(self, group: Any, record: bytes, patience: float | None = None) -> list[bytes] | None:
         length = len(record)
         mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         everyone = bytearray(length * self.size)
         found = torch.frombuffer(everyone, dtype=torch.uint8).split_with_sizes([length] * self.size)
-        work = self._group.allgather([list(found)], [mine])
+        work = group.allgather([list(found)], [mine])
         if patience is not None:
             deadline = time.monotonic() + patience
             while not work.is_completed():
@@ -46,4 +59,23 @@ class HostChannel(Ranks):
         # names come back when a group has been destroyed, keys of the store stay
         generation = store.add(f"ringattn/{self._name}/{self.rank}", 1)
         prefix = dist.distributed_c10d.PrefixStore(f"ringattn/{self._name}/{generation}/", store)
-        return dist.ProcessGroupGloo(prefix, self.rank, self.size, timeout=timedelta(minutes=30))
+        return dist.ProcessGroupGloo(prefix, self.rank, self.size, timeout=_TIMEOUT)
+
+    def _share(self, group: Any) -> SharedRecords | None:
+        """Memory that all ranks map, or None where one of them cannot."""
+        file, mine = None, b"\0" * shared_records.KEY
+        if self.rank == 0:
+            with contextlib.suppress(OSError):
+                file, mine = shared_records.create(self.size)
+        keys = self._over_gloo(group, mine)
+        assert keys is not None
+        key = keys[0]
+        shared = None
+        with contextlib.suppress(OSError, ImportError):
+            file = shared_records.find(key, self.size) if file is None else file
+            shared = SharedRecords(file, self.rank, self.size)
+        verdicts = self._over_gloo(group, b"no " if shared is None else b"yes")
+        assert verdicts is not None
+        if self.rank == 0 and file is not None:
+            shared_records.forget(key)
+        return shared if set(verdicts) == {b"yes"} else None

@@ -1,0 +1,125 @@
+"""Records between processes: through memory on one host, and over gloo where one of them cannot map it."""
+
+import os
+import time
+
+import pytest
+import torch.distributed as dist
+
+from ringattn.transport import HostChannel, shared_records
+
+
+def channel(group, name):
+    return HostChannel(name, dist.get_rank(group), dist.get_world_size(group))
+
+
+def swap(group, name, shared=True):
+    """Whether records went through memory, whether those of many lengths were right, and the last lengths."""
+    rank = dist.get_rank(group)
+    host = channel(group, name)
+    with pytest.MonkeyPatch.context() as patch:
+        if not shared and rank == 1:
+            patch.setattr(shared_records, "find", lambda key, size: os.open("/nonexistent", os.O_RDWR))
+        found = [host.all_gather_control(bytes([rank]) * length) for length in (25, 1, 2048, 25, 5000, 200_000)]
+    right = all(record == bytes([r]) * len(record) for records in found for r, record in enumerate(records))
+    return host._shared is not None, right, [len(record) for record in found[-1]]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["memory", "gloo"])
+def test_records_of_any_length_come_whole(gloo, shared):
+    for found in gloo.run(3, swap, f"any length {shared}", shared):
+        assert found == (shared, True, [200_000] * 3)
+
+
+def many(group):
+    rank = dist.get_rank(group)
+    host = channel(group, "many")
+    return all(
+        host.all_gather_control(f"{rank} {n}".encode().ljust(25)) == [f"{r} {n}".encode().ljust(25) for r in range(4)]
+        for n in range(1000)
+    )
+
+
+def test_many_records_in_a_row(gloo):
+    assert gloo.run(4, many) == [True] * 4
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("ringattn-")]
+
+
+def impatient(group):
+    """Rank 0 gives up twice, with a record of several pieces, before the others come."""
+    host = channel(group, "impatient")
+    rank = dist.get_rank(group)
+    host.all_gather_control(b"x")
+    if rank:
+        time.sleep(0.5)
+    lengths = (25, 3000)
+    found = [host.all_gather_control(bytes([rank]) * length, 0.05 if rank == 0 else None) for length in lengths]
+    after = host.all_gather_control(bytes([rank]))
+    return [x and [len(record) for record in x] for x in found], after
+
+
+def test_records_lie_there_for_those_who_come_late(gloo):
+    first, *others = gloo.run(3, impatient)
+    assert first == ([None, None], [b"\0", b"\1", b"\2"])
+    assert others == [([[25] * 3, [3000] * 3], [b"\0", b"\1", b"\2"])] * 2
+
+
+def run_ahead(group):
+    host = channel(group, "run ahead")
+    rank = dist.get_rank(group)
+    host.all_gather_control(b"x")
+    dist.barrier(group)
+    if rank == 0:
+        for _ in range(70):
+            host.all_gather_control(b"x", 0.0)
+    dist.barrier(group)
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="rank 0 has gone on without this rank, by 64 records"):
+            host.all_gather_control(b"x")
+    return True
+
+
+def test_a_record_that_was_overwritten_is_an_error(gloo):
+    assert gloo.run(2, run_ahead) == [True] * 2
+
+
+def other_call(group):
+    host = channel(group, "other call")
+    rank = dist.get_rank(group)
+    with pytest.raises(
+        RuntimeError, match=f"ranks are in different calls: rank {1 - rank} has a record of {[25, 80][1 - rank]} bytes"
+    ):
+        host.all_gather_control(b"x" * [25, 80][rank])
+    return True
+
+
+def test_ranks_in_different_calls_are_told(gloo):
+    assert gloo.run(2, other_call) == [True] * 2
+
+
+def left_alone(group):
+    """Rank 1 has a child that shares its memory, and ends while rank 0 waits for it."""
+    host = channel(group, "left alone")
+    rank = dist.get_rank(group)
+    host.all_gather_control(b"x")
+    if rank == 1:
+        child = os.fork()
+        if child == 0:
+            time.sleep(0.3)
+            os._exit(0)
+        os.waitpid(child, 0)
+        time.sleep(0.5)
+        os._exit(1)
+    began = time.monotonic()
+    try:
+        host.all_gather_control(b"x")
+    except RuntimeError as error:
+        took = time.monotonic() - began
+        raise AssertionError(f"{error} | it took long enough: {took > 0.7}") from None
+    return None
+
+
+def test_nobody_waits_for_a_rank_that_has_ended(gloo):
+    with pytest.raises(AssertionError) as caught:
+        gloo.run(2, left_alone)
+    assert "rank 1 has ended, and this rank waits for a record of it | it took long enough: True" in str(caught.value)
