@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import check
 from ..context import Group, get_context, process_groups
@@ -104,12 +108,14 @@ def verify(
         whole: for a model that is not of transformers, a copy of it that runs whole sequences with dense attention.
         autocast: run in this precision under autocast, all but the reference.
 
-    Returns a `Report`: `assert report.passed, report`. Raises ValueError if the ranks' weights differ, a dropout is on or the step draws
-    other random numbers, no label counts, nothing is trainable, or the model is neither of transformers nor given with `whole`.
+    Returns a `Report`: `assert report.passed, report`. Raises ValueError if the ranks' weights or batches differ, a dropout is on or the
+    step draws other random numbers, no label counts, nothing is trainable, the weights are sharded, or the model is neither of
+    transformers nor given with `whole`.
 
     >>> report = ringattn.verify(model, {"input_ids": tokens})  # doctest: +SKIP
     """
     ranks, axes = get_context(group).ranks, process_groups(group)
+    _check_unwrapped(model)
     layout = zigzag(tokens_of(batch).shape[1], ranks.size) if layout is None else layout
     check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
     if batch.get("labels") is None and batch.get("shift_labels") is None:
@@ -126,11 +132,18 @@ def verify(
         raise ValueError(
             f"{type(model).__name__} has no parameter that requires gradients: there is nothing to compare but the loss"
         )
+    if not torch.is_grad_enabled():
+        raise ValueError(
+            "gradients are off, and they are what is compared: call verify outside of torch.no_grad and inference_mode"
+        )
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"autocast is {autocast!r}, but must be torch.bfloat16 or torch.float16")
     device = next(model.parameters()).device
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.training and module.p:
             raise ValueError(f"{name} drops {module.p} of its input at random, so no two steps are alike: call model.eval() first")
     _check_weights(model, axes)
+    _check_batches(batch, axes, device)
     loss = _summed_cross_entropy if loss is None else loss
     # a layout of one rank holds positions in order: the same labels and positions for the whole sequence
     everything = shard_batch(batch, zigzag(layout.seq_len, 1), 0)
@@ -267,6 +280,28 @@ def _masked(model: Any, inputs: Mapping[str, Any], mask: Mask | None, seq_len: i
     else:
         inputs["attention_mask"] = added(within)
     return inputs
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("the model is wrapped in DistributedDataParallel: verify it before, or pass its .module")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
+            raise ValueError(f"the weights are sharded, for one {name}: verify the model before FSDP2 or DeepSpeed shards it")
+
+
+def _check_batches(batch: Mapping[str, Any], axes: list[dist.ProcessGroup], device: torch.device) -> None:
+    """Raise ValueError, on every rank, if the ranks' batches differ."""
+    digest = hashlib.blake2b(digest_size=6)
+    for name in sorted(batch):
+        value = torch.as_tensor(batch[name]).cpu() if isinstance(batch[name], (torch.Tensor, np.ndarray)) else batch[name]
+        digest.update(
+            repr((name, value.shape, value.flatten().tolist()) if isinstance(value, torch.Tensor) else (name, value)).encode()
+        )
+    own = float(int.from_bytes(digest.digest(), "little"))  # 48 bits, exact
+    highest, lowest = _reduce(torch.tensor([own, -own], dtype=torch.float64, device=device), axes, dist.ReduceOp.MAX).tolist()
+    if highest != -lowest:
+        raise ValueError("the ranks have different batches: verify takes whole sequences, the same ones on every rank of the ring")
 
 
 def _check_weights(model: nn.Module, axes: list[dist.ProcessGroup]) -> None:

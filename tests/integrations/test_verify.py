@@ -8,6 +8,8 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import ringattn as ra
 from ringattn.integrations import huggingface
@@ -161,6 +163,39 @@ def reports_of_grid(group):
 def test_a_grid_is_verified_as_a_ring_is(gloo):
     found = gloo.run(8, reports_of_grid, timeout=120)[:4]
     assert all(report == found[0][0] and report.passed for reports in found for report in reports)
+
+
+def other_batches(group):
+    ids = (tokens() + group.rank()) % 61
+    # on one rank no label counts, which alone would be an error there only
+    labels = ids if group.rank() else torch.full_like(ids, IGNORE)
+    for batch in (dict(input_ids=ids), dict(input_ids=tokens(), labels=labels)):
+        with pytest.raises(ValueError, match="the ranks have different batches"):
+            ra.verify(build("llama"), batch, group=group)
+
+
+def test_batches_that_differ_are_refused_on_all_ranks(gloo):
+    gloo.run(2, other_batches, timeout=60)
+
+
+def sharded(group):
+    model = build("llama")
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    with pytest.raises(ValueError, match=r"the weights are sharded, for one model\.embed_tokens\.weight: verify the model before"):
+        ra.verify(model, dict(input_ids=tokens()), group=group)
+    with pytest.raises(ValueError, match=r"wrapped in DistributedDataParallel: verify it before, or pass its \.module"):
+        ra.verify(DistributedDataParallel(build("llama"), process_group=group), dict(input_ids=tokens()), group=group)
+
+
+def test_wrapped_models_are_refused(gloo):
+    gloo.run(2, sharded, timeout=60)
+
+
+def test_a_step_without_gradients_or_with_another_autocast_is_refused():
+    with pytest.raises(ValueError, match="gradients are off"), torch.no_grad():
+        ra.verify(build("llama"), dict(input_ids=tokens()))
+    with pytest.raises(ValueError, match=r"autocast is 'bfloat16', but must be torch\.bfloat16"):
+        ra.verify(build("llama"), dict(input_ids=tokens()), autocast="bfloat16")
 
 
 def test_a_loss_of_ones_own_and_autocast():
