@@ -1,7 +1,9 @@
 """DeepSpeed around a ring: every parameter after a step is that of one process, for each ZeRO stage, mesh and way to accumulate."""
 
 import importlib.util
+import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -158,6 +160,37 @@ def trained(group, ring, stage, accumulation, dtype, checkpointing, scatter=True
     return found
 
 
+def of_a_file(group, ring, stage, device="cpu"):
+    """The losses of two steps by the configuration in launch/deepspeed, what steps the weights, and the rates of learning."""
+    parallel = prepare(group, ring, device)
+    import deepspeed
+
+    config = json.loads((Path(__file__).parents[2] / "launch" / "deepspeed" / f"zero{stage}.json").read_text())
+    config["zero_force_ds_cpu_optimizer"] = False
+    model = Model().to(device)
+    for block in model.blocks:
+        block.options = dict(group=parallel.ring, layout=ra.contiguous(N, ring))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, mpu=parallel)
+    losses, rates = [], []
+    for step in range(2):
+        losses.append(run_step(engine, parallel, step))
+        rates += engine.get_lr()
+    optimizer = type(engine.basic_optimizer)
+    engine.destroy()
+    return losses, f"{optimizer.__module__}.{optimizer.__name__}", rates
+
+
+def assert_configured(found, replicas):
+    """Of steps that are small: the losses of one process whose weights stay."""
+    wanted = [sum(Model()(*batch(r, step)).item() for r in range(replicas)) for step in range(2)]
+    counts = [sum(int((batch(r, step)[1] != IGNORE).sum()) for r in range(replicas)) for step in range(2)]
+    for losses, optimizer, (first, second) in found:
+        assert losses == pytest.approx([loss / count for loss, count in zip(wanted, counts, strict=True)], rel=1e-2)
+        # DeepSpeed's own is compiled at its first use
+        assert optimizer == "torch.optim.adamw.AdamW"
+        assert first < second
+
+
 def resumed(group, ring, stage, folder, device="cpu"):
     """Parameters after a second step, straight on and from a checkpoint of the first."""
     parallel = prepare(group, ring, device)
@@ -245,6 +278,11 @@ def test_a_checkpoint_resumes_bit_for_bit(pools, stage, tmp_path):
         assert all(torch.equal(x, parameters_again[name]) for name, x in parameters.items())
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_configurations_for_launchers_train(pools, stage):
+    assert_configured(pools(4).run(4, of_a_file, 2, stage, timeout=120), 2)
+
+
 def rings_of_gpus():
     """All GPUs, half of them in each of two rings where their number is even: (ring, replicas)."""
     count = torch.cuda.device_count()
@@ -262,6 +300,13 @@ def test_steps_on_gpus_are_those_of_one_process(nccl, stage, accumulation, dtype
     wanted = parameters_of_one_process(replicas, accumulation, 2)
     found = nccl.run(ring * replicas, trained, ring, stage, accumulation, dtype, False, True, "cuda", timeout=120)
     assert_steps(found, wanted, **(IN_FP32 if dtype == torch.float32 else IN_BF16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_configurations_for_launchers_train_on_gpus(nccl, stage):
+    ring, replicas = rings_of_gpus()
+    assert_configured(nccl.run(ring * replicas, of_a_file, ring, stage, "cuda", timeout=120), replicas)
 
 
 @pytest.mark.gpu
