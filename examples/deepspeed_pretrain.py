@@ -72,6 +72,8 @@ def main() -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     if options.ring < 1 or ranks % options.ring:
         parser.error(f"--ring is {options.ring}, but must divide the {ranks} ranks of the job")
+    if options.width < 16 or options.width % 16:
+        parser.error(f"--width is {options.width}, but must be a multiple of 16, the size of a head")
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")

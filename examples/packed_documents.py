@@ -16,8 +16,11 @@ from ringattn.integrations.data import pack, shard_batch
 from ringattn.integrations.huggingface import attach
 from ringattn.integrations.loss import mean_loss, summed
 
+device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+if device.type == "cuda":
+    torch.cuda.set_device(device)
 if "RANK" in os.environ:
-    dist.init_process_group("gloo")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 torch.manual_seed(0)  # the same weights and documents on every rank
 
@@ -25,7 +28,7 @@ model = LlamaForCausalLM(
     LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
     )
-)
+).to(device)
 # documents of any lengths, which count upwards
 lengths = [37, 5, 61, 1, 24]
 batch = pack([(torch.arange(n) + start) % 64 for n, start in zip(lengths, torch.randint(64, (len(lengths),)), strict=True)])
@@ -37,7 +40,8 @@ report = ra.verify(model, batch, layout=layout)
 assert report.passed, report
 
 attach(model, layout=layout)
-run, mine = CausalLMLoss(model), shard_batch(batch, layout, rank)
+run = CausalLMLoss(model)
+mine = {name: value.to(device) for name, value in shard_batch(batch, layout, rank).items()}
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for step in range(20):
     loss = mean_loss(run(**mine), mine["shift_labels"], reduction=summed())

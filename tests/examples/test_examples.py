@@ -7,44 +7,19 @@ import dataclasses
 import importlib.util
 import json
 import math
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-EXAMPLES = ROOT / "examples"
+from tests.examples.programs import EXAMPLES, TORCHRUN, figures, needs_deepspeed, start, succeed
+
 TOY = [
     *("--device", "cpu", "--vocab", "300", "--hidden", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1"),
     *("--tokens", "61", "--steps", "4", "--warmup", "1", "--generate", "3"),
 ]
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-
-
-def start(*command: object) -> subprocess.CompletedProcess:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=280)
-
-
-def succeed(*command: object) -> str:
-    done = start(*command)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("document") / "text.txt"
-    path.write_text("".join(f"Line {n} of a document that is long enough: {n * n} is the square of {n}.\n" for n in range(60)))
-    return path
 
 
 @pytest.fixture(scope="session")
@@ -53,10 +28,6 @@ def run(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("run")
     printed = succeed(EXAMPLES / "finetune_long_document.py", *TOY, "--text", text, "--out", out, "--save-every", 2)
     return out, printed
-
-
-def figures(out: Path) -> dict:
-    return json.loads((out / "figures.json").read_text())
 
 
 @pytest.mark.parametrize("command", [[], [*TORCHRUN, 2]], ids=["alone", "torchrun"])
@@ -92,10 +63,17 @@ def test_deepspeed_pretrain():
 
 
 @needs_deepspeed
-def test_deepspeed_pretrain_names_a_ring_that_does_not_fit():
-    done = start(*TORCHRUN, 2, EXAMPLES / "deepspeed_pretrain.py", "--ring", 3)
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--ring=3", "--ring is 3, but must divide the 2 ranks of the job"),
+        ("--width=40", "--width is 40, but must be a multiple of 16"),
+    ],
+)
+def test_deepspeed_pretrain_names_what_does_not_fit(option, message):
+    done = start(*TORCHRUN, 2, EXAMPLES / "deepspeed_pretrain.py", option)
     assert done.returncode
-    assert "--ring is 3, but must divide the 2 ranks of the job" in done.stderr
+    assert message in done.stderr
 
 
 def test_drawing(tmp_path):

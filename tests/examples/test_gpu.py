@@ -1,0 +1,114 @@
+"""Programs as a person starts them, on all GPUs and all at once: each example at toy size, and the doctor."""
+
+from __future__ import annotations
+
+import importlib.util
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests.examples.programs import EXAMPLES, ROOT, TORCHRUN, figures, needs_deepspeed, succeed
+
+pytestmark = pytest.mark.gpu
+
+GPU_TOY = [
+    *("--vocab", 300, "--hidden", 512, "--layers", 2, "--heads", 8, "--kv-heads", 4),
+    *("--tokens", 1024, "--steps", 4, "--warmup", 1, "--generate", 0),
+]
+
+
+@pytest.fixture(scope="session")
+def on_gpus(text, tmp_path_factory):
+    """Programs on all GPUs, all of them at once: what a job has printed, and the figures of a training run, by name."""
+    count, folder = torch.cuda.device_count(), tmp_path_factory.mktemp("gpus")
+    ranks = [*TORCHRUN, count]
+
+    def train(name, *options):
+        return [EXAMPLES / "finetune_long_document.py", *GPU_TOY, "--text", text, "--out", folder / name, *options]
+
+    def job(*commands):
+        return "".join(succeed(*command, gpus=True) for command in commands)
+
+    fp32, same_bits = ["--dtype", "float32"], ["--wrapper", "fsdp2", "--deterministic"]
+    jobs = {
+        "hybrid": [[*ranks, EXAMPLES / "hybrid_mesh.py"]],
+        "packed": [[*ranks, EXAMPLES / "packed_documents.py"]],
+        # how fast it is, beside all others, is no matter
+        "doctor": [
+            [*ranks, ROOT / "launch" / "doctor.py", "--slow", 100, "--link", 0.001, "--json", folder / "doctor" / "figures.json"]
+        ],
+        "verify": [train("verify", "--verify", "--verify-tokens", 1000)],
+        "train": [train("train", *fp32)],
+        "ulysses": [train("ulysses", "--attention", "ulysses-sdpa", "--layout", "contiguous")],
+        "context-parallel": [train("context-parallel", "--attention", "context-parallel")],
+        "resumed": [
+            [*ranks, *train("first", *same_bits, "--save-every", 2)],
+            [*ranks, *train("resumed", *same_bits, "--resume", folder / "first" / "checkpoint-000002")],
+        ],
+    }
+    if importlib.util.find_spec("deepspeed") is not None:
+        ring = count // 2 if count % 2 == 0 else count
+        jobs["deepspeed"] = [[*ranks, *train("deepspeed", *fp32, "--wrapper", "deepspeed")]]
+        jobs["pretrain"] = [[*ranks, EXAMPLES / "deepspeed_pretrain.py", "--ring", ring, "--steps", 12]]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        running = {name: pool.submit(job, *commands) for name, commands in jobs.items()}
+        yield lambda name: running[name].result(), lambda name: figures(folder / name)
+
+
+def test_a_grid_and_packed_documents_on_gpus(on_gpus):
+    printed, _ = on_gpus
+    errors = [float(line.rsplit(maxsplit=1)[-1]) for line in printed("hybrid").splitlines() if "a mesh of" in line]
+    assert len(errors) == torch.cuda.device_count()
+    assert max(errors) < 1e-5
+    first, last = (float(line.split("loss ")[1].split()[0]) for line in printed("packed").splitlines() if line.startswith("step"))
+    assert last < first / 5
+
+
+def test_a_step_on_gpus_is_that_of_one_process(on_gpus):
+    printed = on_gpus[0]("verify")
+    assert "bfloat16" in printed
+    assert "all within bounds" in printed
+
+
+def test_a_run_on_gpus_resumed_under_torchrun_has_the_same_losses_to_the_bit(on_gpus):
+    printed, found = on_gpus
+    assert "perplexity" in printed("resumed")
+    first, second = found("first"), found("resumed")
+    for name in ("losses", "gradient_norms"):
+        assert second[name] == first[name][2:]
+    assert second["heldout_perplexity"] == first["heldout_perplexity"]
+    assert first["losses"][-1] < first["losses"][0]
+
+
+@pytest.mark.parametrize("peer", ["ulysses", "context-parallel"])
+def test_peers_on_gpus_compute_the_same(on_gpus, peer):
+    """In bf16, as the steps of the run that is resumed."""
+    printed, found = on_gpus
+    assert printed(peer)
+    assert printed("resumed")
+    assert found(peer)["losses"] == pytest.approx(found("first")["losses"], rel=5e-3)
+
+
+@needs_deepspeed
+def test_deepspeed_on_gpus_gives_the_same_losses(on_gpus):
+    printed, found = on_gpus
+    assert "wrapper deepspeed, ZeRO 3" in printed("deepspeed")
+    assert printed("train")
+    result, other = found("deepspeed"), found("train")
+    for name in ("losses", "gradient_norms", "heldout_perplexity"):
+        assert result[name] == pytest.approx(other[name], rel=2e-5)
+    lines = [line for line in printed("pretrain").splitlines() if line.startswith("step ")]
+    losses = [float(line.rsplit(maxsplit=1)[-1]) for line in lines]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_the_doctor_finds_all_gpus_well(on_gpus):
+    printed, found = on_gpus
+    assert "all is well" in printed("doctor")
+    checks = {check["check"]: check for check in found("doctor")["checks"]}
+    assert checks["collectives"]["text"].endswith("over nccl")
+    count = torch.cuda.device_count()
+    assert {len(check["ranks"]) for check in checks.values()} == {count}
+    assert checks["symmetric memory"]["verdict"] == ("ok" if count > 1 else "note")
