@@ -81,7 +81,10 @@ def backward(
             hopper.fused.finish(sums, dq, softmax_scale, add)
         return
     rows, add_q = dq.rows() if isinstance(dq, QuerySums) else (dq, add)
-    run = hopper.backward.backward if choice.kernels == Kernels.HOPPER else _plain_backward
+    if choice.kernels == Kernels.PLAIN:
+        run = _plain_backward
+    else:
+        run = hopper.wide.backward if q.shape[3] in hopper.wide.KEY_LAUNCHES else hopper.backward.backward
     run(inputs, dq=rows, dk=dk, dv=dv, add_q=add_q, add_kv=add)
 
 

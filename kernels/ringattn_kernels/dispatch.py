@@ -66,8 +66,15 @@ def choose_backward(
         deterministic = torch.are_deterministic_algorithms_enabled()
     if kernels == Kernels.HOPPER_FUSED and deterministic:
         raise ValueError(f"{kernels} is not deterministic, but deterministic results are asked for: pass {Kernels.HOPPER} or none")
-    fastest = Kernels.HOPPER if deterministic else Kernels.HOPPER_FUSED
-    return _choose("backward", q.device, kernels, fastest, lambda: hopper.backward.obstacle(q, k, v, dout, table))
+
+    def obstacle() -> str:
+        return hopper.backward.obstacle(q, k, v, dout, table)
+
+    fused = not hopper.obstacle and q.shape[3] in hopper.fused.LAUNCHES
+    if kernels == Kernels.HOPPER_FUSED and not (fused or hopper.obstacle):
+        raise ValueError(f"{kernels} has none for head dim {q.shape[3]}: pass {Kernels.HOPPER} or none")
+    fastest = Kernels.HOPPER_FUSED if fused and not deterministic else Kernels.HOPPER
+    return _choose("backward", q.device, kernels, fastest, obstacle)
 
 
 def _choose(what: str, device: torch.device, wish: Kernels | None, fastest: Kernels, obstacle: Callable[[], str]) -> Choice:

@@ -27,6 +27,7 @@ obstacle = version_obstacle(triton.__version__)
 if not obstacle:
     from . import hopper_backward as backward
     from . import hopper_backward_fused as fused
+    from . import hopper_backward_wide as wide
     from . import hopper_forward as forward
 
-__all__ = ["NEWEST", "OLDEST", "backward", "forward", "fused", "obstacle", "version_obstacle"]
+__all__ = ["NEWEST", "OLDEST", "backward", "forward", "fused", "obstacle", "version_obstacle", "wide"]

@@ -115,11 +115,11 @@ def write_rows(ptr, stride, value, row0, row_count, ADD: gl.constexpr):
 def produce_queries(
     q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty,
     segments_ptr, segment_begin, segment_end, batch, kv_head, group, head0, padded_rows, block_begin,
-    STAGES: gl.constexpr, STEP: gl.constexpr,
+    STAGES: gl.constexpr, STEP: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Bring K and V once, then Q, dout, pivot and delta block by block."""
-    mbarrier.expect(kv_full, 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
-    for half in gl.static_range(2):
+    """Bring PARTS blocks of K and of V once, then Q, dout, pivot and delta block by block."""
+    mbarrier.expect(kv_full, PARTS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for half in gl.static_range(PARTS):
         async_load(k_desc, [batch, block_begin + half * ROWS, kv_head, 0], kv_full, k_s.index(half))
         async_load(v_desc, [batch, block_begin + half * ROWS, kv_head, 0], kv_full, v_s.index(half))
     stage = 0
@@ -218,14 +218,14 @@ def consume_queries(
 @gluon.jit
 def allocate_queries(
     q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc,
-    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Shared memory for what `produce_queries` brings, and the barriers, which a fence has to follow."""
     dtype: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, STEP, 1, HEAD_DIM], q_desc.layout)
     dout_s = gl.allocate_shared_memory(dtype, [STAGES, 1, STEP, 1, HEAD_DIM], dout_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [2, 1, ROWS, 1, HEAD_DIM], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [2, 1, ROWS, 1, HEAD_DIM], v_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [PARTS, 1, ROWS, 1, HEAD_DIM], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [PARTS, 1, ROWS, 1, HEAD_DIM], v_desc.layout)
     pivot_s = gl.allocate_shared_memory(gl.float32, [STAGES, STEP], pivot_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, STEP], delta_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -269,7 +269,7 @@ def key_kernel(
 ):  # fmt: skip
     """dk and dv of one block of key rows of one key/value head, over all query heads of its group."""
     q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty = allocate_queries(
-        q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, STAGES, STEP, HEAD_DIM
+        q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, STAGES, STEP, HEAD_DIM, 2
     )
     fence_async_shared()
     let_next_kernel_start()
@@ -283,7 +283,7 @@ def key_kernel(
         [
             (produce_queries, (q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
                                kv_full, q_full, dout_full, empty, segments_ptr, segment_begin, segment_end, batch, kv_head, group,
-                               head_index * group, padded_rows, block_begin, STAGES, STEP)),
+                               head_index * group, padded_rows, block_begin, STAGES, STEP, 2)),
             (consume_queries, (q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty,
                                dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin, segment_end, steps,
                                k_rows, block_begin, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, ADD)),
@@ -297,16 +297,32 @@ def key_kernel(
 
 
 @gluon.jit
+def here(x):
+    """x, an integer, computed anew where this stands, with the addresses that follow from it, which otherwise would take registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def stage_of_v(stage, phase, n, STAGES: gl.constexpr, V_STAGES: gl.constexpr):
+    """Where V of step n is, with its barriers' phase: beside K if there are as many blocks of it, else there is one."""
+    if V_STAGES == STAGES:
+        return stage, phase
+    else:
+        return 0, n & 1
+
+
+@gluon.jit
 def produce_keys(
     q_desc, k_desc, v_desc, dout_desc, q_s, k_s, v_s, dout_s, q_full, k_full, v_full, k_empty, v_empty,
     segments_ptr, segment_begin, segment_end, batch, head, kv_head, block_begin,
-    STAGES: gl.constexpr, STEP: gl.constexpr,
+    STAGES: gl.constexpr, V_STAGES: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
     """Bring Q and dout once, then K and V block by block."""
     mbarrier.expect(q_full, 2 * (q_desc.block_type.nbytes + dout_desc.block_type.nbytes))
     for half in gl.static_range(2):
         async_load(q_desc, [batch, block_begin + half * ROWS, head, 0], q_full, q_s.index(half))
         async_load(dout_desc, [batch, block_begin + half * ROWS, head, 0], q_full, dout_s.index(half))
+    n = 0
     stage = 0
     phase = 0
     for segment in range(segment_begin, segment_end):
@@ -317,10 +333,12 @@ def produce_keys(
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             mbarrier.expect(full, k_desc.block_type.nbytes)
             async_load(k_desc, [batch, start, kv_head, 0], full, k_s.index(stage))
-            full = v_full.index(stage)
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            v_stage, v_phase = stage_of_v(stage, phase, n, STAGES, V_STAGES)
+            full = v_full.index(v_stage)
+            mbarrier.wait(v_empty.index(v_stage), v_phase ^ 1)
             mbarrier.expect(full, v_desc.block_type.nbytes)
-            async_load(v_desc, [batch, start, kv_head, 0], full, v_s.index(stage))
+            async_load(v_desc, [batch, start, kv_head, 0], full, v_s.index(v_stage))
+            n += 1
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -331,7 +349,7 @@ def produce_keys(
 def consume_keys(
     q_s, k_s, v_s, dout_s, q_full, k_full, v_full, k_empty, v_empty, pivot_ptr, delta_ptr, dq_ptr, stride_dqs,
     segments_ptr, segment_begin, segment_end, steps, q_rows, block_begin, scale, softmax_scale,
-    HALF: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ADD: gl.constexpr,
+    HALF: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """dq of 64 query rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
@@ -349,17 +367,19 @@ def consume_keys(
     stage = 0
     phase = 0
     mbarrier.wait(q_full, 0)
-    # [ROWS, HEAD_DIM]
-    q = tile(q_s, HALF, ROWS, HEAD_DIM)
-    dout = tile(dout_s, HALF, ROWS, HEAD_DIM)
-    for _ in range(steps):
+    for n in range(steps):
+        # [ROWS, HEAD_DIM]
+        half = here(HALF) if HEAD_DIM > 128 else HALF
+        q = tile(q_s, half, ROWS, HEAD_DIM)
+        dout = tile(dout_s, half, ROWS, HEAD_DIM)
         # [STEP, HEAD_DIM]
+        v_stage, v_phase = stage_of_v(stage, phase, n, STAGES, V_STAGES)
         k = tile(k_s, stage, STEP, HEAD_DIM)
-        v = tile(v_s, stage, STEP, HEAD_DIM)
+        v = tile(v_s, v_stage, STEP, HEAD_DIM)
         # [ROWS, STEP]
         mbarrier.wait(k_full.index(stage), phase)
         s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.wait(v_full.index(v_stage), v_phase)
         dp = warpgroup_mma(dout, v.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
         p = gl.exp2(s * scale - gl.expand_dims(pivot, 1))
@@ -371,7 +391,7 @@ def consume_keys(
             stage = 0
             phase ^= 1
         dp = warpgroup_mma_wait(0, deps=[dp])
-        mbarrier.arrive(v_empty.index(done), count=1)
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
         ds = (p * (dp - gl.expand_dims(delta, 1))).to(dtype)
         ds = gl.convert_layout(ds, gl.DotOperandLayout(0, WIDE, 2), assert_trivial=True)
         dq_next = warpgroup_mma(ds, k, dq, is_async=True)
@@ -391,25 +411,28 @@ def consume_keys(
 def query_kernel(
     q_desc, k_desc, v_desc, dout_desc, pivot_ptr, delta_ptr, dq_ptr, items_ptr, segments_ptr, stride_dqb, stride_dqs, stride_dqh,
     item_count, heads, group, padded_rows, q_rows, scale, softmax_scale,
-    HEAD_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, REGISTERS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, ADD: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dq of one block of query rows of one head."""
     dtype: gl.constexpr = q_desc.dtype
     q_s = gl.allocate_shared_memory(dtype, [2, 1, ROWS, 1, HEAD_DIM], q_desc.layout)
     dout_s = gl.allocate_shared_memory(dtype, [2, 1, ROWS, 1, HEAD_DIM], dout_desc.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, STEP, 1, HEAD_DIM], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, STEP, 1, HEAD_DIM], v_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [V_STAGES, 1, STEP, 1, HEAD_DIM], v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
+        if i < V_STAGES:
+            mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_empty.index(i), count=2)
+        if i < V_STAGES:
+            mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
 
     head_index = gl.program_id(0) // item_count
@@ -428,13 +451,13 @@ def query_kernel(
     gl.warp_specialize(
         [
             (produce_keys, (q_desc, k_desc, v_desc, dout_desc, q_s, k_s, v_s, dout_s, q_full, k_full, v_full, k_empty, v_empty,
-                            segments_ptr, segment_begin, segment_end, batch, head, head // group, block_begin, STAGES, STEP)),
+                            segments_ptr, segment_begin, segment_end, batch, head, head // group, block_begin, STAGES, V_STAGES, STEP)),
             (consume_keys, (q_s, k_s, v_s, dout_s, q_full, k_full, v_full, k_empty, v_empty, pivot_ptr, delta_ptr, dq_ptr, stride_dqs,
                             segments_ptr, segment_begin, segment_end, steps, q_rows, block_begin, scale, softmax_scale,
-                            0, STAGES, STEP, HEAD_DIM, ADD)),
+                            0, STAGES, V_STAGES, STEP, HEAD_DIM, ADD)),
             (consume_keys, (q_s, k_s, v_s, dout_s, q_full, k_full, v_full, k_empty, v_empty, pivot_ptr, delta_ptr, dq_ptr, stride_dqs,
                             segments_ptr, segment_begin, segment_end, steps, q_rows, block_begin, scale, softmax_scale,
-                            1, STAGES, STEP, HEAD_DIM, ADD)),
+                            1, STAGES, V_STAGES, STEP, HEAD_DIM, ADD)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
@@ -463,16 +486,19 @@ def prepare_kernel(
 
 @dataclass(frozen=True)
 class Launch:
-    """Rows of a step, how many steps are loaded ahead, and the registers of a thread that multiplies."""
+    """Rows of a step, how many steps are loaded ahead, of V (`query_kernel`) if not as many, and a multiplying thread's registers."""
 
     step: int
     stages: int
+    v_stages: int | None = None
     registers: int = 240
 
 
+# those that this module and `hopper_backward_wide` have kernels for
+HEAD_DIMS = (64, 128, 256)
 # by head dim; measured on an H200
 KEY_LAUNCHES = {64: Launch(64, 4), 128: Launch(64, 4)}
-QUERY_LAUNCHES = {64: Launch(128, 3), 128: Launch(128, 2)}
+QUERY_LAUNCHES = {64: Launch(128, 3), 128: Launch(128, 2), 256: Launch(64, 2, v_stages=1)}
 
 
 def tile_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -491,8 +517,8 @@ def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tens
     b, _, h, d = q.shape
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{q.dtype} is not a 16-bit type"
-    if d != v.shape[3] or d not in KEY_LAUNCHES:
-        return f"head dims {d} and {v.shape[3]} are not one of {tuple(KEY_LAUNCHES)}"
+    if d != v.shape[3] or d not in HEAD_DIMS:
+        return f"head dims {d} and {v.shape[3]} are not one of {HEAD_DIMS}"
     if not all(x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:3]) for x in (q, k, v, dout)):
         return "rows are not aligned to 16 bytes"
     if b * h * (table.q_rows + BLOCK.value) >= 2**31:
@@ -505,12 +531,13 @@ def backward(
 ) -> None:  # fmt: skip
     """As `ringattn_kernels.backward`, of inputs in whose way there is no `obstacle`; whether to add is said of dq apart."""
     rows = prepare(inputs)
-    for kernel, (grid, arguments) in (
-        (key_kernel, key_arguments(inputs, *rows, dk, dv, add_kv)),
-        (query_kernel, query_arguments(inputs, *rows, dq, add_q)),
-    ):
-        # programs of the query kernel fill the chip while the last of the key kernel's run
-        kernel[(grid,)](**arguments, num_warps=4, launch_pdl=kernel is query_kernel)
+    launch_both(key_kernel, *key_arguments(inputs, *rows, dk, dv, add_kv), query_kernel, *query_arguments(inputs, *rows, dq, add_q))
+
+
+def launch_both(keys, key_programs: int, key_options: dict, queries, query_programs: int, query_options: dict) -> None:
+    """Launch a kernel for dk and dv and one for dq, whose programs fill the chip while the last of the former's run."""
+    keys[(key_programs,)](**key_options, num_warps=4, launch_pdl=False)
+    queries[(query_programs,)](**query_options, num_warps=4, launch_pdl=True)
 
 
 def prepare(inputs: Inputs, sign: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -535,16 +562,16 @@ def whole_blocks(rows: int) -> int:
 
 
 def key_arguments(
-    inputs: Inputs, pivot, delta, dk, dv, add: bool, launches: dict[int, Launch] = KEY_LAUNCHES
+    inputs: Inputs, pivot, delta, dk, dv, add: bool, launches: dict[int, Launch] = KEY_LAUNCHES, block: int = BLOCK.value
 ) -> tuple[int, dict]:  # fmt: skip
-    """How many programs of `key_kernel`, and its arguments."""
+    """How many programs of `key_kernel`, of `block` key rows each, and its arguments."""
     q, k, v, dout, table = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.table
     assert k.shape == dk.shape == dv.shape and dk.stride(3) == dv.stride(3) == 1
     assert not add or dk.dtype == dv.dtype == torch.float32
     (b, _, h, d), hk = q.shape, k.shape[2]
     launch = launches[d]
     # steps of one row: the kernel aligns its steps itself, and wants to know exactly which queries need no mask
-    blocks = table.key_blocks(BLOCK.value, 1, q.device)
+    blocks = table.key_blocks(block, 1, q.device)
     count = blocks.touched if add else len(blocks)
     return b * hk * count, dict(
         q_desc=tile_descriptor(q, launch.step),
@@ -610,6 +637,7 @@ def query_arguments(inputs: Inputs, pivot, delta, dq, add: bool) -> tuple[int, d
         HEAD_DIM=d,
         STEP=launch.step,
         STAGES=launch.stages,
+        V_STAGES=launch.v_stages or launch.stages,
         ADD=add,
         REGISTERS=launch.registers,
     )

@@ -184,7 +184,7 @@ def fused_kernel(
     BUFFERS: gl.constexpr = STAGES + 1
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STEP], q_desc.dtype)
     q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty = allocate_queries(
-        q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, STAGES, STEP, HEAD_DIM
+        q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, STAGES, STEP, HEAD_DIM, 2
     )
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS * 2, ROWS, STEP], DS)
     staging = gl.allocate_shared_memory(gl.float32, [2, WIDTH * WIDTH // SUMS, SUMS], sums_desc.layout)
@@ -206,7 +206,7 @@ def fused_kernel(
         [
             (produce_queries, (q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
                                kv_full, q_full, dout_full, empty, segments_ptr, segment_begin, segment_end, batch, kv_head, group,
-                               head_index * group, padded_rows, block_begin, STAGES, STEP)),
+                               head_index * group, padded_rows, block_begin, STAGES, STEP, 2)),
             (consume_and_add, (q_s, k_s, v_s, dout_s, pivot_s, delta_s, ds_s, staging, kv_full, q_full, dout_full, empty, ds_full,
                        sums_desc, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin, segment_end, steps,
                        head_index * group * padded_rows, heads * group * padded_rows, padded_rows, k_rows, block_begin,

@@ -18,7 +18,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import ringattn_kernels as rk
-from ringattn_kernels import dispatch, hopper_backward, hopper_backward_fused
+from ringattn_kernels import dispatch, hopper_backward, hopper_backward_fused, hopper_backward_wide
 from ringattn_kernels.dispatch import Kernels, choose_backward, choose_forward
 from ringattn_kernels.inputs import Inputs
 from tests.kernels import dense
@@ -32,13 +32,23 @@ TYPES = {
 }
 # bytes that a thread may spill: addresses, of which two are read within the loop of the query kernel and a few in that of the fused one
 SPILLS = {("key", 64): 0, ("key", 128): 72, ("query", 64): 0, ("query", 128): 56, ("fused", 64): 112, ("fused", 128): 100}
+SPILLS |= {("wide key", 256): 0, ("query", 256): 16}
+# those whose steps are of 128 rows and not of 64
+LONG_STEPS = {("query", 64), ("query", 128), ("fused", 64)}
+# where in a warpgroup exponentials come (E), among starts of products (H) and waits for them (D): with products under way, of its
+# own but for `consume_values`, that are not waited for before
+OVERLAPPED = {"key": r"DH(EH)+D", "query": r"HDED", "fused": r"DH(EH)+D", "wide key": r"DEH+D"}
 # and those of later versions of Triton that spill more; 3.9 takes a newer ptxas and asks it for less effort in allocating registers
 MORE_SPILLS = {
     (3, 7): {("query", 128): 64},
     (3, 9): {("key", 128): 168, ("query", 128): 104, ("fused", 64): 400, ("fused", 128): 200},
 }
 RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
-SETS = pytest.mark.parametrize("kernels", [Kernels.HOPPER, Kernels.HOPPER_FUSED], ids=lambda kernels: kernels.name)
+SETS = pytest.mark.parametrize(
+    ("kernels", "d"),
+    [(Kernels.HOPPER, 64), (Kernels.HOPPER, 128), (Kernels.HOPPER, 256), (Kernels.HOPPER_FUSED, 64), (Kernels.HOPPER_FUSED, 128)],
+    ids=lambda value: getattr(value, "name", None),
+)
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
 
 
@@ -95,6 +105,8 @@ def cpu_arguments(kernel: str, d: int, dtype, add: bool, result_dtype):
     if kernel == "fused":
         sums = torch.empty(4, 256, d)
         return hopper_backward_fused.fused_kernel, hopper_backward_fused.fused_arguments(inputs, *rows, sums, dk, dv, add)[1]
+    if kernel == "wide key":
+        return hopper_backward_wide.wide_key_kernel, hopper_backward_wide.wide_key_arguments(inputs, *rows, dk, dv, add)[1]
     if kernel == "key":
         return hopper_backward.key_kernel, hopper_backward.key_arguments(inputs, *rows, dk, dv, add)[1]
     return hopper_backward.query_kernel, hopper_backward.query_arguments(inputs, *rows, dq, add)[1]
@@ -122,11 +134,13 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(kernel
     runs = [name for name, _ in itertools.groupby(operations)]
     # exponentials start with products under way, and end before those are waited for
     exponentials = "".join({"HGMMA": "H", "MUFU.EX2": "E", "WARPGROUP.DEPBAR": "D"}[name] for name in runs)
-    overlapped = r"HDED" if kernel == "query" else r"DH(EH)+D"
+    overlapped = OVERLAPPED[kernel]
     if (kernel, d) == ("fused", 64) and RELEASE == (3, 8):
         overlapped = r"DE?H(EH)+D"  # in one warpgroup 12 of the 64 come before the products
-    assert len(re.findall(overlapped, exponentials)) == 2, exponentials
-    assert operations.count("MUFU.EX2") == (128 if kernel == "query" or (kernel, d) == ("fused", 64) else 64)
+    # one of the two warpgroups of the wide key kernel alone has scores
+    warpgroups = 1 if kernel == "wide key" else 2
+    assert len(re.findall(overlapped, exponentials)) == warpgroups, exponentials
+    assert operations.count("MUFU.EX2") == warpgroups * (64 if (kernel, d) in LONG_STEPS else 32)
     # each of the two warpgroups adds dq within its loop and once behind it, by the copy engine and never by ordinary atomics
     assert len(re.findall(r"\bUTMAREDG", sass)) == (4 if kernel == "fused" else 0)
     assert not re.findall(r"\b(?:RED|ATOMG?)\b", sass)
@@ -170,10 +184,9 @@ def launches(hopper, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("d", "deterministic"), [(64, False), (64, True), (128, False), (128, True), (256, False), (256, True)])
 def test_one_launch_and_several_take_every_block_that_changes(d, deterministic, launches):
-    """Pairs of 2 of 6 blocks of keys and of 1 of 3 of queries: others are overwritten, and left out where they are added to."""
+    """Pairs of 2 blocks of keys, of 6 or (d = 256) 11, and of 1 of 3 of queries: others are overwritten, and left out of additions."""
     q, kv = torch.empty(2, 300, 6, d, dtype=torch.bfloat16), torch.empty(2, 700, 2, d, dtype=torch.bfloat16)
     statistics = torch.empty(3, 2, 6, 300).unbind()
     inputs = (q, kv, kv, q, *statistics, rk.TileTable(np.array([(5, 20, 100, 150, -700, 300)]), 300, 700))
@@ -186,25 +199,27 @@ def test_one_launch_and_several_take_every_block_that_changes(d, deterministic, 
 
     prepare, finish = ("prepare_kernel", 2 * 6 * 3), ("finish_kernel", 2 * 6 * 3 * 2)
     dq, sums = torch.empty(q.shape), rk.QuerySums(q, 0.1)
-    if deterministic:
-        keys, queries = [("key_kernel", 2 * 2 * n) for n in (6, 2)], [("query_kernel", 2 * 6 * n) for n in (3, 1)]
+    if fused := d < 256 and not deterministic:
+        kernels = [("fused_kernel", 2 * 2 * n) for n in (6, 2)]
+        assert [launched(dq, add) for add in (False, True)] == [[prepare, kernel, finish] for kernel in kernels]
+        assert [launched(sums, add) for add in (False, True)] == [[prepare, kernel] for kernel in kernels]
+    else:
+        name, blocks = ("wide_key_kernel", 11) if d == 256 else ("key_kernel", 6)
+        keys, queries = [(name, 2 * 2 * n) for n in (blocks, 2)], [("query_kernel", 2 * 6 * n) for n in (3, 1)]
         assert [launched(dq, add) for add in (False, True)] == [[prepare, *pair] for pair in zip(keys, queries)]
         # the first of several launches overwrites dq, whatever it does to dk and dv
         assert [launched(sums, add) for add in (True, False)] == [[prepare, keys[1], queries[0]], [prepare, keys[0], queries[1]]]
-    else:
-        fused = [("fused_kernel", 2 * 2 * n) for n in (6, 2)]
-        assert [launched(dq, add) for add in (False, True)] == [[prepare, kernel, finish] for kernel in fused]
-        assert [launched(sums, add) for add in (False, True)] == [[prepare, kernel] for kernel in fused]
     launches.clear()
     assert sums.finish(q.dtype).dtype == q.dtype
-    assert launches == ([] if deterministic else [finish])
+    assert launches == ([finish] if fused else [])
 
 
-@pytest.mark.parametrize("d", [64, 96, 128, 192])
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 def test_deterministic_results_leave_the_fused_kernel_out(d, hopper):
     q = torch.empty(1, 8, 2, d, dtype=torch.bfloat16)
     inputs = (q, q, q, q, rk.TileTable(np.array(dense.causal(8)), 8, 8))
-    fastest, repeatable = (Kernels.HOPPER_FUSED, Kernels.HOPPER) if d in (64, 128) else (Kernels.PLAIN, Kernels.PLAIN)
+    fastest = {64: Kernels.HOPPER_FUSED, 128: Kernels.HOPPER_FUSED, 256: Kernels.HOPPER}.get(d, Kernels.PLAIN)
+    repeatable = Kernels.PLAIN if fastest == Kernels.PLAIN else Kernels.HOPPER
     assert choose_backward(*inputs).kernels == choose_backward(*inputs, deterministic=False).kernels == fastest
     assert choose_backward(*inputs, deterministic=True).kernels == repeatable
 
@@ -216,6 +231,13 @@ def test_torch_s_switch_asks_for_deterministic_results(hopper, deterministic_tor
     assert choose_backward(*inputs, deterministic=False).kernels == Kernels.HOPPER_FUSED
     with pytest.raises(ValueError, match=r"HOPPER_FUSED is not deterministic"):
         choose_backward(*inputs, kernels=Kernels.HOPPER_FUSED)
+
+
+def test_the_fused_kernels_have_no_head_dim_256():
+    q = torch.empty(1, 8, 2, 256, dtype=torch.bfloat16)
+    table = rk.TileTable(np.array(dense.causal(8)), 8, 8)
+    with pytest.raises(ValueError, match=r"HOPPER_FUSED has none for head dim 256: pass Kernels\.HOPPER"):
+        choose_backward(q, q, q, q, table, Kernels.HOPPER_FUSED)
 
 
 def test_the_fused_kernels_have_no_forward():
@@ -282,7 +304,6 @@ def check_against_dense(q, k, v, dout, tiles, kernels, seed):
 @pytest.mark.gpu
 @SETS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("d", [64, 128])
 def test_random_tables_against_dense_attention(d, dtype, kernels):
     for seed in range(50):
         q, k, v, dout, tiles = problem(seed, d, dtype)
@@ -292,7 +313,6 @@ def test_random_tables_against_dense_attention(d, dtype, kernels):
 @on_gpu
 @pytest.mark.gpu
 @SETS
-@pytest.mark.parametrize("d", [64, 128])
 def test_overwriting_leaves_nothing_of_what_was_there(d, kernels):
     for seed in range(10):
         q, k, v, dout, tiles = problem(seed, d, torch.bfloat16)
@@ -311,18 +331,18 @@ def test_overwriting_leaves_nothing_of_what_was_there(d, kernels):
 @on_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "turns",
+    ("turns", "d"),
     [
-        [Kernels.HOPPER_FUSED],
-        [Kernels.HOPPER],
-        [Kernels.PLAIN],
-        [Kernels.HOPPER_FUSED, Kernels.PLAIN],
-        [Kernels.HOPPER, Kernels.HOPPER_FUSED],
+        ([Kernels.PLAIN], 64),
+        ([Kernels.PLAIN], 128),
+        *(([kernels], d) for kernels in (Kernels.HOPPER_FUSED, Kernels.HOPPER) for d in (64, 128)),
+        *((pair, d) for pair in ([Kernels.HOPPER_FUSED, Kernels.PLAIN], [Kernels.HOPPER, Kernels.HOPPER_FUSED]) for d in (64, 128)),
+        ([Kernels.HOPPER], 256),
+        ([Kernels.HOPPER, Kernels.PLAIN], 256),
     ],
-    ids=lambda turns: "+".join(kernels.name for kernels in turns),
+    ids=lambda value: "+".join(kernels.name for kernels in value) if isinstance(value, list) else None,
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("d", [64, 128])
 def test_launches_that_sum_dq_are_as_one_launch(d, dtype, turns):
     """The keys in three parts, a launch each; the kernels take turns. Each part's dk and dv are written over NaN."""
     for seed in range(12):
@@ -360,7 +380,6 @@ def test_launches_that_sum_dq_are_as_one_launch(d, dtype, turns):
 @on_gpu
 @pytest.mark.gpu
 @SETS
-@pytest.mark.parametrize("d", [64, 128])
 def test_a_hundred_runs_give_the_same_bits(d, kernels):
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, dout = (torch.randn(1, 4096, h, d, generator=generator, device="cuda").bfloat16() for h in (8, 2, 2, 8))

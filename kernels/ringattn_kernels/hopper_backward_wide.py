@@ -1,0 +1,216 @@
+"""Exact attention over a tile table, backward, for Hopper and head dim 256: dK and dV; dQ is `hopper_backward.query_kernel`'s.
+
+    P = exp2(scale Q K^T - pivot)        dV += P^T dout
+    dS = P * (dout V^T - delta)          dK += softmax_scale dS^T Q
+
+dK and dV of 64 key rows are 128 registers a thread of a warpgroup each, so that it can hold one of them. A program owns 64 key rows
+of one key/value head and meets blocks of queries of all heads of its group, as in `hopper_backward.key_kernel`; but one warpgroup
+computes P and dV, the other dS and dK, and P goes from the one to the other through shared memory.
+
+Shapes: as in `backward`.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from .gluon_words import barrier
+from .hopper_backward import (
+    ROWS,
+    Launch,
+    allocate_queries,
+    key_arguments,
+    launch_both,
+    let_next_kernel_start,
+    load_item,
+    load_span,
+    mask_scores,
+    opaque,
+    prepare,
+    produce_queries,
+    query_arguments,
+    query_kernel,
+    tile,
+    write_rows,
+)
+from .inputs import Inputs
+
+BUFFERS = gl.constexpr(2)  # of P
+
+
+@gluon.jit
+def consume_values(
+    q_s, k_s, dout_s, pivot_s, p_s, kv_full, q_full, dout_full, empty, p_full, p_empty,
+    dv_ptr, stride_dvs, segments_ptr, segment_begin, segment_end, steps, k_rows, block_begin, scale,
+    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    """dv of 64 key rows, and P for `consume_scores`."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    dtype: gl.constexpr = q_s.dtype
+    # [ROWS, HEAD_DIM]
+    k = tile(k_s, 0, ROWS, HEAD_DIM)
+    dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, WIDE)
+    zero = gl.zeros([ROWS, STEP], gl.float32, SCORES)
+    whole = block_begin + ROWS <= k_rows
+    segment = segment_begin
+    start, full_begin, full_end, end = load_span(segments_ptr, segment_begin, whole, STEP)
+    stage = 0
+    phase = 0
+    buffer = 0
+    turn = 0
+    mbarrier.wait(kv_full, 0)
+    mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
+    s = warpgroup_mma(k, tile(q_s, 0, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    for n in range(steps):
+        # [ROWS, STEP]
+        p = gl.exp2(s * scale - gl.expand_dims(pivot_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0))
+        if (start < full_begin) | (start >= full_end):
+            p = mask_scores(p, segments_ptr, segment, block_begin, start)
+        shared_p = p.to(dtype)
+        p16 = gl.convert_layout(shared_p, gl.DotOperandLayout(0, WIDE, 2), assert_trivial=True)
+        # started first, so that the tensor cores have work while P is handed over
+        mbarrier.wait(dout_full.index(stage), phase)
+        dv_next = warpgroup_mma(p16, tile(dout_s, stage, STEP, HEAD_DIM), dv, is_async=True)
+        mbarrier.wait(p_empty.index(buffer), turn ^ 1)
+        p_s.index(buffer).store(shared_p)
+        barrier()
+        mbarrier.arrive(p_full.index(buffer), count=1)
+        buffer += 1
+        if buffer == BUFFERS:
+            buffer = 0
+            turn ^= 1
+        done = stage
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+        start += STEP
+        if start >= end:
+            segment += 1
+            if segment == segment_end:
+                segment = segment_begin
+            start, full_begin, full_end, end = load_span(segments_ptr, segment, whole, STEP)
+        mbarrier.wait(q_full.index(stage), phase, pred=(n + 1) < steps)
+        s_next = warpgroup_mma(k, tile(q_s, stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=[dv_next])
+        p16 = opaque(p16)
+        mbarrier.arrive(empty.index(done), count=1)
+        s = warpgroup_mma_wait(0, deps=[s_next])
+    write_rows(dv_ptr, stride_dvs, dv, block_begin, k_rows, ADD)
+
+
+@gluon.jit
+def consume_scores(
+    q_s, v_s, dout_s, delta_s, p_s, kv_full, q_full, dout_full, empty, p_full, p_empty,
+    dk_ptr, stride_dks, steps, k_rows, block_begin, softmax_scale,
+    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    """dk of 64 key rows, with P of `consume_values`."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    dtype: gl.constexpr = q_s.dtype
+    # [ROWS, HEAD_DIM]
+    v = tile(v_s, 0, ROWS, HEAD_DIM)
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, WIDE)
+    zero = gl.zeros([ROWS, STEP], gl.float32, SCORES)
+    stage = 0
+    phase = 0
+    buffer = 0
+    turn = 0
+    mbarrier.wait(kv_full, 0)
+    mbarrier.wait(dout_full.index(0), 0, pred=steps > 0)
+    dp = warpgroup_mma(v, tile(dout_s, 0, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    for n in range(steps):
+        # [ROWS, STEP]
+        dp -= gl.expand_dims(delta_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
+        mbarrier.wait(p_full.index(buffer), turn)
+        p = p_s.index(buffer).load(SCORES).to(gl.float32)
+        ds = gl.convert_layout((p * dp).to(dtype), gl.DotOperandLayout(0, WIDE, 2), assert_trivial=True)
+        mbarrier.wait(q_full.index(stage), phase)
+        dk_next = warpgroup_mma(ds, tile(q_s, stage, STEP, HEAD_DIM), dk, is_async=True)
+        barrier()
+        mbarrier.arrive(p_empty.index(buffer), count=1)
+        buffer += 1
+        if buffer == BUFFERS:
+            buffer = 0
+            turn ^= 1
+        done = stage
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+        mbarrier.wait(dout_full.index(stage), phase, pred=(n + 1) < steps)
+        dp_next = warpgroup_mma(v, tile(dout_s, stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+        dk = warpgroup_mma_wait(1, deps=[dk_next])
+        ds = opaque(ds)
+        mbarrier.arrive(empty.index(done), count=1)
+        dp = warpgroup_mma_wait(0, deps=[dp_next])
+    write_rows(dk_ptr, stride_dks, dk * softmax_scale, block_begin, k_rows, ADD)
+
+
+@gluon.jit(do_not_specialize=["item_count", "kv_heads", "group", "padded_rows", "k_rows"])
+def wide_key_kernel(
+    q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, dk_ptr, dv_ptr, items_ptr, segments_ptr,
+    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    item_count, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
+    HEAD_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of 64 key rows of one key/value head, over all query heads of its group."""
+    dtype: gl.constexpr = q_desc.dtype
+    q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty = allocate_queries(
+        q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, STAGES, STEP, HEAD_DIM, 1
+    )
+    p_s = gl.allocate_shared_memory(dtype, [BUFFERS, ROWS, STEP], gl.NVMMASharedLayout.get_default_for([ROWS, STEP], dtype))
+    p_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    p_empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(p_full.index(i), count=1)
+        mbarrier.init(p_empty.index(i), count=1)
+    fence_async_shared()
+    let_next_kernel_start()
+
+    head_index = gl.program_id(0) // item_count
+    item_ptr = items_ptr + (gl.program_id(0) % item_count) * 4
+    block_begin, segment_begin, segment_end, steps, batch, kv_head, dk_ptr, dv_ptr = load_item(
+        item_ptr, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group, STEP
+    )
+    gl.warp_specialize(
+        [
+            (produce_queries, (q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
+                               kv_full, q_full, dout_full, empty, segments_ptr, segment_begin, segment_end, batch, kv_head, group,
+                               head_index * group, padded_rows, block_begin, STAGES, STEP, 1)),
+            (consume_values, (q_s, k_s, dout_s, pivot_s, p_s, kv_full, q_full, dout_full, empty, p_full, p_empty,
+                              dv_ptr, stride_dvs, segments_ptr, segment_begin, segment_end, steps, k_rows, block_begin, scale,
+                              STAGES, STEP, HEAD_DIM, ADD)),
+            (consume_scores, (q_s, v_s, dout_s, delta_s, p_s, kv_full, q_full, dout_full, empty, p_full, p_empty,
+                              dk_ptr, stride_dks, steps, k_rows, block_begin, softmax_scale, STAGES, STEP, HEAD_DIM, ADD)),
+        ],
+        [4, 4],
+        [REGISTERS, REGISTERS],
+    )  # fmt: skip
+
+
+# measured on an H200
+KEY_LAUNCHES = {256: Launch(64, 2)}
+
+
+def backward(
+    inputs: Inputs, *, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, add_q: bool, add_kv: bool
+) -> None:  # fmt: skip
+    """As `hopper_backward.backward`."""
+    rows = prepare(inputs)
+    launch_both(
+        wide_key_kernel,
+        *wide_key_arguments(inputs, *rows, dk, dv, add_kv),
+        query_kernel,
+        *query_arguments(inputs, *rows, dq, add_q),
+    )
+
+
+def wide_key_arguments(inputs: Inputs, pivot, delta, dk, dv, add: bool) -> tuple[int, dict]:
+    """How many programs of `wide_key_kernel`, and its arguments."""
+    return key_arguments(inputs, pivot, delta, dk, dv, add, KEY_LAUNCHES, ROWS.value)
