@@ -6,6 +6,7 @@ All contestants of a case, and a dense 8192^3 matrix product, take turns in rand
     dense   causal or full, q/k and v of one length
     zigzag  what one of 8 ranks of 16k tokens computes: two spans against 16, in one table; beside a dense causal call of as much work
     packed  32 documents of mixed length in 64k tokens, causal within each; peers by their variable-length calls and block masks
+    short   few query blocks: a short question against long keys, few heads; beside ours with no block split among programs
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from timing import Spread, spreads
 from triton.runtime.errors import OutOfResources
 
 DIRECTIONS = ("forward", "backward")
+WHOLE = "whole blocks"
 IMAGE = Path(__file__).resolve().parents[1] / "docs" / "images" / "kernels.png"
 
 
@@ -102,6 +104,8 @@ def measure(case: Case, peers: list[str]) -> dict:
         for name, mode in contestants.BACKWARD_MODES.items():
             functions[name + ", dense"] = contestants.ours(dense, contestants.tensors(dense), **mode)
             flop[name + ", dense"] = {direction: dense.flop(direction) for direction in DIRECTIONS}
+    if case.kind == "short":
+        functions[f"ringattn, {WHOLE}"] = contestants.ours(case, inputs, splits=1, deterministic=False)
     for peer in peers:
         found = take_part(peer, case, inputs)
         if isinstance(found, str):
@@ -157,7 +161,7 @@ def line(row: dict) -> str:
     matmul, mine = rates.pop("matmul"), rates.pop("ringattn")
     share = " / ".join(f"{mine[d]['tflops'] / matmul[d]['tflops']:.2f}" for d in DIRECTIONS)
     others = [f"{name} {cell(rate)}" for name, rate in rates.items()] + [f"{name}: not for this" for name in row["missing"]]
-    rivals = [rate for name, rate in rates.items() if "deterministic" not in name]
+    rivals = [rate for name, rate in rates.items() if "deterministic" not in name and WHOLE not in name]
     ratio = " / ".join(f"{mine[d]['tflops'] / rivals[0][d]['tflops']:.2f}" for d in DIRECTIONS) if rivals else ""
     kernels = " / ".join(row["kernels"][direction].split(":")[0] for direction in DIRECTIONS)
     return f"| {row['case']} | {kernels} | {cell(mine)} | {share} | {'; '.join(others)} | {ratio} |"

@@ -19,8 +19,27 @@ from ringattn.rows import Rows
 SEQUENCES = (4096, 8192, 16384, 32768, 65536)
 HEAD_DIMS = ("128", "64", "96", "256", "192/128")
 EVERYWHERE = ("128", "64")  # the others are measured at one length
-KINDS = ("dense", "zigzag", "packed")
+KINDS = ("dense", "zigzag", "packed", "short")
 ZIGZAG_RANKS = 8
+# (queries, keys, heads, key/value heads, head dims) with few blocks of queries, of keys, or both; as long as each other: causal
+SHORT = (
+    (2048, 131072, 4, 4, "128"),
+    (128, 131072, 4, 4, "128"),
+    (512, 32768, 8, 2, "128"),
+    (2560, 16384, 8, 8, "128"),
+    (1024, 2048, 8, 8, "128"),
+    (2048, 2048, 32, 8, "128"),
+    (4096, 4096, 4, 4, "128"),
+    (8192, 8192, 2, 2, "128"),
+    (2048, 1024, 32, 8, "128"),
+    (16384, 512, 8, 8, "128"),
+    (65536, 77, 8, 8, "128"),
+    (2048, 131072, 4, 4, "64"),
+    (1024, 16384, 16, 4, "64"),
+    (8192, 1024, 8, 2, "64"),
+    (640, 16384, 16, 4, "256"),
+    (1280, 16384, 16, 16, "192/128"),
+)
 
 
 @dataclass(frozen=True)
@@ -34,11 +53,16 @@ class Case:
     head_dim: int
     v_dim: int
     mask: str = "causal"
+    keys: int = 0  # as many as tokens, or, of a zigzag rank, as those of all ranks
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", self.keys or self.tokens * (ZIGZAG_RANKS if self.kind == "zigzag" else 1))
 
     @property
     def name(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim == self.v_dim else f"{self.head_dim}/{self.v_dim}"
-        return f"{self.kind} {self.tokens} D{dims} {self.heads}:{self.kv_heads} {self.mask}"
+        rows = f"{self.tokens} x {self.keys}" if self.kind == "short" else f"{self.tokens}"
+        return f"{self.kind} {rows} D{dims} {self.heads}:{self.kv_heads} {self.mask}"
 
     @cached_property
     def documents(self) -> tuple[int, ...]:
@@ -56,13 +80,11 @@ class Case:
             plan = ra.make_plan(ra.zigzag(self.tokens * ZIGZAG_RANKS, ZIGZAG_RANKS), ra.causal())
             bases = np.cumsum([0, *plan.lengths])
             parts = [move_keys(plan.tiles(0, owner), Rows.span(0, n), int(bases[owner])) for owner, n in enumerate(plan.lengths)]
-            return Tiles(np.concatenate(parts), self.tokens, self.tokens * ZIGZAG_RANKS)
-        mask = ra.documents(self.documents) if self.kind == "packed" else {"causal": ra.causal(), "full": ra.full()}[self.mask]
+            return Tiles(np.concatenate(parts), self.tokens, self.keys)
+        if self.mask == "full":
+            return Tiles(np.array([(0, self.tokens, 0, self.keys, -self.keys, self.tokens)]), self.tokens, self.keys)
+        mask = ra.documents(self.documents) if self.kind == "packed" else ra.causal()
         return Tiles(ra.make_plan(ra.contiguous(self.tokens, 1), mask).tiles(0, 0), self.tokens, self.tokens)
-
-    @property
-    def keys(self) -> int:
-        return self.tokens * (ZIGZAG_RANKS if self.kind == "zigzag" else 1)
 
     def flop(self, direction: str) -> float:
         """Operations on live pairs, "forward" or "backward"."""
@@ -73,7 +95,7 @@ class Case:
     def dense_alike(self) -> Case:
         """One causal call of as many operations, in whole blocks of 128 rows."""
         side = round((2 * self.tiles.pairs) ** 0.5 / 128) * 128
-        return replace(self, kind="dense", tokens=max(side, 128), mask="causal")
+        return replace(self, kind="dense", tokens=max(side, 128), mask="causal", keys=0)
 
 
 def dims(text: str) -> tuple[int, int]:
@@ -103,6 +125,9 @@ def table(
         cases.append(Case("zigzag", 16384, heads, min(8, heads), 128, 128))
     if "packed" in kinds:
         cases.append(Case("packed", 65536, heads, heads, 128, 128))
+    if "short" in kinds:
+        for queries, keys, h, kv, text in SHORT:
+            cases.append(Case("short", queries, h, kv, *dims(text), "causal" if queries == keys else "full", keys))
     return cases
 
 

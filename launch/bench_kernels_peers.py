@@ -47,13 +47,13 @@ def choices(case: Case, inputs: Tensors) -> dict[str, str]:
     return {direction: f"{choice.kernels.name.lower()}: {choice.reason}" for direction, choice in chosen.items()}
 
 
-def ours(case: Case, inputs: Tensors, **mode: bool) -> Functions:
+def ours(case: Case, inputs: Tensors, splits: int | None = None, **mode: bool) -> Functions:
     """This library's kernels; the backward counts all that autograd would: delta, the statistics' units, every kernel."""
     q, k, v, dout = inputs
     softmax_scale, table = case.head_dim**-0.5, case.tiles.kernel_table
 
     def forward():
-        return rk.forward(q, k, v, table, softmax_scale=softmax_scale)
+        return rk.forward(q, k, v, table, softmax_scale=softmax_scale, splits=splits)
 
     out, row_max, row_sum = forward()
 
@@ -61,7 +61,7 @@ def ours(case: Case, inputs: Tensors, **mode: bool) -> Functions:
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         delta = rk.delta(out, dout)
         results = dict(dq=dq, dk=dk, dv=dv, add=False)
-        rk.backward(q, k, v, dout, row_max, row_sum, delta, table, softmax_scale=softmax_scale, **results, **mode)
+        rk.backward(q, k, v, dout, row_max, row_sum, delta, table, softmax_scale=softmax_scale, splits=splits, **results, **mode)
         return dq, dk, dv
 
     return forward, backward

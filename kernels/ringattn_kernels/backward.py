@@ -22,6 +22,7 @@ from .forward import LOG2_E
 from .gradients import dkdv_kernel, dq_kernel
 from .inputs import Inputs
 from .query_sums import QuerySums
+from .splits import key_splits, partial_gradients, query_splits
 from .table import BlockTable, TileTable
 from .units import to_base2
 
@@ -56,6 +57,7 @@ def backward(
     add: bool = True,
     kernels: Kernels | None = None,
     deterministic: bool | None = None,
+    splits: int | None = None,
 ) -> None:
     """Add the gradients of the table's pairs to fp32 dq, dk and dv, in place; any strides, last dim contiguous.
 
@@ -67,6 +69,7 @@ def backward(
     dv: of several launches, those that first meet their keys may overwrite.
 
     kernels: which to run, instead of what `dispatch.choose_backward` would choose.
+    splits: among how many programs the longest block's steps are split, instead of what `splits.best` would choose.
     deterministic: whether the same inputs must give the same bits, at some cost in speed; dk and dv always do. By default what
     `torch.use_deterministic_algorithms` has been told.
     """
@@ -76,20 +79,26 @@ def backward(
         assert dq.q.shape == q.shape and dq.softmax_scale == softmax_scale
     if choice.kernels == Kernels.HOPPER_FUSED:
         sums = dq.permuted() if isinstance(dq, QuerySums) else hopper.fused.zero_sums(q)
-        hopper.fused.backward(inputs, sums=sums, dk=dk, dv=dv, add=add)
+        how = key_splits(
+            table, *hopper.fused.block_and_step(q.shape[3]), k.shape[0] * k.shape[2], q.shape[2] // k.shape[2], q.device, splits
+        )
+        with partial_gradients(how, add, dk, dv) as (add_kv, (dk_part, dv_part)):
+            hopper.fused.backward(inputs, sums=sums, dk=dk_part, dv=dv_part, add=add_kv)
         if isinstance(dq, torch.Tensor):
             hopper.fused.finish(sums, dq, softmax_scale, add)
         return
     rows, add_q = dq.rows() if isinstance(dq, QuerySums) else (dq, add)
     if choice.kernels == Kernels.PLAIN:
-        run = _plain_backward
-    else:
-        run = hopper.wide.backward if q.shape[3] in hopper.wide.KEY_LAUNCHES else hopper.backward.backward
+        _plain_backward(inputs, dq=rows, dk=dk, dv=dv, add_q=add_q, add_kv=add, splits=splits)
+        return
+    if splits not in (None, 1):
+        raise ValueError(f"splits is {splits}, but {choice.kernels} splits no block: pass 1 or none")
+    run = hopper.wide.backward if q.shape[3] in hopper.wide.KEY_LAUNCHES else hopper.backward.backward
     run(inputs, dq=rows, dk=dk, dv=dv, add_q=add_q, add_kv=add)
 
 
 def _plain_backward(
-    inputs: Inputs, *, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, add_q: bool, add_kv: bool
+    inputs: Inputs, *, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, add_q: bool, add_kv: bool, splits: int | None
 ) -> None:  # fmt: skip
     """`backward` by the kernels of `gradients`; whether to add is said of dq apart."""
     q, table = inputs.q, inputs.table
@@ -97,19 +106,21 @@ def _plain_backward(
     hk, v_dim = inputs.v.shape[2:]
     arch = architecture(q.device)
     head_dim = max(d, v_dim)
-    key_launch = launch_for("dkdv", arch, head_dim, q.dtype)
-    query_launch = launch_for("dq", arch, head_dim, q.dtype)
-    key_blocks = table.key_blocks(key_launch.block, key_launch.step, q.device)
-    query_blocks = table.query_blocks(query_launch.block, query_launch.step, q.device)
-    key_count = key_blocks.touched if add_kv else len(key_blocks)
-    query_count = query_blocks.touched if add_q else len(query_blocks)
     rows = pivots(inputs.row_max, inputs.row_sum, weighted=q.dtype == torch.float32)
-    if b * hk * key_count > 0:
-        arguments = dkdv_arguments(inputs, *rows, key_blocks, key_count, dk, dv, add_kv, key_launch, arch)
-        dkdv_kernel[(b * hk * key_count,)](**arguments)
-    if b * h * query_count > 0:
-        arguments = dq_arguments(inputs, *rows, query_blocks, query_count, dq, add_q, query_launch, arch)
-        dq_kernel[(b * h * query_count,)](**arguments)
+    launch = launch_for("dkdv", arch, head_dim, q.dtype)
+    how = key_splits(table, launch.block, launch.step, b * hk, h // hk, q.device, splits)
+    blocks = table.key_blocks(launch.block, launch.step, q.device, how.most)
+    with partial_gradients(how, add_kv, dk, dv) as (add, parts):
+        count = blocks.touched if add else len(blocks)
+        if b * hk * count > 0:
+            dkdv_kernel[(b * hk * count,)](**dkdv_arguments(inputs, *rows, blocks, count, *parts, add, launch, arch))
+    launch = launch_for("dq", arch, head_dim, q.dtype)
+    how = query_splits(table, launch.block, launch.step, b * h, q.device, splits)
+    blocks = table.query_blocks(launch.block, launch.step, q.device, how.most)
+    with partial_gradients(how, add_q, dq) as (add, parts):
+        count = blocks.touched if add else len(blocks)
+        if b * h * count > 0:
+            dq_kernel[(b * h * count,)](**dq_arguments(inputs, *rows, blocks, count, *parts, add, launch, arch))
 
 
 def pivots(row_max: torch.Tensor, row_sum: torch.Tensor, weighted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -181,8 +192,9 @@ def dkdv_arguments(
 ) -> dict:  # fmt: skip
     """Keyword arguments of one launch of `dkdv_kernel`."""
     assert not add or dk.dtype == dv.dtype == torch.float32
-    assert dk.shape == inputs.k.shape
-    assert dv.shape == inputs.v.shape
+    # of splits, they have several times the batches
+    assert dk.shape[1:] == inputs.k.shape[1:]
+    assert dv.shape[1:] == inputs.v.shape[1:]
     assert dk.stride(3) == dv.stride(3) == 1
     return _shared_arguments(inputs, pivot, weight, blocks, count, add, launch, arch) | dict(
         q_desc=descriptor(inputs.q, launch.step, arch),
@@ -207,7 +219,8 @@ def dq_arguments(
 ) -> dict:  # fmt: skip
     """Keyword arguments of one launch of `dq_kernel`."""
     assert not add or dq.dtype == torch.float32
-    assert dq.shape == inputs.q.shape
+    # of splits, it has several times the batches
+    assert dq.shape[1:] == inputs.q.shape[1:]
     assert dq.stride(3) == 1
     return _shared_arguments(inputs, pivot, weight, blocks, count, add, launch, arch) | dict(
         k_desc=descriptor(inputs.k, launch.step, arch),

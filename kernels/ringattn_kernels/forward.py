@@ -18,10 +18,10 @@ from . import hopper
 from .bands import edge_count, edge_start, live_columns, load_block, load_rows, load_segment
 from .config import Launch, architecture, descriptor, launch_for, padded, precision
 from .dispatch import Kernels, choose_forward
+from .splits import State, merge, partials, query_splits
 from .table import TileTable
 from .units import to_base2, to_natural
 
-State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 LOG2_E = math.log2(math.e)
 
 
@@ -35,6 +35,7 @@ def forward(
     state: State | None = None,
     final: bool = True,
     kernels: Kernels | None = None,
+    splits: int | None = None,
 ) -> State:
     """Attend to the table's pairs; returns (out, row_max, row_sum), all rows of them.
 
@@ -43,6 +44,7 @@ def forward(
     relative to exactly it; a row with no live pair so far is (0, -inf, 0).
 
     kernels: which to run, instead of what `dispatch.choose_forward` would choose.
+    splits: among how many programs the keys of the longest query block are split, instead of what `splits.best` would choose.
     """
     b, sq, h, _ = q.shape
     if state is None:
@@ -55,17 +57,33 @@ def forward(
         if final:
             out = torch.empty(out.shape, device=q.device, dtype=q.dtype)
     if choose_forward(q, k, v, softmax_scale, kernels).kernels == Kernels.HOPPER:
-        hopper.forward.launch(q, k, v, table, out, row_max, row_sum, softmax_scale, state, final)
-        return out, row_max, row_sum
+        config, run = hopper.forward.launch_for(q.shape[3], v.shape[3]), hopper.forward.launch
+    else:
+        config, run = launch_for("forward", architecture(q.device), max(q.shape[3], v.shape[3]), q.dtype), _plain_forward
+    how = query_splits(table, config.block, config.step, b * h, q.device, splits)
+    if how.most > 1:
+        # the state is merged with the splits' partials
+        partial = partials(how, q, v.shape[3])
+        run(q, k, v, table, *partial, softmax_scale, None, True, how.most)
+        merge(how, partial, state, out, row_max, row_sum, final)
+    else:
+        # a block without a segment still has something to write, unless its state stays as it is
+        run(q, k, v, table, out, row_max, row_sum, softmax_scale, state, state is not None and not final)
+    return out, row_max, row_sum
+
+
+def _plain_forward(
+    q, k, v, table: TileTable, out, row_max, row_sum, softmax_scale: float, state, touched_only: bool, splits: int = 1
+) -> None:  # fmt: skip
+    """`forward` by the kernel below, over tensors made for it."""
     arch = architecture(q.device)
     launch = launch_for("forward", arch, max(q.shape[3], v.shape[3]), q.dtype)
-    blocks = table.query_blocks(launch.block, launch.step, q.device)
-    # a block without a segment still has something to write, unless its state stays as it is
-    count = blocks.touched if state is not None and not final else len(blocks)
-    if b * h * count > 0:
+    blocks = table.query_blocks(launch.block, launch.step, q.device, splits)
+    count = blocks.touched if touched_only else len(blocks)
+    programs = q.shape[0] * q.shape[2] * count
+    if programs > 0:
         arguments = forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, launch, arch)
-        forward_kernel[(b * h * count,)](**arguments)
-    return out, row_max, row_sum
+        forward_kernel[(programs,)](**arguments)
 
 
 def forward_arguments(
@@ -201,6 +219,7 @@ def forward_kernel(
     block_begin = tl.load(item_ptr)
     segment_begin = tl.load(item_ptr + 1)
     segment_end = tl.load(item_ptr + 2)
+    split = tl.load(item_ptr + 3)
     batch = head_index // heads
     head = head_index % heads
     kv_head = head // group
@@ -210,10 +229,11 @@ def forward_kernel(
 
     rows = block_begin + tl.arange(0, BLOCK_Q)
     row_mask = rows < q_rows
-    statistics = head_index.to(tl.int64) * q_rows + rows
-    # [BLOCK_Q, BLOCK_DV]: out and the state are contiguous
+    # [BLOCK_Q, BLOCK_DV]: out and the state are contiguous, and partials of splits are those of further batches
+    out_batch = (split * (tl.num_programs(0) // (item_count * heads)) + batch).to(tl.int64)
+    statistics = (out_batch * heads + head) * q_rows + rows
     columns = tl.arange(0, BLOCK_DV)
-    out_offsets = ((batch.to(tl.int64) * q_rows + rows) * heads + head)[:, None] * V_DIM + columns[None, :]
+    out_offsets = ((out_batch * q_rows + rows) * heads + head)[:, None] * V_DIM + columns[None, :]
     out_mask = row_mask[:, None] & (columns < V_DIM)[None, :]
 
     # [BLOCK_Q, BLOCK_D]

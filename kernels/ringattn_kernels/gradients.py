@@ -74,12 +74,15 @@ def dkdv_kernel(
     block_begin = tl.load(item_ptr)
     segment_begin = tl.load(item_ptr + 1)
     segment_end = tl.load(item_ptr + 2)
+    split = tl.load(item_ptr + 3)
     batch = head_index // kv_heads
     kv_head = head_index % kv_heads
     k_ptr += batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
     v_ptr += batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
-    dk_ptr += batch.to(tl.int64) * stride_dkb + kv_head.to(tl.int64) * stride_dkh
-    dv_ptr += batch.to(tl.int64) * stride_dvb + kv_head.to(tl.int64) * stride_dvh
+    # partials of splits are those of further batches
+    out_batch = (split * (tl.num_programs(0) // (item_count * kv_heads)) + batch).to(tl.int64)
+    dk_ptr += out_batch * stride_dkb + kv_head.to(tl.int64) * stride_dkh
+    dv_ptr += out_batch * stride_dvb + kv_head.to(tl.int64) * stride_dvh
 
     rows = block_begin + tl.arange(0, BLOCK_K)
     row_mask = rows < k_rows
@@ -166,6 +169,7 @@ def dq_kernel(
     block_begin = tl.load(item_ptr)
     segment_begin = tl.load(item_ptr + 1)
     segment_end = tl.load(item_ptr + 2)
+    split = tl.load(item_ptr + 3)
     batch = head_index // heads
     head = head_index % heads
     kv_head = head // group
@@ -173,7 +177,9 @@ def dq_kernel(
     v_ptr += batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
     q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
     dout_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
-    dq_ptr += batch.to(tl.int64) * stride_dqb + head.to(tl.int64) * stride_dqh
+    # partials of splits are those of further batches
+    out_batch = (split * (tl.num_programs(0) // (item_count * heads)) + batch).to(tl.int64)
+    dq_ptr += out_batch * stride_dqb + head.to(tl.int64) * stride_dqh
 
     rows = block_begin + tl.arange(0, BLOCK_Q)
     row_mask = rows < q_rows

@@ -242,7 +242,7 @@ def allocate_queries(
 
 @gluon.jit
 def load_item(
-    item_ptr, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group,
+    item_ptr, item_count, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group,
     STEP: gl.constexpr,
 ):  # fmt: skip
     """A program's block of key rows, its segments and steps; its batch and head, and where dk and dv of these begin."""
@@ -251,8 +251,11 @@ def load_item(
     segment_end = gl.load(item_ptr + 2)
     batch = head_index // kv_heads
     kv_head = head_index % kv_heads
-    dk_ptr += batch.to(gl.int64) * stride_dkb + kv_head.to(gl.int64) * stride_dkh
-    dv_ptr += batch.to(gl.int64) * stride_dvb + kv_head.to(gl.int64) * stride_dvh
+    # partials of splits are those of further batches
+    batches = gl.num_programs(0) // (item_count * kv_heads)
+    place = (gl.load(item_ptr + 3) * batches + batch).to(gl.int64)
+    dk_ptr += place * stride_dkb + kv_head.to(gl.int64) * stride_dkh
+    dv_ptr += place * stride_dvb + kv_head.to(gl.int64) * stride_dvh
     steps = count_steps(segments_ptr, segment_begin, segment_end, STEP, STEP) * group
     # a block without a segment is written as zeros: it reads a segment, any one, and has no step
     segment_begin = gl.where(steps > 0, segment_begin, 0)
@@ -277,7 +280,19 @@ def key_kernel(
     head_index = gl.program_id(0) // item_count
     item_ptr = items_ptr + (gl.program_id(0) % item_count) * 4
     block_begin, segment_begin, segment_end, steps, batch, kv_head, dk_ptr, dv_ptr = load_item(
-        item_ptr, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group, STEP
+        item_ptr,
+        item_count,
+        head_index,
+        segments_ptr,
+        dk_ptr,
+        dv_ptr,
+        stride_dkb,
+        stride_dkh,
+        stride_dvb,
+        stride_dvh,
+        kv_heads,
+        group,
+        STEP,
     )
     gl.warp_specialize(
         [
@@ -564,14 +579,17 @@ def whole_blocks(rows: int) -> int:
 def key_arguments(
     inputs: Inputs, pivot, delta, dk, dv, add: bool, launches: dict[int, Launch] = KEY_LAUNCHES, block: int = BLOCK.value
 ) -> tuple[int, dict]:  # fmt: skip
-    """How many programs of `key_kernel`, of `block` key rows each, and its arguments."""
+    """How many programs of `key_kernel`, of `block` key rows each, and its arguments.
+
+    dk and dv of several times the batches are partials of as many splits.
+    """
     q, k, v, dout, table = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.table
-    assert k.shape == dk.shape == dv.shape and dk.stride(3) == dv.stride(3) == 1
+    assert k.shape[1:] == dk.shape[1:] and dk.shape == dv.shape and dk.stride(3) == dv.stride(3) == 1
     assert not add or dk.dtype == dv.dtype == torch.float32
     (b, _, h, d), hk = q.shape, k.shape[2]
-    launch = launches[d]
-    # steps of one row: the kernel aligns its steps itself, and wants to know exactly which queries need no mask
-    blocks = table.key_blocks(block, 1, q.device)
+    launch, splits = launches[d], dk.shape[0] // b
+    # whole blocks in steps of one row: the kernel aligns its steps itself, and wants to know exactly which queries need no mask
+    blocks = table.key_blocks(block, 1 if splits == 1 else launch.step, q.device, splits)
     count = blocks.touched if add else len(blocks)
     return b * hk * count, dict(
         q_desc=tile_descriptor(q, launch.step),

@@ -200,7 +200,19 @@ def fused_kernel(
     head_index += rest % here
     item_ptr = items_ptr + (rest // here) * 4
     block_begin, segment_begin, segment_end, steps, batch, kv_head, dk_ptr, dv_ptr = load_item(
-        item_ptr, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group, STEP
+        item_ptr,
+        item_count,
+        head_index,
+        segments_ptr,
+        dk_ptr,
+        dv_ptr,
+        stride_dkb,
+        stride_dkh,
+        stride_dvb,
+        stride_dvh,
+        kv_heads,
+        group,
+        STEP,
     )
     gl.warp_specialize(
         [
@@ -249,6 +261,11 @@ def finish_kernel(
 LAUNCHES = {64: Launch(128, 2), 128: Launch(64, 2)}
 # programs at least of which the heads that run side by side have; measured on an H200
 SIDE_BY_SIDE = 256
+
+
+def block_and_step(head_dim: int) -> tuple[int, int]:
+    """Key rows of a program, and query rows of its steps."""
+    return BLOCK.value, LAUNCHES[head_dim].step
 
 
 def zero_sums(q: torch.Tensor) -> torch.Tensor:

@@ -176,7 +176,19 @@ def wide_key_kernel(
     head_index = gl.program_id(0) // item_count
     item_ptr = items_ptr + (gl.program_id(0) % item_count) * 4
     block_begin, segment_begin, segment_end, steps, batch, kv_head, dk_ptr, dv_ptr = load_item(
-        item_ptr, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group, STEP
+        item_ptr,
+        item_count,
+        head_index,
+        segments_ptr,
+        dk_ptr,
+        dv_ptr,
+        stride_dkb,
+        stride_dkh,
+        stride_dvb,
+        stride_dvh,
+        kv_heads,
+        group,
+        STEP,
     )
     gl.warp_specialize(
         [

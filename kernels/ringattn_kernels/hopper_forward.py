@@ -20,7 +20,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .config import padded
 from .gluon_words import async_load, barrier, reinterpret, swizzled_layout
-from .table import TileTable, cut
+from .splits import multiprocessors
+from .table import TileTable, split, steps_of
 from .units import LOG2_E, to_base2, to_natural
 
 WARPGROUP_ROWS = 64
@@ -55,7 +56,7 @@ class HopperLaunch:
 class Schedule:
     """The works of a launch, in the order in which programs take them.
 
-    works    (n, 4) int32: b * h + head, first row of the query block, first segment, number of steps (at least 1).
+    works    (n, 4) int32: (split * b + batch) * h + head, first row of the query block, first segment, number of steps (at least 1).
     segments (m, 8) int32: as in `table.BlockTable`; the last one is empty, for query blocks without any.
     """
 
@@ -64,24 +65,24 @@ class Schedule:
 
 
 def schedule(
-    tiles: np.ndarray, q_rows: int, launch: HopperLaunch, heads: int, together: int, touched_only: bool
+    items: np.ndarray, segments: np.ndarray, step: int, heads: int, together: int, touched_only: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(works, segments): `together` heads at a time, so that their keys and values stay in the L2; of those, longest work first."""
-    items, segments = cut(tiles, q_rows, launch.block, launch.step)
-    steps = -(-(segments[:, 3] - segments[:, 0]) // launch.step)
-    total = np.concatenate([[0], np.cumsum(steps)])
-    steps = total[items[:, 2]] - total[items[:, 1]]
+    """(works, segments): `together` heads at a time, so that their keys and values stay in the L2; of those, longest work first.
+
+    items, segments: as in `table.BlockTable`.
+    """
+    steps = steps_of(items, segments, step)
     if touched_only:
         items, steps = items[steps > 0], steps[steps > 0]
     first = np.where(steps > 0, items[:, 1], len(segments))
     segments = np.concatenate([segments, np.array([[0, 0, 0, 1, 0, 0, 0, 0]], dtype=np.int32)])
-    # [blocks, 3], longest first, as `cut` has them
+    # [items, 3], longest first, as they come
     blocks = np.stack([items[:, 0], first, np.maximum(steps, 1)], axis=1)
     works = np.empty((len(blocks) * heads, 4), dtype=np.int32)
     for begin in range(0, heads, together):
         group = np.arange(begin, min(begin + together, heads))
         rows = works[begin * len(blocks) : (begin + len(group)) * len(blocks)]
-        rows[:, 0] = np.tile(group, len(blocks))
+        rows[:, 0] = (items[:, 3:] * heads + group).reshape(-1)
         rows[:, 1:] = np.repeat(blocks, len(group), axis=0)
     return works, segments
 
@@ -132,7 +133,7 @@ def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: f
 
 
 def launch(
-    q, k, v, table: TileTable, out, row_max, row_sum, softmax_scale: float, state, final: bool,
+    q, k, v, table: TileTable, out, row_max, row_sum, softmax_scale: float, state, touched_only: bool, splits: int = 1,
     config: HopperLaunch | None = None, programs: int | None = None,
 ) -> None:  # fmt: skip
     """Launch the kernel over tensors that `forward` made. `config` and `programs` replace the defaults."""
@@ -141,15 +142,15 @@ def launch(
     assert q.dtype == k.dtype == v.dtype and q.stride(3) == k.stride(3) == v.stride(3) == 1
     assert (sq, k.shape[1], v.shape[1]) == (table.q_rows, table.k_rows, table.k_rows) and h % hk == 0 and k.shape[2:] == (hk, d)
     config = config or launch_for(d, dv)
-    programs = programs or torch.cuda.get_device_properties(q.device).multi_processor_count
-    touched_only = state is not None and not final
+    programs = programs or multiprocessors(q.device)
     together = max(1, L2_SHARE // (k.shape[1] * (d + dv) * k.element_size())) * (h // hk)
 
     def build() -> Schedule:
-        arrays = schedule(table.tiles, sq, config, b * h, together, touched_only)
+        items = split(*table.cut("q", config.block, config.step), config.step, splits)
+        arrays = schedule(*items, config.step, b * h, together, touched_only)
         return Schedule(*(torch.from_numpy(x).to(q.device) for x in arrays))
 
-    plan = table.derived(("hopper forward", config.block, config.step, b * h, together, touched_only, q.device), build)
+    plan = table.derived(("hopper forward", config.block, config.step, splits, b * h, together, touched_only, q.device), build)
     if len(plan.works):
         counter = work_counter(q.device)
         arguments = kernel_arguments(q, k, v, out, row_max, row_sum, plan, counter, softmax_scale, state, config)
@@ -172,6 +173,7 @@ def kernel_arguments(
         segments_ptr=plan.segments,
         counter_ptr=counter,
         work_count=len(plan.works),
+        batches=q.shape[0],
         heads=q.shape[2],
         group=q.shape[2] // k.shape[2],
         q_rows=q.shape[1],
@@ -251,7 +253,7 @@ def unpack(pairs, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def load_work(works_ptr, work):
-    """(b * h + head, first row of the query block, first segment, number of steps)."""
+    """((split * b + batch) * h + head, first row of the query block, first segment, number of steps)."""
     ptr = works_ptr + work * 4
     return gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2), gl.load(ptr + 3)
 
@@ -272,7 +274,8 @@ def take(work_smem, slot):
 @gluon.jit
 def load_copies(
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, work_smem, q_full, q_empty, k_full, v_full, kv_empty, works_ptr, segments_ptr,
-    counter_ptr, work_count, heads, group, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    counter_ptr, work_count, batches, heads, group,
+    CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The partition that takes works and asks the copy engine for Q once a work and for K and V once a step, as soon as there is room."""
     BLOCK_K: gl.constexpr = k_desc.block_type.shape[1]
@@ -283,7 +286,7 @@ def load_copies(
     work = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     while work < work_count:
         head_index, block_begin, segment, steps = load_work(works_ptr, work)
-        batch = head_index // heads
+        batch = head_index // heads % batches
         head = head_index % heads
         kv_head = head // group
         for i in gl.static_range(WARPGROUPS):
@@ -551,10 +554,10 @@ def attend_rows(
         work = next_work
 
 
-@gluon.jit(do_not_specialize=["work_count", "heads", "group", "q_rows"])
+@gluon.jit(do_not_specialize=["work_count", "batches", "heads", "group", "q_rows"])
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, counter_ptr, work_count, heads, group,
-    q_rows, scale, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr,
+    q_desc, k_desc, v_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, counter_ptr, work_count, batches, heads,
+    group, q_rows, scale, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr,
     HAS_STATE: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out, row_max, row_sum of the works of one program; see the module."""
@@ -594,7 +597,7 @@ def hopper_forward_kernel(
         gl.warp_specialize([
             (load_copies, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, work_smem, q_full, q_empty, k_full, v_full, kv_empty, works_ptr,
-                segments_ptr, counter_ptr, work_count, heads, group, CHUNKS, WARPGROUPS, Q_STAGES, STAGES,
+                segments_ptr, counter_ptr, work_count, batches, heads, group, CHUNKS, WARPGROUPS, Q_STAGES, STAGES,
             )),
             (attend_rows, (
                 q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
@@ -611,7 +614,7 @@ def hopper_forward_kernel(
         gl.warp_specialize([
             (load_copies, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, work_smem, q_full, q_empty, k_full, v_full, kv_empty, works_ptr,
-                segments_ptr, counter_ptr, work_count, heads, group, CHUNKS, WARPGROUPS, Q_STAGES, STAGES,
+                segments_ptr, counter_ptr, work_count, batches, heads, group, CHUNKS, WARPGROUPS, Q_STAGES, STAGES,
             )),
             (attend_rows, (
                 q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,

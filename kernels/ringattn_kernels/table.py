@@ -20,7 +20,8 @@ import torch
 class BlockTable:
     """The work of one launch for one (batch, head).
 
-    items    (n, 4) int32: first row of the block, begin and end of its segments, 0; longest work first, blocks with none last.
+    items    (n, 4) int32: first row of the block, begin and end of its segments, split; longest work first, blocks with none last.
+             Where blocks are split, an item is one split of a block, and those with no segment are left out.
     segments (m, 8) int32: begin, full_begin, full_end, end, lo, hi, row_begin, row_end. The other axis is stepped through from
              `begin` to `end`; steps in [full_begin, full_end) are live for every row of the block and need no mask; in the others row r and
              column c are live where row_begin <= r < row_end, c < end and lo <= r - c <= hi.
@@ -43,7 +44,7 @@ class TileTable:
     Block tables are built once for each (device, block size, step) and kept, so that a steady-state call builds and uploads nothing.
     """
 
-    __slots__ = ("_blocks", "_derived", "k_rows", "q_rows", "tiles")
+    __slots__ = ("_derived", "k_rows", "q_rows", "tiles")
 
     def __init__(self, tiles: np.ndarray, q_rows: int, k_rows: int):
         tiles = np.array(tiles, dtype=np.int64, copy=True).reshape(-1, 6)
@@ -57,16 +58,25 @@ class TileTable:
         tiles[:, 4:] = np.clip(tiles[:, 4:], -k_rows, q_rows)
         tiles.setflags(write=False)
         self.tiles, self.q_rows, self.k_rows = tiles, int(q_rows), int(k_rows)
-        self._blocks: dict[tuple, BlockTable] = {}
         self._derived: dict[tuple, Any] = {}
 
-    def query_blocks(self, block: int, step: int, device: torch.device) -> BlockTable:
-        """Blocks of `block` query rows, stepping through keys by `step`."""
-        return self._cached("q", block, step, device)
+    def query_blocks(self, block: int, step: int, device: torch.device, splits: int = 1) -> BlockTable:
+        """Blocks of `block` query rows, stepping through keys by `step`; in splits, where the longest block has that many (see `split`)."""
+        return self._blocks("q", block, step, device, splits)
 
-    def key_blocks(self, block: int, step: int, device: torch.device) -> BlockTable:
+    def key_blocks(self, block: int, step: int, device: torch.device, splits: int = 1) -> BlockTable:
         """Blocks of `block` key rows, stepping through queries by `step`: the same cut of the transposed tiles."""
-        return self._cached("k", block, step, device)
+        return self._blocks("k", block, step, device, splits)
+
+    def cut(self, axis: str, block: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Items and segments (see `BlockTable`) along the rows of q ("q") or of k ("k")."""
+
+        def build() -> tuple[np.ndarray, np.ndarray]:
+            if axis == "q":
+                return cut(self.tiles, self.q_rows, block, step)
+            return cut(self.tiles[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1]), self.k_rows, block, step)
+
+        return self.derived(("cut", axis, block, step), build)
 
     def derived(self, key: tuple, build: Callable[[], Any]) -> Any:
         """`build()`, made at the first call with `key` and kept: what else a kernel needs of this table."""
@@ -74,16 +84,13 @@ class TileTable:
             self._derived[key] = build()
         return self._derived[key]
 
-    def _cached(self, axis: str, block: int, step: int, device: torch.device) -> BlockTable:
-        key = (axis, block, step, device)
-        if key not in self._blocks:
-            tiles, rows = self.tiles, self.q_rows
-            if axis == "k":
-                tiles, rows = tiles[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1]), self.k_rows
-            items, segments = cut(tiles, rows, block, step)
+    def _blocks(self, axis: str, block: int, step: int, device: torch.device, splits: int) -> BlockTable:
+        def build() -> BlockTable:
+            items, segments = split(*self.cut(axis, block, step), step, splits)
             touched = int((items[:, 1] < items[:, 2]).sum())
-            self._blocks[key] = BlockTable(torch.from_numpy(items).to(device), torch.from_numpy(segments).to(device), touched)
-        return self._blocks[key]
+            return BlockTable(torch.from_numpy(items).to(device), torch.from_numpy(segments).to(device), touched)
+
+        return self.derived(("blocks", axis, block, step, device, splits), build)
 
     def __repr__(self) -> str:
         return f"TileTable({len(self.tiles)} tiles, {self.q_rows} x {self.k_rows} rows)"
@@ -128,3 +135,44 @@ def cut(tiles: np.ndarray, rows: int, block: int, step: int) -> tuple[np.ndarray
     items = np.stack([np.arange(blocks) * block, bounds[:-1], bounds[1:], np.zeros(blocks, np.int64)], axis=1)
     items = items[np.argsort(-work, kind="stable")]
     return np.ascontiguousarray(items, dtype=np.int32), np.ascontiguousarray(segments, dtype=np.int32)
+
+
+def split(items: np.ndarray, segments: np.ndarray, step: int, splits: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same steps, the longest item's in `splits` items, and in others no longer than these. 1 leaves all as it is.
+
+    An item is split between steps, as evenly as can be; its splits are numbered in the order of its steps. Items without a step are
+    left out.
+    """
+    if splits == 1:
+        return items, segments
+    items = items[items[:, 1] < items[:, 2]]
+    # all steps in a row: where a segment begins in it, an item, and a split
+    segment_begin = _before(segments, step)
+    begin, length = segment_begin[items[:, 1]], steps_of(items, segments, step)
+    count = -(-length // -(-length.max(initial=1) // splits))
+    item = np.repeat(np.arange(len(items)), count)
+    number = np.arange(len(item)) - np.repeat(np.cumsum(count) - count, count)
+    split_begin, split_end = (begin[item] + length[item] * n // count[item] for n in (number, number + 1))
+
+    # pieces of segments, which begin where a segment does or a split
+    piece_begin = np.union1d(segment_begin[:-1], split_begin)
+    piece_end = np.append(piece_begin[1:], segment_begin[-1:])[: len(piece_begin)]
+    segment = np.searchsorted(segment_begin, piece_begin, side="right") - 1
+    pieces = segments[segment]
+    pieces[:, 0] += (piece_begin - segment_begin[segment]) * step
+    pieces[:, 3] = np.minimum(pieces[:, 3], pieces[:, 0] + (piece_end - piece_begin) * step)
+    pieces[:, 1:3] = np.clip(pieces[:, 1:3], pieces[:, :1], pieces[:, 3:4])
+    items = np.stack([items[item, 0], *(np.searchsorted(piece_begin, x) for x in (split_begin, split_end)), number], axis=1)
+    items = items[np.argsort(split_begin - split_end, kind="stable")]
+    return np.ascontiguousarray(items, dtype=np.int32), np.ascontiguousarray(pieces, dtype=np.int32)
+
+
+def steps_of(items: np.ndarray, segments: np.ndarray, step: int) -> np.ndarray:
+    """How many steps each item has."""
+    before = _before(segments, step)
+    return before[items[:, 2]] - before[items[:, 1]]
+
+
+def _before(segments: np.ndarray, step: int) -> np.ndarray:
+    """How many steps come before each segment, and at the end, all."""
+    return np.concatenate([[0], np.cumsum(-(-(segments[:, 3] - segments[:, 0]) // step))])

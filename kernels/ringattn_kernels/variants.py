@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import splits
 from .config import Launch, launch_for, padded
 from .gradients import dkdv_kernel, dq_kernel
 from .inputs import Inputs
@@ -34,7 +35,8 @@ backward = importlib.import_module("ringattn_kernels.backward")
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
-KERNELS = ("forward", "forward to state", "forward from state", "forward from state to state", "dkdv", "dq", "delta", "pivot")
+FORWARD = ("forward", "forward to state", "forward from state", "forward from state to state")
+KERNELS = (*FORWARD, "merge", "merge from state", "sum", "dkdv", "dq", "delta", "pivot")
 HEAD_DIMS = (64, 128, 256)
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -117,6 +119,14 @@ def launch_arguments(variant: Variant, launch: Launch | None = None) -> tuple[tr
     if variant.kernel == "pivot":
         names = ("row_max_ptr", "row_sum_ptr", "pivot_ptr", "weight_ptr", "count", "BLOCK")
         return backward.pivot_kernel, dict(zip(names, (statistics, statistics, statistics, weight, b * h * s, 1024)))
+
+    how = splits.Splits(1, torch.empty(4, 2, dtype=torch.int32), 4, 64)
+    if variant.kernel == "sum":
+        return splits.sum_kernel, splits.sum_arguments(how, 4, q.float(), q, False)[1]
+    if variant.kernel.startswith("merge"):
+        partial = (q.float(), statistics, statistics)
+        state = partial if variant.kernel.endswith("from state") else None
+        return splits.merge_kernel, splits.merge_arguments(how, 4, partial, state, q, statistics, statistics)[1]
 
     name = variant.kernel.split()[0]
     launch = launch or launch_for(name, arch, d, dtype)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 import ringattn_kernels as rk
+from ringattn_kernels import dispatch
 from tests.kernels import dense
 
 
@@ -36,6 +37,7 @@ class Problem:
     parts: list[np.ndarray]
     softmax_scale: float
     deterministic: bool
+    splits: int | None = None
 
     @property
     def tables(self) -> list[rk.TileTable]:
@@ -75,6 +77,7 @@ def problem(seed: int, scope: Scope) -> Problem:
         [whole[n::count] for n in range(count)],
         float(d**-0.5 * random.choice([1, 1, 0.5, -1])),
         bool(random.random() < 0.5),
+        random.choice([None, 1, 2, 3, 9]),
     )
 
 
@@ -95,7 +98,8 @@ def run(p: Problem) -> dense.Result:
     tables, state = p.tables, None
     with memory_of_nan():
         for n, table in enumerate(tables):
-            state = rk.forward(p.q, p.k, p.v, table, softmax_scale=p.softmax_scale, state=state, final=n == len(tables) - 1)
+            options = dict(state=state, final=n == len(tables) - 1, splits=p.splits)
+            state = rk.forward(p.q, p.k, p.v, table, softmax_scale=p.softmax_scale, **options)
         out, row_max, row_sum = state
         statistics = row_max, row_sum, rk.delta(out, p.dout)
         alone = len(tables) == 1
@@ -103,7 +107,9 @@ def run(p: Problem) -> dense.Result:
         dk, dv = torch.empty_like(p.k, dtype=dtype), torch.empty_like(p.v, dtype=dtype)
         sums = torch.empty_like(p.q, dtype=dtype) if alone else rk.QuerySums(p.q, p.softmax_scale)
         for n, table in enumerate(tables):
-            options = dict(dq=sums, dk=dk, dv=dv, add=n > 0, deterministic=p.deterministic)
+            choice = dispatch.choose_backward(p.q, p.k, p.v, p.dout, table, deterministic=p.deterministic)
+            splits = None if choice.kernels == dispatch.Kernels.HOPPER else p.splits
+            options = dict(dq=sums, dk=dk, dv=dv, add=n > 0, deterministic=p.deterministic, splits=splits)
             rk.backward(p.q, p.k, p.v, p.dout, *statistics, table, softmax_scale=p.softmax_scale, **options)
         dq = sums if alone else sums.finish(p.q.dtype)
     return dense.Result(out, row_max, row_sum, dq, dk, dv)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ringattn_kernels as rk
+from ringattn_kernels import splits
 from ringattn_kernels.hopper_backward_fused import finish
 from tests.kernels import dense, fuzz
 
@@ -112,6 +113,64 @@ def test_random_problems_as_on_a_gpu(seed):
     fuzz.check(seed, fuzz.INTERPRETER)
 
 
+@pytest.mark.parametrize(("heads", "expected"), [(1, [4]), (4, [])])
+def test_a_chip_that_few_blocks_do_not_fill_has_them_in_splits(heads, expected, monkeypatch):
+    counts = []
+    monkeypatch.setattr(splits, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(splits, "merge_arguments", lambda *a, whole=splits.merge_arguments: counts.append(a[0].most) or whole(*a))
+    q, k, v, dout = inputs(1, 10, 700, heads, 1, 16, 16)
+    out, *_ = rk.forward(q, k, v, rk.TileTable(np.array(dense.full(10, 700)), 10, 700), softmax_scale=0.25)
+    exact = dense.attention(q, k, v, dout, torch.ones(10, 700, dtype=torch.bool), 0.25, torch.float64)
+    torch.testing.assert_close(out.double(), exact.out, rtol=0, atol=TOLERANCE[torch.float32])
+    assert counts == expected
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_splits_merge_into_the_state_that_whole_blocks_would_leave(final):
+    """In launches from and to a state, with blocks that no tile touches and splits without a live pair for some rows."""
+    q, k, v, _ = inputs(1, 150, 300, 2, 1, 16, 24)
+    tables = [rk.TileTable(np.array([tile]), 150, 300) for tile in ((0, 70, 0, 300, -200, -40), (66, 70, 0, 300, -300, 300))]
+    results = []
+    for count in (1, 3):
+        state = None
+        for n, table in enumerate(tables):
+            state = rk.forward(q, k, v, table, softmax_scale=0.3, state=state, final=final and n == 1, splits=count)
+        results.append(state)
+    for whole, merged in zip(*results):
+        torch.testing.assert_close(merged, whole, rtol=1e-5, atol=1e-6)
+    out, row_max, row_sum = results[1]
+    assert (out[:, 70:] == 0).all() and (row_max[..., 70:] == float("-inf")).all() and (row_sum[..., 70:] == 0).all()
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_the_gradients_of_splits_add_up_to_those_of_whole_blocks(add):
+    """Where blocks without a pair are overwritten, or left as they are."""
+    q, k, v, dout = inputs(2, 200, 130, 2, 1, 16, 24, torch.float16)
+    table = rk.TileTable(np.array([(0, 130, 0, 70, -40, 130)]), 200, 130)
+    out, row_max, row_sum = rk.forward(q, k, v, table, softmax_scale=0.3)
+    results = []
+    for count in (1, 3):
+        kind = dict(dtype=torch.float32 if add else torch.float16)
+        dq, dk, dv = (torch.full_like(x, 0.25 if add else float("nan"), **kind) for x in (q, k, v))
+        arguments = (q, k, v, dout, row_max, row_sum, rk.delta(out, dout), table)
+        rk.backward(*arguments, softmax_scale=0.3, dq=dq, dk=dk, dv=dv, add=add, splits=count)
+        results.append((dq, dk, dv))
+    for whole, summed in zip(*results):
+        torch.testing.assert_close(summed, whole, rtol=1e-5 if add else 2**-10, atol=1e-5)
+        assert (summed[:, 130:] == (0.25 if add else 0.0)).all()
+
+
+@pytest.mark.parametrize("logit", [1e2, 2.5e5, -2.5e5])
+def test_equal_huge_logits_average_exactly_over_splits(logit):
+    q, k, v, _ = inputs(1, 10, 100, 1, 1, 16, 16)
+    q.fill_(1.0)
+    k.fill_(logit / 16)
+    table = rk.TileTable(np.array(dense.full(10, 100)), 10, 100)
+    out, row_max, row_sum = rk.forward(q, k, v, table, softmax_scale=0.37, splits=3)
+    torch.testing.assert_close(out, v.mean(1, keepdim=True).expand_as(out), rtol=0, atol=3e-7)
+    torch.testing.assert_close(row_sum.log() + row_max, torch.full_like(row_max, logit * 0.37) + np.log(100))
+
+
 def test_launches_of_random_tables_as_on_a_gpu():
     fuzz.launch_many(range(2), fuzz.INTERPRETER, seconds=60)
 
@@ -165,12 +224,13 @@ def test_one_huge_logit_takes_all(size):
         torch.testing.assert_close(x, torch.zeros_like(x), rtol=0, atol=1e-2)
 
 
-def test_a_state_leaves_untouched_rows_as_they_were():
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_state_leaves_untouched_rows_as_they_were(splits):
     q, k, v, _ = inputs(1, 150, 40, 1, 1, 16, 16)
     state = rk.forward(q, k, v, rk.TileTable(np.array(dense.full(150, 20)), 150, 40), softmax_scale=0.3, final=False)
     before = [x.clone() for x in state]
-    table = rk.TileTable(np.array([(0, 10, 20, 40, -40, 10)]), 150, 40)
-    out, row_max, row_sum = rk.forward(q, k, v, table, softmax_scale=0.3, state=state, final=False)
+    table = rk.TileTable(np.array([(0, 10, 0, 40, -40, 10)]), 150, 40)
+    out, row_max, row_sum = rk.forward(q, k, v, table, softmax_scale=0.3, state=state, final=False, splits=splits)
     # the same tensors, in place; rows of other blocks bit for bit
     assert all(x is y for x, y in zip((out, row_max, row_sum), state))
     assert torch.equal(out[:, 64:], before[0][:, 64:])

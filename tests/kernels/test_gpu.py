@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import ringattn_kernels as rk
+from ringattn_kernels.dispatch import Kernels
 from tests.kernels import dense
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
@@ -81,6 +82,27 @@ def test_error_is_within_the_contract(case, mask, dtype):
             x, y, z = getattr(got, name), getattr(same, name), getattr(exact, name)
             assert error(x, z) <= 3 * error(y, z) + 1e-6 * float(exact.dv.norm()), name
             assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("kernels", [None, Kernels.PLAIN], ids=["chosen", "plain"])
+@pytest.mark.parametrize("case", CASES[:5], ids=str)
+def test_splits_are_as_exact_as_whole_blocks_and_give_the_same_bits(case, kernels):
+    s, _, _, d, _ = case
+    q, k, v, dout = inputs(*case, torch.bfloat16)
+    tiles = np.array(dense.random_tiles(np.random.default_rng(s), s, s))
+    exact = dense.attention(q, k, v, dout, dense.live_pairs(tiles, s, s).cuda(), d**-0.5, torch.float64)
+    tables = [rk.TileTable(t, s, s) for t in (tiles[::2], tiles[1::2])]
+    errors, state = [], None
+    for splits in (1, 2, 5, 5):
+        before, state = state, None
+        for n, table in enumerate(tables):
+            options = dict(state=state, final=n == 1, kernels=kernels, splits=splits)
+            state = rk.forward(q, k, v, table, softmax_scale=d**-0.5, **options)
+        errors.append(error(state[0], exact.out))
+        torch.testing.assert_close(state[1].double(), exact.row_max, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(state[2].double(), exact.row_sum, rtol=1e-5, atol=1e-6)
+    assert max(errors) <= 1.05 * errors[0]
+    assert all(torch.equal(a, b) for a, b in zip(before, state))
 
 
 @pytest.mark.parametrize("case", CASES[:4], ids=str)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import ringattn_kernels as rk
-from ringattn_kernels import hopper_forward
+from ringattn_kernels import dispatch, hopper_forward, splits
 from ringattn_kernels.dispatch import Kernels, choose_forward
+from ringattn_kernels.table import cut, split
 from tests.clock import one_sort
 from tests.kernels import dense
 from tests.kernels.test_hopper_backward import RELEASE, compile_for_hopper
@@ -60,7 +61,8 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
 @pytest.mark.parametrize("d", [64, 128])
 def test_the_schedule_holds_each_query_block_once_longest_first_in_turns_of_heads(tiles, heads, d):
     config, together = hopper_forward.launch_for(d, d), 4
-    works, segments = hopper_forward.schedule(np.array(tiles), 5000, config, heads, together, False)
+    items = cut(np.array(tiles), 5000, config.block, config.step)
+    works, segments = hopper_forward.schedule(*items, config.step, heads, together, False)
     expected = [(head, row) for head in range(heads) for row in range(0, 5000, config.block)]
     assert sorted(map(tuple, works[:, :2].tolist())) == expected
     for _, _, segment, steps in works:
@@ -74,27 +76,91 @@ def test_the_schedule_holds_each_query_block_once_longest_first_in_turns_of_head
 
 
 def test_a_long_schedule_takes_less_than_a_sort():
-    tiles = np.array(dense.causal(1 << 17))
+    tiles, config = np.array(dense.causal(1 << 17)), hopper_forward.launch_for(128, 128)
     best, sort = float("inf"), float("inf")
     for _ in range(5):
         sort = min(sort, one_sort())
         start = time.thread_time()
-        works, _ = hopper_forward.schedule(tiles, 1 << 17, hopper_forward.launch_for(128, 128), 32, 4, False)
+        works, _ = hopper_forward.schedule(*cut(tiles, 1 << 17, config.block, config.step), config.step, 32, 4, False)
         best = min(best, time.thread_time() - start)
         assert len(works) == 32 << 10
     assert best < sort
 
 
 def test_query_blocks_without_pairs_are_left_out_where_only_the_others_change():
-    tiles, config = np.array([(300, 310, 0, 5, -5, 310)]), hopper_forward.launch_for(128, 128)
-    works, _ = hopper_forward.schedule(tiles, 1000, config, 2, 1, True)
+    items = cut(np.array([(300, 310, 0, 5, -5, 310)]), 1000, 128, 128)
+    works, _ = hopper_forward.schedule(*items, 128, 2, 1, True)
     assert works[:, :2].tolist() == [[0, 256], [1, 256]]
-    works, segments = hopper_forward.schedule(tiles, 1000, config, 1, 1, False)
+    works, segments = hopper_forward.schedule(*items, 128, 1, 1, False)
     assert len(works) == 8
     empty = segments[works[works[:, 1] != 256, 2]]
     assert (works[:, 3] == 1).all() and (empty[:, 6] >= empty[:, 7]).all()
-    works, _ = hopper_forward.schedule(np.empty((0, 6), np.int64), 1000, config, 1, 1, True)
+    works, _ = hopper_forward.schedule(*cut(np.empty((0, 6), np.int64), 1000, 128, 128), 128, 1, 1, True)
     assert len(works) == 0
+
+
+def test_splits_are_works_of_further_batches():
+    items = split(*cut(np.array(dense.full(256, 1024)), 256, 128, 128), 128, 3)
+    works, segments = hopper_forward.schedule(*items, 128, 2, 2, True)
+    begins, steps = segments[works[:, 2], 0], works[:, 3]
+    # head, first row, first key and keys; heads 2 and 3 are those of the second split
+    expected = [(head + 2 * n, row, a, b - a) for head in (0, 1) for row in (0, 128)
+                for n, (a, b) in enumerate([(0, 256), (256, 640), (640, 1024)])]  # fmt: skip
+    assert sorted(zip(works[:, 0].tolist(), works[:, 1].tolist(), begins.tolist(), (steps * 128).tolist())) == sorted(expected)
+
+
+class Recorded:
+    """In the place of a kernel: the grids and arguments that it would be launched with."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getitem__(self, grid):
+        return lambda **arguments: self.calls.append((grid, arguments))
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """(forward, merge): their launches on an H200."""
+    monkeypatch.setattr(dispatch, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(hopper_forward, "work_counter", lambda device: None)
+    for module in (splits, hopper_forward):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    kernels = Recorded(), Recorded()
+    monkeypatch.setattr(hopper_forward, "hopper_forward_kernel", kernels[0])
+    monkeypatch.setattr(splits, "merge_kernel", kernels[1])
+    return kernels
+
+
+def run_on_one(recorded, queries, keys, heads, tiles, state=None, final=True):
+    """What one forward launches: (the forward's arguments, the merge's or None, out)."""
+    q, k = (torch.empty(1, rows, heads, 64, dtype=torch.bfloat16) for rows in (queries, keys))
+    table = rk.TileTable(np.array(tiles), queries, keys)
+    out, *_ = rk.forward(q, k, k, table, softmax_scale=0.1, state=state, final=final)
+    ((grid, arguments),), merges = (kernel.calls for kernel in recorded)
+    assert grid == (min(132, arguments["work_count"]),)
+    return arguments, merges[0][1] if merges else None, out
+
+
+@pytest.mark.parametrize("tiles", [dense.causal(6000), dense.full(6000, 6000)], ids=["causal", "full"])
+def test_long_problems_are_launched_in_whole_blocks_straight_to_out(tiles, recorded):
+    arguments, merge, out = run_on_one(recorded, 6000, 6000, 16, tiles)
+    items = cut(np.array(tiles), 6000, 192, 128)
+    works, segments = hopper_forward.schedule(*items, 128, 16, 16, False)
+    np.testing.assert_array_equal(arguments["works_ptr"], works)
+    np.testing.assert_array_equal(arguments["segments_ptr"], segments)
+    assert arguments["out_ptr"] is out and out.dtype == torch.bfloat16 and merge is None
+
+
+def test_short_problems_are_launched_in_splits_and_merged_with_the_state(recorded):
+    state = torch.zeros(1, 200, 2, 64), torch.zeros(1, 2, 200), torch.zeros(1, 2, 200)
+    arguments, merge, out = run_on_one(recorded, 200, 30000, 2, dense.full(200, 30000), state)
+    count = arguments["work_count"] // 4
+    assert 100 <= arguments["work_count"] <= 132
+    assert arguments["out_ptr"].shape == (count, 200, 2, 64) and arguments["out_ptr"].dtype == torch.float32
+    assert not arguments["HAS_STATE"]
+    assert merge["HAS_STATE"] and merge["state_ptr"] is state[0] and merge["out_ptr"] is out and out.dtype == torch.bfloat16
+    assert merge["blocks_ptr"].tolist() == [[0, count], [192, count]]
 
 
 def test_a_choice_can_be_overridden_and_has_a_reason():
@@ -121,7 +187,7 @@ def attend(q, k, v, tables, softmax_scale, programs=None):
         if old is None or final:
             dtype = q.dtype if final else torch.float32
             state = (torch.full((b, sq, h, v.shape[3]), float("nan"), device="cuda", dtype=dtype), *state[1:])
-        hopper_forward.launch(q, k, v, table, *state, softmax_scale, old, final, programs=programs)
+        hopper_forward.launch(q, k, v, table, *state, softmax_scale, old, old is not None and not final, programs=programs)
     return state
 
 

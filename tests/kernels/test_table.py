@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn_kernels import TileTable
+from ringattn_kernels.table import steps_of
 from tests.kernels import dense
 
 CPU = torch.device("cpu")
@@ -39,12 +40,32 @@ def check(tiles, q_rows: int, k_rows: int, block: int, step: int) -> None:
     keys = table.key_blocks(block, step, CPU)
     np.testing.assert_array_equal(walk(queries, q_rows, k_rows, block, step), live)
     np.testing.assert_array_equal(walk(keys, k_rows, q_rows, block, step), live.T)
+    for splits in (2, 3, 7):
+        check_splits(table, live, block, step, splits)
     for blocks, rows, axis in ((queries, q_rows, 1), (keys, k_rows, 0)):
         starts = blocks.items[:, 0].tolist()
         assert sorted(starts) == list(range(0, rows, block))
         any_live = np.array([live.any(axis)[start : start + block].any() for start in starts], dtype=bool)
         assert any_live[: blocks.touched].all()
         assert not any_live[blocks.touched :].any()
+
+
+def check_splits(table: TileTable, live: np.ndarray, block: int, step: int, splits: int) -> None:
+    """The splits of each block are numbered from 0, hold its pairs once, and are as even as steps allow."""
+    whole, cut = (table.query_blocks(block, step, CPU, n) for n in (1, splits))
+    np.testing.assert_array_equal(walk(cut, table.q_rows, table.k_rows, block, step), live)
+    assert cut.touched == len(cut)
+    sizes, longest = {}, 0
+    for blocks in (whole, cut):
+        steps = steps_of(blocks.items.numpy(), blocks.segments.numpy(), step)
+        assert (np.diff(steps) <= 0).all()
+        longest = longest or -(-steps.max(initial=1) // splits)
+        for first_row, number, n in zip(blocks.items[:, 0].tolist(), blocks.items[:, 3].tolist(), steps.tolist()):
+            sizes.setdefault(first_row, []).append((number, n))
+    for (_, all_steps), *found in sizes.values():
+        numbers, steps = zip(*sorted(found), strict=True) if found else ((), ())
+        assert numbers == tuple(range(-(-all_steps // longest)))
+        assert sum(steps) == all_steps and max(steps, default=0) - min(steps, default=0) <= 1
 
 
 @pytest.mark.parametrize("n", [1, 2, 17, 63, 97, 127, 129, 1025])

@@ -1,4 +1,4 @@
-"""Kernels compile for every architecture without a GPU, fit its shared memory, and the forward on Hopper spills nothing.
+"""Kernels compile for every architecture without a GPU, fit its shared memory, and those that must spill nothing do not.
 
 A variant not compiled here differs from one that is only in its dtype or its flags; `python -m ringattn_kernels.variants`
 compiles them all.
@@ -44,6 +44,8 @@ def test_compiles_within_the_limits_of_the_architecture(variant, compiled):
     assert resources.registers > 0
     assert resources.shared <= SHARED_LIMIT[variant.arch]
     if variant.arch == "sm_90" and variant.kernel.startswith("forward") and variant.head_dim <= 128 and variant.dtype != FP32:
+        assert resources.stack == resources.spills == 0
+    if variant.kernel.startswith(("merge", "sum")):
         assert resources.stack == resources.spills == 0
 
 

@@ -1,0 +1,291 @@
+"""Splits: short problems fill the chip.
+
+Where there are too few blocks to give every multiprocessor an equal share, a block's steps are split: several programs take some of them
+each, and leave partials of their own, in fp32. `merge_kernel` merges a query block's partials, and the state that came in: for partials p
+of the same queries over disjoint keys, with m = row_max and l = row_sum (the block-merge formula),
+
+    m = max_p m_p        l = sum_p l_p exp(m_p - m)        out = sum_p l_p exp(m_p - m) out_p / l
+
+`sum_kernel` adds up the partials of a gradient. Both go in a fixed order.
+
+Shapes: out (b, sq, h, dv), row_max and row_sum (b, h, sq), gradients (b, rows, heads, d); of partials, splits * b instead of b.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from .config import padded
+from .table import TileTable, split, steps_of
+from .units import to_base2, to_natural
+
+# in steps: what a split costs beside its own, and what a launch that merges does; measured on an H200
+SPLIT_COST = 4.0
+MERGE_COST = 5.0
+SHORTEST = 4  # steps of a split, at least
+PER_PROCESSOR = 8  # splits, at most: 64 KB each where a program has 128 rows and dv is 128
+ROWS, TOGETHER, WARPS = 2, 4, 1  # of a program that merges: rows, partials that it reads at a time, warps
+
+State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Splits:
+    """How the blocks of a table are split, of queries or of keys.
+
+    most     splits of the longest block; 1: none is split.
+    blocks   (n, 2) int32: first row of a block, number of its splits; those with none last.
+    touched  how many blocks, from the first, have a split.
+    rows     of a block.
+    """
+
+    most: int
+    blocks: torch.Tensor
+    touched: int
+    rows: int
+
+
+def query_splits(table: TileTable, block: int, step: int, heads: int, device: torch.device, most: int | None = None) -> Splits:
+    """For `heads` heads, of all batches, by programs of `block` queries that walk the keys by `step`; `most`, if given, is a wish."""
+    return _splits(table, "q", block, step, heads, 1, device, most)
+
+
+def key_splits(
+    table: TileTable, block: int, step: int, heads: int, group: int, device: torch.device, most: int | None = None
+) -> Splits:
+    """For `heads` key/value heads, by programs of `block` keys that walk the queries of `group` heads by `step`."""
+    return _splits(table, "k", block, step, heads, group, device, most)
+
+
+def _splits(table: TileTable, axis: str, block: int, step: int, heads: int, walks: int, device, most: int | None) -> Splits:
+    processors = multiprocessors(device)
+
+    def build() -> Splits:
+        items, segments = table.cut(axis, block, step)
+        count = most or best(steps_of(items, segments, step), heads, processors, walks)
+        items, _ = split(items, segments, step, count)
+        first_rows = np.arange(0, table.q_rows if axis == "q" else table.k_rows, block)
+        found = np.bincount(items[items[:, 1] < items[:, 2], 0] // block, minlength=len(first_rows))
+        blocks = np.stack([first_rows, found], axis=1)[np.argsort(found == 0, kind="stable")]
+        blocks = torch.from_numpy(blocks.astype(np.int32)).to(device)
+        return Splits(int(found.max(initial=1)), blocks, int((found > 0).sum()), block)
+
+    return table.derived(("splits", axis, block, step, heads, walks, processors, device, most), build)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 where Triton's interpreter runs one program after another."""
+    return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def best(steps: np.ndarray, heads: int, processors: int, walks: int = 1) -> int:
+    """Splits of the longest of the items, of so many steps in each head, with which the multiprocessors should be done first.
+
+    1 where there are enough items: the more of them, the less is lost at the end. walks: how often a program goes through its steps.
+    """
+    steps = steps[steps > 0]
+    longest = steps.max(initial=0)
+    most = min(longest, longest * walks // SHORTEST, PER_PROCESSOR * processors // max(1, heads * len(steps)))
+    return 1 + int(np.argmin([predicted(steps, splits, heads, processors, walks) for splits in range(1, most + 1)] or [0]))
+
+
+def predicted(steps: np.ndarray, splits: int, heads: int, processors: int, walks: int = 1) -> float:
+    """Time, in steps, of all items of all heads, the longest in `splits`; each multiprocessor takes the next when it is done."""
+    count = -(-steps // -(-steps.max() // splits))
+    times = np.sort(np.repeat(steps * walks / count + (SPLIT_COST if splits > 1 else 0.0), count * heads))[::-1]
+    # rounds of one item a multiprocessor: who took the longest of a round takes the shortest of the next
+    rounds = np.pad(times, (0, -len(times) % processors)).reshape(-1, processors)
+    rounds[1::2] = rounds[1::2, ::-1]
+    return rounds.sum(0).max() + (MERGE_COST if splits > 1 else 0.0)
+
+
+def partials(splits: Splits, q: torch.Tensor, dv: int) -> State:
+    """Memory for the partials of all splits of all query blocks."""
+    b, sq, h, _ = q.shape
+    out = torch.empty(splits.most * b, sq, h, dv, device=q.device, dtype=torch.float32)
+    row_max, row_sum = torch.empty(2, splits.most * b, h, sq, device=q.device, dtype=torch.float32)
+    return out, row_max, row_sum
+
+
+def merge(
+    splits: Splits,
+    partial: State,
+    state: State | None,
+    out: torch.Tensor,
+    row_max: torch.Tensor,
+    row_sum: torch.Tensor,
+    final: bool,
+) -> None:
+    """Merge the partials of every query block, and the state if there is one, into out, row_max and row_sum."""
+    # a block without a split still has something to write, unless its state stays as it is
+    count = splits.touched if state is not None and not final else len(splits.blocks)
+    if count * out.numel() > 0:
+        grid, arguments = merge_arguments(splits, count, partial, state, out, row_max, row_sum)
+        merge_kernel[grid](**arguments)
+
+
+def _rows(splits: Splits) -> int:
+    """Of a program that merges: more where the interpreter runs one after another."""
+    rows = 16 if triton.knobs.runtime.interpret else ROWS
+    assert splits.rows % rows == 0
+    return rows
+
+
+def _grid(splits: Splits, count: int, heads: int) -> tuple[int, int]:
+    """Programs that merge so many blocks of each head."""
+    return count * (splits.rows // _rows(splits)), heads
+
+
+def merge_arguments(splits: Splits, count: int, partial: State, state: State | None, out, row_max, row_sum) -> tuple[tuple, dict]:
+    """The grid and keyword arguments of one launch of `merge_kernel`."""
+    b, sq, h, dv = out.shape
+    return _grid(splits, count, b * h), dict(
+        partial_ptr=partial[0],
+        partial_max_ptr=partial[1],
+        partial_sum_ptr=partial[2],
+        state_ptr=out if state is None else state[0],
+        out_ptr=out,
+        row_max_ptr=row_max,
+        row_sum_ptr=row_sum,
+        blocks_ptr=splits.blocks,
+        heads=h,
+        q_rows=sq,
+        V_DIM=dv,
+        BLOCK_DV=padded(dv),
+        BLOCK_Q=splits.rows,
+        ROWS=_rows(splits),
+        TOGETHER=TOGETHER,
+        HAS_STATE=state is not None,
+        num_warps=WARPS,
+    )
+
+
+@triton.jit(do_not_specialize=["heads", "q_rows"])
+def merge_kernel(
+    partial_ptr, partial_max_ptr, partial_sum_ptr, state_ptr, out_ptr, row_max_ptr, row_sum_ptr, blocks_ptr, heads, q_rows,
+    V_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    """out, row_max and row_sum of ROWS rows of one head from the partials of their block; see the module's formula."""
+    head_index = tl.program_id(1)
+    batch = (head_index // heads).to(tl.int64)
+    block_ptr = blocks_ptr + tl.program_id(0) // (BLOCK_Q // ROWS) * 2
+    rows = tl.load(block_ptr) + tl.program_id(0) % (BLOCK_Q // ROWS) * ROWS + tl.arange(0, ROWS)
+    row_mask = rows < q_rows
+    statistics = head_index.to(tl.int64) * q_rows + rows
+    # [ROWS, BLOCK_DV]
+    columns = tl.arange(0, BLOCK_DV)
+    out_offsets = ((batch * q_rows + rows) * heads + head_index % heads)[:, None] * V_DIM + columns[None, :]
+    out_mask = row_mask[:, None] & (columns < V_DIM)[None, :]
+    if HAS_STATE:
+        row_max, rest = to_base2(tl.load(row_max_ptr + statistics, mask=row_mask, other=float("-inf")))
+        row_sum = tl.load(row_sum_ptr + statistics, mask=row_mask, other=0.0) * tl.math.exp2(rest)
+        acc = tl.load(state_ptr + out_offsets, mask=out_mask, other=0.0) * row_sum[:, None]
+    else:
+        row_max = tl.full([ROWS], float("-inf"), tl.float32)
+        row_sum = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+
+    splits = tl.load(block_ptr + 1)
+    all_rows = tl.num_programs(1).to(tl.int64) * q_rows
+    for first in range(0, splits, TOGETHER):
+        # [TOGETHER, ROWS]
+        split = first + tl.arange(0, TOGETHER)[:, None]
+        there = (split < splits) & row_mask[None, :]
+        offsets = split * all_rows + statistics[None, :]
+        split_max, lost = to_base2(tl.load(partial_max_ptr + offsets, mask=there, other=float("-inf")))
+        split_sum = tl.load(partial_sum_ptr + offsets, mask=there, other=0.0) * tl.math.exp2(lost)
+        # [TOGETHER, ROWS, BLOCK_DV]
+        offsets = (split * (all_rows * V_DIM))[:, :, None] + out_offsets[None, :, :]
+        split_out = tl.load(partial_ptr + offsets, mask=there[:, :, None] & (columns < V_DIM)[None, None, :], other=0.0)
+        # [ROWS]
+        new_max = tl.maximum(row_max, tl.max(split_max, 0))
+        # a row with no live pair yet has row_max = -inf: avoid inf - inf
+        pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
+        alpha = tl.math.exp2(row_max - pivot)
+        weight = split_sum * tl.math.exp2(split_max - pivot[None, :])
+        acc = acc * alpha[:, None] + tl.sum(split_out * weight[:, :, None], 0)
+        row_sum = row_sum * alpha + tl.sum(weight, 0)
+        row_max = new_max
+
+    out = acc * tl.where(row_sum > 0, 1.0 / row_sum, 0.0)[:, None]
+    row_max, row_sum = to_natural(row_max, row_sum)
+    tl.store(row_max_ptr + statistics, row_max, mask=row_mask)
+    tl.store(row_sum_ptr + statistics, row_sum, mask=row_mask)
+    tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=out_mask)
+
+
+@contextlib.contextmanager
+def partial_gradients(splits: Splits, add: bool, *outputs: torch.Tensor) -> Iterator[tuple[bool, tuple[torch.Tensor, ...]]]:
+    """Whether to add, and to what, instead of to fp32 `outputs` (b, rows, heads, d), or of overwriting them: partials, which are then
+    added up in a fixed order, or, where no block is split, the same."""
+    if splits.most == 1:
+        yield add, outputs
+        return
+    partials = [torch.empty(splits.most * len(x), *x.shape[1:], device=x.device, dtype=torch.float32) for x in outputs]
+    yield False, tuple(partials)
+    # a block without a split still has something to write, unless it is added to
+    count = splits.touched if add else len(splits.blocks)
+    for out, partial in zip(outputs, partials):
+        if count * out.numel() > 0:
+            grid, arguments = sum_arguments(splits, count, partial, out, add)
+            sum_kernel[grid](**arguments)
+
+
+def sum_arguments(splits: Splits, count: int, partial: torch.Tensor, out: torch.Tensor, add: bool) -> tuple[tuple, dict]:
+    """The grid and keyword arguments of one launch of `sum_kernel`."""
+    b, rows, heads, d = out.shape
+    assert partial.shape == (splits.most * b, rows, heads, d) and partial.is_contiguous() and out.stride(3) == 1
+    assert not add or out.dtype == torch.float32
+    return _grid(splits, count, b * heads), dict(
+        partial_ptr=partial,
+        out_ptr=out,
+        blocks_ptr=splits.blocks,
+        stride_ob=out.stride(0),
+        stride_os=out.stride(1),
+        stride_oh=out.stride(2),
+        heads=heads,
+        rows=rows,
+        DIM=d,
+        BLOCK_DIM=padded(d),
+        BLOCK=splits.rows,
+        ROWS=_rows(splits),
+        TOGETHER=TOGETHER,
+        ADD=add,
+        num_warps=WARPS,
+    )
+
+
+@triton.jit(do_not_specialize=["heads", "rows"])
+def sum_kernel(
+    partial_ptr, out_ptr, blocks_ptr, stride_ob, stride_os, stride_oh, heads, rows,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of one head of a gradient: the sum of their block's partials."""
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    head = tl.program_id(1) % heads
+    block_ptr = blocks_ptr + tl.program_id(0) // (BLOCK // ROWS) * 2
+    row = tl.load(block_ptr) + tl.program_id(0) % (BLOCK // ROWS) * ROWS + tl.arange(0, ROWS)
+    # [ROWS, BLOCK_DIM]
+    columns = tl.arange(0, BLOCK_DIM)[None, :]
+    mask = (row < rows)[:, None] & (columns < DIM)
+    offsets = ((batch * rows + row) * heads + head)[:, None] * DIM + columns
+    total = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    splits = tl.load(block_ptr + 1)
+    stride = tl.num_programs(1).to(tl.int64) * rows * DIM
+    for first in range(0, splits, TOGETHER):
+        # [TOGETHER, ROWS, BLOCK_DIM]
+        split = (first + tl.arange(0, TOGETHER))[:, None, None]
+        there = (split < splits) & mask[None, :, :]
+        total += tl.sum(tl.load(partial_ptr + (split * stride + offsets[None, :, :]), mask=there, other=0.0), 0)
+    pointers = out_ptr + batch * stride_ob + head.to(tl.int64) * stride_oh + (row.to(tl.int64)[:, None] * stride_os + columns)
+    if ADD:
+        total += tl.load(pointers, mask=mask, other=0.0)
+    tl.store(pointers, total.to(out_ptr.dtype.element_ty), mask=mask)
