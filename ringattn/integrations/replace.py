@@ -126,9 +126,14 @@ class _Forward:
     def __init__(self, module: nn.Module, layout: Layout | None, mask: Mask | None, group: Group | None) -> None:
         self.module = module
         self.options = layout, mask, group
+        whole = full() if mask is None else mask
+        # made here, as compiled code cannot join masks
+        self.masks = {False: whole, True: causal() if mask is None else whole & causal()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _Calls(*self.options) as calls:
+        layout, _, group = self.options
+        calls = _Calls(layout, self.masks, group)
+        with calls:
             result = type(self.module).forward(self.module, *args, **kwargs)
         if not calls.count:
             raise ValueError(
@@ -145,11 +150,9 @@ class _Forward:
 class _Calls(TorchFunctionMode):
     """While it is on, scaled_dot_product_attention is ring_attention; `count` counts its calls."""
 
-    def __init__(self, layout: Layout | None, mask: Mask | None, group: Group | None) -> None:
+    def __init__(self, layout: Layout | None, masks: dict[bool, Mask], group: Group | None) -> None:
         super().__init__()
-        self.layout, self.group = layout, group
-        whole = full() if mask is None else mask
-        self.masks = {False: whole, True: causal() if mask is None else whole & causal()}
+        self.layout, self.masks, self.group = layout, masks, group
         self.count = 0
         self.grad = torch.is_grad_enabled()
 

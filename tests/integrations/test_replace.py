@@ -71,6 +71,26 @@ def around_a_ring(group, options, mask, striped):
     return max(float((a - b).abs().max()) for a, b in zip(got, wanted))
 
 
+@pytest.mark.parametrize("compile_first", [False, True], ids=["replaced first", "compiled first"])
+def test_compiled_models_are_replaced(compile_first):
+    """And what is refused stays so."""
+    mask, x = ra.documents(lengths=[5, N - 5]), whole_input()[0]
+    model = Model()
+    replaced = ra.replace_attention(model, mask=mask)
+    wanted = model(x)
+    replaced.restore()
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    if compile_first:
+        assert not torch.allclose(compiled(x), wanted)
+    ra.replace_attention(model, mask=mask)
+    torch.testing.assert_close(compiled(x), wanted, rtol=0, atol=1e-12)
+    model.layers[0].options["dropout_p"] = 0.5
+    with pytest.raises(ValueError, match=r"dropout_p is 0\.5, but attention dropout is not supported"):
+        compiled(x)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize(
     ("options", "mask", "striped"),
     [
