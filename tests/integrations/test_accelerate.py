@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ def step_of_one_process(replicas, accumulation):
     return loss.item(), {name: p.detach() for name, p in run.named_parameters()}
 
 
+@patch.dict(os.environ)  # accelerate keeps its plugins there
 def step_under_accelerate(group, accumulation, replicas, device="cpu", fsdp=False):
     """The same on this rank of a mesh (replicas, ring)."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
