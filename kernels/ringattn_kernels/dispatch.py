@@ -68,11 +68,13 @@ def choose_backward(
         raise ValueError(f"{kernels} is not deterministic, but deterministic results are asked for: pass {Kernels.HOPPER} or none")
 
     def obstacle() -> str:
-        return hopper.backward.obstacle(q, k, v, dout, table)
+        head_dims = hopper.backward.HEAD_DIMS if deterministic else (*hopper.fused.HEAD_DIMS, *hopper.backward.HEAD_DIMS)
+        return hopper.backward.obstacle(q, k, v, dout, table, tuple(dict.fromkeys(head_dims)))
 
-    fused = not hopper.obstacle and q.shape[3] in hopper.fused.LAUNCHES
+    dims = q.shape[3], v.shape[3]
+    fused = not hopper.obstacle and dims in hopper.fused.HEAD_DIMS
     if kernels == Kernels.HOPPER_FUSED and not (fused or hopper.obstacle):
-        raise ValueError(f"{kernels} has none for head dim {q.shape[3]}: pass {Kernels.HOPPER} or none")
+        raise ValueError(f"{kernels} has none for head dims {dims[0]} and {dims[1]}: pass {Kernels.HOPPER} or none")
     fastest = Kernels.HOPPER_FUSED if fused and not deterministic else Kernels.HOPPER
     return _choose("backward", q.device, kernels, fastest, obstacle)
 

@@ -5,10 +5,11 @@ And the layouts of what the copy engine moves, made once each: to make one takes
 
 import functools
 
+import triton.language as tl
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
 # all threads of a partition wait for one another (3.6: thread_barrier)
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -20,6 +21,12 @@ async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_gl
 def swizzled_layout(*block: int) -> gl.NVMMASharedLayout:
     """Of a block of 16-bit elements in shared memory, as the tensor cores read it."""
     return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
+
+
+@functools.cache
+def halves_layout(rank: int) -> gl.NVMMASharedLayout:
+    """Of a block of 16-bit elements in groups of 32 columns, so that of 64 a product may take half."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=rank)
 
 
 @functools.cache
@@ -40,3 +47,10 @@ def async_add_shared_to_global(descriptor, coordinates, source, _semantic=None):
     """The copy engine adds a block of shared memory to global memory: Gluon's builder can, its language not in every version."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle)
+
+
+@builtin
+def wait_for_products(outstanding, products, _semantic=None):
+    """A tuple of products when at most so many are under way."""
+    results = warpgroup_mma_wait(outstanding, deps=list(products), _semantic=_semantic)
+    return tl.tuple([results] if len(products) == 1 else results)

@@ -24,7 +24,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .gluon_words import async_load, plain_layout, reinterpret, swizzled_layout
+from .gluon_words import async_load, plain_layout, reinterpret
+from .hopper_panels import allocate_panels, load_panels, main_descriptor, panel_bytes
 from .inputs import Inputs
 from .table import TileTable
 from .units import LOG2_E, to_base2
@@ -113,15 +114,16 @@ def write_rows(ptr, stride, value, row0, row_count, ADD: gl.constexpr):
 
 @gluon.jit
 def produce_queries(
-    q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty,
+    q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc,
+    q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty,
     segments_ptr, segment_begin, segment_end, batch, kv_head, group, head0, padded_rows, block_begin,
     STAGES: gl.constexpr, STEP: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Bring PARTS blocks of K and of V once, then Q, dout, pivot and delta block by block."""
-    mbarrier.expect(kv_full, PARTS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    mbarrier.expect(kv_full, PARTS * (panel_bytes(k_descs) + panel_bytes(v_descs)))
     for half in gl.static_range(PARTS):
-        async_load(k_desc, [batch, block_begin + half * ROWS, kv_head, 0], kv_full, k_s.index(half))
-        async_load(v_desc, [batch, block_begin + half * ROWS, kv_head, 0], kv_full, v_s.index(half))
+        load_panels(k_descs, batch, block_begin + half * ROWS, kv_head, kv_full, k_s, half)
+        load_panels(v_descs, batch, block_begin + half * ROWS, kv_head, kv_full, v_s, half)
     stage = 0
     phase = 0
     for member in range(group):
@@ -133,12 +135,12 @@ def produce_queries(
             for start in range(begin, end, STEP):
                 mbarrier.wait(empty.index(stage), phase ^ 1)
                 full = q_full.index(stage)
-                mbarrier.expect(full, q_desc.block_type.nbytes + pivot_desc.block_type.nbytes)
-                async_load(q_desc, [batch, start, head, 0], full, q_s.index(stage))
+                mbarrier.expect(full, panel_bytes(q_descs) + pivot_desc.block_type.nbytes)
+                load_panels(q_descs, batch, start, head, full, q_s, stage)
                 async_load(pivot_desc, [statistics + start], full, pivot_s.index(stage))
                 full = dout_full.index(stage)
-                mbarrier.expect(full, dout_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-                async_load(dout_desc, [batch, start, head, 0], full, dout_s.index(stage))
+                mbarrier.expect(full, panel_bytes(dout_descs) + delta_desc.block_type.nbytes)
+                load_panels(dout_descs, batch, start, head, full, dout_s, stage)
                 async_load(delta_desc, [statistics + start], full, delta_s.index(stage))
                 stage += 1
                 if stage == STAGES:
@@ -157,10 +159,10 @@ def consume_queries(
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    dtype: gl.constexpr = q_s.dtype
+    dtype: gl.constexpr = q_s[0].dtype
     # [ROWS, HEAD_DIM]
-    k = tile(k_s, HALF, ROWS, HEAD_DIM)
-    v = tile(v_s, HALF, ROWS, HEAD_DIM)
+    k = tile(k_s[0], HALF, ROWS, HEAD_DIM)
+    v = tile(v_s[0], HALF, ROWS, HEAD_DIM)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, WIDE)
     dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, WIDE)
     zero = gl.zeros([ROWS, STEP], gl.float32, SCORES)
@@ -172,12 +174,12 @@ def consume_queries(
     phase = 0
     mbarrier.wait(kv_full, 0)
     mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
-    s = warpgroup_mma(k, tile(q_s, 0, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(k, tile(q_s[0], 0, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     for n in range(steps):
         # [STEP, HEAD_DIM]
-        q = tile(q_s, stage, STEP, HEAD_DIM)
-        dout = tile(dout_s, stage, STEP, HEAD_DIM)
+        q = tile(q_s[0], stage, STEP, HEAD_DIM)
+        dout = tile(dout_s[0], stage, STEP, HEAD_DIM)
         mbarrier.wait(dout_full.index(stage), phase)
         # [ROWS, STEP]
         dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -205,7 +207,7 @@ def consume_queries(
             start, full_begin, full_end, end = load_span(segments_ptr, segment, whole, STEP)
         # the next scores queue behind dk, so that the tensor cores have work while this warpgroup turns to the next step
         mbarrier.wait(q_full.index(stage), phase, pred=(n + 1) < steps)
-        s_next = warpgroup_mma(k, tile(q_s, stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s_next = warpgroup_mma(k, tile(q_s[0], stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
         dv, dk = warpgroup_mma_wait(1, deps=[dv_next, dk_next])
         p16 = opaque(p16)
         ds = opaque(ds)
@@ -217,15 +219,13 @@ def consume_queries(
 
 @gluon.jit
 def allocate_queries(
-    q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc,
-    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
+    q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, STAGES: gl.constexpr, STEP: gl.constexpr, PARTS: gl.constexpr
+):
     """Shared memory for what `produce_queries` brings, and the barriers, which a fence has to follow."""
-    dtype: gl.constexpr = q_desc.dtype
-    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, STEP, 1, HEAD_DIM], q_desc.layout)
-    dout_s = gl.allocate_shared_memory(dtype, [STAGES, 1, STEP, 1, HEAD_DIM], dout_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [PARTS, 1, ROWS, 1, HEAD_DIM], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [PARTS, 1, ROWS, 1, HEAD_DIM], v_desc.layout)
+    q_s = allocate_panels(q_descs, STAGES)
+    dout_s = allocate_panels(dout_descs, STAGES)
+    k_s = allocate_panels(k_descs, PARTS)
+    v_s = allocate_panels(v_descs, PARTS)
     pivot_s = gl.allocate_shared_memory(gl.float32, [STAGES, STEP], pivot_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, STEP], delta_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -271,8 +271,9 @@ def key_kernel(
     HEAD_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of key rows of one key/value head, over all query heads of its group."""
+    q_descs, k_descs, v_descs, dout_descs = (q_desc,), (k_desc,), (v_desc,), (dout_desc,)
     q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty = allocate_queries(
-        q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, STAGES, STEP, HEAD_DIM, 2
+        q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, STAGES, STEP, 2
     )
     fence_async_shared()
     let_next_kernel_start()
@@ -296,7 +297,7 @@ def key_kernel(
     )
     gl.warp_specialize(
         [
-            (produce_queries, (q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
+            (produce_queries, (q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
                                kv_full, q_full, dout_full, empty, segments_ptr, segment_begin, segment_end, batch, kv_head, group,
                                head_index * group, padded_rows, block_begin, STAGES, STEP, 2)),
             (consume_queries, (q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty,
@@ -509,17 +510,11 @@ class Launch:
     registers: int = 240
 
 
-# those that this module and `hopper_backward_wide` have kernels for
-HEAD_DIMS = (64, 128, 256)
+# of q and k, and of v: those that this module and `hopper_backward_wide` have kernels for
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
 # by head dim; measured on an H200
 KEY_LAUNCHES = {64: Launch(64, 4), 128: Launch(64, 4)}
 QUERY_LAUNCHES = {64: Launch(128, 3), 128: Launch(128, 2), 256: Launch(64, 2, v_stages=1)}
-
-
-def tile_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """For the copy engine to load `rows` rows of one head of x (b, s, h, d); rows past the end are zeros."""
-    block = [1, rows, 1, x.shape[3]]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, swizzled_layout(*block))
 
 
 def row_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -527,13 +522,18 @@ def row_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, [x.numel()], [1], [rows], plain_layout(1))
 
 
-def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, table: TileTable) -> str:
-    """Why neither `backward` here nor the fused one takes these inputs; empty where they do, on a GPU of compute capability 9.0."""
+def obstacle(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, table: TileTable, head_dims: tuple = HEAD_DIMS
+) -> str:
+    """Why `backward` does not take these inputs; empty where it does, on a GPU of compute capability 9.0.
+
+    head_dims: of q and k, and of v, those that there are kernels for.
+    """
     b, _, h, d = q.shape
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{q.dtype} is not a 16-bit type"
-    if d != v.shape[3] or d not in HEAD_DIMS:
-        return f"head dims {d} and {v.shape[3]} are not one of {HEAD_DIMS}"
+    if (d, v.shape[3]) not in head_dims:
+        return f"head dims {d} and {v.shape[3]} are not among {', '.join(f'{x} and {y}' for x, y in head_dims)}"
     if not all(x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:3]) for x in (q, k, v, dout)):
         return "rows are not aligned to 16 bytes"
     if b * h * (table.q_rows + BLOCK.value) >= 2**31:
@@ -561,7 +561,7 @@ def prepare(inputs: Inputs, sign: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     row_max, row_sum, delta = inputs.row_max, inputs.row_sum, inputs.delta
     b, q_rows, h, _ = q.shape
     assert row_max.is_contiguous() and row_sum.is_contiguous() and delta.is_contiguous()
-    assert q.dtype == k.dtype == v.dtype == dout.dtype and q.shape == dout.shape and k.shape == v.shape
+    assert q.dtype == k.dtype == v.dtype == dout.dtype and q.shape[:3] == dout.shape[:3] and k.shape[:3] == v.shape[:3]
     assert (q_rows, k.shape[1]) == (table.q_rows, table.k_rows) and len(table.tiles) > 0
     padded_rows = whole_blocks(q_rows)
     pivot, padded_delta = torch.empty(2, b * h, padded_rows, device=q.device, dtype=torch.float32)
@@ -584,7 +584,8 @@ def key_arguments(
     dk and dv of several times the batches are partials of as many splits.
     """
     q, k, v, dout, table = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.table
-    assert k.shape[1:] == dk.shape[1:] and dk.shape == dv.shape and dk.stride(3) == dv.stride(3) == 1
+    assert (k.shape[1:], v.shape[1:]) == (dk.shape[1:], dv.shape[1:]) and dk.shape[0] == dv.shape[0]
+    assert dk.stride(3) == dv.stride(3) == 1
     assert not add or dk.dtype == dv.dtype == torch.float32
     (b, _, h, d), hk = q.shape, k.shape[2]
     launch, splits = launches[d], dk.shape[0] // b
@@ -592,10 +593,10 @@ def key_arguments(
     blocks = table.key_blocks(block, 1 if splits == 1 else launch.step, q.device, splits)
     count = blocks.touched if add else len(blocks)
     return b * hk * count, dict(
-        q_desc=tile_descriptor(q, launch.step),
-        k_desc=tile_descriptor(k, ROWS.value),
-        v_desc=tile_descriptor(v, ROWS.value),
-        dout_desc=tile_descriptor(dout, launch.step),
+        q_desc=main_descriptor(q, launch.step),
+        k_desc=main_descriptor(k, ROWS.value),
+        v_desc=main_descriptor(v, ROWS.value),
+        dout_desc=main_descriptor(dout, launch.step),
         pivot_desc=row_descriptor(pivot, launch.step),
         delta_desc=row_descriptor(delta, launch.step),
         dk_ptr=dk,
@@ -633,10 +634,10 @@ def query_arguments(inputs: Inputs, pivot, delta, dq, add: bool) -> tuple[int, d
     blocks = table.query_blocks(BLOCK.value, launch.step, q.device)
     count = blocks.touched if add else len(blocks)
     return b * h * count, dict(
-        q_desc=tile_descriptor(q, ROWS.value),
-        k_desc=tile_descriptor(k, launch.step),
-        v_desc=tile_descriptor(v, launch.step),
-        dout_desc=tile_descriptor(dout, ROWS.value),
+        q_desc=main_descriptor(q, ROWS.value),
+        k_desc=main_descriptor(k, launch.step),
+        v_desc=main_descriptor(v, launch.step),
+        dout_desc=main_descriptor(dout, ROWS.value),
         pivot_ptr=pivot,
         delta_ptr=delta,
         dq_ptr=dq,

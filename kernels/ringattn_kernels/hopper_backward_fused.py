@@ -19,7 +19,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .gluon_words import async_add_shared_to_global, plain_layout
+from .config import padded
+from .gluon_words import async_add_shared_to_global, plain_layout, wait_for_products
 from .hopper_backward import (
     BLOCK,
     ROWS,
@@ -32,9 +33,22 @@ from .hopper_backward import (
     opaque,
     prepare,
     produce_queries,
-    tile,
     whole_blocks,
     write_rows,
+)
+from .hopper_panels import (
+    join_columns,
+    main_columns,
+    matrix,
+    panels,
+    rest_descriptor,
+    some_rows,
+    split_columns,
+    start_each,
+    start_sum,
+    tiles,
+    zero_block,
+    zeros,
 )
 from .inputs import Inputs
 
@@ -43,57 +57,121 @@ SUMS = gl.constexpr(256)  # sums of dq in a row of their buffer
 
 
 @gluon.jit
-def start_dq(k_s, ds_s, buffer, zero, HALF: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """This warpgroup's part of dS K: half of the rows if a step has 128, else half of the columns."""
-    dq = zero
-    for part in gl.static_range(2):
-        ds = ds_s.index(buffer * 2 + part)
-        k = tile(k_s, part, ROWS, HEAD_DIM)
+def anew(x, size):
+    """x, an integer, in a way that keeps the compiler from knowing it before it is used: of addresses that follow from it, it would keep
+    dozens over a loop, and spill them. size >= 0 is an argument of the kernel, so that they follow in uniform registers.
+    """
+    return x + gl.inline_asm_elementwise("shr.s32 $0, $1, 31;", "=r,r", [size], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def dq_part(head_dim, step, half, part):
+    """(panel of K, first column in it, columns) of a part of what a warpgroup computes of dS K.
+
+    It has half of the rows if a step has 128, else half of the columns of each panel; or, of 64 and 32, one panel.
+    """
+    main, rest = main_columns(head_dim), head_dim - main_columns(head_dim)
+    if step == 128:
+        return 0, 0, main
+    if main == 64:
+        return half, 0, (main, rest)[half]
+    width = (main, rest)[part] // 2
+    return part, half * width, width
+
+
+@gluon.constexpr_function
+def row_of_sums(head_dim):
+    """(shift, factor): head_dim / SUMS is factor / 2^shift."""
+    even = head_dim & -head_dim
+    return (SUMS.value // even).bit_length() - 1, head_dim // even
+
+
+@gluon.jit
+def start_dq(
+    k_s, ds_s, buffer, size, HALF: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PART: gl.constexpr
+):  # fmt: skip
+    """A part of this warpgroup's half of dS K."""
+    WHERE: gl.constexpr = dq_part(HEAD_DIM, STEP, HALF, PART)
+    dq = zero_block(WIDTH, WHERE[2])
+    if STEP == 64:
+        buffer = anew(buffer, size)
+    for half in gl.static_range(2):
+        ds = ds_s.index(buffer * 2 + half)
         if STEP == 128:
             ds = ds.slice(HALF * WIDTH, WIDTH, dim=1)
-        else:
-            k = k.slice(HALF * WIDTH, WIDTH, dim=1)
-        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=part > 0, is_async=True)
+        k = matrix(k_s[WHERE[0]], anew(half, size) if STEP == 64 else half)
+        if k.type.shape[1] > WHERE[2]:
+            k = k.slice(WHERE[1], WHERE[2], dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)
     return dq
 
 
 @gluon.jit
-def add_dq(sums_desc, staging, dq, row, HALF: gl.constexpr, STEP: gl.constexpr):
-    """Have the copy engine add this warpgroup's part of dq to the sums, in the order in which its threads hold it."""
+def add_dq(
+    sums_desc, sums_rest, staging, dq, row, HALF: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PART: gl.constexpr
+):
+    """Have the copy engine add a part of dq to the sums, in the order in which this warpgroup's threads hold it."""
+    WHERE: gl.constexpr = dq_part(HEAD_DIM, STEP, HALF, PART)
+    COUNT: gl.constexpr = WIDTH * WHERE[2] // SUMS
+    # sums of 64 rows come together, and of these those of 8 columns; a step of 128 rows has two parts of 64
+    FIRST: gl.constexpr = HALF * HEAD_DIM if STEP == 128 else WHERE[0] * main_columns(HEAD_DIM) + WHERE[1]
     tma.store_wait(0)
     # warp, half of its rows, row, group of columns, pair, column: a thread's four sums side by side, no two threads in one bank
-    x = gl.reshape(dq, [4, 2, 8, 8, 4, 2])
-    x = gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [WIDTH * WIDTH // SUMS, SUMS])
-    staging.index(HALF).store(x)
+    x = gl.reshape(dq, [4, 2, 8, WHERE[2] // 8, 4, 2])
+    x = gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [COUNT, SUMS])
+    place = staging.index(HALF)
+    if WHERE[2] < WIDTH:
+        place = place.slice(0, COUNT, dim=0)
+    place.store(x)
     fence_async_shared()
-    # STEP rows of dq are two parts of WIDTH**2 sums: 1 / 2 row of SUMS each where a step has 64, 1 / 4 where it has 128
-    SHIFT: gl.constexpr = 1 if STEP == 64 else 2
-    async_add_shared_to_global(sums_desc, [(row >> SHIFT) + HALF * (WIDTH * WIDTH // SUMS), 0], staging.index(HALF))
+    # row * HEAD_DIM // SUMS, without overflow: row is a multiple of 64
+    SCALE: gl.constexpr = row_of_sums(HEAD_DIM)
+    coordinates = [(row >> SCALE[0]) * SCALE[1] + FIRST * WIDTH // SUMS, 0]
+    if WHERE[2] < WIDTH:
+        async_add_shared_to_global(sums_rest, coordinates, place)
+    else:
+        async_add_shared_to_global(sums_desc, coordinates, place)
+
+
+@gluon.jit
+def weights(s, pivots, scale, edge, segments_ptr, segment, row0, start, dtype: gl.constexpr):
+    """P of some columns in 16 bits, as a left operand that stays where it is."""
+    L: gl.constexpr = s.type.layout
+    p = gl.exp2(s * scale - gl.expand_dims(pivots.load(gl.SliceLayout(0, L)), 0))
+    if edge:
+        p = mask_scores(p, segments_ptr, segment, row0, start)
+    return opaque(gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, L, 2), assert_trivial=True))
+
+
+@gluon.jit
+def score_gradient(p16, dp):
+    """dS in 16 bits of P in 16 bits."""
+    return (gl.convert_layout(p16, dp.type.layout, assert_trivial=True).to(gl.float32) * dp).to(p16.dtype)
 
 
 @gluon.jit
 def consume_and_add(
-    q_s, k_s, v_s, dout_s, pivot_s, delta_s, ds_s, staging, kv_full, q_full, dout_full, empty, ds_full,
-    sums_desc, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin, segment_end, steps,
+    q_s, k_s, v_s, dout_s, pivot_s, delta_s, ds_s, staging, kv_full, q_full, dout_full, empty, ds_full, ds_empty,
+    sums_desc, sums_rest, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin, segment_end, steps,
     head_row, last_row, padded_rows, k_rows, block_begin, scale, softmax_scale,
-    HALF: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ADD: gl.constexpr,
+    HALF: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of 64 key rows, and this warpgroup's part of each step's dq."""
+    """dk and dv of 64 key rows, and this warpgroup's part of each step's dq.
+
+    Where dk and dv take more than 128 registers of a thread, P is kept in 16 bits, comes in two halves, and less runs at a time.
+    """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    # buffers of dS: one more than stages, so that room for the queries of a step means room for its dS
-    BUFFERS: gl.constexpr = STAGES + 1
-    dtype: gl.constexpr = q_s.dtype
-    # [ROWS, HEAD_DIM]
-    k = tile(k_s, HALF, ROWS, HEAD_DIM)
-    v = tile(v_s, HALF, ROWS, HEAD_DIM)
-    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, WIDE)
-    dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, WIDE)
+    WIDE: gl.constexpr = is_wide(HEAD_DIM, V_DIM)
+    BUFFERS: gl.constexpr = ds_s.type.shape[0] // 2
+    dtype: gl.constexpr = q_s[0].dtype
+    # [ROWS, HEAD_DIM] and [ROWS, V_DIM], in panels
+    k = tiles(k_s, HALF)
+    v = tiles(v_s, HALF)
+    dk = zeros(ROWS, k)
+    dv = zeros(ROWS, v)
     zero = gl.zeros([ROWS, STEP], gl.float32, SCORES)
-    zero_part = gl.zeros([WIDTH, WIDTH], gl.float32, PART)
     row0 = block_begin + HALF * ROWS
     whole = block_begin + BLOCK <= k_rows
     segment = segment_begin
@@ -107,39 +185,69 @@ def consume_and_add(
     last_turn = 1
     mbarrier.wait(kv_full, 0)
     mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
-    s = warpgroup_mma(k, tile(q_s, 0, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = start_sum(k, tiles(q_s, 0), zero, False)
     s = warpgroup_mma_wait(0, deps=[s])
     for n in range(steps):
-        # [STEP, HEAD_DIM]
-        q = tile(q_s, stage, STEP, HEAD_DIM)
-        dout = tile(dout_s, stage, STEP, HEAD_DIM)
-        mbarrier.wait(dout_full.index(stage), phase)
+        # [STEP, HEAD_DIM] and [STEP, V_DIM], in panels
+        q = tiles(q_s, stage)
+        dout = tiles(dout_s, stage)
         # [ROWS, STEP]
+        if WIDE:
+            edge = (start < full_begin) | (start >= full_end)
+            s_left, s_right = split_columns(s)
+            pivots = pivot_s.index(stage)
+            p_left = weights(s_left, pivots.slice(0, STEP // 2), scale, edge, segments_ptr, segment, row0, start, dtype)
+            start_right = start + STEP // 2
+            p_right = weights(
+                s_right, pivots.slice(STEP // 2, STEP // 2), scale, edge, segments_ptr, segment, row0, start_right, dtype
+            )
+        mbarrier.wait(dout_full.index(stage), phase)
         # what comes as delta is -delta
         dp = gl.expand_dims(delta_s.index(stage).load(COLUMNS), 0).broadcast_to([ROWS, STEP])
-        dp = warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)
-        p = gl.exp2(s * scale - gl.expand_dims(pivot_s.index(stage).load(COLUMNS), 0))
-        if (start < full_begin) | (start >= full_end):
-            p = mask_scores(p, segments_ptr, segment, row0, start)
-        p16 = gl.convert_layout(p.to(dtype), LEFT, assert_trivial=True)
+        dp = start_sum(tiles(v_s, anew(HALF, k_rows)) if WIDE else v, dout, dp, True)
+        if not WIDE:
+            p = gl.exp2(s * scale - gl.expand_dims(pivot_s.index(stage).load(COLUMNS), 0))
+            if (start < full_begin) | (start >= full_end):
+                p = mask_scores(p, segments_ptr, segment, row0, start)
+            p16 = gl.convert_layout(p.to(dtype), LEFT, assert_trivial=True)
         done = stage
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
-        dv_next = warpgroup_mma(p16, dout, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=[dp])
-        p16 = opaque(p16)
-        shared_ds = (p * dp).to(dtype)
+        if WIDE:
+            dv_next = start_each(p_left, some_rows(dout, 0, STEP // 2), dv)
+            dv_next = start_each(p_right, some_rows(dout, STEP // 2, STEP // 2), dv_next)
+            dp = warpgroup_mma_wait(2 * len(dv), deps=[dp])
+            p_left = opaque(p_left)
+            p_right = opaque(p_right)
+            dp_left, dp_right = split_columns(dp)
+            shared_ds = join_columns(score_gradient(p_left, dp_left), score_gradient(p_right, dp_right))
+        else:
+            dv_next = start_each(p16, dout, dv)
+            dp = warpgroup_mma_wait(len(dv), deps=[dp])
+            p16 = opaque(p16)
+            shared_ds = (p * dp).to(dtype)
         ds = gl.convert_layout(shared_ds, LEFT, assert_trivial=True)
         # started first, so that the tensor cores have work while the two warpgroups exchange dS
-        dk_next = warpgroup_mma(ds, q, dk, is_async=True)
+        dk_next = start_each(ds, q, dk)
+        if WIDE:
+            mbarrier.wait(ds_empty.index(buffer), turn ^ 1)
         ds_s.index(buffer * 2 + HALF).store(shared_ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(buffer), count=1)
+        if WIDE:
+            gradients = wait_for_products(0, dv_next + dk_next)
+            p_left = opaque(p_left)
+            p_right = opaque(p_right)
+            ds = opaque(ds)
+            mbarrier.arrive(empty.index(done), count=1)
         # dq of the step before, so that neither warpgroup waits for the other
         mbarrier.wait(ds_full.index(last_buffer), last_turn, pred=n > 0)
-        dq = start_dq(k_s, ds_s, last_buffer, zero_part, HALF, STEP, HEAD_DIM)
+        dq = start_dq(k_s, ds_s, last_buffer, k_rows, HALF, STEP, HEAD_DIM, 0)
+        if WIDE:
+            dq_rest = start_dq(k_s, ds_s, last_buffer, k_rows, HALF, STEP, HEAD_DIM, 1)
+        freed = last_buffer
         this_row = head_row + start
         last_buffer = buffer
         last_turn = turn
@@ -154,43 +262,80 @@ def consume_and_add(
                 segment = segment_begin
                 head_row += padded_rows
             start, full_begin, full_end, end = load_span(segments_ptr, segment, whole, STEP)
-        dv, dk, dq = warpgroup_mma_wait(0, deps=[dv_next, dk_next, dq])
-        p16 = opaque(p16)
-        ds = opaque(ds)
-        mbarrier.arrive(empty.index(done), count=1)
+        if WIDE:
+            dq, dq_rest = warpgroup_mma_wait(0, deps=[dq, dq_rest])
+            mbarrier.arrive(ds_empty.index(freed), count=1, pred=n > 0)
+        else:
+            gradients = wait_for_products(0, dv_next + dk_next + (dq,))
+            dq = gradients[len(gradients) - 1]
+            p16 = opaque(p16)
+            ds = opaque(ds)
+            mbarrier.arrive(empty.index(done), count=1)
+        dv = gradients[: len(dv)]
+        dk = gradients[len(dv) : len(dv) + len(dk)]
         mbarrier.wait(q_full.index(stage), phase, pred=(n + 1) < steps)
-        s_next = warpgroup_mma(k, tile(q_s, stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
-        add_dq(sums_desc, staging, dq, last_row, HALF, STEP)
+        if WIDE:
+            add_dq(sums_desc, sums_rest, staging, dq, last_row, HALF, STEP, HEAD_DIM, 0)
+            add_dq(sums_desc, sums_rest, staging, dq_rest, last_row, HALF, STEP, HEAD_DIM, 1)
+        k_next = tiles(k_s, anew(HALF, k_rows)) if STEP == 64 else k
+        s_next = start_sum(k_next, tiles(q_s, stage), zero, False)
+        if not WIDE:
+            add_dq(sums_desc, sums_rest, staging, dq, last_row, HALF, STEP, HEAD_DIM, 0)
         last_row = this_row
         s = warpgroup_mma_wait(0, deps=[s_next])
     mbarrier.wait(ds_full.index(last_buffer), last_turn, pred=steps > 0)
-    dq = start_dq(k_s, ds_s, last_buffer, zero_part, HALF, STEP, HEAD_DIM)
-    dq = warpgroup_mma_wait(0, deps=[dq])
-    add_dq(sums_desc, staging, dq, last_row, HALF, STEP)
-    write_rows(dk_ptr, stride_dks, dk * softmax_scale, row0, k_rows, ADD)
-    write_rows(dv_ptr, stride_dvs, dv, row0, k_rows, ADD)
+    for part in gl.static_range(2 if WIDE else 1):
+        dq = start_dq(k_s, ds_s, last_buffer, k_rows, HALF, STEP, HEAD_DIM, part)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        add_dq(sums_desc, sums_rest, staging, dq, last_row, HALF, STEP, HEAD_DIM, part)
+    write_panels(dk_ptr, stride_dks, dk, softmax_scale, row0, k_rows, ADD)
+    write_panels(dv_ptr, stride_dvs, dv, 1.0, row0, k_rows, ADD)
     tma.store_wait(0)
+
+
+@gluon.jit
+def write_panels(ptr, stride, values, factor, row0, row_count, ADD: gl.constexpr):
+    """`write_rows` of all panels, times a factor."""
+    for i in gl.static_range(len(values)):
+        write_rows(ptr, stride, values[i] * factor, row0, row_count, ADD)
+        ptr += values[i].type.shape[1]
+
+
+@gluon.constexpr_function
+def is_wide(head_dim, v_dim):
+    """Whether 64 rows of dk and dv take more than 128 registers of each of a warpgroup's threads."""
+    return head_dim + v_dim > 256
 
 
 @gluon.jit(do_not_specialize=["item_count", "chunk", "heads", "kv_heads", "group", "padded_rows", "k_rows"])
 def fused_kernel(
-    q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, sums_desc, dk_ptr, dv_ptr, items_ptr, segments_ptr,
+    q_desc, k_desc, v_desc, dout_desc, q_rest, k_rest, v_rest, dout_rest, pivot_desc, delta_desc, sums_desc, sums_rest,
+    dk_ptr, dv_ptr, items_ptr, segments_ptr,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
-    HEAD_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
+    HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of key rows of one key/value head over all query heads of its group, and what it adds to their dq."""
-    BUFFERS: gl.constexpr = STAGES + 1
+    # buffers of dS: one more than stages, so that room for the queries of a step means room for its dS; or, where that does not fit, as
+    # many, and a barrier
+    BUFFERS: gl.constexpr = STAGES if is_wide(HEAD_DIM, V_DIM) else STAGES + 1
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STEP], q_desc.dtype)
+    q_descs, k_descs = panels(q_desc, q_rest), panels(k_desc, k_rest)
+    v_descs, dout_descs = panels(v_desc, v_rest), panels(dout_desc, dout_rest)
     q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty = allocate_queries(
-        q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, STAGES, STEP, HEAD_DIM, 2
+        q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, STAGES, STEP, 2
     )
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS * 2, ROWS, STEP], DS)
     staging = gl.allocate_shared_memory(gl.float32, [2, WIDTH * WIDTH // SUMS, SUMS], sums_desc.layout)
     ds_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BUFFERS):
         mbarrier.init(ds_full.index(i), count=2)
+    ds_empty = ds_full
+    if BUFFERS == STAGES:
+        ds_empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(BUFFERS):
+            mbarrier.init(ds_empty.index(i), count=2)
     fence_async_shared()
 
     # several heads side by side, their longest blocks first
@@ -216,17 +361,17 @@ def fused_kernel(
     )
     gl.warp_specialize(
         [
-            (produce_queries, (q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
+            (produce_queries, (q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
                                kv_full, q_full, dout_full, empty, segments_ptr, segment_begin, segment_end, batch, kv_head, group,
                                head_index * group, padded_rows, block_begin, STAGES, STEP, 2)),
-            (consume_and_add, (q_s, k_s, v_s, dout_s, pivot_s, delta_s, ds_s, staging, kv_full, q_full, dout_full, empty, ds_full,
-                       sums_desc, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin, segment_end, steps,
+            (consume_and_add, (q_s, k_s, v_s, dout_s, pivot_s, delta_s, ds_s, staging, kv_full, q_full, dout_full, empty, ds_full, ds_empty,
+                       sums_desc, sums_rest, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin, segment_end, steps,
                        head_index * group * padded_rows, heads * group * padded_rows, padded_rows, k_rows, block_begin,
-                       scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, ADD)),
-            (consume_and_add, (q_s, k_s, v_s, dout_s, pivot_s, delta_s, ds_s, staging, kv_full, q_full, dout_full, empty, ds_full,
-                       sums_desc, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin, segment_end, steps,
+                       scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, ADD)),
+            (consume_and_add, (q_s, k_s, v_s, dout_s, pivot_s, delta_s, ds_s, staging, kv_full, q_full, dout_full, empty, ds_full, ds_empty,
+                       sums_desc, sums_rest, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin, segment_end, steps,
                        head_index * group * padded_rows, heads * group * padded_rows, padded_rows, k_rows, block_begin,
-                       scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, ADD)),
+                       scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM, ADD)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
@@ -236,20 +381,21 @@ def fused_kernel(
 @triton.jit(do_not_specialize=["heads", "q_rows", "padded_rows"])
 def finish_kernel(
     sums_ptr, dq_ptr, stride_b, stride_s, stride_h, heads, q_rows, padded_rows, softmax_scale,
-    HEAD_DIM: tl.constexpr, ADD: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """dq of 64 rows of one head from its sums, whose order is that of `add_dq`."""
     ROWS: tl.constexpr = 64
     blocks = padded_rows // ROWS
     head_index = tl.program_id(0) // blocks
-    sums = tl.load(sums_ptr + tl.program_id(0).to(tl.int64) * (ROWS * HEAD_DIM) + tl.arange(0, ROWS * HEAD_DIM))
-    # part, group of columns, warp, row, pair, half of a warp's rows, column
-    sums = tl.reshape(sums, [HEAD_DIM // 64, 8, 4, 8, 4, 2, 2])
-    # [ROWS, HEAD_DIM]
-    dq = tl.reshape(tl.permute(sums, [2, 5, 3, 0, 1, 4, 6]), [ROWS, HEAD_DIM]) * softmax_scale
+    offsets = tl.arange(0, ROWS * BLOCK_D)
+    sums = tl.load(sums_ptr + tl.program_id(0).to(tl.int64) * (ROWS * HEAD_DIM) + offsets, mask=offsets < ROWS * HEAD_DIM)
+    # group of columns, warp, row, pair, half of a warp's rows, column
+    sums = tl.reshape(sums, [BLOCK_D // 8, 4, 8, 4, 2, 2])
+    # [ROWS, BLOCK_D]
+    dq = tl.reshape(tl.permute(sums, [1, 4, 2, 0, 3, 5]), [ROWS, BLOCK_D]) * softmax_scale
     rows = ((tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS))[:, None]
-    columns = tl.arange(0, HEAD_DIM)[None, :]
-    inside = rows < q_rows
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    inside = (rows < q_rows) & (columns < HEAD_DIM)
     dq_ptr += (head_index // heads).to(tl.int64) * stride_b + (head_index % heads).to(tl.int64) * stride_h
     pointers = dq_ptr + (rows.to(tl.int64) * stride_s + columns)
     if ADD:
@@ -258,7 +404,9 @@ def finish_kernel(
 
 
 # by head dim; measured on an H200
-LAUNCHES = {64: Launch(128, 2), 128: Launch(64, 2)}
+LAUNCHES = {64: Launch(128, 2), 96: Launch(64, 3), 128: Launch(64, 2), 192: Launch(64, 2)}
+# of q and k, and of v
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
 # programs at least of which the heads that run side by side have; measured on an H200
 SIDE_BY_SIDE = 256
 
@@ -280,13 +428,13 @@ def finish(sums: torch.Tensor, dq: torch.Tensor, softmax_scale: float, add: bool
     assert sums.shape == (b * h, whole_blocks(q_rows), d) and dq.stride(3) == 1
     assert not add or dq.dtype == torch.float32
     finish_kernel[(sums.shape[0] * sums.shape[1] // ROWS.value,)](
-        sums, dq, *dq.stride()[:3], h, q_rows, sums.shape[1], softmax_scale, HEAD_DIM=d, ADD=add
+        sums, dq, *dq.stride()[:3], h, q_rows, sums.shape[1], softmax_scale, HEAD_DIM=d, BLOCK_D=padded(d), ADD=add
     )
 
 
-def sums_descriptor(sums: torch.Tensor) -> TensorDescriptor:
-    """For the copy engine to add one part of a step's dq."""
-    shape, block = [sums.numel() // SUMS.value, SUMS.value], [WIDTH.value**2 // SUMS.value, SUMS.value]
+def sums_descriptor(sums: torch.Tensor, columns: int) -> TensorDescriptor:
+    """For the copy engine to add so many columns of 64 rows of dq."""
+    shape, block = [sums.numel() // SUMS.value, SUMS.value], [WIDTH.value * columns // SUMS.value, SUMS.value]
     return TensorDescriptor(sums, shape, [SUMS.value, 1], block, plain_layout(2))
 
 
@@ -302,8 +450,15 @@ def fused_arguments(inputs: Inputs, pivot, minus_delta, sums, dk, dv, add: bool)
     b, q_rows, h, d = inputs.q.shape
     assert sums.shape == (b * h, whole_blocks(q_rows), d) and sums.is_contiguous()
     grid, arguments = key_arguments(inputs, pivot, minus_delta, dk, dv, add, LAUNCHES)
+    step, rows = LAUNCHES[d].step, ROWS.value
     return grid, arguments | dict(
-        sums_desc=sums_descriptor(sums),
+        q_rest=rest_descriptor(inputs.q, step),
+        k_rest=rest_descriptor(inputs.k, rows),
+        v_rest=rest_descriptor(inputs.v, rows),
+        dout_rest=rest_descriptor(inputs.dout, step),
+        sums_desc=sums_descriptor(sums, WIDTH.value),
+        sums_rest=sums_descriptor(sums, 32) if d > main_columns(d) else None,
+        V_DIM=inputs.v.shape[3],
         chunk=max(2, SIDE_BY_SIDE // arguments["item_count"]),
         heads=b * inputs.k.shape[2],
     )

@@ -48,9 +48,9 @@ def consume_values(
     """dv of 64 key rows, and P for `consume_scores`."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    dtype: gl.constexpr = q_s.dtype
+    dtype: gl.constexpr = q_s[0].dtype
     # [ROWS, HEAD_DIM]
-    k = tile(k_s, 0, ROWS, HEAD_DIM)
+    k = tile(k_s[0], 0, ROWS, HEAD_DIM)
     dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, WIDE)
     zero = gl.zeros([ROWS, STEP], gl.float32, SCORES)
     whole = block_begin + ROWS <= k_rows
@@ -62,7 +62,7 @@ def consume_values(
     turn = 0
     mbarrier.wait(kv_full, 0)
     mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
-    s = warpgroup_mma(k, tile(q_s, 0, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(k, tile(q_s[0], 0, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     for n in range(steps):
         # [ROWS, STEP]
@@ -73,7 +73,7 @@ def consume_values(
         p16 = gl.convert_layout(shared_p, gl.DotOperandLayout(0, WIDE, 2), assert_trivial=True)
         # started first, so that the tensor cores have work while P is handed over
         mbarrier.wait(dout_full.index(stage), phase)
-        dv_next = warpgroup_mma(p16, tile(dout_s, stage, STEP, HEAD_DIM), dv, is_async=True)
+        dv_next = warpgroup_mma(p16, tile(dout_s[0], stage, STEP, HEAD_DIM), dv, is_async=True)
         mbarrier.wait(p_empty.index(buffer), turn ^ 1)
         p_s.index(buffer).store(shared_p)
         barrier()
@@ -94,7 +94,7 @@ def consume_values(
                 segment = segment_begin
             start, full_begin, full_end, end = load_span(segments_ptr, segment, whole, STEP)
         mbarrier.wait(q_full.index(stage), phase, pred=(n + 1) < steps)
-        s_next = warpgroup_mma(k, tile(q_s, stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s_next = warpgroup_mma(k, tile(q_s[0], stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(1, deps=[dv_next])
         p16 = opaque(p16)
         mbarrier.arrive(empty.index(done), count=1)
@@ -111,9 +111,9 @@ def consume_scores(
     """dk of 64 key rows, with P of `consume_values`."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    dtype: gl.constexpr = q_s.dtype
+    dtype: gl.constexpr = q_s[0].dtype
     # [ROWS, HEAD_DIM]
-    v = tile(v_s, 0, ROWS, HEAD_DIM)
+    v = tile(v_s[0], 0, ROWS, HEAD_DIM)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, WIDE)
     zero = gl.zeros([ROWS, STEP], gl.float32, SCORES)
     stage = 0
@@ -122,7 +122,7 @@ def consume_scores(
     turn = 0
     mbarrier.wait(kv_full, 0)
     mbarrier.wait(dout_full.index(0), 0, pred=steps > 0)
-    dp = warpgroup_mma(v, tile(dout_s, 0, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v, tile(dout_s[0], 0, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma_wait(0, deps=[dp])
     for n in range(steps):
         # [ROWS, STEP]
@@ -131,7 +131,7 @@ def consume_scores(
         p = p_s.index(buffer).load(SCORES).to(gl.float32)
         ds = gl.convert_layout((p * dp).to(dtype), gl.DotOperandLayout(0, WIDE, 2), assert_trivial=True)
         mbarrier.wait(q_full.index(stage), phase)
-        dk_next = warpgroup_mma(ds, tile(q_s, stage, STEP, HEAD_DIM), dk, is_async=True)
+        dk_next = warpgroup_mma(ds, tile(q_s[0], stage, STEP, HEAD_DIM), dk, is_async=True)
         barrier()
         mbarrier.arrive(p_empty.index(buffer), count=1)
         buffer += 1
@@ -144,7 +144,7 @@ def consume_scores(
             stage = 0
             phase ^= 1
         mbarrier.wait(dout_full.index(stage), phase, pred=(n + 1) < steps)
-        dp_next = warpgroup_mma(v, tile(dout_s, stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp_next = warpgroup_mma(v, tile(dout_s[0], stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(1, deps=[dk_next])
         ds = opaque(ds)
         mbarrier.arrive(empty.index(done), count=1)
@@ -161,8 +161,9 @@ def wide_key_kernel(
 ):  # fmt: skip
     """dk and dv of 64 key rows of one key/value head, over all query heads of its group."""
     dtype: gl.constexpr = q_desc.dtype
+    q_descs, k_descs, v_descs, dout_descs = (q_desc,), (k_desc,), (v_desc,), (dout_desc,)
     q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty = allocate_queries(
-        q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, STAGES, STEP, HEAD_DIM, 1
+        q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, STAGES, STEP, 1
     )
     p_s = gl.allocate_shared_memory(dtype, [BUFFERS, ROWS, STEP], gl.NVMMASharedLayout.get_default_for([ROWS, STEP], dtype))
     p_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
@@ -192,7 +193,7 @@ def wide_key_kernel(
     )
     gl.warp_specialize(
         [
-            (produce_queries, (q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
+            (produce_queries, (q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
                                kv_full, q_full, dout_full, empty, segments_ptr, segment_begin, segment_end, batch, kv_head, group,
                                head_index * group, padded_rows, block_begin, STAGES, STEP, 1)),
             (consume_values, (q_s, k_s, dout_s, pivot_s, p_s, kv_full, q_full, dout_full, empty, p_full, p_empty,

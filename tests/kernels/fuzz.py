@@ -21,7 +21,7 @@ class Scope:
     head_dims: dict[torch.dtype, list[tuple[int, int]]]
 
 
-_SIXTEEN_BITS = [(64, 64), (128, 128), (192, 128), (256, 256), (96, 40)]
+_SIXTEEN_BITS = [(64, 64), (128, 128), (96, 96), (192, 128), (256, 256), (96, 40)]
 GPU = Scope("cuda", 600, {torch.bfloat16: _SIXTEEN_BITS, torch.float16: _SIXTEEN_BITS, torch.float32: [(64, 64), (24, 40)]})
 INTERPRETER = Scope("cpu", 90, {torch.float16: [(16, 16), (24, 40)], torch.float32: [(16, 16), (17, 8)]})
 

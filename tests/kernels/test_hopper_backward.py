@@ -31,22 +31,25 @@ TYPES = {
     torch.int32: "i32",
 }
 # bytes that a thread may spill: addresses, of which two are read within the loop of the query kernel and a few in that of the fused one
-SPILLS = {("key", 64): 0, ("key", 128): 72, ("query", 64): 0, ("query", 128): 56, ("fused", 64): 112, ("fused", 128): 100}
-SPILLS |= {("wide key", 256): 0, ("query", 256): 16}
+SPILLS = {("key", 64): 0, ("key", 128): 72, ("query", 64): 0, ("query", 128): 56, ("fused", 64): 112, ("fused", 128): 28}
+SPILLS |= {("fused", 96): 0, ("fused", 192): 64, ("wide key", 256): 0, ("query", 256): 16}
 # those whose steps are of 128 rows and not of 64
 LONG_STEPS = {("query", 64), ("query", 128), ("fused", 64)}
 # where in a warpgroup exponentials come (E), among starts of products (H) and waits for them (D): with products under way, of its
-# own but for `consume_values`, that are not waited for before
+# own but for `consume_values` and where head dims are 192 and 128, that are not waited for before
 OVERLAPPED = {"key": r"DH(EH)+D", "query": r"HDED", "fused": r"DH(EH)+D", "wide key": r"DEH+D"}
 # and those of later versions of Triton that spill more; 3.9 takes a newer ptxas and asks it for less effort in allocating registers
 MORE_SPILLS = {
     (3, 7): {("query", 128): 64},
-    (3, 9): {("key", 128): 168, ("query", 128): 104, ("fused", 64): 400, ("fused", 128): 200},
+    (3, 8): {("fused", 192): 100},
+    (3, 9): {("key", 128): 168, ("query", 128): 104, ("fused", 64): 400, ("fused", 128): 120, ("fused", 192): 292},
 }
 RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
+# head dims of v that are not those of q and k
+V_DIMS = {192: 128}
 SETS = pytest.mark.parametrize(
     ("kernels", "d"),
-    [(Kernels.HOPPER, 64), (Kernels.HOPPER, 128), (Kernels.HOPPER, 256), (Kernels.HOPPER_FUSED, 64), (Kernels.HOPPER_FUSED, 128)],
+    [*((Kernels.HOPPER, d) for d in (64, 128, 256)), *((Kernels.HOPPER_FUSED, d) for d in (64, 96, 128, 192))],
     ids=lambda value: getattr(value, "name", None),
 )
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
@@ -83,7 +86,7 @@ def compile_for_hopper(kernel, arguments, folder: Path) -> Compiled:
     """With the assembler and the options that Triton itself takes: they differ between its versions."""
     names = kernel.arg_names
     assert set(arguments) == set(names)
-    constexprs = {n: arguments[n] for n in names if n.isupper()}
+    constexprs = {n: arguments[n] for n in names if n.isupper() or arguments[n] is None}
     signature = {n: "constexpr" if n in constexprs else signature_of(arguments[n]) for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n.endswith("_ptr") or n.startswith("stride")}
     source = GluonASTSource(kernel, signature, {(names.index(n),): value for n, value in constexprs.items()}, aligned)
@@ -98,7 +101,8 @@ def compile_for_hopper(kernel, arguments, folder: Path) -> Compiled:
 
 
 def cpu_arguments(kernel: str, d: int, dtype, add: bool, result_dtype):
-    q, k, v, dout = (torch.empty(1, 256, heads, d, dtype=dtype) for heads in (4, 2, 2, 4))
+    dims = ((4, d), (2, d), (2, V_DIMS.get(d, d)), (4, V_DIMS.get(d, d)))
+    q, k, v, dout = (torch.empty(1, 256, *heads_and_dim, dtype=dtype) for heads_and_dim in dims)
     dq, dk, dv = (torch.empty(x.shape, dtype=result_dtype) for x in (q, k, v))
     table, statistics, rows = rk.TileTable(np.array(dense.causal(256)), 256, 256), torch.empty(3, 1, 4, 256), torch.empty(2, 4, 256)
     inputs = Inputs(q, k, v, dout, *statistics, table, 0.1)
@@ -134,15 +138,16 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(kernel
     runs = [name for name, _ in itertools.groupby(operations)]
     # exponentials start with products under way, and end before those are waited for
     exponentials = "".join({"HGMMA": "H", "MUFU.EX2": "E", "WARPGROUP.DEPBAR": "D"}[name] for name in runs)
-    overlapped = OVERLAPPED[kernel]
+    overlapped = r"DEHD" if d == 192 else OVERLAPPED[kernel]
     if (kernel, d) == ("fused", 64) and RELEASE == (3, 8):
         overlapped = r"DE?H(EH)+D"  # in one warpgroup 12 of the 64 come before the products
     # one of the two warpgroups of the wide key kernel alone has scores
     warpgroups = 1 if kernel == "wide key" else 2
     assert len(re.findall(overlapped, exponentials)) == warpgroups, exponentials
     assert operations.count("MUFU.EX2") == warpgroups * (64 if (kernel, d) in LONG_STEPS else 32)
-    # each of the two warpgroups adds dq within its loop and once behind it, by the copy engine and never by ordinary atomics
-    assert len(re.findall(r"\bUTMAREDG", sass)) == (4 if kernel == "fused" else 0)
+    # each of the two warpgroups adds dq within its loop and once behind it, at 192 in two parts; by the copy engine, and never by
+    # ordinary atomics
+    assert len(re.findall(r"\bUTMAREDG", sass)) == (0 if kernel != "fused" else 8 if d == 192 else 4)
     assert not re.findall(r"\b(?:RED|ATOMG?)\b", sass)
 
 
@@ -151,8 +156,8 @@ def test_a_choice_can_be_overridden_and_has_a_reason():
     table = rk.TileTable(np.array(dense.causal(8)), 8, 8)
     assert choose_backward(q, q, q, q, table, Kernels.PLAIN).kernels == Kernels.PLAIN
     assert hopper_backward.obstacle(q, q, q, q, table) == ""
-    wide, unaligned = torch.empty(1, 8, 2, 96, dtype=torch.bfloat16), torch.empty(1, 8, 2, 132, dtype=torch.bfloat16)[..., :128]
-    assert "96" in hopper_backward.obstacle(wide, wide, wide, wide, table)
+    odd, unaligned = torch.empty(1, 8, 2, 80, dtype=torch.bfloat16), torch.empty(1, 8, 2, 132, dtype=torch.bfloat16)[..., :128]
+    assert "80" in hopper_backward.obstacle(odd, odd, odd, odd, table)
     assert "aligned" in hopper_backward.obstacle(unaligned, q, q, q, table)
     assert "float32" in hopper_backward.obstacle(q.float(), q, q, q, table)
     for tiles in ([], [(0, 8, 0, 8, 8, 9)]):
@@ -184,13 +189,17 @@ def launches(hopper, monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(("d", "deterministic"), [(64, False), (64, True), (128, False), (128, True), (256, False), (256, True)])
+@pytest.mark.parametrize(
+    ("d", "deterministic"),
+    [(64, False), (64, True), (96, False), (128, False), (128, True), (192, False), (256, False), (256, True)],
+)
 def test_one_launch_and_several_take_every_block_that_changes(d, deterministic, launches):
     """Pairs of 2 blocks of keys, of 6 or (d = 256) 11, and of 1 of 3 of queries: others are overwritten, and left out of additions."""
-    q, kv = torch.empty(2, 300, 6, d, dtype=torch.bfloat16), torch.empty(2, 700, 2, d, dtype=torch.bfloat16)
+    q, dout = (torch.empty(2, 300, 6, dim, dtype=torch.bfloat16) for dim in (d, V_DIMS.get(d, d)))
+    k, v = (torch.empty(2, 700, 2, dim, dtype=torch.bfloat16) for dim in (d, V_DIMS.get(d, d)))
     statistics = torch.empty(3, 2, 6, 300).unbind()
-    inputs = (q, kv, kv, q, *statistics, rk.TileTable(np.array([(5, 20, 100, 150, -700, 300)]), 300, 700))
-    options = dict(softmax_scale=0.1, dk=torch.empty(kv.shape), dv=torch.empty(kv.shape), deterministic=deterministic)
+    inputs = (q, k, v, dout, *statistics, rk.TileTable(np.array([(5, 20, 100, 150, -700, 300)]), 300, 700))
+    options = dict(softmax_scale=0.1, dk=torch.empty(k.shape), dv=torch.empty(v.shape), deterministic=deterministic)
 
     def launched(dq, add):
         launches.clear()
@@ -214,12 +223,22 @@ def test_one_launch_and_several_take_every_block_that_changes(d, deterministic, 
     assert launches == ([finish] if fused else [])
 
 
-@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
-def test_deterministic_results_leave_the_fused_kernel_out(d, hopper):
-    q = torch.empty(1, 8, 2, d, dtype=torch.bfloat16)
-    inputs = (q, q, q, q, rk.TileTable(np.array(dense.causal(8)), 8, 8))
-    fastest = {64: Kernels.HOPPER_FUSED, 128: Kernels.HOPPER_FUSED, 256: Kernels.HOPPER}.get(d, Kernels.PLAIN)
-    repeatable = Kernels.PLAIN if fastest == Kernels.PLAIN else Kernels.HOPPER
+@pytest.mark.parametrize(
+    ("d", "v_dim", "fastest", "repeatable"),
+    [
+        (64, 64, Kernels.HOPPER_FUSED, Kernels.HOPPER),
+        (80, 80, Kernels.PLAIN, Kernels.PLAIN),
+        (96, 96, Kernels.HOPPER_FUSED, Kernels.PLAIN),
+        (128, 128, Kernels.HOPPER_FUSED, Kernels.HOPPER),
+        (128, 64, Kernels.PLAIN, Kernels.PLAIN),
+        (192, 128, Kernels.HOPPER_FUSED, Kernels.PLAIN),
+        (192, 192, Kernels.PLAIN, Kernels.PLAIN),
+        (256, 256, Kernels.HOPPER, Kernels.HOPPER),
+    ],
+)
+def test_deterministic_results_leave_the_fused_kernel_out(d, v_dim, fastest, repeatable, hopper):
+    q, v = torch.empty(1, 8, 2, d, dtype=torch.bfloat16), torch.empty(1, 8, 2, v_dim, dtype=torch.bfloat16)
+    inputs = (q, q, v, v, rk.TileTable(np.array(dense.causal(8)), 8, 8))
     assert choose_backward(*inputs).kernels == choose_backward(*inputs, deterministic=False).kernels == fastest
     assert choose_backward(*inputs, deterministic=True).kernels == repeatable
 
@@ -236,7 +255,7 @@ def test_torch_s_switch_asks_for_deterministic_results(hopper, deterministic_tor
 def test_the_fused_kernels_have_no_head_dim_256():
     q = torch.empty(1, 8, 2, 256, dtype=torch.bfloat16)
     table = rk.TileTable(np.array(dense.causal(8)), 8, 8)
-    with pytest.raises(ValueError, match=r"HOPPER_FUSED has none for head dim 256: pass Kernels\.HOPPER"):
+    with pytest.raises(ValueError, match=r"HOPPER_FUSED has none for head dims 256 and 256: pass Kernels\.HOPPER"):
         choose_backward(q, q, q, q, table, Kernels.HOPPER_FUSED)
 
 
@@ -256,7 +275,8 @@ def problem(seed: int, d: int, dtype):
         tiles = [dense.causal(sq), dense.full(sq, sq), dense.window(sq, 1 + sq // 4, 2)][seed % 9 // 3]
     b, hk, group = random.integers(1, 3), random.integers(1, 3), random.integers(1, 5)
     generator = torch.Generator("cuda").manual_seed(seed)
-    shapes = (b, sq, hk * group, d), (sk, b, hk, d), (sk, b, hk, d), (b, sq, hk * group, d)
+    v_dim = V_DIMS.get(d, d)
+    shapes = (b, sq, hk * group, d), (sk, b, hk, d), (sk, b, hk, v_dim), (b, sq, hk * group, v_dim)
     q, k, v, dout = (
         torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in map(tuple, np.array(shapes).tolist())
     )
@@ -337,6 +357,7 @@ def test_overwriting_leaves_nothing_of_what_was_there(d, kernels):
         ([Kernels.PLAIN], 128),
         *(([kernels], d) for kernels in (Kernels.HOPPER_FUSED, Kernels.HOPPER) for d in (64, 128)),
         *((pair, d) for pair in ([Kernels.HOPPER_FUSED, Kernels.PLAIN], [Kernels.HOPPER, Kernels.HOPPER_FUSED]) for d in (64, 128)),
+        *((turns, d) for turns in ([Kernels.HOPPER_FUSED], [Kernels.HOPPER_FUSED, Kernels.PLAIN]) for d in (96, 192)),
         ([Kernels.HOPPER], 256),
         ([Kernels.HOPPER, Kernels.PLAIN], 256),
     ],
@@ -382,7 +403,8 @@ def test_launches_that_sum_dq_are_as_one_launch(d, dtype, turns):
 @SETS
 def test_a_hundred_runs_give_the_same_bits(d, kernels):
     generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v, dout = (torch.randn(1, 4096, h, d, generator=generator, device="cuda").bfloat16() for h in (8, 2, 2, 8))
+    shapes = ((8, d), (2, d), (2, V_DIMS.get(d, d)), (8, V_DIMS.get(d, d)))
+    q, k, v, dout = (torch.randn(1, 4096, *shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
     table = rk.TileTable(np.array(dense.causal(4096)), 4096, 4096)
     statistics = statistics_of(q, k, v, dout, table)
     first = gradients(q, k, v, dout, statistics, table, kernels)

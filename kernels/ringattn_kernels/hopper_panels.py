@@ -1,0 +1,150 @@
+"""Blocks of rows whose columns lie in shared memory in one panel or two, for the Hopper kernels.
+
+Tensors in Gluon have powers of two of columns. A head dim of 96 is a main panel of 64 columns and a rest of 32, one of 192 is 128 and
+64; a power of two is one panel. Products that sum over the head dim go through the panels one after the other; those with a column for
+each of its elements have an accumulator a panel. Buffers, tiles and accumulators are tuples, one element a panel.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .gluon_words import async_load, halves_layout, reinterpret, swizzled_layout
+
+
+def main_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """For the copy engine to load the main panel of `rows` rows of one head of x (b, s, h, d); rows past the end are zeros."""
+    block = [1, rows, 1, main_columns(x.shape[3])]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, swizzled_layout(*block))
+
+
+def rest_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor | None:
+    """The same for the rest, if there is one, of which a product may take half of the columns."""
+    rest = x.shape[3] - main_columns(x.shape[3])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, rest], halves_layout(4)) if rest else None
+
+
+@gluon.constexpr_function
+def main_columns(head_dim: int) -> int:
+    """Columns of the main panel: the largest power of two within the head dim."""
+    return 1 << (head_dim.bit_length() - 1)
+
+
+@gluon.jit
+def panels(main, rest):
+    """Both panels' descriptors, or that of the only one."""
+    if rest is None:
+        return (main,)
+    else:
+        return (main, rest)
+
+
+@gluon.jit
+def allocate_panels(descs, COUNT: gl.constexpr):
+    """Shared memory for COUNT blocks."""
+    buffers = ()
+    for i in gl.static_range(len(descs)):
+        buffers += (allocate_blocks(descs[i], COUNT),)
+    return buffers
+
+
+@gluon.jit
+def allocate_blocks(desc, COUNT: gl.constexpr):
+    """Shared memory for COUNT blocks of one panel."""
+    SHAPE: gl.constexpr = desc.block_type.shape
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, 1, SHAPE[1], 1, SHAPE[3]], desc.layout)
+
+
+@gluon.jit
+def load_panels(descs, batch, row, head, full, buffers, index):
+    """Have the copy engine bring a block, and tell `full`, which expects `panel_bytes`."""
+    async_load(descs[0], [batch, row, head, 0], full, buffers[0].index(index))
+    if len(descs) == 2:
+        async_load(descs[1], [batch, row, head, descs[0].block_type.shape[3]], full, buffers[1].index(index))
+
+
+@gluon.constexpr_function
+def panel_bytes(descs):
+    """Of one block."""
+    return sum(desc.block_type.nbytes for desc in descs)
+
+
+@gluon.jit
+def tiles(buffers, index):
+    """A block of each buffer as a matrix, [rows, columns]."""
+    result = ()
+    for i in gl.static_range(len(buffers)):
+        result += (matrix(buffers[i], index),)
+    return result
+
+
+@gluon.jit
+def matrix(buffer, index):
+    """One block of a buffer that the copy engine fills in its four dimensions."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=buffer.type.layout.swizzle_byte_width, element_bitwidth=16, rank=2
+    )
+    return reinterpret(buffer.index(index), buffer.dtype, [buffer.type.shape[2], buffer.type.shape[4]], LAYOUT)
+
+
+@gluon.jit
+def some_rows(panels, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """COUNT rows of each panel."""
+    result = ()
+    for i in gl.static_range(len(panels)):
+        result += (panels[i].slice(FIRST, COUNT, dim=0),)
+    return result
+
+
+@gluon.jit
+def zeros(ROWS: gl.constexpr, panels):
+    """Accumulators, [ROWS, columns]."""
+    result = ()
+    for i in gl.static_range(len(panels)):
+        result += (zero_block(ROWS, panels[i].type.shape[1]),)
+    return result
+
+
+@gluon.jit
+def zero_block(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Zeros as one warpgroup accumulates them."""
+    return gl.zeros([ROWS, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
+
+
+@gluon.jit
+def start_sum(left, right, acc, ADD: gl.constexpr):
+    """Start left right^T, summed over all columns, added to acc if ADD."""
+    for i in gl.static_range(len(left)):
+        acc = warpgroup_mma(left[i], right[i].permute((1, 0)), acc, use_acc=ADD or i > 0, is_async=True)
+    return acc
+
+
+@gluon.jit
+def start_each(left, right, accumulators):
+    """Start left right, a product a panel, added to its accumulator."""
+    result = ()
+    for i in gl.static_range(len(right)):
+        result += (warpgroup_mma(left, right[i], accumulators[i], is_async=True),)
+    return result
+
+
+@gluon.jit
+def split_columns(x):
+    """The left and the right half of the columns of what a warpgroup accumulated."""
+    ROWS: gl.constexpr = x.type.shape[0]
+    HALF: gl.constexpr = x.type.shape[1] // 2
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    left, right = gl.split(gl.permute(gl.reshape(x, [ROWS, 2, HALF]), [0, 2, 1]))
+    return gl.convert_layout(left, L, assert_trivial=True), gl.convert_layout(right, L, assert_trivial=True)
+
+
+@gluon.jit
+def join_columns(left, right):
+    """What `split_columns` took apart."""
+    ROWS: gl.constexpr = left.type.shape[0]
+    COLUMNS: gl.constexpr = left.type.shape[1] * 2
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    x = gl.reshape(gl.permute(gl.join(left, right), [0, 2, 1]), [ROWS, COLUMNS])
+    return gl.convert_layout(x, L, assert_trivial=True)
