@@ -177,20 +177,9 @@ def wide_key_kernel(
     head_index = gl.program_id(0) // item_count
     item_ptr = items_ptr + (gl.program_id(0) % item_count) * 4
     block_begin, segment_begin, segment_end, steps, batch, kv_head, dk_ptr, dv_ptr = load_item(
-        item_ptr,
-        item_count,
-        head_index,
-        segments_ptr,
-        dk_ptr,
-        dv_ptr,
-        stride_dkb,
-        stride_dkh,
-        stride_dvb,
-        stride_dvh,
-        kv_heads,
-        group,
+        item_ptr, item_count, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group,
         STEP,
-    )
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (produce_queries, (q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,

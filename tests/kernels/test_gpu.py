@@ -106,6 +106,28 @@ def test_splits_are_as_exact_as_whole_blocks_and_give_the_same_bits(case, kernel
     assert all(torch.equal(a, b) for a, b in zip(before, state))
 
 
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [(case, Kernels.PLAIN) for case in CASES[:5]] + [(case, Kernels.HOPPER_FUSED) for case in CASES[:3]],
+    ids=str,
+)
+def test_gradients_of_splits_are_as_exact_as_those_of_whole_blocks(case, kernels):
+    if kernels == Kernels.HOPPER_FUSED and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    s, _, _, d, _ = case
+    q, k, v, dout = inputs(*case, torch.bfloat16)
+    tiles = np.array(dense.random_tiles(np.random.default_rng(s), s, s))
+    exact = dense.attention(q, k, v, dout, dense.live_pairs(tiles, s, s).cuda(), d**-0.5, torch.float64)
+    tables = [rk.TileTable(t, s, s) for t in (tiles[::2], tiles[1::2])]
+    whole, *split = (
+        run(q, k, v, dout, tables, d**-0.5, kernels=kernels, deterministic=False, splits=splits) for splits in (1, 2, 5, 5)
+    )
+    for name in ("dq", "dk", "dv"):
+        bound = 1.05 * error(getattr(whole, name), getattr(exact, name))
+        assert max(error(getattr(result, name), getattr(exact, name)) for result in split) <= bound, name
+    assert torch.equal(split[1].dk, split[2].dk) and torch.equal(split[1].dv, split[2].dv)
+
+
 @pytest.mark.parametrize("case", CASES[:5], ids=str)
 def test_repeated_runs_give_the_same_bits(case):
     s, _, _, d, _ = case
