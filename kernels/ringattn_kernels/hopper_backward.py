@@ -241,6 +241,16 @@ def allocate_queries(
 
 
 @gluon.jit
+def side_by_side(item_count, chunk, heads):
+    """(item, head) of a program: `chunk` heads are gone through side by side, their longest blocks first."""
+    rest = gl.program_id(0) % (item_count * chunk)
+    head_index = gl.program_id(0) // (item_count * chunk) * chunk
+    here = gl.minimum(chunk, heads - head_index)
+    head_index += rest % here
+    return rest // here, head_index
+
+
+@gluon.jit
 def load_item(
     item_ptr, item_count, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group,
     STEP: gl.constexpr,

@@ -33,6 +33,7 @@ from .hopper_backward import (
     opaque,
     prepare,
     produce_queries,
+    side_by_side,
     whole_blocks,
     write_rows,
 )
@@ -338,12 +339,8 @@ def fused_kernel(
             mbarrier.init(ds_empty.index(i), count=2)
     fence_async_shared()
 
-    # several heads side by side, their longest blocks first
-    rest = gl.program_id(0) % (item_count * chunk)
-    head_index = gl.program_id(0) // (item_count * chunk) * chunk
-    here = gl.minimum(chunk, heads - head_index)
-    head_index += rest % here
-    item_ptr = items_ptr + (rest // here) * 4
+    item, head_index = side_by_side(item_count, chunk, heads)
+    item_ptr = items_ptr + item * 4
     block_begin, segment_begin, segment_end, steps, batch, kv_head, dk_ptr, dv_ptr = load_item(
         item_ptr, item_count, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group,
         STEP,

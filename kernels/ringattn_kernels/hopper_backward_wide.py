@@ -31,6 +31,7 @@ from .hopper_backward import (
     produce_queries,
     query_arguments,
     query_kernel,
+    side_by_side,
     tile,
     write_rows,
 )
@@ -152,11 +153,11 @@ def consume_scores(
     write_rows(dk_ptr, stride_dks, dk * softmax_scale, block_begin, k_rows, ADD)
 
 
-@gluon.jit(do_not_specialize=["item_count", "kv_heads", "group", "padded_rows", "k_rows"])
+@gluon.jit(do_not_specialize=["item_count", "chunk", "heads", "kv_heads", "group", "padded_rows", "k_rows"])
 def wide_key_kernel(
     q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, dk_ptr, dv_ptr, items_ptr, segments_ptr,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    item_count, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
+    item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
     HEAD_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 key rows of one key/value head, over all query heads of its group."""
@@ -174,8 +175,8 @@ def wide_key_kernel(
     fence_async_shared()
     let_next_kernel_start()
 
-    head_index = gl.program_id(0) // item_count
-    item_ptr = items_ptr + (gl.program_id(0) % item_count) * 4
+    item, head_index = side_by_side(item_count, chunk, heads)
+    item_ptr = items_ptr + item * 4
     block_begin, segment_begin, segment_end, steps, batch, kv_head, dk_ptr, dv_ptr = load_item(
         item_ptr, item_count, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group,
         STEP,
@@ -198,6 +199,8 @@ def wide_key_kernel(
 
 # measured on an H200
 KEY_LAUNCHES = {256: Launch(64, 2)}
+# programs at most of the heads that run side by side, if they are several; measured on an H200
+SIDE_BY_SIDE = 128
 
 
 def backward(
@@ -214,5 +217,7 @@ def backward(
 
 
 def wide_key_arguments(inputs: Inputs, pivot, delta, dk, dv, add: bool) -> tuple[int, dict]:
-    """How many programs of `wide_key_kernel`, and its arguments."""
-    return key_arguments(inputs, pivot, delta, dk, dv, add, KEY_LAUNCHES, ROWS.value)
+    """How many programs of `wide_key_kernel`, and its arguments: those of `key_kernel`, and how heads run side by side."""
+    grid, arguments = key_arguments(inputs, pivot, delta, dk, dv, add, KEY_LAUNCHES, ROWS.value)
+    chunk = max(1, SIDE_BY_SIDE // arguments["item_count"])
+    return grid, arguments | dict(chunk=chunk, heads=inputs.q.shape[0] * inputs.k.shape[2])
