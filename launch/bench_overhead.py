@@ -47,7 +47,7 @@ class Silent(Transport):
         self.rank = rank
         self.size = size
 
-    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
+    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
         return _Sent()
 
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:

@@ -197,9 +197,9 @@ def count_sent(method: Method):
         return
     exchange = method.transport.exchange
 
-    def counted(sends, receives):
+    def counted(sends, receives, **options):
         sent.extend(peer.tensor.nbytes for peer in sends)
-        return exchange(sends, receives)
+        return exchange(sends, receives, **options)
 
     with mock.patch.object(method.transport, "exchange", counted):
         yield sent

@@ -14,7 +14,7 @@ import ringattn as ra
 from ringattn.transport import Peer, run_ranks
 from ringattn.transport import staged as staged_module
 from ringattn.transport.simulated import Deadlock, SimulatedQueue, SimulatedTransport, World
-from ringattn.transport.staged import Channel, Count
+from ringattn.transport.staged import Channel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,7 +28,10 @@ class Rank:
 
 @dataclass
 class Case:
-    """Sizes in bytes of the messages from rank to rank, for each exchange; `depth` exchanges are outstanding at once."""
+    """Sizes in bytes of the messages from rank to rank, for each exchange; `depth` exchanges are outstanding at once.
+
+    Exchanges `at_rest` are so by their number, again and again.
+    """
 
     size: int
     capacity: int
@@ -36,6 +39,7 @@ class Case:
     exchanges: list[dict[tuple[int, int], list[int]]]
     seed: int = 0
     serial: bool = False
+    at_rest: tuple[bool, ...] = (False,)
 
 
 @st.composite
@@ -44,8 +48,9 @@ def cases(draw):
     pairs = [(src, dst) for src in range(size) for dst in range(size) if src != dst]
     messages = st.lists(st.one_of(st.integers(0, 3000), st.sampled_from([0, 511, 512, 513, 1024, 2048])), max_size=3)
     exchanges = draw(st.lists(st.dictionaries(st.sampled_from(pairs), messages), min_size=1, max_size=5))
-    capacity = 1024 * draw(st.integers(1, 5))
-    return Case(size, capacity, draw(st.integers(1, 3)), exchanges, draw(st.integers(0, 2**32)), draw(st.booleans()))
+    capacity = 1024 * draw(st.integers(2, 8))
+    at_rest = tuple(draw(st.lists(st.booleans(), min_size=1, max_size=4)))
+    return Case(size, capacity, draw(st.integers(1, 3)), exchanges, draw(st.integers(0, 2**32)), draw(st.booleans()), at_rest)
 
 
 def policy(seed):
@@ -88,7 +93,8 @@ def program(transport, case):
                 if dst == transport.rank:
                     receives.append(Peer(src, torch.full_like(message, 0x22)))
                     checks.append(lambda got=receives[-1].tensor, message=message: torch.testing.assert_close(got, message))
-        waiting.append((transport.exchange(sends, receives), checks, [peer.tensor for peer in sends]))
+        at_rest = case.at_rest[number % len(case.at_rest)]
+        waiting.append((transport.exchange(sends, receives, at_rest=at_rest), checks, [peer.tensor for peer in sends]))
         if len(waiting) == case.depth:
             finish()
     while waiting:
@@ -113,7 +119,9 @@ def test_every_message_arrives_whole(case):
     simulate(case)
 
 
-BUSY = [Case(3, 2048, 2, [{(0, 1): [1500, 700], (1, 2): [900], (2, 0): [2048]}] * 4, seed) for seed in range(40)]
+FAR = [Case(3, 4096, 2, [{(0, 1): [1500, 700], (1, 2): [900], (2, 0): [2048]}] * 4, seed) for seed in range(40)]
+NEAR = [Case(3, 4096, 2, [{(0, 1): [500, 400], (1, 2): [900], (2, 0): [100]}] * 4, seed, at_rest=(True,)) for seed in range(40)]
+busy = pytest.mark.parametrize("cases", [FAR, NEAR], ids=["far", "near"])
 
 
 def fails(case):
@@ -129,31 +137,37 @@ def found(cases):
     return sum(map(fails, cases))
 
 
+@busy
 @pytest.mark.parametrize("ready", [True, False], ids=["until it is ready", "until it is read"])
-def test_no_wait_can_be_left_out(monkeypatch, ready):
+def test_no_wait_can_be_left_out(monkeypatch, cases, ready):
     def impatient(queue, counts):
         wait(queue, [count for count in counts if count.ready != ready])
 
     wait = SimulatedQueue.wait
-    assert found(BUSY) == 0
+    assert found(cases) == 0
     monkeypatch.setattr(SimulatedQueue, "wait", impatient)
-    assert found(BUSY) > len(BUSY) // 4
+    assert found(cases) > len(cases) // 4
 
 
-@pytest.mark.parametrize("off", [1, -1])
-@pytest.mark.parametrize("ready", [True, False], ids=["until it is ready", "until it is read"])
-def test_no_wait_can_be_for_another_piece(monkeypatch, ready, off):
+@pytest.mark.parametrize(
+    ("cases", "ready", "off"),
+    # a near channel has room for more than these exchanges: there it does no harm to wait until more has been read
+    [(FAR, True, 1), (FAR, True, -1), (FAR, False, 1), (FAR, False, -1), (NEAR, True, 1), (NEAR, True, -1), (NEAR, False, -1)],
+    ids=lambda value: None if isinstance(value, (bool, int)) else value[0].at_rest[0],
+)
+def test_no_wait_can_be_for_another_piece(monkeypatch, cases, ready, off):
     def wrong(queue, counts):
-        wait(queue, [Count(r, peer, value + off * (r == ready)) for r, peer, value in counts])
+        wait(queue, [count._replace(value=count.value + off * (count.ready == ready)) for count in counts])
 
     wait = SimulatedQueue.wait
     monkeypatch.setattr(SimulatedQueue, "wait", wrong)
-    assert found(BUSY) > 0
+    assert found(cases) > 0
 
 
-def test_tensors_may_not_change_before_the_wait(monkeypatch):
+@busy
+def test_tensors_may_not_change_before_the_wait(monkeypatch, cases):
     monkeypatch.setattr(SimulatedQueue, "after", lambda queue, mark: None)
-    assert found(BUSY) > len(BUSY) // 4
+    assert found(cases) > len(cases) // 4
 
 
 def test_a_lock_out_is_told():
@@ -191,16 +205,31 @@ def test_places_in_a_channel(sizes, halves, size):
 
 @pytest.mark.parametrize("size", range(2, 9))
 def test_each_channel_has_a_place_of_its_own(size):
-    """With a third rank, if there is one."""
+    """With a third rank, if there is one, and a near one with the sender."""
+    world = World(size, 4096, policy(0))
     places = []
     for src in range(size):
+        transport = SimulatedTransport(Rank(src, size), world)
         for dst in {*range(size)} - {src}:
-            channel = Channel(src, dst, size, 1024)
-            ((piece,),) = channel.rounds([torch.empty(1, dtype=torch.uint8)])
-            places.append((piece.keeper, piece.offset))
-            assert 0 <= piece.offset < 1024 * (size - 1)
-            assert piece.keeper not in (src, dst) if size > 2 else piece.keeper == src
+            for channel in transport._out[dst]:
+                ((piece,),) = channel.rounds([torch.empty(1, dtype=torch.uint8)])
+                places.append((piece.keeper, piece.offset))
+                assert 0 <= piece.offset < 4096 * (size - 1)
+                assert piece.keeper == src if channel.near else piece.keeper not in (src, dst)
+            assert [channel.near for channel in transport._out[dst]] == ([False, True] if size > 2 else [True])
     assert len(set(places)) == len(places)
+
+
+def test_what_is_at_rest_goes_the_near_way_if_there_is_room_for_twice_as_much():
+    transport = SimulatedTransport(Rank(0, 3), World(3, 8192, policy(0)))
+    small, large = (torch.empty(nbytes, dtype=torch.uint8) for nbytes in (2048, 2049))
+    for tensors, at_rest, near in (
+        ([small], True, True),
+        ([small], False, False),
+        ([large], True, False),
+        ([small] * 2, True, False),
+    ):
+        assert staged_module._choose(transport._out[1], tensors, at_rest).near == near
 
 
 def test_long_messages_are_pulled_while_they_are_staged(monkeypatch):

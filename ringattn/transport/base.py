@@ -53,11 +53,17 @@ class Ranks(ABC):
 class Transport(Ranks):
     """A group of ranks that can exchange tensors."""
 
+    @property
+    def copy_engines(self) -> bool:
+        """Whether these move messages, without processors; known once `connect` has returned."""
+        return False
+
     @abstractmethod
-    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
+    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
         """Start sending and receiving contiguous tensors, all at once; the tensors must be left alone until the handle's `wait`.
 
-        Between two ranks, receives match sends in order, and sizes agree: both sides know them beforehand.
+        Between two ranks, receives match sends in order, and sizes agree: both sides know them beforehand. at_rest, the same on both:
+        nothing computes while the exchange starts.
         """
 
 
@@ -74,7 +80,7 @@ class Alone(Transport):
     rank = 0
     size = 1
 
-    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
+    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
         assert not sends
         assert not receives
         return Done()

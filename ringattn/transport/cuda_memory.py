@@ -135,7 +135,7 @@ class CudaMemory(Memory):
         # imported where it is used, for not every build of torch has it
         from torch._C._distributed_c10d import _SymmetricMemory
 
-        self._counts = 2 * size * _LINE  # bytes
+        self._counts = 4 * size * _LINE  # bytes
         total = self._counts + capacity * (size - 1)
         self._arena = _SymmetricMemory.empty_strided_p2p((total,), (1,), torch.uint8, device)
         self._arena[: self._counts].zero_()
@@ -162,9 +162,9 @@ class CudaMemory(Memory):
         """Address of a piece in its keeper's arena."""
         return self._bases[piece.keeper] + self._counts + piece.offset
 
-    def count(self, keeper: int, ready: bool, peer: int) -> int:
+    def count(self, keeper: int, near: bool, ready: bool, peer: int) -> int:
         """Address of a count that `keeper` keeps of its channel from or to `peer`."""
-        return self._bases[keeper] + (ready * self.size + peer) * _LINE
+        return self._bases[keeper] + ((2 * near + ready) * self.size + peer) * _LINE
 
 
 class CudaQueue(Queue):
@@ -183,7 +183,7 @@ class CudaQueue(Queue):
 
     def wait(self, counts: Sequence[Count]) -> None:
         memory = self._memory
-        self._driver.wait(self._stream.cuda_stream, [(memory.count(memory.rank, c.ready, c.peer), c.value) for c in counts])
+        self._driver.wait(self._stream.cuda_stream, [(memory.count(memory.rank, c.near, c.ready, c.peer), c.value) for c in counts])
 
     def stage(self, pieces: Sequence[Piece]) -> None:
         self._driver.copy(self._stream.cuda_stream, [(self._memory.place(p), _address(p), p.nbytes) for p in pieces])
@@ -193,7 +193,9 @@ class CudaQueue(Queue):
 
     def raise_to(self, counts: Sequence[Count]) -> None:
         memory = self._memory
-        self._driver.write(self._stream.cuda_stream, [(memory.count(c.peer, c.ready, memory.rank), c.value) for c in counts])
+        self._driver.write(
+            self._stream.cuda_stream, [(memory.count(c.peer, c.near, c.ready, memory.rank), c.value) for c in counts]
+        )
 
 
 def _address(piece: Piece) -> int:

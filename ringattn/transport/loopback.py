@@ -68,7 +68,7 @@ class LoopbackTransport(Transport):
     def ranks_per_node(self) -> int:
         return self._ranks_per_node
 
-    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
+    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
         for dst, tensor in sends:
             assert tensor.is_contiguous()
             self.bytes_sent_to[dst] += tensor.numel() * tensor.element_size()

@@ -58,7 +58,7 @@ class ProcessGroupTransport(Transport):
             dist.all_reduce(torch.zeros(1, device=device), group=self._group())
         self._connected.add(device.type)
 
-    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
+    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
         group = self._group()
         ops = [dist.P2POp(dist.isend, x, self._global_ranks[rank], group) for rank, x in sends if x.numel()]
         ops += [dist.P2POp(dist.irecv, x, self._global_ranks[rank], group) for rank, x in receives if x.numel()]

@@ -33,7 +33,7 @@ class World:
         self.capacity = capacity
         self.serial = serial
         self.arenas = [torch.full((max(1, size - 1) * capacity,), 0xEE, dtype=torch.uint8) for _ in range(size)]
-        self.counts: dict[tuple[int, bool, int], int] = {}  # by rank, whether of what is ready, and peer
+        self.counts: dict[tuple[int, bool, bool, int], int] = {}  # by rank, near, whether of what is ready, and peer
         self.queues: list[deque[_Operation]] = []
         self.changed = threading.Condition()
         self._choose = choose
@@ -82,7 +82,9 @@ class SimulatedQueue(Queue):
 
     def wait(self, counts: Sequence[Count]) -> None:
         have = self._world.counts
-        self.run(lambda: None, lambda: all(have.get((self._rank, ready, peer), 0) >= value for ready, peer, value in counts))
+        self.run(
+            lambda: None, lambda: all(have.get((self._rank, near, ready, peer), 0) >= value for near, ready, peer, value in counts)
+        )
 
     def stage(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
@@ -93,10 +95,10 @@ class SimulatedQueue(Queue):
             self._copy(_bytes(piece), _place(self._world, piece))
 
     def raise_to(self, counts: Sequence[Count]) -> None:
-        for ready, peer, value in counts:
-            self.run(lambda key=(peer, ready, self._rank), value=value: self._raise(key, value))
+        for near, ready, peer, value in counts:
+            self.run(lambda key=(peer, near, ready, self._rank), value=value: self._raise(key, value))
 
-    def _raise(self, key: tuple[int, bool, int], value: int) -> None:
+    def _raise(self, key: tuple[int, bool, bool, int], value: int) -> None:
         assert value > self._world.counts.get(key, 0), "a count only grows"
         self._world.counts[key] = value
 

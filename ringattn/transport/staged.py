@@ -8,7 +8,8 @@ and waited for by the other, in its own memory.
 
 A channel lies with a third rank where there is one: then both copies are between GPUs, which copy engines do beside kernels that
 fill them; a copy within a GPU needs its multiprocessors. Two ranks have nobody else: there the channel lies with the sender, who
-stages before it computes.
+stages before it computes. So does a second, near channel of each pair, for small messages of an exchange that is at rest: they cross
+the links once, and are with the reader in half the time.
 
 All of it is queued: the host waits for nothing. Stages and pulls are queued so that each waits only for what some rank has queued
 before, in the order of exchanges and of rounds within one: ranks that name a message in the same exchange never wait in a circle,
@@ -49,8 +50,9 @@ class Piece(NamedTuple):
 
 
 class Count(NamedTuple):
-    """How many pieces of a channel are `ready`, kept by the reader, or read, kept by the sender; `peer` is the other end."""
+    """How many pieces of a channel, `near` or not, are `ready`, kept by the reader, or read, kept by the sender, to or from a `peer`."""
 
+    near: bool
     ready: bool
     peer: int
     value: int
@@ -102,19 +104,26 @@ class Memory(ABC):
 
 
 class Channel:
-    """Where the pieces of an ordered pair of ranks lie: the same sequence of sizes gives the same places."""
+    """Where the pieces of an ordered pair of ranks lie: the same sequence of sizes gives the same places.
 
-    def __init__(self, src: int, dst: int, size: int, capacity: int) -> None:
+    Each rank keeps one channel of each distance, one after the other from byte `begin` of its arena on. `near`: with the sender.
+    """
+
+    def __init__(self, src: int, dst: int, size: int, capacity: int, *, near: bool = False, begin: int = 0) -> None:
         self._capacity = capacity // (2 * _ALIGNMENT) * (2 * _ALIGNMENT)
         assert self._capacity, capacity
-        # each rank keeps one channel of each distance
         distance = (dst - src) % size
         third = distance + 1 if distance + 1 < size else 1
-        self.keeper = (src + third) % size if size > 2 else src
-        self._base = (distance - 1) * capacity
+        self.near = near or size == 2
+        self.keeper = src if self.near else (src + third) % size
+        self._base = begin + (distance - 1) * capacity
         self._head = 0
         self._lying: deque[tuple[int, int, int]] = deque()  # (number, begin, end), oldest first
         self.count = 0
+
+    def holds_two(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether there is room for these messages beside as many others: then none of them waits for another to be read."""
+        return sum(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors) <= self._capacity // 2
 
     def rounds(self, tensors: Iterable[torch.Tensor]) -> list[list[Piece]]:
         """Pieces of the next messages. Those of one round lie beside each other: none waits for another to be read."""
@@ -192,26 +201,44 @@ class StagedTransport(Transport):
         """Exchange through this memory from now on."""
         self._memory = memory
         others = [rank for rank in range(self.size) if rank != self.rank]
-        self._out = {dst: Channel(self.rank, dst, self.size, memory.capacity) for dst in others}
-        self._in = {src: Channel(src, self.rank, self.size, memory.capacity) for src in others}
-        self._read = dict.fromkeys(others, 0)  # of each channel out, the count that stages already wait for
-        self._stages = memory.queue()
+        self._out = {dst: self._channels(self.rank, dst, memory.capacity) for dst in others}
+        self._in = {src: self._channels(src, self.rank, memory.capacity) for src in others}
+        # of each channel out, the count that stages already wait for
+        self._read = {channel: 0 for channels in self._out.values() for channel in channels}
+        self._stages, self._near = memory.queue(), memory.queue()
         self._pulls = [memory.queue() for _ in range(min(self._LANES, len(others)))]
 
-    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
-        out = {dst: self._out[dst].rounds(tensors) for dst, tensors in _by_rank(sends).items()}
+    def _channels(self, src: int, dst: int, capacity: int) -> list[Channel]:
+        """The far channel of a pair, and the near one, if they are two."""
+        if self.size == 2:
+            return [Channel(src, dst, 2, capacity)]
+        half = capacity // 2
+        near = Channel(src, dst, self.size, half, near=True, begin=half * (self.size - 1))
+        return [Channel(src, dst, self.size, half), near]
+
+    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
+        near: dict[int, list[list[Piece]]] = {}
+        out: dict[int, list[list[Piece]]] = {}
+        for dst, tensors in _by_rank(sends).items():
+            channel = _choose(self._out[dst], tensors, at_rest)
+            (near if channel.near and self.size > 2 else out)[dst] = channel.rounds(tensors)
         # nearest first, as in a ring
         found = sorted(_by_rank(receives).items(), key=lambda item: (self.rank - item[0]) % self.size)
-        into = {src: self._in[src].rounds(tensors) for src, tensors in found}
-        if not out and not into:
+        into = {src: _choose(self._in[src], tensors, at_rest).rounds(tensors) for src, tensors in found}
+        if not near and not out and not into:
             return Done()
         memory = self._memory
         assert memory is not None, "connect comes first"
         lanes = {src: self._pulls[(self.rank - src) % self.size % len(self._pulls)] for src in into}
         start = memory.current.mark()
-        used = list(dict.fromkeys([self._stages, *lanes.values()] if out else lanes.values()))
+        used: list[Queue] = list(dict.fromkeys(lanes.values()))
+        used += [queue for queue, staged in ((self._near, near), (self._stages, out)) if staged]
         for queue in used:
             queue.after(start)
+        for staged in _transposed(near):
+            self._stage(self._near, staged)
+        if near:
+            memory.current.after(self._near.mark())
         # two ranks stage before they compute, as far as that waits for nothing of this exchange
         before = self.size == 2 and bool(out)
         first = {dst: rounds[0][0].number for dst, rounds in out.items()}
@@ -221,27 +248,34 @@ class StagedTransport(Transport):
                 before = False
                 memory.current.after(self._stages.mark())
             if staged:
-                self._stage(staged)
+                self._stage(self._stages, staged)
             for src, pieces in pulled.items():
-                done = pieces[-1].number + 1
-                lanes[src].wait([Count(True, src, done)])
+                done, kept_near = pieces[-1].number + 1, pieces[-1].keeper == src
+                lanes[src].wait([Count(kept_near, True, src, done)])
                 lanes[src].pull(pieces)
-                lanes[src].raise_to([Count(False, src, done)])
+                lanes[src].raise_to([Count(kept_near, False, src, done)])
         if before:
             memory.current.after(self._stages.mark())
         return _Pending(memory, [queue.mark() for queue in used], [*sends, *receives], self._outstanding)
 
-    def _stage(self, staged: dict[int, list[Piece]]) -> None:
-        waits = []
+    def _stage(self, queue: Queue, staged: dict[int, list[Piece]]) -> None:
+        waits, done = [], []
         for dst, pieces in staged.items():
+            channel = self._out[dst][-1 if pieces[0].keeper == self.rank else 0]
             needs = max(piece.needs for piece in pieces)
-            if needs > self._read[dst]:
-                self._read[dst] = needs
-                waits.append(Count(False, dst, needs))
+            if needs > self._read[channel]:
+                self._read[channel] = needs
+                waits.append(Count(channel.near, False, dst, needs))
+            done.append(Count(channel.near, True, dst, pieces[-1].number + 1))
         if waits:
-            self._stages.wait(waits)
-        self._stages.stage([piece for pieces in staged.values() for piece in pieces])
-        self._stages.raise_to([Count(True, dst, pieces[-1].number + 1) for dst, pieces in staged.items()])
+            queue.wait(waits)
+        queue.stage([piece for pieces in staged.values() for piece in pieces])
+        queue.raise_to(done)
+
+
+def _choose(channels: list[Channel], tensors: list[torch.Tensor], at_rest: bool) -> Channel:
+    """The near channel, where there are two, for what it holds of an exchange that is at rest."""
+    return channels[-1] if at_rest and channels[-1].holds_two(tensors) else channels[0]
 
 
 def _by_rank(peers: Iterable[Peer]) -> dict[int, list[torch.Tensor]]:

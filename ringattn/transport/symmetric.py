@@ -42,6 +42,10 @@ class SymmetricTransport(StagedTransport):
         self._group = weakref.ref(group)
         self._device: torch.device | None = None
 
+    @property
+    def copy_engines(self) -> bool:
+        return True
+
     def check_device(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise ValueError(
@@ -91,14 +95,14 @@ class SymmetricTransport(StagedTransport):
         assert records is not None
         return [json.loads(record) for record in records]
 
-    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
+    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(
                 "the symmetric transport cannot be captured in a CUDA graph, whose replays repeat its counts: use process_group()"
             )
         # the driver's functions work on this thread's device
         with torch.cuda.device(self._device):
-            return super().exchange(sends, receives)
+            return super().exchange(sends, receives, at_rest=at_rest)
 
 
 class AutomaticTransport(Transport):
@@ -115,6 +119,10 @@ class AutomaticTransport(Transport):
     def ranks_per_node(self) -> int | None:
         return self._process_group.ranks_per_node
 
+    @property
+    def copy_engines(self) -> bool:
+        return self._gpu is not None and self._gpu.copy_engines
+
     def check_device(self, device: torch.device) -> None:
         self._process_group.check_device(device)
 
@@ -123,9 +131,10 @@ class AutomaticTransport(Transport):
             self._gpu = self._choose(device)
         self._of(device).connect(device)
 
-    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> Handle:
+    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
         tensor = next((peer.tensor for peer in (*sends, *receives)), None)
-        return (self._process_group if tensor is None else self._of(tensor.device)).exchange(sends, receives)
+        transport = self._process_group if tensor is None else self._of(tensor.device)
+        return transport.exchange(sends, receives, at_rest=at_rest)
 
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
         return self._process_group.all_gather_control(record, patience)
