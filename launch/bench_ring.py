@@ -28,7 +28,7 @@ import ringattn as ra
 
 _LONG = 15.0  # seconds of a round that is not repeated
 _CHECK_TOKENS = 2048  # a rank
-_AHEAD = 8_000_000  # clock cycles, about four milliseconds
+_AHEAD = 24_000_000  # clock cycles, about twelve milliseconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

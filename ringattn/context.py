@@ -84,7 +84,7 @@ class Context:
             layout = ring_layout(layout, self.hybrid.heads.size)
         plan = make_plan(layout, mask)
         ranks_per_node = self.transport.ranks_per_node
-        chosen = default_schedule(plan, ranks_per_node) if schedule is None else schedule
+        chosen = default_schedule(plan, ranks_per_node, self.transport.copy_engines) if schedule is None else schedule
         chosen = chosen.resolve(plan, ranks_per_node, row_bytes)
         order = plan.order[self.transport.rank]
         order = order if exchange is None else exchange.own_order(order)

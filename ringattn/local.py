@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import blocked
+from .lanes import InOrder, Lanes, SideBySide
 from .plan import Tiles
 from .score import Score
 
@@ -49,6 +50,22 @@ def query_sums(q: torch.Tensor, score: Score, dtype: torch.dtype) -> QuerySums:
 
         return ringattn_kernels.QuerySums(q, score.softmax_scale, dtype)
     return blocked.QuerySums(q)
+
+
+def lanes(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, tiles: Tiles, side_by_side: bool) -> Lanes:
+    """Where the launches of a backward pass run: if wanted, side by side, where the kernels that run add to dq in any order.
+
+    k, v, tiles: the rank's own, as a launch is given them; others' K/V are new tensors of the same kind.
+    """
+    if isinstance(dq, blocked.QuerySums) or not side_by_side or not len(tiles):
+        return InOrder()
+    from ringattn_kernels.dispatch import Kernels, choose_backward
+
+    choice = choose_backward(queries.q, k, v, queries.dout, tiles.kernel_table)
+    if choice.kernels != Kernels.HOPPER_FUSED:
+        return InOrder()
+    dq.permuted()  # zeroed before all of them
+    return SideBySide(queries.q.device)
 
 
 def backward(

@@ -34,12 +34,12 @@ def forward(
     buffers = {0: _own(k, v)}
     state = None
     for t, step in enumerate(steps.forward):
+        _open(step.opens, buffers)
         handle = _exchange(transport, step, buffers)
         if len(step.tiles) or t == steps.last == 0:
             state = local.forward(q, *_keys(step, buffers), step.tiles, score, state=state, final=final and t == steps.last)
         handle.wait()
-        for number in step.closes:
-            del buffers[number]
+        _close(step.closes, buffers)
     assert state is not None
     return state
 
@@ -65,21 +65,32 @@ def backward(
     if (last := steps.backward[-1]).adds:
         for x in grads[0].part(last.begin, k.shape[1]):
             x.zero_()
-    for step in steps.backward:
-        _open(step.grads_opens, grads)
-        handle = _exchange(transport, step, buffers, grads)
-        if step.collects:
-            dk, dv = grads[step.buffer].part(step.begin, step.begin + step.tiles.k_rows)
-            local.backward(queries, *_keys(step, buffers), step.tiles, score, dq=dq, dk=dk, dv=dv, add=step.adds)
-        handle.wait()
-        for message, box in zip(step.grads_in, step.boxes):
-            for total, received in zip(grads[message.buffer].rows_first, grads[box.buffer].rows_first):
-                message.slots.add_to(total, received)
-        for number in step.closes:
-            del buffers[number]
-        for number in step.grads_close:
-            del grads[number]
-    dk, dv = grads[0].batch_first()
+    closes: tuple[int, ...] = ()
+    with local.lanes(queries, *buffers[0].batch_first(), dq, steps.backward[0].tiles, steps.side_by_side) as lanes:
+        for step in steps.backward:
+            _open(step.grads_opens, grads)
+            lanes.join()
+            with lanes.between():
+                _add(step.sums, grads)
+            _close(closes, buffers)
+            _close(step.boxes_close, grads)
+            _open(step.opens, buffers)
+            _open(step.box_opens, grads)
+            with lanes.between():
+                handle = _exchange(transport, step, buffers, grads)
+            if step.collects:
+                dk, dv = grads[step.buffer].part(step.begin, step.begin + step.tiles.k_rows)
+                with lanes.launch():
+                    local.backward(queries, *_keys(step, buffers), step.tiles, score, dq=dq, dk=dk, dv=dv, add=step.adds)
+            with lanes.between():
+                handle.wait()
+            lanes.go_on()
+            _close(step.grads_close, grads)
+            closes = step.closes
+    _add(steps.sums, grads)
+    total = grads[0]
+    del grads, buffers
+    dk, dv = total.batch_first()
     return dq.finish(q.dtype), dk.to(kv_dtype), dv.to(kv_dtype)
 
 
@@ -128,14 +139,25 @@ def _open(opens: Iterable[Opening], buffers: _Buffers) -> None:
         buffers[number] = _like(buffers[0], rows, buffers[0].rows_first[0].dtype) if old is None else buffers.pop(old)
 
 
+def _close(numbers: Iterable[int], buffers: _Buffers) -> None:
+    for number in numbers:
+        del buffers[number]
+
+
+def _add(sums: Iterable[tuple[Message, Message]], grads: _Buffers) -> None:
+    """Add what lies in boxes to the gradients that messages are about."""
+    for message, box in sums:
+        for total, received in zip(grads[message.buffer].rows_first, grads[box.buffer].rows_first):
+            message.slots.add_to(total, received)
+
+
 def _exchange(transport: Transport, step: Step, buffers: _Buffers, grads: _Buffers | None = None) -> Handle:
-    """Start a step's K/V on their way, into new buffers where it says so, and after them, in the backward pass, its gradients."""
-    _open(step.opens, buffers)
+    """Start a step's K/V on their way, and after them, in the backward pass, its gradients."""
     sends, receives = _peers(step.sends, buffers), _peers(step.receives, buffers)
     if grads is not None:
         sends += _peers(step.grads_out, grads)
         receives += _peers(step.boxes, grads)
-    return transport.exchange(sends, receives)
+    return transport.exchange(sends, receives, at_rest=step.at_rest)
 
 
 def _peers(messages: Iterable[Message], buffers: _Buffers) -> list[Peer]:

@@ -103,7 +103,8 @@ def _smaller_worlds(mask: Mask, schedule: Schedule, n: int, per_node: int, shard
     if reach is None and not isinstance(mask, (Causal, Full)):
         return None
     # K/V of one wave and dK/dV of another meet from the third on
-    of_waves = 3 * (schedule.width or 0) if isinstance(schedule, Waves) else 0
+    waves_ = schedule.in_forward
+    of_waves = 3 * (waves_.width or 0) if isinstance(waves_, Waves) else 0
     half = per_node * max(2, ceil(max(_RANKS / 2, of_waves, (reach or 0) / shard) / per_node))
     return (half, 2 * half) if n > 2 * half else None
 

@@ -29,6 +29,11 @@ from .digest import Digested, constant
 from .plan import Plan
 from .rows import Rows
 
+# steps for which dK/dV that came home wait beside the rank's own before they are added
+WAITING = 1
+# rows of a shard up to which two waves are faster than one: measured on four H200s
+_SHORT = 8192
+
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
@@ -77,6 +82,11 @@ class Schedule(Digested, ABC):
         """This schedule with all that it leaves open chosen. Raises ValueError if it does not fit the ranks or the memory."""
         return self
 
+    @property
+    def in_forward(self) -> Schedule:
+        """The schedule of the forward pass, which holds no gradients."""
+        return self
+
     @abstractmethod
     def transfers(self, plan: Plan) -> list[Transfer]:
         """All K/V transfers of all ranks, those into an earlier buffer first."""
@@ -108,11 +118,16 @@ class Ring(Schedule):
 class Waves(Schedule):
     """Owners in order of distance, `width` at a time, straight from themselves, with the next wave under way.
 
-    A rank's owners are those it needs rows of. The last wave has what is left over: its gradients are the last to go home.
+    A rank's owners are those it needs rows of. The last wave has what is left over: its gradients are the last to go home. In the forward
+    pass waves are three times as wide: their K/V take no more memory than those and the dK/dV of the backward pass.
     """
 
     width: int | None
     memory: int | None = None
+
+    @property
+    def in_forward(self) -> Schedule:
+        return self if self.width is None else Waves(3 * self.width)
 
     @property
     def by_memory(self) -> bool:
@@ -142,7 +157,8 @@ class Waves(Schedule):
     def _bytes(self, plan: Plan, width: int, row_bytes: RowBytes) -> int:
         """The most that a rank holds at a time in the backward pass.
 
-        K/V of this wave and the next; dK/dV of this wave and the one on its way home, and those that come home.
+        K/V of this wave and of the one before or after it; dK/dV of this wave and of the one on its way home, and those that came home and
+        are yet to be added.
         """
         transfers = Waves(width).transfers(plan)
         steps = 2 + max((t.into for t in transfers), default=0)
@@ -151,11 +167,16 @@ class Waves(Schedule):
         for t in transfers:
             held[t.dst][t.into] += len(t.rows)
             home[t.src][t.into + 1] += len(t.rows)
-        return max(
-            row_bytes.kv * (mine[step] + mine[step + 1]) + row_bytes.grads * (mine[step] + mine[step - 1] + back[step])
-            for mine, back in zip(held, home)
-            for step in range(1, steps)
-        )
+        most = 0
+        for mine, back in zip(held, home):
+            for step in range(1, steps):
+                waiting = sum(back[max(0, step - 1 - WAITING) : step])
+                # the oldest of these are added before others come, but for the last step, in which the rank's own are computed
+                added = back[step - 1 - WAITING] if WAITING < step < steps - 1 else 0
+                for kv, boxes in ((mine[step - 1], waiting), (mine[step + 1], waiting - added + back[step])):
+                    rows = mine[step] + mine[step - 1] + boxes
+                    most = max(most, row_bytes.kv * (mine[step] + kv) + row_bytes.grads * rows)
+        return most
 
     def __repr__(self) -> str:
         if self.memory is not None:
@@ -246,7 +267,7 @@ def gather() -> Schedule:
 def waves(width: int | None = None, *, memory: int | None = None) -> Schedule:
     """Owners in order of distance, `width` at a time and one launch a wave, straight from themselves; the next wave is under way.
 
-    width: owners a wave; None for all of them, which is `gather()`.
+    width: owners a wave, and three times as many in the forward pass, which holds no gradients; None for all of them: `gather()`.
     memory: instead, bytes a rank for K/V on their way and fp32 dK/dV of others in the backward pass: the widest waves that fit.
 
     Raises ValueError if both are given or one is less than 1; a call, if the memory does not hold one owner at a time.
@@ -267,16 +288,18 @@ def double_ring(ranks_per_node: int | None = None) -> Schedule:
     return DoubleRing(None if ranks_per_node is None else integer("ranks_per_node", ranks_per_node, least=1))
 
 
-def default_schedule(plan: Plan, ranks_per_node: int | None = None) -> Schedule:
+def default_schedule(plan: Plan, ranks_per_node: int | None = None, copy_engines: bool = False) -> Schedule:
     """`gather` where no rank needs more rows from the others than three shards hold, else `ring`; over several nodes `double_ring`.
 
     Few ranks, windows and documents gather; long causal sequences over many ranks go around the ring. `ranks_per_node` is the
-    number of ranks of each node, None for one node.
+    number of ranks of each node, None for one node. Where `copy_engines` move messages, two owners a wave take the place of a
+    `gather` of more than two shards of at most 8,192 rows: there is too little to compute for their gradients to go home behind.
     """
     n = plan.world_size
-    held = 3 * max(plan.lengths)
-    if all(sum(len(plan.needs(rank, owner)) for owner in range(n) if owner != rank) <= held for rank in range(n)):
-        return Waves(None)
+    shard = max(plan.lengths)
+    needed = max(sum(len(plan.needs(rank, owner)) for owner in range(n) if owner != rank) for rank in range(n))
+    if needed <= 3 * shard:
+        return Waves(2 if copy_engines and shard <= _SHORT and needed > 2 * shard else None)
     return DoubleRing(ranks_per_node) if ranks_per_node is not None and 1 < ranks_per_node < n else Ring()
 
 
@@ -306,7 +329,7 @@ def gradient_transfers(schedule: Schedule, plan: Plan, transfers: Sequence[Trans
 
 def bytes_sent(schedule: Schedule, plan: Plan, rank: int, row_bytes: int) -> int:
     """Bytes of K/V that a rank sends in a forward pass, at `row_bytes` for the K and V of one row."""
-    return row_bytes * sum(len(t.rows) for t in schedule.transfers(plan) if t.src == rank)
+    return row_bytes * sum(len(t.rows) for t in schedule.in_forward.transfers(plan) if t.src == rank)
 
 
 def _owners(plan: Plan, rank: int) -> list[int]:

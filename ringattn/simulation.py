@@ -18,7 +18,7 @@ from .layout import default_layout
 from .machine import Link, Machine
 from .mask import Mask
 from .plan import make_plan
-from .schedule import Schedule, Transfer, gradient_transfers
+from .schedule import WAITING, Schedule, Transfer, gradient_transfers
 from .ulysses import kv_copies, ring_layout
 
 ITEM = 2  # bytes of an element of q, k, v
@@ -137,6 +137,8 @@ class World:
         # ranks of a heads axis on this node and on others, but for itself
         inside = min(self.u, gpus_per_node)
         self.peers = np.array([inside - 1, self.u - inside])
+        self.forward_kv = option.schedule.in_forward.transfers(plan)
+        self.forward_steps = 1 + max((t.into for t in self.forward_kv), default=0)
         self.kv = option.schedule.transfers(plan)
         self.grads = gradient_transfers(option.schedule, plan, self.kv)
         self.steps = 1 + max((t.into for t in self.kv), default=0)
@@ -166,7 +168,7 @@ class World:
         left = computes & (np.cumsum(computes[::-1], axis=0)[::-1] > 1)
         state = (resumed * 1.0 + left) * self.rows * self.h * self.d * _SUM
         compute = self.kernel(pairs, backward=False) + state / self.machine.hbm_gbs / 1e9
-        steps = self._together(compute, self._moved(self.kv, self.kv_row, self.steps))
+        steps = self._together(compute, self._moved(self.forward_kv, self.kv_row, self.forward_steps))
         return [*self._swap("q, k, v to heads", self._qkv), *steps, *self._swap("out to rows", self._out + 2 * self._stat)]
 
     def backward(self) -> list[StepTime]:
@@ -204,20 +206,27 @@ class World:
         query_sums = self.rows * self.h * self.d * _SUM
         gradients = self.rows * (self.h * self.d * ITEM + self._dkv_row)
         if self.kv:
-            kv, grads = self._alive()
-            came = self._rows(self.grads, self.steps + 2, at="dst")
-            # as was measured: what came in the step before goes once the next has been added
-            boxes = came + np.concatenate([0 * came[:1], came[:-1]])
+            others = self.others_bytes(beside_launch=2 * stat)
             key_sums = self.rows * self.grad_row
-            others = float((kv * self.kv_row + (grads + boxes) * self.grad_row).max())
         else:
-            key_sums, others = 0, self.rows * self._dkv_row
-        # a launch's own copies of two statistics
-        launch = query_sums + key_sums + others + 2 * stat
-        most = max(launch, query_sums + key_sums + gradients)
+            key_sums, others = 0, self.rows * self._dkv_row + 2 * stat
+        most = query_sums + key_sums + max(others, gradients)
         if self.u > 1:
             most = max(most, 2 * self.u * self._dqkv)
         return state + most - returned
+
+    def others_bytes(self, beside_launch: float = 0) -> float:
+        """The most of others' K/V and dK/dV that a rank holds at a time in the backward pass, with what a launch has besides."""
+        kv, grads = self._alive()
+        came, home = (self._rows(among, len(kv), at="dst") for among in (self.grads, [t for t in self.grads if t.into == 0]))
+        # in boxes when a step begins; the oldest that came home are added then, but for the last step
+        waiting = _after(came - home, 1) + sum(_after(home, 1 + n) for n in range(1 + WAITING))
+        oldest = _after(home, 1 + WAITING)
+        oldest[self.steps] = 0
+        added = oldest + _after(came - home, 1)
+        begin = _after(kv, 1) * self.kv_row + (grads + waiting) * self.grad_row
+        launch = kv * self.kv_row + (grads + waiting - added + came) * self.grad_row + beside_launch
+        return float(np.maximum(begin, launch).max())
 
     def _alive(self) -> tuple[np.ndarray, np.ndarray]:
         """Rows of others' K/V, and of others' dK/dV, that a rank holds in each step of the backward pass: (t, n)."""
@@ -243,21 +252,24 @@ class World:
 
     def forward_pairs(self) -> np.ndarray:
         """Live pairs that each rank computes in each step of the forward pass: (t, n)."""
-        pairs = np.zeros((self.steps, self.n))
-        pairs[0] = self.pairs.diagonal()
-        for into, dst, owner in {(t.into, t.dst, t.owner) for t in self.kv}:
-            pairs[into, dst] += self.pairs[dst, owner]
-        return pairs
+        return self._step_pairs(self.forward_kv, self.forward_steps)
 
     def backward_pairs(self) -> np.ndarray:
         """The same in the backward pass: half of a rank's own pairs wait for the last step, in which otherwise only gradients travel."""
-        pairs = self.forward_pairs()
+        pairs = self._step_pairs(self.kv, self.steps)
         if self.steps == 1:
             return pairs
         pairs = np.concatenate([pairs, np.zeros((1, self.n))])
         travels = sum(self._rows(self.grads, len(pairs), at)[-1] for at in ("src", "dst")) > 0
         pairs[-1] = travels * pairs[0] / 2
         pairs[0] -= pairs[-1]
+        return pairs
+
+    def _step_pairs(self, transfers: Sequence[Transfer], steps: int) -> np.ndarray:
+        pairs = np.zeros((steps, self.n))
+        pairs[0] = self.pairs.diagonal()
+        for into, dst, owner in {(t.into, t.dst, t.owner) for t in transfers}:
+            pairs[into, dst] += self.pairs[dst, owner]
         return pairs
 
     def _rows(self, transfers: Sequence[Transfer], count: int, at: str) -> np.ndarray:
@@ -316,3 +328,8 @@ class World:
     def _dkv_row(self) -> int:
         # those of copies are yet to be added
         return self.grad_row if self.copies > 1 else self.kv_row
+
+
+def _after(rows: np.ndarray, steps: int) -> np.ndarray:
+    """Rows of each step, (t, n), so many steps later."""
+    return np.concatenate([np.zeros((steps, *rows.shape[1:])), rows[:-steps]])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,10 +17,12 @@ import numpy as np
 
 from .plan import Plan, Tiles, move_keys
 from .rows import Rows
-from .schedule import Schedule, Transfer, gradient_transfers
+from .schedule import WAITING, Schedule, Transfer, gradient_transfers
 
 # rows of long shards are divided at multiples of what kernels take at once
 _BLOCK = 128
+# rows of a shard up to which three launches run side by side, and half of it for each further one: measured on four H200s
+_LONG = 16384
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +48,14 @@ class Step:
     """One rank's part in one step of a pass. `tiles` is over the rows from `begin` on of `buffer`.
 
     While they are computed, `sends` and `receives` move K/V, after `opens` has told which buffers begin to fill. In the backward pass
-    also `grads_out` leave the dK/dV of earlier buffers, and `grads_in` come, each into one of the `boxes`, to be added to those of
-    this step's buffer or of the rank's own; `grads_opens` tells which buffers of dK/dV this needs, `collects` whether anybody wants
-    those of this step's buffer, and `adds` whether something is in them already. `closes` and `grads_close` name the buffers that are
-    let go after this step.
+    also `grads_out` leave the dK/dV of earlier buffers, and `grads_in` come, each into one of the `boxes`; `sums` are what earlier steps
+    received, with the boxes, to be added before these leave. `collects` tells whether anybody wants the dK/dV of this step's buffer, and
+    `adds` whether something is in them already.
+
+    A step of the backward pass may begin to compute as soon as the exchange of the step before has ended, while that step still
+    computes: so it writes to no memory that the step before needs, or that the sums between them change. `grads_opens` tells which
+    buffer of dK/dV it makes, before anything else, and `box_opens` which boxes, after the sums. `grads_close` are let go when the
+    exchange has ended, `boxes_close` when the sums have been added, and `closes` then in the next step.
     """
 
     tiles: Tiles
@@ -62,23 +68,39 @@ class Step:
     grads_in: tuple[Message, ...] = ()
     grads_opens: tuple[Opening, ...] = ()
     boxes: tuple[Message, ...] = ()
+    sums: tuple[tuple[Message, Message], ...] = ()
+    box_opens: tuple[Opening, ...] = ()
     collects: bool = True
     adds: bool = False
     closes: tuple[int, ...] = ()
     grads_close: tuple[int, ...] = ()
+    boxes_close: tuple[int, ...] = ()
+    at_rest: bool = False  # see `Transport.exchange`
 
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """The steps of a forward and of a backward pass; in each, all ranks have equally many."""
+    """The steps of a forward and of a backward pass; in each, all ranks have equally many. `sums` are added after the last one."""
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
+    sums: tuple[tuple[Message, Message], ...] = ()
 
     @cached_property
     def last(self) -> int:
         """The last step of the forward pass in which something is computed; 0 if none."""
         return max((t for t, step in enumerate(self.forward) if len(step.tiles)), default=0)
+
+    @cached_property
+    def side_by_side(self) -> bool:
+        """Whether launches of the backward pass that run side by side are faster than one after another.
+
+        Sums between them would wait for processors, and exchanges for the sums. Long launches, and the more of them there are, lose more
+        than the processors that are idle at the end of each: their programs no longer read the same queries at the same time.
+        """
+        launches = sum(len(step.tiles) > 0 for step in self.backward)
+        long = self.backward[0].tiles.q_rows << max(0, launches - 3) > _LONG
+        return launches > 1 and not long and not any(step.sums for step in self.backward)
 
     @cached_property
     def alone(self) -> bool:
@@ -92,29 +114,38 @@ def make_steps(schedule: Schedule, plan: Plan, rank: int) -> Steps:
     While the last gradients travel, the rank computes the second half of what it sees of its own shard; the first half hides the
     first K/V.
     """
+    forward = _steps(plan, rank, schedule.in_forward.transfers(plan))
     transfers = schedule.transfers(plan)
     buffers = _buffers(plan, rank, transfers)
-    kv = _Messages(buffers, rank, transfers)
-    grads = _Messages(buffers, rank, gradient_transfers(schedule, plan, transfers))
+    gradients = _Messages(buffers, rank, gradient_transfers(schedule, plan, transfers))
+    steps = _steps(plan, rank, transfers, gradients)
+    sums = _sums(steps)
+    steps = [replace(step, sums=tuple(before)) for step, before in zip(steps, sums)]
+    own, last = steps[0].tiles, steps[-1]
+    half = _half(own) if last.grads_out or last.grads_in else 0
+    if half:
+        received = any(message.buffer == 0 for step in steps for message, _ in step.sums)
+        steps[0] = replace(steps[0], tiles=own.of_keys(0, half))
+        steps[-1] = replace(last, tiles=own.of_keys(half, own.k_rows), buffer=0, begin=half, collects=True, adds=received)
+    sizes = {t: _rows(buffers[t]) for t in gradients.last if t}
+    leave = [[number for number in sizes if gradients.last[number] == t] for t in range(len(steps))]
+    return Steps(tuple(forward), tuple(_with_gradients(steps, sizes, leave)), tuple(sums[-1]))
+
+
+def _steps(plan: Plan, rank: int, transfers: list[Transfer], gradients: _Messages | None = None) -> list[Step]:
+    """The steps of transfers of K/V, and with a step more for the last of them, of gradients."""
+    buffers = _buffers(plan, rank, transfers)
+    kv, grads = _Messages(buffers, rank, transfers), gradients or _Messages(buffers, rank, ())
     count = 1 + max((t.into for t in transfers), default=0)
-    times = range(count + (count > 1))
+    times = range(count + (gradients is not None and count > 1))
+    # alike on all ranks: where several messages come at first, less time hides each
+    crowded = max(Counter(t.dst for t in transfers if t.step == 0).values(), default=0) > 1
     numbers = itertools.count(-1, -1)  # below those of all other buffers
-    boxes = [tuple(_box(message, next(numbers)) for message in grads.into[t]) for t in times]
     opens, closes = _reused(
         [[(number, _rows(buffers[number])) for number in kv.first[t]] for t in times],
         [[number for number in buffers if number and max(number, kv.last.get(number, 0)) == t] for t in times],
     )
-    grads_opens, grads_close = _reused(
-        [
-            [*((box.buffer, len(box.slots)) for box in boxes[t]), *((t, _rows(buffers[t])) for _ in range(t in grads.last))]
-            for t in times
-        ],
-        [
-            [*(box.buffer for box in boxes[t]), *(number for number in buffers if number and grads.last.get(number) == t)]
-            for t in times
-        ],
-    )
-    steps = [
+    return [
         Step(
             _tiles(plan, rank, buffers.get(t, ())),
             buffer=t,
@@ -123,42 +154,76 @@ def make_steps(schedule: Schedule, plan: Plan, rank: int) -> Steps:
             receives=tuple(kv.into[t]),
             grads_out=tuple(grads.out[t]),
             grads_in=tuple(grads.into[t]),
-            grads_opens=grads_opens[t],
-            boxes=boxes[t],
+            boxes=tuple(_box(message, next(numbers)) for message in grads.into[t]),
             collects=t == 0 or t in grads.last,
             closes=closes[t],
-            grads_close=grads_close[t],
+            at_rest=t == 0 and crowded,
         )
         for t in times
     ]
-    forward, last = tuple(steps[:count]), steps[-1]
-    own = steps[0].tiles
-    half = _half(own) if last.grads_out or last.grads_in else 0
-    if half:
-        steps[0] = replace(steps[0], tiles=own.of_keys(0, half))
-        rest = own.of_keys(half, own.k_rows)
-        received = any(message.buffer == 0 for step in steps[:-1] for message in step.grads_in)
-        steps[-1] = replace(last, tiles=rest, buffer=0, begin=half, collects=True, adds=received)
-    return Steps(forward, tuple(steps))
+
+
+_Sums = list[tuple[Message, Message]]
+
+
+def _sums(steps: list[Step]) -> list[_Sums]:
+    """What is added before each step's exchange, and after the last step: messages and their boxes.
+
+    What others wait for is added in the next step. What came home may wait for `WAITING` steps more, so that fewer exchanges wait for
+    sums, and at the end for the last step, which computes the rank's own dK/dV.
+    """
+    found: list[_Sums] = [[] for _ in range(len(steps) + 1)]
+    home: list[_Sums] = []
+    for t, step in enumerate(steps):
+        came = list(zip(step.grads_in, step.boxes))
+        found[t + 1] += [one for one in came if one[0].buffer]
+        home += [[one for one in came if not one[0].buffer]]
+        if t >= WAITING and t + 2 < len(steps):
+            found[t + 1] += home[t - WAITING]
+            home[t - WAITING] = []
+    found[-1] += [one for ones in home for one in ones]
+    return found
+
+
+def _with_gradients(steps: list[Step], sizes: dict[int, int], leave: list[list[int]]) -> list[Step]:
+    """Steps that tell when dK/dV open and close: of buffers of some sizes, which have left in a step, and the boxes of what comes."""
+    # two moments a step: its dK/dV begin while the step before may still compute, its boxes after the sums
+    opens, closes = ([[] for _ in range(2 * len(steps) + 1)] for _ in range(2))
+    for t, step in enumerate(steps):
+        opens[2 * t] += [(number, rows) for number, rows in sizes.items() if number == t]
+        opens[2 * t + 1] += [(box.buffer, len(box.slots)) for box in step.boxes]
+        closes[2 * t + 1] += leave[t]
+        closes[2 * t] += [box.buffer for _, box in step.sums]
+    opened, closed = _reused(opens, closes)
+    return [
+        replace(
+            step,
+            grads_opens=opened[2 * t],
+            box_opens=opened[2 * t + 1],
+            grads_close=closed[2 * t + 1],
+            boxes_close=closed[2 * t],
+        )
+        for t, step in enumerate(steps)
+    ]
 
 
 def _reused(opens: list[list[tuple[int, int]]], closes: list[list[int]]) -> tuple[list[tuple[Opening, ...]], list[tuple[int, ...]]]:
-    """What opens, (number, rows), and closes in each step, with what closes at the end of one step reused in the next."""
+    """What opens, (number, rows), and closes at each moment, with what closes at the end of one reused at the next."""
     sizes: dict[int, int] = {}
     found: list[tuple[Opening, ...]] = []
     closed: list[int] = []
-    for t, step in enumerate(opens):
+    for t, moment in enumerate(opens):
         openings = []
-        for number, rows in step:
+        for number, rows in moment:
             old = next((old for old in closed if sizes[old] == rows), None)
             if old is not None:
                 closed.remove(old)
                 closes[t - 1].remove(old)
             openings.append(Opening(number, rows, old))
-        sizes.update(step)
+        sizes.update(moment)
         closed = list(closes[t])
         found.append(tuple(openings))
-    return found, [tuple(step) for step in closes]
+    return found, [tuple(moment) for moment in closes]
 
 
 def local_steps(tiles: Tiles) -> Steps:

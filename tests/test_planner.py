@@ -45,7 +45,7 @@ def test_within_15_percent_of_what_was_measured(row):
     name, _, transport = method.partition("+")
     assert transport in ("", "symmetric")
     machine, worlds = MACHINES[MEASURED["machine"]], (MEASURED["gpus"], MEASURED["gpus_per_node"])
-    schedules = {"ring": ra.ring(), "waves-1": ra.waves(1), "gather": ra.gather(), "local": ra.ring()}
+    schedules = {"ring": ra.ring(), "waves-1": ra.waves(1), "waves-2": ra.waves(2), "gather": ra.gather(), "local": ra.ring()}
     p = predict(machine, work, *worlds, Option(schedules[name], nccl=not transport))
     if method == "local":
         assert 1e3 * p.alone_forward == pytest.approx(forward, rel=0.15)

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
+from ringattn.machine import H200
 from ringattn.rows import Rows
-from ringattn.schedule import DoubleRing, RowBytes, bytes_sent
+from ringattn.schedule import DoubleRing, RowBytes, Waves, bytes_sent
+from ringattn.simulation import Option, Work, World
 from ringattn.steps import make_steps
 from ringattn.transport import run_ranks
 
@@ -85,11 +87,43 @@ class Simulated:
         self.grads = {0: np.full((len(order[rank]), seq_len), 1000, self.dtype)}
         if steps.backward[-1].adds:
             self.grads[0][steps.backward[-1].begin :] = 0
+        self.received = {}  # box: what came in it
+        self.computed = 0
+
+    def begin_gradients(self, t, early):
+        """All of step t before its exchange; with `early` it is computed before the step before."""
+        step = self.steps.backward[t]
+        self.open_gradients(step.grads_opens)
+        if early:
+            self.add(step)
+        if t:
+            self.finish(t - 1)
+        self.computed += early
+        # the step may compute meanwhile
+        assert not any(step.collects and message.buffer == step.buffer for message, _ in step.sums)
+        self.sum(step.sums)
+        for number in step.boxes_close:
+            del self.grads[number]
+        self.open_gradients(step.box_opens)
+
+    def finish(self, t):
+        """Compute step t, if that has not been done, and let go of its K/V."""
+        if self.computed == t:
+            self.add(self.steps.backward[t])
+            self.computed += 1
+        for number in self.steps.backward[t].closes:
+            del self.buffers[number]
+
+    def sum(self, sums):
+        for message, box in sums:
+            assert np.array_equal(self.grads[box.buffer], self.received.pop(box.buffer))
+            self.grads[message.buffer][listed(message.slots)] += self.grads[box.buffer]
+
+    def open_gradients(self, opens):
+        self.open(opens, self.grads, lambda rows: np.full((rows, self.seq_len), 1000, self.dtype))
 
     def begin(self, step, wires, grads):
         self.open(step.opens, self.buffers, lambda rows: np.full(rows, -1))
-        if grads:
-            self.open(step.grads_opens, self.grads, lambda rows: np.full((rows, self.seq_len), 1000, self.dtype))
         for message in step.sends:
             assert message.whole == (len(message.slots) == len(self.buffers[message.buffer]))
             rows = self.buffers[message.buffer][listed(message.slots)]
@@ -133,12 +167,12 @@ class Simulated:
             assert (self.buffers[message.buffer][rows] == -1).all()
             self.buffers[message.buffer][rows] = wires.receive(message.peer, self.rank, len(rows))
         for message, box in zip(step.grads_in, step.boxes, strict=True) if grads else ():
-            rows = listed(message.slots)
-            received = wires.receive(message.peer, self.rank, len(rows))
+            received = wires.receive(message.peer, self.rank, len(message.slots))
             assert received.dtype == self.dtype
             assert self.grads[box.buffer].shape == received.shape
-            self.grads[message.buffer][rows] += received
-        for number in step.closes:
+            self.grads[box.buffer][:] = received
+            self.received[box.buffer] = received
+        for number in () if grads else step.closes:
             del self.buffers[number]
         for number in step.grads_close if grads else ():
             del self.grads[number]
@@ -167,20 +201,25 @@ def simulate(schedule, layout, mask):
             rank.end(rank.steps.forward[t], wires, grads=False)
         wires.assert_empty()
     assert np.array_equal(seen, live)
-    # backward: every query's contribution to every key it sees is at the key's owner, once
-    world = [Simulated(steps[rank], order, rank, layout.seq_len) for rank in ranks]
-    for t in range(len(steps[0].backward)):
-        wires = Wires()
+    # backward: every query's contribution to every key it sees is at the key's owner, once, whether odd steps are computed as early
+    # and even ones as late as they may be, or the other way round
+    for odd in range(2):
+        world = [Simulated(steps[rank], order, rank, layout.seq_len) for rank in ranks]
+        for t in range(len(steps[0].backward)):
+            wires = Wires()
+            for rank in world:
+                rank.begin_gradients(t, early=t % 2 == odd)
+                rank.begin(rank.steps.backward[t], wires, grads=True)
+            for rank in world:
+                rank.end(rank.steps.backward[t], wires, grads=True)
+            wires.assert_empty()
         for rank in world:
-            rank.begin(rank.steps.backward[t], wires, grads=True)
-        for rank in world:
-            rank.add(rank.steps.backward[t])
-        for rank in world:
-            rank.end(rank.steps.backward[t], wires, grads=True)
-        wires.assert_empty()
-    for rank in world:
-        assert rank.buffers.keys() == rank.grads.keys() == {0}
-        assert np.array_equal(rank.grads[0], live[:, rank.queries].T)
+            rank.finish(t)
+            rank.sum(rank.steps.sums)
+            assert not rank.received
+            assert rank.buffers.keys() == {0}
+            assert rank.grads.keys() == {0} | {box.buffer for _, box in rank.steps.sums}
+            assert np.array_equal(rank.grads[0], live[:, rank.queries].T)
 
 
 @settings(max_examples=150)
@@ -337,15 +376,54 @@ def test_one_wave_of_all_is_gather():
 
 
 def test_waves_as_wide_as_memory_allows():
-    """Bytes a rank in the backward pass: K/V of this wave and the next, dK/dV of this wave, of the last and those that come home."""
+    """Bytes a rank in the backward pass: K/V of this wave and the next, dK/dV of this wave, of the last, and of two that came home."""
     plan = ra.make_plan(ra.contiguous(80, 8), ra.full())
     row = RowBytes(kv=1, grads=2)
-    # shards of 10 rows, in the middle of the pass: (2 * 1 + 3 * 2) * 10 a width, where three waves are at hand
-    wanted = {80: "waves(1)", 159: "waves(1)", 160: "waves(2)", 240: "waves(3)", 10_000: "waves(7)"}
+    # shards of 10 rows, in the middle of the pass: (2 * 1 + 4 * 2) * 10 a width, where four waves are at hand
+    wanted = {100: "waves(1)", 189: "waves(1)", 190: "waves(2)", 220: "waves(3)", 10_000: "waves(7)"}
     for memory, name in wanted.items():
         assert repr(ra.waves(memory=memory).resolve(plan, 8, row)) == name
-    with pytest.raises(ValueError, match="waves have 79 bytes of memory, but one owner at a time takes 80 bytes a rank"):
-        ra.waves(memory=79).resolve(plan, 8, row)
+    with pytest.raises(ValueError, match="waves have 99 bytes of memory, but one owner at a time takes 100 bytes a rank"):
+        ra.waves(memory=99).resolve(plan, 8, row)
+
+
+def held(schedule, plan, row):
+    """The most bytes of others' K/V and dK/dV that a rank holds at a time in the backward pass."""
+    most = 0
+    for rank in range(plan.world_size):
+        kv, grads, closes = {}, {}, ()
+
+        def open_(opens, buffers):
+            for number, rows, old in opens:
+                buffers.pop(old, None)
+                buffers[number] = rows
+
+        for step in make_steps(schedule, plan, rank).backward:
+            open_(step.grads_opens, grads)
+            most = max(most, row.kv * sum(kv.values()) + row.grads * sum(grads.values()))
+            for buffers, numbers in ((kv, closes), (grads, step.boxes_close)):
+                for number in numbers:
+                    del buffers[number]
+            open_(step.opens, kv)
+            open_(step.box_opens, grads)
+            most = max(most, row.kv * sum(kv.values()) + row.grads * sum(grads.values()))
+            for number in step.grads_close:
+                del grads[number]
+            closes = step.closes
+    return most
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("mask", [ra.full(), ra.causal(), ra.sliding_window(30)], ids=repr)
+def test_memory_that_is_counted_is_what_steps_hold(mask, world_size):
+    work = Work(40 * world_size, 8, 4, 16, mask)
+    plan = ra.make_plan(ra.default_layout(mask, work.tokens, world_size), mask)
+    for schedule in (ra.ring(), ra.gather(), ra.waves(1), ra.waves(2), ra.double_ring(2 - world_size % 2)):
+        world = World(H200, work, world_size, 8, Option(schedule))
+        row = RowBytes(world.kv_row, world.grad_row)
+        assert world.others_bytes() == held(schedule, plan, row)
+        if isinstance(schedule, Waves) and schedule.width:
+            assert schedule._bytes(plan, schedule.width, row) == held(schedule, plan, row)
 
 
 def test_waves_by_memory_in_a_call():
@@ -355,11 +433,11 @@ def test_waves_by_memory_in_a_call():
     def work(transport, memory):
         return ra.ring_attention(q, q, q, layout=layout, mask=ra.full(), group=transport, schedule=ra.waves(memory=memory))
 
-    assert torch.equal(run_ranks(8, lambda t: work(t, 5 * shard))[0], run_ranks(8, lambda t: work(t, 9 * shard))[0])
+    assert torch.equal(run_ranks(8, lambda t: work(t, 6 * shard))[0], run_ranks(8, lambda t: work(t, 10 * shard))[0])
     with pytest.raises(
-        ValueError, match=f"waves have {5 * shard - 1} bytes of memory, but one owner at a time takes {5 * shard} bytes"
+        ValueError, match=f"waves have {6 * shard - 1} bytes of memory, but one owner at a time takes {6 * shard} bytes"
     ):
-        run_ranks(8, lambda t: work(t, 5 * shard - 1))
+        run_ranks(8, lambda t: work(t, 6 * shard - 1))
 
 
 BAD = {
@@ -421,6 +499,42 @@ def test_default_schedule_over_nodes(world_size, ranks_per_node, wanted):
     assert repr(ra.default_schedule(plan, ranks_per_node)) == wanted
 
 
+@pytest.mark.parametrize(
+    ("rows", "world_size", "mask", "wanted"),
+    [
+        (8192, 4, ra.causal(), "waves(2)"),
+        (8193, 4, ra.causal(), "gather()"),
+        (1024, 3, ra.causal(), "gather()"),
+        (1024, 4, ra.sliding_window(64), "gather()"),
+        (1024, 8, ra.causal(), "ring()"),
+    ],
+)
+def test_default_schedule_over_copy_engines(rows, world_size, mask, wanted):
+    plan = ra.make_plan(ra.default_layout(mask, rows * world_size, world_size), mask)
+    assert repr(ra.default_schedule(plan, world_size, copy_engines=True)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rows", "world_size", "wanted"),
+    [
+        (ra.gather(), 16384, 4, True),
+        (ra.gather(), 16386, 4, False),
+        (ra.waves(2), 8192, 4, True),
+        (ra.waves(2), 8194, 4, False),
+        (ra.waves(1), 4096, 4, True),
+        (ra.waves(1), 4098, 4, False),
+        (ra.ring(), 1024, 2, True),
+        (ra.ring(), 1024, 4, False),
+        (ra.waves(1), 1024, 8, False),
+        (ra.gather(), 1024, 1, False),
+    ],
+)
+def test_where_launches_run_side_by_side(schedule, rows, world_size, wanted):
+    """Not with sums between them, and the fewer the longer they are."""
+    plan = ra.make_plan(ra.zigzag(rows * world_size, world_size), ra.causal())
+    assert {make_steps(schedule, plan, rank).side_by_side for rank in range(world_size)} == {wanted}
+
+
 def test_schedules_are_values():
     assert ra.double_ring(2) == ra.double_ring(2) != ra.double_ring(3)
     assert ra.ring() == ra.ring() != ra.gather()
@@ -429,14 +543,15 @@ def test_schedules_are_values():
 
 @pytest.mark.parametrize("schedule", [ra.ring(), ra.waves(1), ra.waves(2)], ids=repr)
 def test_a_hop_makes_no_buffer_anew(schedule):
-    """With shards of one size, a pass makes as many buffers on 13 ranks as on 9: later steps reuse those of earlier ones."""
+    """With shards of one size, a pass makes as many buffers on 19 ranks as on 13: later steps reuse those of earlier ones."""
 
     def made(world_size):
         steps = make_steps(schedule, ra.make_plan(ra.contiguous(4 * world_size, world_size), ra.full()), 1)
-        opens = [step.opens for step in steps.forward], [step.grads_opens for step in steps.backward]
+        gradients = [step.grads_opens + step.box_opens for step in steps.backward]
+        opens = [step.opens for step in steps.forward], gradients
         return [sum(opening.old is None for step in part for opening in step) for part in opens]
 
-    assert made(13) == made(9)
+    assert made(19) == made(13)
 
 
 def test_a_rank_alone_exchanges_nothing():

@@ -1,8 +1,10 @@
 """The symmetric transport on GPUs: the bits of the process group's, whatever is slow; no waiting host; copies beside full GPUs."""
 
 import gc
+import itertools
 import logging
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ import triton
 import triton.language as tl
 
 import ringattn as ra
+from ringattn import local
 from ringattn.context import get_context
+from ringattn.lanes import InOrder, SideBySide
+from ringattn.steps import make_steps
 from ringattn.transport import Peer
 from ringattn.transport.cuda_memory import CudaQueue
 from ringattn.transport.symmetric import SymmetricTransport
@@ -204,6 +209,52 @@ def test_delays_change_nothing(nccl, world_size, where):
 def test_a_delay_shows_where_nobody_waits_for_readers(nccl, world_size):
     """That the test above can fail."""
     assert not all(nccl.run(world_size, delayed, "pull", False))
+
+
+def beside(group, schedule):
+    """Relative differences of dq, dk and dv that launches side by side, some of them late, make to those of one after another."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    layout = ra.zigzag(2048 * world_size, world_size)
+    symmetric = ra.symmetric(group)
+    generator = torch.Generator("cuda").manual_seed(rank)
+    shapes = ((1, 2048, h, 128) for h in (8, 2, 2, 8))
+    *leaves, dout = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    leaves = [x.requires_grad_() for x in leaves]
+    make_lanes, compute = local.lanes, local.backward
+    launches, kinds = itertools.count(), set()
+
+    def gradients(make):
+        out = ra.ring_attention(*leaves, layout=layout, group=symmetric, schedule=schedule)
+        with mock.patch.object(local, "lanes", make), mock.patch.object(local, "backward", late):
+            return torch.autograd.grad(out, leaves, dout)
+
+    def late(*arguments, **options):
+        if next(launches) % 3 == rank % 3:
+            torch.cuda._sleep(CYCLES)
+        compute(*arguments, **options)
+
+    def seen(*arguments):
+        made = make_lanes(*arguments)
+        kinds.add(type(made))
+        return made
+
+    expected = gradients(lambda *arguments: InOrder())
+    worst = [0.0, 0.0, 0.0]
+    for _ in range(5):
+        got = gradients(seen)
+        worst = [max(w, float((x - y).norm() / y.norm())) for w, x, y in zip(worst, got, expected)]
+    return worst, kinds
+
+
+@pytest.mark.parametrize("schedule", [ra.ring(), ra.gather(), ra.waves(1)], ids=repr)
+def test_launches_side_by_side(nccl, world_size, schedule):
+    """dk and dv are the same bits; dq is added in no fixed order in any case."""
+    plan = ra.make_plan(ra.zigzag(2048 * world_size, world_size), ra.causal())
+    wanted = make_steps(schedule, plan, 0).side_by_side
+    for (dq, dk, dv), kinds in nccl.run(world_size, beside, schedule):
+        assert kinds == {SideBySide if wanted else InOrder}
+        assert (dk, dv) == (0, 0)
+        assert dq < 1e-3
 
 
 def steps(group, count):
