@@ -5,7 +5,7 @@
 
 (Dao et al. 2022, algorithm 4), from the statistics of the whole row, whichever launches they were merged from. One kernel owns
 blocks of key rows and adds to dk and dv once, another owns blocks of query rows and adds to dq, so that the same inputs give the
-same bits. Where that is faster and deterministic results are not asked for, one kernel does both, and adds to dq in no fixed order.
+same bits. Where that is faster one kernel does both, and adds to dq in no fixed order, or, if deterministic results are asked for, in one.
 
 Shapes: q, dq (b, sq, h, d), k, dk (b, sk, hk, d), v, dv (b, sk, hk, dv), dout (b, sq, h, dv), row_max, row_sum, delta (b, h, sq).
 """
@@ -77,13 +77,21 @@ def backward(
     inputs = Inputs(q, k, v, dout, row_max, row_sum, delta, table, softmax_scale)
     if isinstance(dq, QuerySums):
         assert dq.q.shape == q.shape and dq.softmax_scale == softmax_scale
-    if choice.kernels == Kernels.HOPPER_FUSED:
+    if choice.kernels == Kernels.HOPPER and splits not in (None, 1):
+        raise ValueError(f"splits is {splits}, but {choice.kernels} splits no block: pass 1 or none")
+    ordered = choice.kernels == Kernels.HOPPER and hopper.fused.takes_turns(inputs)
+    if choice.kernels == Kernels.HOPPER_FUSED or ordered:
         sums = dq.permuted() if isinstance(dq, QuerySums) else hopper.fused.zero_sums(q)
         how = key_splits(
-            table, *hopper.fused.block_and_step(q.shape[3]), k.shape[0] * k.shape[2], q.shape[2] // k.shape[2], q.device, splits
+            table,
+            *hopper.fused.block_and_step(q.shape[3]),
+            k.shape[0] * k.shape[2],
+            q.shape[2] // k.shape[2],
+            q.device,
+            1 if ordered else splits,
         )
         with partial_gradients(how, add, dk, dv) as (add_kv, (dk_part, dv_part)):
-            hopper.fused.backward(inputs, sums=sums, dk=dk_part, dv=dv_part, add=add_kv)
+            hopper.fused.backward(inputs, sums=sums, dk=dk_part, dv=dv_part, add=add_kv, ordered=ordered)
         if isinstance(dq, torch.Tensor):
             hopper.fused.finish(sums, dq, softmax_scale, add)
         return
@@ -91,8 +99,6 @@ def backward(
     if choice.kernels == Kernels.PLAIN:
         _plain_backward(inputs, dq=rows, dk=dk, dv=dv, add_q=add_q, add_kv=add, splits=splits)
         return
-    if splits not in (None, 1):
-        raise ValueError(f"splits is {splits}, but {choice.kernels} splits no block: pass 1 or none")
     run = hopper.wide.backward if q.shape[3] in hopper.wide.KEY_LAUNCHES else hopper.backward.backward
     run(inputs, dq=rows, dk=dk, dv=dv, add_q=add_q, add_kv=add)
 

@@ -241,10 +241,10 @@ def allocate_queries(
 
 
 @gluon.jit
-def side_by_side(item_count, chunk, heads):
-    """(item, head) of a program: `chunk` heads are gone through side by side, their longest blocks first."""
-    rest = gl.program_id(0) % (item_count * chunk)
-    head_index = gl.program_id(0) // (item_count * chunk) * chunk
+def side_by_side(program, item_count, chunk, heads):
+    """(item, head) of the program of that number: `chunk` heads are gone through side by side, their longest blocks first."""
+    rest = program % (item_count * chunk)
+    head_index = program // (item_count * chunk) * chunk
     here = gl.minimum(chunk, heads - head_index)
     head_index += rest % here
     return rest // here, head_index
@@ -482,9 +482,13 @@ def query_kernel(
 
 @triton.jit(do_not_specialize=["q_rows", "padded_rows"])
 def prepare_kernel(
-    row_max_ptr, row_sum_ptr, delta_ptr, pivot_ptr, padded_delta_ptr, q_rows, padded_rows, ROWS: tl.constexpr, SIGN: tl.constexpr
+    row_max_ptr, row_sum_ptr, delta_ptr, pivot_ptr, padded_delta_ptr, first_ptr, counters_ptr, q_rows, padded_rows,
+    ROWS: tl.constexpr, SIGN: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """pivot, as in `backward.pivots`, and SIGN delta of ROWS rows of one head, padded to whole blocks with (inf, 0)."""
+    """pivot, as in `backward.pivots`, and SIGN delta of ROWS rows of one head, padded to whole blocks with (inf, 0).
+
+    Where turns are taken, also the counters of these rows, and behind all of them a zero.
+    """
     blocks = padded_rows // ROWS
     head_index = (tl.program_id(0) // blocks).to(tl.int64)
     rows = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)
@@ -497,6 +501,13 @@ def prepare_kernel(
     pivot += rest + tl.math.log2(tl.where(empty, 1.0, row_sum))
     tl.store(pivot_ptr + head_index * padded_rows + rows, tl.where(empty, float("inf"), pivot))
     tl.store(padded_delta_ptr + head_index * padded_rows + rows, delta * SIGN)
+    if counters_ptr is not None:
+        COUNT: tl.constexpr = ROWS // STEP
+        counters = tl.arange(0, COUNT)
+        first = tl.load(first_ptr + (tl.program_id(0) % blocks) * COUNT + counters)
+        tl.store(counters_ptr + tl.program_id(0) * COUNT + counters, first)
+        if tl.program_id(0) == 0:
+            tl.store(counters_ptr + tl.num_programs(0) * COUNT, 0)
 
 
 @dataclass(frozen=True)
@@ -554,8 +565,10 @@ def launch_both(keys, key_programs: int, key_options: dict, queries, query_progr
     queries[(query_programs,)](**query_options, num_warps=4, launch_pdl=True)
 
 
-def prepare(inputs: Inputs, sign: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """pivot and sign * delta of whole blocks, (b * h, rows); see `prepare_kernel`."""
+def prepare(
+    inputs: Inputs, sign: int = 1, step: int = BLOCK.value, first: torch.Tensor | None = None, counters: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """pivot and sign * delta of whole blocks, (b * h, rows), and the counters of steps, if there are any; see `prepare_kernel`."""
     q, k, v, dout, table = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.table
     row_max, row_sum, delta = inputs.row_max, inputs.row_sum, inputs.delta
     b, q_rows, h, _ = q.shape
@@ -565,7 +578,7 @@ def prepare(inputs: Inputs, sign: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     padded_rows = whole_blocks(q_rows)
     pivot, padded_delta = torch.empty(2, b * h, padded_rows, device=q.device, dtype=torch.float32)
     prepare_kernel[(b * h * padded_rows // BLOCK.value,)](
-        row_max, row_sum, delta, pivot, padded_delta, q_rows, padded_rows, ROWS=BLOCK.value, SIGN=sign
+        row_max, row_sum, delta, pivot, padded_delta, first, counters, q_rows, padded_rows, ROWS=BLOCK.value, SIGN=sign, STEP=step
     )
     return pivot, padded_delta
 

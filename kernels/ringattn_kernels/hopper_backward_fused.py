@@ -1,4 +1,4 @@
-"""Exact attention over a tile table, backward, for Hopper, in one pass of five products: dq is added in no fixed order.
+"""Exact attention over a tile table, backward, for Hopper, in one pass of five products.
 
     P = exp2(scale Q K^T - pivot)        dV += P^T dout
     dS = P * (dout V^T - delta)          dK += softmax_scale dS^T Q      dQ += softmax_scale dS K
@@ -6,7 +6,8 @@
 A program owns 128 key rows of one key/value head and meets blocks of queries of all heads of its group, as in
 `hopper_backward.key_kernel`. Besides, dS goes through shared memory for the product with K, and the copy engine adds the result to
 sums of dq in global memory, in fp32, to which any number of launches may add. `finish` scales the sums and adds them to dq, or writes it.
-dk and dv are the same bits from the same inputs; dq is up to rounding, for which of two programs adds first is not fixed.
+dk and dv are the same bits from the same inputs. So is dq where programs take turns to add (`turns`), ORDERED; else it is up to
+rounding, for which of two programs adds first is not fixed.
 
 Shapes: as in `backward`.
 """
@@ -20,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .config import padded
-from .gluon_words import async_add_shared_to_global, plain_layout, wait_for_products
+from .gluon_words import async_add_shared_to_global, async_load, plain_layout, reinterpret, wait_for_products
 from .hopper_backward import (
     BLOCK,
     ROWS,
@@ -39,8 +40,10 @@ from .hopper_backward import (
 )
 from .hopper_panels import (
     join_columns,
+    load_panels,
     main_columns,
     matrix,
+    panel_bytes,
     panels,
     rest_descriptor,
     some_rows,
@@ -52,6 +55,7 @@ from .hopper_panels import (
     zeros,
 )
 from .inputs import Inputs
+from .turns import Turns, key_turns, look, pass_turn, wait_for_turn
 
 WIDTH = gl.constexpr(64)  # rows and columns of the part of dq that a warpgroup computes
 SUMS = gl.constexpr(256)  # sums of dq in a row of their buffer
@@ -108,30 +112,138 @@ def start_dq(
 
 
 @gluon.jit
+def first_row_of_sums(row, HEAD_DIM: gl.constexpr):
+    """row * HEAD_DIM // SUMS, without overflow: row is a multiple of 64."""
+    SCALE: gl.constexpr = row_of_sums(HEAD_DIM)
+    return (row >> SCALE[0]) * SCALE[1]
+
+
+@gluon.jit
+def stage_dq(place, dq):
+    """Leave dq where the copy engine takes it from, in the order in which this warpgroup's threads hold it."""
+    COLUMNS: gl.constexpr = dq.type.shape[1]
+    # warp, half of its rows, row, group of columns, pair, column: a thread's four sums side by side, no two threads in one bank
+    x = gl.reshape(dq, [4, 2, 8, COLUMNS // 8, 4, 2])
+    x = gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [WIDTH * COLUMNS // SUMS, SUMS])
+    place.store(x)
+    fence_async_shared()
+
+
+@gluon.jit
 def add_dq(
     sums_desc, sums_rest, staging, dq, row, HALF: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PART: gl.constexpr
 ):
-    """Have the copy engine add a part of dq to the sums, in the order in which this warpgroup's threads hold it."""
+    """Have the copy engine add a part of dq to the sums."""
     WHERE: gl.constexpr = dq_part(HEAD_DIM, STEP, HALF, PART)
     COUNT: gl.constexpr = WIDTH * WHERE[2] // SUMS
     # sums of 64 rows come together, and of these those of 8 columns; a step of 128 rows has two parts of 64
     FIRST: gl.constexpr = HALF * HEAD_DIM if STEP == 128 else WHERE[0] * main_columns(HEAD_DIM) + WHERE[1]
     tma.store_wait(0)
-    # warp, half of its rows, row, group of columns, pair, column: a thread's four sums side by side, no two threads in one bank
-    x = gl.reshape(dq, [4, 2, 8, WHERE[2] // 8, 4, 2])
-    x = gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [COUNT, SUMS])
     place = staging.index(HALF)
     if WHERE[2] < WIDTH:
         place = place.slice(0, COUNT, dim=0)
-    place.store(x)
-    fence_async_shared()
-    # row * HEAD_DIM // SUMS, without overflow: row is a multiple of 64
-    SCALE: gl.constexpr = row_of_sums(HEAD_DIM)
-    coordinates = [(row >> SCALE[0]) * SCALE[1] + FIRST * WIDTH // SUMS, 0]
+    stage_dq(place, dq)
+    coordinates = [first_row_of_sums(row, HEAD_DIM) + FIRST * WIDTH // SUMS, 0]
     if WHERE[2] < WIDTH:
         async_add_shared_to_global(sums_rest, coordinates, place)
     else:
         async_add_shared_to_global(sums_desc, coordinates, place)
+
+
+@gluon.jit
+def hand_over_dq(staging, staged, taken, dq, n, HALF: gl.constexpr):
+    """Leave this warpgroup's part of the n-th dq to `produce_and_add`."""
+    mbarrier.wait(taken, (n & 1) ^ 1)
+    stage_dq(staging.index(HALF), dq)
+    mbarrier.arrive(staged, count=1)
+
+
+@gluon.jit
+def load_walk(segments_ptr, segment, whole, STEP: gl.constexpr, ORDERED: gl.constexpr):
+    """(start, full_begin, full_end, stop): as `load_span`, or, ORDERED, from the last step down to the one at stop."""
+    begin, full_begin, full_end, end = load_span(segments_ptr, segment, whole, STEP)
+    if ORDERED:
+        return (end - 1) // STEP * STEP, full_begin, full_end, begin
+    else:
+        return begin, full_begin, full_end, end
+
+
+@gluon.jit
+def produce_and_add(
+    q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, sums_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s, staging,
+    kv_full, q_full, dout_full, empty, staged, taken, segments_ptr, successors_ptr, counters_ptr, item, segment_begin, segment_end, steps,
+    batch, kv_head, group, head0, padded_rows, block_begin, STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Bring what the consumers read, as `produce_queries`, and have the copy engine add their dq to the sums when it is this item's turn.
+
+    Steps come from the last to the first, in each of them the heads of the group: under a causal mask all items then begin with the same
+    one, and each follows the one before at the distance of an addition.
+    """
+    mbarrier.expect(kv_full, 2 * (panel_bytes(k_descs) + panel_bytes(v_descs)))
+    for half in gl.static_range(2):
+        load_panels(k_descs, batch, block_begin + half * ROWS, kv_head, kv_full, k_s, half)
+        load_panels(v_descs, batch, block_begin + half * ROWS, kv_head, kv_full, v_s, half)
+    stage = 0
+    phase = 0
+    member = 0
+    segment = gl.maximum(segment_end, 1) - 1
+    start, _, _, stop = load_walk(segments_ptr, segment, True, STEP, True)
+    # the same of what is added, STAGES + 1 steps later
+    late_member = 0
+    late_segment = gl.maximum(segment_end, 1) - 1
+    late_start, _, _, late_stop = load_walk(segments_ptr, late_segment, True, STEP, True)
+    successor = gl.load(successors_ptr + late_segment)
+    row = head0 * padded_rows + late_start
+    seen = -1
+    for n in range(steps + STAGES + 1):
+        counter_ptr = counters_ptr + row // STEP
+        if n < steps:
+            head = kv_head * group + member
+            statistics = (head0 + member) * padded_rows
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            # the answer comes while the copies are started
+            seen = look(counter_ptr)
+            full = q_full.index(stage)
+            mbarrier.expect(full, panel_bytes(q_descs) + pivot_desc.block_type.nbytes)
+            load_panels(q_descs, batch, start, head, full, q_s, stage)
+            async_load(pivot_desc, [statistics + start], full, pivot_s.index(stage))
+            full = dout_full.index(stage)
+            mbarrier.expect(full, panel_bytes(dout_descs) + delta_desc.block_type.nbytes)
+            load_panels(dout_descs, batch, start, head, full, dout_s, stage)
+            async_load(delta_desc, [statistics + start], full, delta_s.index(stage))
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+            member += 1
+            if member == group:
+                member = 0
+                start -= STEP
+                if (start < stop) & (segment > segment_begin):
+                    segment -= 1
+                    start, _, _, stop = load_walk(segments_ptr, segment, True, STEP, True)
+        else:
+            seen = -1
+        if n == STAGES:
+            # there is no step before the first
+            mbarrier.wait(staged, 0)
+            mbarrier.arrive(taken, count=1)
+        if n > STAGES:
+            wait_for_turn(counter_ptr, item, seen)
+            mbarrier.wait(staged, (n - STAGES) & 1)
+            async_add_shared_to_global(sums_desc, [first_row_of_sums(row, HEAD_DIM), 0], staging)
+            tma.store_wait(0)
+            mbarrier.arrive(taken, count=1)
+            pass_turn(counter_ptr, successor)
+            late_member += 1
+            if late_member == group:
+                late_member = 0
+                late_start -= STEP
+                if (late_start < late_stop) & (late_segment > segment_begin):
+                    late_segment -= 1
+                    late_start, _, _, late_stop = load_walk(segments_ptr, late_segment, True, STEP, True)
+                    successor = gl.load(successors_ptr + late_segment)
+            row = (head0 + late_member) * padded_rows + late_start
 
 
 @gluon.jit
@@ -152,10 +264,11 @@ def score_gradient(p16, dp):
 
 @gluon.jit
 def consume_and_add(
-    q_s, k_s, v_s, dout_s, pivot_s, delta_s, ds_s, staging, kv_full, q_full, dout_full, empty, ds_full, ds_empty,
+    q_s, k_s, v_s, dout_s, pivot_s, delta_s, ds_s, staging, kv_full, q_full, dout_full, empty, ds_full, ds_empty, staged, taken,
     sums_desc, sums_rest, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin, segment_end, steps,
-    head_row, last_row, padded_rows, k_rows, block_begin, scale, softmax_scale,
+    group, head_row, last_row, padded_rows, k_rows, block_begin, scale, softmax_scale,
     HALF: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ADD: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 key rows, and this warpgroup's part of each step's dq.
 
@@ -176,7 +289,10 @@ def consume_and_add(
     row0 = block_begin + HALF * ROWS
     whole = block_begin + BLOCK <= k_rows
     segment = segment_begin
-    start, full_begin, full_end, end = load_span(segments_ptr, segment_begin, whole, STEP)
+    if ORDERED:
+        segment = gl.maximum(segment_end, 1) - 1
+    start, full_begin, full_end, stop = load_walk(segments_ptr, segment, whole, STEP, ORDERED)
+    member = 0
     stage = 0
     phase = 0
     buffer = 0
@@ -256,13 +372,22 @@ def consume_and_add(
         if buffer == BUFFERS:
             buffer = 0
             turn ^= 1
-        start += STEP
-        if start >= end:
-            segment += 1
-            if segment == segment_end:
-                segment = segment_begin
-                head_row += padded_rows
-            start, full_begin, full_end, end = load_span(segments_ptr, segment, whole, STEP)
+        if ORDERED:
+            member += 1
+            if member == group:
+                member = 0
+                start -= STEP
+                if (start < stop) & (segment > segment_begin):
+                    segment -= 1
+                    start, full_begin, full_end, stop = load_walk(segments_ptr, segment, whole, STEP, ORDERED)
+        else:
+            start += STEP
+            if start >= stop:
+                segment += 1
+                if segment == segment_end:
+                    segment = segment_begin
+                    head_row += padded_rows
+                start, full_begin, full_end, stop = load_walk(segments_ptr, segment, whole, STEP, ORDERED)
         if WIDE:
             dq, dq_rest = warpgroup_mma_wait(0, deps=[dq, dq_rest])
             mbarrier.arrive(ds_empty.index(freed), count=1, pred=n > 0)
@@ -280,7 +405,9 @@ def consume_and_add(
             add_dq(sums_desc, sums_rest, staging, dq_rest, last_row, HALF, STEP, HEAD_DIM, 1)
         k_next = tiles(k_s, anew(HALF, k_rows)) if STEP == 64 else k
         s_next = start_sum(k_next, tiles(q_s, stage), zero, False)
-        if not WIDE:
+        if ORDERED:
+            hand_over_dq(staging, staged, taken, dq, n, HALF)
+        elif not WIDE:
             add_dq(sums_desc, sums_rest, staging, dq, last_row, HALF, STEP, HEAD_DIM, 0)
         last_row = this_row
         s = warpgroup_mma_wait(0, deps=[s_next])
@@ -288,10 +415,14 @@ def consume_and_add(
     for part in gl.static_range(2 if WIDE else 1):
         dq = start_dq(k_s, ds_s, last_buffer, k_rows, HALF, STEP, HEAD_DIM, part)
         dq = warpgroup_mma_wait(0, deps=[dq])
-        add_dq(sums_desc, sums_rest, staging, dq, last_row, HALF, STEP, HEAD_DIM, part)
+        if ORDERED:
+            hand_over_dq(staging, staged, taken, dq, steps, HALF)
+        else:
+            add_dq(sums_desc, sums_rest, staging, dq, last_row, HALF, STEP, HEAD_DIM, part)
     write_panels(dk_ptr, stride_dks, dk, softmax_scale, row0, k_rows, ADD)
     write_panels(dv_ptr, stride_dvs, dv, 1.0, row0, k_rows, ADD)
-    tma.store_wait(0)
+    if not ORDERED:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -308,14 +439,36 @@ def is_wide(head_dim, v_dim):
     return head_dim + v_dim > 256
 
 
+@gluon.jit
+def produce(
+    q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, sums_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s, staging,
+    kv_full, q_full, dout_full, empty, staged, taken, segments_ptr, successors_ptr, counters_ptr, item, segment_begin, segment_end, steps,
+    batch, kv_head, group, head0, padded_rows, block_begin,
+    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """What the partition without products does."""
+    if ORDERED:
+        produce_and_add(
+            q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, sums_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s, staging,
+            kv_full, q_full, dout_full, empty, staged, taken, segments_ptr, successors_ptr, counters_ptr, item, segment_begin,
+            segment_end, steps, batch, kv_head, group, head0, padded_rows, block_begin, STAGES, STEP, HEAD_DIM,
+        )  # fmt: skip
+    else:
+        produce_queries(
+            q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
+            kv_full, q_full, dout_full, empty, segments_ptr, segment_begin, segment_end, batch, kv_head, group, head0, padded_rows,
+            block_begin, STAGES, STEP, 2,
+        )  # fmt: skip
+
+
 @gluon.jit(do_not_specialize=["item_count", "chunk", "heads", "kv_heads", "group", "padded_rows", "k_rows"])
 def fused_kernel(
     q_desc, k_desc, v_desc, dout_desc, q_rest, k_rest, v_rest, dout_rest, pivot_desc, delta_desc, sums_desc, sums_rest,
-    dk_ptr, dv_ptr, items_ptr, segments_ptr,
+    dk_ptr, dv_ptr, items_ptr, segments_ptr, successors_ptr, counters_ptr,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
     HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of key rows of one key/value head over all query heads of its group, and what it adds to their dq."""
     # buffers of dS: one more than stages, so that room for the queries of a step means room for its dS; or, where that does not fit, as
@@ -329,6 +482,15 @@ def fused_kernel(
     )
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS * 2, ROWS, STEP], DS)
     staging = gl.allocate_shared_memory(gl.float32, [2, WIDTH * WIDTH // SUMS, SUMS], sums_desc.layout)
+    # of both warpgroups
+    all_staging = reinterpret(staging, gl.float32, [2 * WIDTH * WIDTH // SUMS, SUMS], sums_desc.layout)
+    staged = kv_full
+    taken = kv_full
+    if ORDERED:
+        staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(staged, count=2)
+        mbarrier.init(taken, count=1)
     ds_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BUFFERS):
         mbarrier.init(ds_full.index(i), count=2)
@@ -339,7 +501,11 @@ def fused_kernel(
             mbarrier.init(ds_empty.index(i), count=2)
     fence_async_shared()
 
-    item, head_index = side_by_side(item_count, chunk, heads)
+    program = gl.program_id(0)
+    if ORDERED:
+        # drawn, as nothing says that programs start in the order of their ids
+        program = gl.atomic_add(counters_ptr + heads * group * (padded_rows // STEP), 1, sem="relaxed")
+    item, head_index = side_by_side(program, item_count, chunk, heads)
     item_ptr = items_ptr + item * 4
     block_begin, segment_begin, segment_end, steps, batch, kv_head, dk_ptr, dv_ptr = load_item(
         item_ptr, item_count, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group,
@@ -347,17 +513,18 @@ def fused_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (produce_queries, (q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
-                               kv_full, q_full, dout_full, empty, segments_ptr, segment_begin, segment_end, batch, kv_head, group,
-                               head_index * group, padded_rows, block_begin, STAGES, STEP, 2)),
+            (produce, (q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, sums_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
+                       all_staging, kv_full, q_full, dout_full, empty, staged, taken, segments_ptr, successors_ptr, counters_ptr, item,
+                       segment_begin, segment_end, steps, batch, kv_head, group, head_index * group, padded_rows, block_begin,
+                       STAGES, STEP, HEAD_DIM, ORDERED)),
             (consume_and_add, (q_s, k_s, v_s, dout_s, pivot_s, delta_s, ds_s, staging, kv_full, q_full, dout_full, empty, ds_full, ds_empty,
-                       sums_desc, sums_rest, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin, segment_end, steps,
-                       head_index * group * padded_rows, heads * group * padded_rows, padded_rows, k_rows, block_begin,
-                       scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, ADD)),
+                       staged, taken, sums_desc, sums_rest, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin,
+                       segment_end, steps, group, head_index * group * padded_rows, heads * group * padded_rows, padded_rows, k_rows,
+                       block_begin, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED)),
             (consume_and_add, (q_s, k_s, v_s, dout_s, pivot_s, delta_s, ds_s, staging, kv_full, q_full, dout_full, empty, ds_full, ds_empty,
-                       sums_desc, sums_rest, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin, segment_end, steps,
-                       head_index * group * padded_rows, heads * group * padded_rows, padded_rows, k_rows, block_begin,
-                       scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM, ADD)),
+                       staged, taken, sums_desc, sums_rest, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin,
+                       segment_end, steps, group, head_index * group * padded_rows, heads * group * padded_rows, padded_rows, k_rows,
+                       block_begin, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
@@ -395,11 +562,21 @@ LAUNCHES = {64: Launch(128, 2), 96: Launch(64, 3), 128: Launch(64, 2), 192: Laun
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
 # programs at least of which the heads that run side by side have; measured on an H200
 SIDE_BY_SIDE = 256
+# the same by head dim where items take turns
+ORDERED_SIDE_BY_SIDE = {64: 1024, 128: 512}
 
 
 def block_and_step(head_dim: int) -> tuple[int, int]:
     """Key rows of a program, and query rows of its steps."""
     return BLOCK.value, LAUNCHES[head_dim].step
+
+
+def takes_turns(inputs: Inputs) -> bool:
+    """Whether dq in a fixed order is faster than by `hopper_backward.backward`: with few items of each head they would wait."""
+    b, _, hk, d = inputs.k.shape
+    if d not in ORDERED_SIDE_BY_SIDE:
+        return False
+    return b * hk * inputs.table.key_blocks(BLOCK.value, 1, inputs.q.device).touched >= SIDE_BY_SIDE
 
 
 def zero_sums(q: torch.Tensor) -> torch.Tensor:
@@ -424,27 +601,45 @@ def sums_descriptor(sums: torch.Tensor, columns: int) -> TensorDescriptor:
     return TensorDescriptor(sums, shape, [SUMS.value, 1], block, plain_layout(2))
 
 
-def backward(inputs: Inputs, *, sums: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, add: bool) -> None:
-    """As `ringattn_kernels.backward`, of inputs in whose way there is no `hopper_backward.obstacle`, but dq is added to `sums`."""
-    pivot, minus_delta = prepare(inputs, sign=-1)
-    grid, arguments = fused_arguments(inputs, pivot, minus_delta, sums, dk, dv, add)
+def backward(inputs: Inputs, *, sums: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, add: bool, ordered: bool) -> None:
+    """As `ringattn_kernels.backward`, of inputs in whose way there is no `hopper_backward.obstacle`, but dq is added to `sums`.
+
+    ordered: whether in a fixed order, so that the same inputs give the same bits.
+    """
+    b, q_rows, h, d = inputs.q.shape
+    step, turns, counters = LAUNCHES[d].step, None, None
+    if ordered:
+        turns = key_turns(inputs.table, BLOCK.value, step, sums.device)
+        # and the number that the next program draws
+        counters = torch.empty(b * h * (whole_blocks(q_rows) // step) + 1, device=sums.device, dtype=torch.int32)
+    pivot, minus_delta = prepare(inputs, -1, step, turns and turns.first, counters)
+    grid, arguments = fused_arguments(inputs, pivot, minus_delta, sums, dk, dv, add, turns, counters)
     fused_kernel[(grid,)](**arguments, num_warps=4)
 
 
-def fused_arguments(inputs: Inputs, pivot, minus_delta, sums, dk, dv, add: bool) -> tuple[int, dict]:
+def fused_arguments(
+    inputs: Inputs, pivot, minus_delta, sums, dk, dv, add: bool, turns: Turns | None = None, counters=None
+) -> tuple[int, dict]:
     """How many programs of `fused_kernel`, and its arguments: those of `key_kernel`, the sums, and how heads run side by side."""
     b, q_rows, h, d = inputs.q.shape
     assert sums.shape == (b * h, whole_blocks(q_rows), d) and sums.is_contiguous()
     grid, arguments = key_arguments(inputs, pivot, minus_delta, dk, dv, add, LAUNCHES)
+    if turns is not None:
+        arguments |= dict(items_ptr=turns.items, segments_ptr=turns.segments)
+    items = SIDE_BY_SIDE if turns is None else ORDERED_SIDE_BY_SIDE[d]
     step, rows = LAUNCHES[d].step, ROWS.value
     return grid, arguments | dict(
         q_rest=rest_descriptor(inputs.q, step),
         k_rest=rest_descriptor(inputs.k, rows),
         v_rest=rest_descriptor(inputs.v, rows),
         dout_rest=rest_descriptor(inputs.dout, step),
-        sums_desc=sums_descriptor(sums, WIDTH.value),
+        # of one warpgroup, or of both
+        sums_desc=sums_descriptor(sums, WIDTH.value if turns is None else 2 * WIDTH.value),
         sums_rest=sums_descriptor(sums, 32) if d > main_columns(d) else None,
         V_DIM=inputs.v.shape[3],
-        chunk=max(2, SIDE_BY_SIDE // arguments["item_count"]),
+        chunk=max(2, items // arguments["item_count"]),
         heads=b * inputs.k.shape[2],
+        successors_ptr=None if turns is None else turns.successors,
+        counters_ptr=counters,
+        ORDERED=turns is not None,
     )

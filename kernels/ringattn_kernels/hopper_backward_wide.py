@@ -175,7 +175,7 @@ def wide_key_kernel(
     fence_async_shared()
     let_next_kernel_start()
 
-    item, head_index = side_by_side(item_count, chunk, heads)
+    item, head_index = side_by_side(gl.program_id(0), item_count, chunk, heads)
     item_ptr = items_ptr + item * 4
     block_begin, segment_begin, segment_end, steps, batch, kv_head, dk_ptr, dv_ptr = load_item(
         item_ptr, item_count, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group,

@@ -21,7 +21,8 @@ import ringattn_kernels as rk
 from ringattn_kernels import dispatch, hopper_backward, hopper_backward_fused, hopper_backward_wide
 from ringattn_kernels.dispatch import Kernels, choose_backward, choose_forward
 from ringattn_kernels.inputs import Inputs
-from tests.kernels import dense
+from ringattn_kernels.turns import key_turns
+from tests.kernels import dense, fuzz
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {
@@ -33,17 +34,19 @@ TYPES = {
 # bytes that a thread may spill: addresses, of which two are read within the loop of the query kernel and a few in that of the fused one
 SPILLS = {("key", 64): 0, ("key", 128): 72, ("query", 64): 0, ("query", 128): 56, ("fused", 64): 112, ("fused", 128): 28}
 SPILLS |= {("fused", 96): 0, ("fused", 192): 64, ("wide key", 256): 0, ("query", 256): 16}
+SPILLS |= {("ordered", 64): 112, ("ordered", 128): 0}
 # those whose steps are of 128 rows and not of 64
-LONG_STEPS = {("query", 64), ("query", 128), ("fused", 64)}
+LONG_STEPS = {("query", 64), ("query", 128), ("fused", 64), ("ordered", 64)}
 # where in a warpgroup exponentials come (E), among starts of products (H) and waits for them (D): with products under way, of its
 # own but for `consume_values` and where head dims are 192 and 128, that are not waited for before
-OVERLAPPED = {"key": r"DH(EH)+D", "query": r"HDED", "fused": r"DH(EH)+D", "wide key": r"DEH+D"}
+OVERLAPPED = {"key": r"DH(EH)+D", "query": r"HDED", "fused": r"DH(EH)+D", "ordered": r"DH(EH)+D", "wide key": r"DEH+D"}
 # and those of later versions of Triton that spill more; 3.9 takes a newer ptxas and asks it for less effort in allocating registers
 MORE_SPILLS = {
     (3, 7): {("query", 128): 64},
     (3, 8): {("fused", 192): 100},
     (3, 9): {("key", 128): 168, ("query", 128): 104, ("fused", 64): 400, ("fused", 128): 120, ("fused", 192): 292},
 }
+MORE_SPILLS[3, 9] |= {("ordered", 64): 400, ("ordered", 128): 120}
 RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
 # head dims of v that are not those of q and k
 V_DIMS = {192: 128}
@@ -106,9 +109,13 @@ def cpu_arguments(kernel: str, d: int, dtype, add: bool, result_dtype):
     dq, dk, dv = (torch.empty(x.shape, dtype=result_dtype) for x in (q, k, v))
     table, statistics, rows = rk.TileTable(np.array(dense.causal(256)), 256, 256), torch.empty(3, 1, 4, 256), torch.empty(2, 4, 256)
     inputs = Inputs(q, k, v, dout, *statistics, table, 0.1)
-    if kernel == "fused":
-        sums = torch.empty(4, 256, d)
-        return hopper_backward_fused.fused_kernel, hopper_backward_fused.fused_arguments(inputs, *rows, sums, dk, dv, add)[1]
+    if kernel in ("fused", "ordered"):
+        sums, step = torch.empty(4, 256, d), hopper_backward_fused.LAUNCHES[d].step
+        turns = key_turns(table, 128, step, q.device), torch.empty(4 * 256 // step + 1, dtype=torch.int32)
+        options = turns if kernel == "ordered" else ()
+        return hopper_backward_fused.fused_kernel, hopper_backward_fused.fused_arguments(
+            inputs, *rows, sums, dk, dv, add, *options
+        )[1]
     if kernel == "wide key":
         return hopper_backward_wide.wide_key_kernel, hopper_backward_wide.wide_key_arguments(inputs, *rows, dk, dv, add)[1]
     if kernel == "key":
@@ -139,16 +146,17 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(kernel
     # exponentials start with products under way, and end before those are waited for
     exponentials = "".join({"HGMMA": "H", "MUFU.EX2": "E", "WARPGROUP.DEPBAR": "D"}[name] for name in runs)
     overlapped = r"DEHD" if d == 192 else OVERLAPPED[kernel]
-    if (kernel, d) == ("fused", 64) and RELEASE == (3, 8):
+    if (kernel, d) in (("fused", 64), ("ordered", 64)) and RELEASE == (3, 8):
         overlapped = r"DE?H(EH)+D"  # in one warpgroup 12 of the 64 come before the products
     # one of the two warpgroups of the wide key kernel alone has scores
     warpgroups = 1 if kernel == "wide key" else 2
     assert len(re.findall(overlapped, exponentials)) == warpgroups, exponentials
     assert operations.count("MUFU.EX2") == warpgroups * (64 if (kernel, d) in LONG_STEPS else 32)
-    # each of the two warpgroups adds dq within its loop and once behind it, at 192 in two parts; by the copy engine, and never by
-    # ordinary atomics
-    assert len(re.findall(r"\bUTMAREDG", sass)) == (0 if kernel != "fused" else 8 if d == 192 else 4)
-    assert not re.findall(r"\b(?:RED|ATOMG?)\b", sass)
+    # the copy engine adds dq, told by each of the two warpgroups, within its loop and behind it, at 192 in two parts; or in turns by the
+    # partition that loads
+    assert len(re.findall(r"\bUTMAREDG", sass)) == {"fused": 8 if d == 192 else 4, "ordered": 1}.get(kernel, 0)
+    # the one ordinary atomic draws a program's number
+    assert len(re.findall(r"\b(?:RED|ATOMG?)\b", sass)) == (1 if kernel == "ordered" else 0)
 
 
 def test_a_choice_can_be_overridden_and_has_a_reason():
@@ -221,6 +229,40 @@ def test_one_launch_and_several_take_every_block_that_changes(d, deterministic, 
     launches.clear()
     assert sums.finish(q.dtype).dtype == q.dtype
     assert launches == ([finish] if fused else [])
+
+
+@pytest.fixture
+def turns(monkeypatch):
+    """Items take turns, however few they are."""
+    monkeypatch.setattr(hopper_backward_fused, "takes_turns", lambda inputs: True)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_items_take_turns_where_there_are_many(d):
+    def takes_turns(heads, d, rows):
+        q, kv = torch.empty(1, rows, 8, d, dtype=torch.bfloat16), torch.empty(1, rows, heads, d, dtype=torch.bfloat16)
+        table = rk.TileTable(np.array(dense.causal(4096)), rows, rows)
+        return hopper_backward_fused.takes_turns(Inputs(q, kv, kv, q, *torch.empty(3, 1, 8, rows), table, 0.1))
+
+    assert takes_turns(8, d, 4096)
+    assert not takes_turns(4, d, 4096)
+    # keys that nobody sees count for nothing
+    assert not takes_turns(4, d, 8192)
+    assert not takes_turns(8, 256, 4096)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_launch_of_items_that_take_turns(d, launches, turns):
+    q, kv = torch.empty(2, 300, 6, d, dtype=torch.bfloat16), torch.empty(2, 700, 2, d, dtype=torch.bfloat16)
+    table = rk.TileTable(np.array([(5, 20, 100, 150, -700, 300)]), 300, 700)
+    inputs = (q, kv, kv, q, *torch.empty(3, 2, 6, 300), table)
+    options = dict(softmax_scale=0.1, dk=torch.empty(kv.shape), dv=torch.empty(kv.shape), deterministic=True)
+    rk.backward(*inputs, **options, dq=torch.empty(q.shape), add=False)
+    rk.backward(*inputs, **options, dq=rk.QuerySums(q, 0.1), add=True)
+    prepare, finish = ("prepare_kernel", 2 * 6 * 3), ("finish_kernel", 2 * 6 * 3 * 2)
+    assert launches == [prepare, ("fused_kernel", 2 * 2 * 6), finish, prepare, ("fused_kernel", 2 * 2 * 2)]
+    with pytest.raises(ValueError, match="splits is 2, but"):
+        rk.backward(*inputs, **options, dq=torch.empty(q.shape), splits=2)
 
 
 @pytest.mark.parametrize(
@@ -415,3 +457,43 @@ def test_a_hundred_runs_give_the_same_bits(d, kernels):
             assert torch.equal(x, y)
     if kernels == Kernels.HOPPER_FUSED:
         assert (again[0] - first[0]).norm() <= 1e-5 * first[0].norm()
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_items_that_take_turns_against_dense_attention(d, turns):
+    for seed in range(50):
+        q, k, v, dout, tiles = problem(seed, d, torch.bfloat16)
+        check_against_dense(q, k, v, dout, tiles, Kernels.HOPPER, seed)
+    test_launches_that_sum_dq_are_as_one_launch(d, torch.bfloat16, [Kernels.HOPPER])
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_items_that_take_turns_give_the_same_bits_beside_other_work(d, mask, turns):
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2048, h, d, generator=generator, device="cuda").bfloat16() for h in (8, 2, 2, 8))
+    tiles = dense.causal(2048) if mask == "causal" else dense.full(2048, 2048)
+    table = rk.TileTable(np.array(tiles), 2048, 2048)
+    statistics = statistics_of(q, k, v, dout, table)
+    first = gradients(q, k, v, dout, statistics, table, Kernels.HOPPER)
+    random, side = np.random.default_rng(0), torch.cuda.Stream()
+    x = torch.randn(2048, 2048, device="cuda")
+    for _ in range(100):
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(int(random.integers(100_000)))
+            torch.mm(x, x)
+        torch.cuda._sleep(int(random.integers(100_000)))
+        assert all(map(torch.equal, first, gradients(q, k, v, dout, statistics, table, Kernels.HOPPER)))
+
+
+@on_gpu
+@pytest.mark.gpu
+def test_a_thousand_launches_of_items_that_take_turns_end(turns):
+    head_dims = {torch.bfloat16: [(64, 64), (128, 128)]}
+    for first in range(0, 2000, 200):
+        # of four seeds two are deterministic
+        fuzz.launch_many(range(first, first + 200), fuzz.Scope("cuda", 600, head_dims), seconds=240)
