@@ -73,8 +73,10 @@ def choose_backward(
 
     dims = q.shape[3], v.shape[3]
     fused = not hopper.obstacle and dims in hopper.fused.HEAD_DIMS
-    if kernels == Kernels.HOPPER_FUSED and not (fused or hopper.obstacle):
-        raise ValueError(f"{kernels} has none for head dims {dims[0]} and {dims[1]}: pass {Kernels.HOPPER} or none")
+    two = not hopper.obstacle and dims in hopper.backward.HEAD_DIMS
+    if not hopper.obstacle and ((kernels == Kernels.HOPPER_FUSED and not fused) or (kernels == Kernels.HOPPER and not two)):
+        other = Kernels.HOPPER if two else Kernels.PLAIN if deterministic or not fused else Kernels.HOPPER_FUSED
+        raise ValueError(f"{kernels} has none for head dims {dims[0]} and {dims[1]}: pass {other} or none")
     fastest = Kernels.HOPPER_FUSED if fused and not deterministic else Kernels.HOPPER
     return _choose("backward", q.device, kernels, fastest, obstacle)
 

@@ -294,11 +294,23 @@ def test_torch_s_switch_asks_for_deterministic_results(hopper, deterministic_tor
         choose_backward(*inputs, kernels=Kernels.HOPPER_FUSED)
 
 
-def test_the_fused_kernels_have_no_head_dim_256():
-    q = torch.empty(1, 8, 2, 256, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("dims", "wish", "deterministic", "other"),
+    [
+        ((256, 256), Kernels.HOPPER_FUSED, False, "HOPPER"),
+        ((96, 96), Kernels.HOPPER, False, "HOPPER_FUSED"),
+        ((192, 128), Kernels.HOPPER, True, "PLAIN"),
+        ((80, 80), Kernels.HOPPER, False, "PLAIN"),
+    ],
+    ids=str,
+)
+def test_kernels_that_have_none_for_these_head_dims_cannot_be_forced(dims, wish, deterministic, other):
+    q, v = (torch.empty(1, 8, 2, d, dtype=torch.bfloat16) for d in dims)
     table = rk.TileTable(np.array(dense.causal(8)), 8, 8)
-    with pytest.raises(ValueError, match=r"HOPPER_FUSED has none for head dims 256 and 256: pass Kernels\.HOPPER"):
-        choose_backward(q, q, q, q, table, Kernels.HOPPER_FUSED)
+    with pytest.raises(
+        ValueError, match=rf"{wish.name} has none for head dims {dims[0]} and {dims[1]}: pass Kernels\.{other} or none"
+    ):
+        choose_backward(q, q, v, v, table, wish, deterministic)
 
 
 def test_the_fused_kernels_have_no_forward():
