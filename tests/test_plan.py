@@ -91,12 +91,13 @@ def test_every_live_pair_once_and_no_dead_pair(cases, data):
 def test_the_steps_of_each_rank_cover_the_same_pairs(cases, schedule, data):
     layout, mask, live = data.draw(cases)
     plan = ra.make_plan(layout, mask)
+    transfers = schedule.in_forward.transfers(plan)
     rows = [rows_of(layout, plan, rank) for rank in range(layout.world_size)]
     for rank, queries in enumerate(rows):
         total = np.zeros((len(queries), layout.seq_len), dtype=int)
         for step, part in enumerate(make_steps(schedule, plan, rank).forward):
             buffer = [rows[rank]] if step == 0 else []
-            buffer += [rows[t.owner][listed(t.rows)] for t in schedule.transfers(plan) if (t.dst, t.into) == (rank, step)]
+            buffer += [rows[t.owner][listed(t.rows)] for t in transfers if (t.dst, t.into) == (rank, step)]
             held = np.concatenate(buffer) if buffer else np.empty(0, dtype=int)
             assert part.tiles.k_rows == len(held)
             assert part.tiles.q_rows == len(queries)
