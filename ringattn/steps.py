@@ -114,11 +114,15 @@ def make_steps(schedule: Schedule, plan: Plan, rank: int) -> Steps:
     While the last gradients travel, the rank computes the second half of what it sees of its own shard; the first half hides the
     first K/V.
     """
-    forward = _steps(plan, rank, schedule.in_forward.transfers(plan))
     transfers = schedule.transfers(plan)
     buffers = _buffers(plan, rank, transfers)
+    fetching = _fetching(plan, rank, transfers, buffers)
+    forward = fetching
+    if schedule.in_forward is not schedule:
+        wider = schedule.in_forward.transfers(plan)
+        forward = _fetching(plan, rank, wider, _buffers(plan, rank, wider))
     gradients = _Messages(buffers, rank, gradient_transfers(schedule, plan, transfers))
-    steps = _steps(plan, rank, transfers, gradients)
+    steps = _exchanging(fetching, gradients)
     sums = _sums(steps)
     steps = [replace(step, sums=tuple(before)) for step, before in zip(steps, sums)]
     own, last = steps[0].tiles, steps[-1]
@@ -132,15 +136,12 @@ def make_steps(schedule: Schedule, plan: Plan, rank: int) -> Steps:
     return Steps(tuple(forward), tuple(_with_gradients(steps, sizes, leave)), tuple(sums[-1]))
 
 
-def _steps(plan: Plan, rank: int, transfers: list[Transfer], gradients: _Messages | None = None) -> list[Step]:
-    """The steps of transfers of K/V, and with a step more for the last of them, of gradients."""
-    buffers = _buffers(plan, rank, transfers)
-    kv, grads = _Messages(buffers, rank, transfers), gradients or _Messages(buffers, rank, ())
-    count = 1 + max((t.into for t in transfers), default=0)
-    times = range(count + (gradients is not None and count > 1))
+def _fetching(plan: Plan, rank: int, transfers: list[Transfer], buffers: Buffers) -> list[Step]:
+    """The steps of transfers of K/V alone."""
+    kv = _Messages(buffers, rank, transfers)
+    times = range(1 + max((t.into for t in transfers), default=0))
     # alike on all ranks: where several messages come at first, less time hides each
     crowded = max(Counter(t.dst for t in transfers if t.step == 0).values(), default=0) > 1
-    numbers = itertools.count(-1, -1)  # below those of all other buffers
     opens, closes = _reused(
         [[(number, _rows(buffers[number])) for number in kv.first[t]] for t in times],
         [[number for number in buffers if number and max(number, kv.last.get(number, 0)) == t] for t in times],
@@ -152,14 +153,28 @@ def _steps(plan: Plan, rank: int, transfers: list[Transfer], gradients: _Message
             opens=opens[t],
             sends=tuple(kv.out[t]),
             receives=tuple(kv.into[t]),
-            grads_out=tuple(grads.out[t]),
-            grads_in=tuple(grads.into[t]),
-            boxes=tuple(_box(message, next(numbers)) for message in grads.into[t]),
-            collects=t == 0 or t in grads.last,
             closes=closes[t],
             at_rest=t == 0 and crowded,
         )
         for t in times
+    ]
+
+
+def _exchanging(fetching: list[Step], gradients: _Messages) -> list[Step]:
+    """These steps with gradients on their way, and with a step more for the last of them."""
+    count = len(fetching)
+    if count > 1:
+        fetching = [*fetching, Step(fetching[0].tiles.of_keys(0, 0), buffer=count)]
+    numbers = itertools.count(-1, -1)  # below those of all other buffers
+    return [
+        replace(
+            step,
+            grads_out=tuple(gradients.out[t]),
+            grads_in=tuple(gradients.into[t]),
+            boxes=tuple(_box(message, next(numbers)) for message in gradients.into[t]),
+            collects=t == 0 or t in gradients.last,
+        )
+        for t, step in enumerate(fetching)
     ]
 
 

@@ -113,6 +113,24 @@ def write_rows(ptr, stride, value, row0, row_count, ADD: gl.constexpr):
 
 
 @gluon.jit
+def load_keys(k_descs, v_descs, k_s, v_s, kv_full, batch, kv_head, block_begin, PARTS: gl.constexpr):
+    """Have the copy engine bring PARTS blocks of K and of V."""
+    mbarrier.expect(kv_full, PARTS * (panel_bytes(k_descs) + panel_bytes(v_descs)))
+    for half in gl.static_range(PARTS):
+        load_panels(k_descs, batch, block_begin + half * ROWS, kv_head, kv_full, k_s, half)
+        load_panels(v_descs, batch, block_begin + half * ROWS, kv_head, kv_full, v_s, half)
+
+
+@gluon.jit
+def load_queries(descs, row_desc, tiles_s, rows_s, full, stage, batch, head, start, statistics):
+    """Have the copy engine bring a block of Q and its pivots, or of dout and its deltas, to a stage."""
+    full = full.index(stage)
+    mbarrier.expect(full, panel_bytes(descs) + row_desc.block_type.nbytes)
+    load_panels(descs, batch, start, head, full, tiles_s, stage)
+    async_load(row_desc, [statistics + start], full, rows_s.index(stage))
+
+
+@gluon.jit
 def produce_queries(
     q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc,
     q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty,
@@ -120,10 +138,7 @@ def produce_queries(
     STAGES: gl.constexpr, STEP: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Bring PARTS blocks of K and of V once, then Q, dout, pivot and delta block by block."""
-    mbarrier.expect(kv_full, PARTS * (panel_bytes(k_descs) + panel_bytes(v_descs)))
-    for half in gl.static_range(PARTS):
-        load_panels(k_descs, batch, block_begin + half * ROWS, kv_head, kv_full, k_s, half)
-        load_panels(v_descs, batch, block_begin + half * ROWS, kv_head, kv_full, v_s, half)
+    load_keys(k_descs, v_descs, k_s, v_s, kv_full, batch, kv_head, block_begin, PARTS)
     stage = 0
     phase = 0
     for member in range(group):
@@ -134,14 +149,8 @@ def produce_queries(
             end = gl.load(segments_ptr + segment * 8 + 3)
             for start in range(begin, end, STEP):
                 mbarrier.wait(empty.index(stage), phase ^ 1)
-                full = q_full.index(stage)
-                mbarrier.expect(full, panel_bytes(q_descs) + pivot_desc.block_type.nbytes)
-                load_panels(q_descs, batch, start, head, full, q_s, stage)
-                async_load(pivot_desc, [statistics + start], full, pivot_s.index(stage))
-                full = dout_full.index(stage)
-                mbarrier.expect(full, panel_bytes(dout_descs) + delta_desc.block_type.nbytes)
-                load_panels(dout_descs, batch, start, head, full, dout_s, stage)
-                async_load(delta_desc, [statistics + start], full, delta_s.index(stage))
+                load_queries(q_descs, pivot_desc, q_s, pivot_s, q_full, stage, batch, head, start, statistics)
+                load_queries(dout_descs, delta_desc, dout_s, delta_s, dout_full, stage, batch, head, start, statistics)
                 stage += 1
                 if stage == STAGES:
                     stage = 0

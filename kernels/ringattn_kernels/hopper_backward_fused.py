@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .config import padded
-from .gluon_words import async_add_shared_to_global, async_load, plain_layout, reinterpret, wait_for_products
+from .gluon_words import async_add_shared_to_global, plain_layout, reinterpret, wait_for_products
 from .hopper_backward import (
     BLOCK,
     ROWS,
@@ -29,6 +29,8 @@ from .hopper_backward import (
     allocate_queries,
     key_arguments,
     load_item,
+    load_keys,
+    load_queries,
     load_span,
     mask_scores,
     opaque,
@@ -40,10 +42,8 @@ from .hopper_backward import (
 )
 from .hopper_panels import (
     join_columns,
-    load_panels,
     main_columns,
     matrix,
-    panel_bytes,
     panels,
     rest_descriptor,
     some_rows,
@@ -179,10 +179,7 @@ def produce_and_add(
     Steps come from the last to the first, in each of them the heads of the group: under a causal mask all items then begin with the same
     one, and each follows the one before at the distance of an addition.
     """
-    mbarrier.expect(kv_full, 2 * (panel_bytes(k_descs) + panel_bytes(v_descs)))
-    for half in gl.static_range(2):
-        load_panels(k_descs, batch, block_begin + half * ROWS, kv_head, kv_full, k_s, half)
-        load_panels(v_descs, batch, block_begin + half * ROWS, kv_head, kv_full, v_s, half)
+    load_keys(k_descs, v_descs, k_s, v_s, kv_full, batch, kv_head, block_begin, 2)
     stage = 0
     phase = 0
     member = 0
@@ -203,14 +200,8 @@ def produce_and_add(
             mbarrier.wait(empty.index(stage), phase ^ 1)
             # the answer comes while the copies are started
             seen = look(counter_ptr)
-            full = q_full.index(stage)
-            mbarrier.expect(full, panel_bytes(q_descs) + pivot_desc.block_type.nbytes)
-            load_panels(q_descs, batch, start, head, full, q_s, stage)
-            async_load(pivot_desc, [statistics + start], full, pivot_s.index(stage))
-            full = dout_full.index(stage)
-            mbarrier.expect(full, panel_bytes(dout_descs) + delta_desc.block_type.nbytes)
-            load_panels(dout_descs, batch, start, head, full, dout_s, stage)
-            async_load(delta_desc, [statistics + start], full, delta_s.index(stage))
+            load_queries(q_descs, pivot_desc, q_s, pivot_s, q_full, stage, batch, head, start, statistics)
+            load_queries(dout_descs, delta_desc, dout_s, delta_s, dout_full, stage, batch, head, start, statistics)
             stage += 1
             if stage == STAGES:
                 stage = 0

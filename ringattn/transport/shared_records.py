@@ -5,11 +5,15 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import sys
 import tempfile
 import threading
 import time
 import zlib
 from datetime import timedelta
+
+if sys.platform != "win32":  # which has no such folder either
+    import fcntl
 
 _FOLDER = "/dev/shm"
 _SLOT = 1024  # bytes of a piece of a record, with its header
@@ -30,16 +34,11 @@ class SharedRecords:
     """
 
     def __init__(self, file: int, rank: int, size: int) -> None:
-        import fcntl
-
         self._file = file
         self._rank = rank
         self._size = size
         self._memory = mmap.mmap(file, _bytes(size))
-        self._lockf = fcntl.lockf
-        self._held = fcntl.LOCK_EX | fcntl.LOCK_NB
-        self._free = fcntl.LOCK_UN
-        self._lockf(file, self._held, 1, rank)
+        self._lock(rank)
         self._next = 1
         self._numbers = threading.Lock()
 
@@ -105,12 +104,16 @@ class SharedRecords:
                 if not self._alive(rank):
                     raise RuntimeError(f"rank {rank} has ended, and this rank waits for a record of it")
 
+    def _lock(self, rank: int) -> None:
+        """Lock a rank's byte. Raises OSError where another process holds it."""
+        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+
     def _alive(self, rank: int) -> bool:
         try:
-            self._lockf(self._file, self._held, 1, rank)
+            self._lock(rank)
         except OSError:
             return True
-        self._lockf(self._file, self._free, 1, rank)
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
         return False
 
     def _place(self, rank: int, number: int) -> int:
