@@ -3,14 +3,16 @@
     python launch/bench.py curves                                                       # all GPUs, or 8 ranks on a CPU
     python launch/bench.py curves --device cpu --tokens 512 -- --hidden 64 --layers 2   # after --: options of the example
 
-`examples/finetune_long_document.py` trains, with the same seed, windows and settings each time. Writes to `--out`: `curves.json`,
-`curves.png`, and a folder a run. The difference of curves a and b at a step is |a - b| / |b|. Rounding alone makes it grow over the
-steps, for training magnifies it: what is between the two curves of one rank is the measure for the first.
+`examples/finetune_long_document.py` trains, with the same seed, windows and settings each time; on GPUs the two runs of one rank go
+side by side, each on a GPU of its own. Writes to `--out`: `curves.json`, `curves.png`, and a folder a run. The difference of curves a
+and b at a step is |a - b| / |b|. Rounding alone makes it grow over the steps, for training magnifies it: what is between the two
+curves of one rank is the measure for the first.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -44,12 +46,18 @@ def main(arguments: argparse.Namespace) -> None:
     common = ["--device", arguments.device, "--steps", str(arguments.steps), "--generate", "0", *arguments.options]
     if arguments.tokens is not None:
         common += ["--tokens", str(arguments.tokens)]
-    curves, figures = {}, {}
-    for name, (number, attention) in runs.items():
-        out = arguments.out / name.replace(", ", "-").replace(" ", "-")
-        train(name, [*common, "--ranks", str(number), *attention, "--out", str(out)])
-        curves[name] = [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
-        figures = json.loads((out / "figures.json").read_text())
+    folders = {name: arguments.out / name.replace(", ", "-").replace(" ", "-") for name in runs}
+    options = {
+        name: [*common, "--ranks", str(number), *attention, "--out", str(folders[name])]
+        for name, (number, attention) in runs.items()
+    }
+    ring, *alone = runs
+    for together in [[ring], alone] if arguments.device == "cuda" else [[name] for name in runs]:
+        train({name: options[name] for name in together})
+    curves = {
+        name: [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()] for name, out in folders.items()
+    }
+    figures = json.loads((folders[ring] / "figures.json").read_text())
     differences = compare(curves)
     for pair, by_step in differences.items():
         print(f"{pair}: largest relative difference {max(by_step):.1e}, in step {int(np.argmax(by_step)) + 1} of {len(by_step)}")
@@ -75,13 +83,23 @@ def check(ranks: int, options: list[str]) -> None:
                 sys.exit(f"{option} follows --, but {fixed} is this program's own or would keep a run from training: leave it out")
 
 
-def train(name: str, options: list[str]) -> None:
-    print(f"{name}:", flush=True)
+def train(runs: dict[str, list[str]]) -> None:
+    """Run the example with the options of each run, several side by side, on a GPU each. Ends the program if one fails."""
+    print(f"{' | '.join(runs)}:", flush=True)
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, str(ROOT / "examples/finetune_long_document.py"), *options]
-    code = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}).returncode
-    if code:
-        sys.exit(f"the run of {name} ended with exit code {code}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(index) for index in range(len(runs))] if visible is None else visible.split(",")
+    with contextlib.ExitStack() as stack:
+        started = {}
+        for index, (name, options) in enumerate(runs.items()):
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+            if len(runs) > 1:
+                environment["CUDA_VISIBLE_DEVICES"] = gpus[index]
+            command = [sys.executable, str(ROOT / "examples/finetune_long_document.py"), *options]
+            started[name] = stack.enter_context(subprocess.Popen(command, env=environment))
+    for name, run in started.items():
+        if run.returncode:
+            sys.exit(f"the run of {name} ended with exit code {run.returncode}")
 
 
 def compare(curves: dict[str, list[float]]) -> dict[str, list[float]]:

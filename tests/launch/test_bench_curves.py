@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,51 @@ def test_torchrun_and_a_failed_run_end_it(curves, monkeypatch, tmp_path):
     (tmp_path / "examples/finetune_long_document.py").write_text("import sys\nsys.exit(len(sys.argv))\n")
     monkeypatch.setattr(curves, "ROOT", tmp_path)
     with pytest.raises(SystemExit, match="the run of x ended with exit code 3"):
-        curves.train("x", ["--tokens", "1"])
+        curves.train({"x": ["--tokens", "1"]})
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit, match="with python, not torchrun"):
         curves.check(2, [])
+
+
+@pytest.mark.parametrize(("visible", "taken"), [(None, ["0", "1"]), ("6,3,1", ["6", "3"])])
+def test_runs_side_by_side_take_a_gpu_each(curves, monkeypatch, tmp_path, visible, taken):
+    (tmp_path / "examples").mkdir()
+    # each run ends when the other has begun
+    (tmp_path / "examples/finetune_long_document.py").write_text(
+        "import os, sys, time\n"
+        "own, other = sys.argv[1:]\n"
+        "open(own + '.part', 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "os.rename(own + '.part', own)\n"
+        "for _ in range(3000):\n"
+        "    if os.path.exists(other):\n"
+        "        sys.exit()\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit('alone for 30 s')\n"
+    )
+    monkeypatch.setattr(curves, "ROOT", tmp_path)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    files = [str(tmp_path / name) for name in "ab"]
+    curves.train({"a": files, "b": files[::-1]})
+    assert [Path(file).read_text() for file in files] == taken
+
+
+def test_on_gpus_the_runs_of_one_rank_go_side_by_side(curves, monkeypatch, tmp_path):
+    together = []
+
+    def train(runs):
+        together.append(list(runs))
+        for options in runs.values():
+            out = Path(options[options.index("--out") + 1])
+            out.mkdir(parents=True)
+            (out / "log.jsonl").write_text('{"loss": 1.0}\n')
+            figures = dict(machine=dict(device="", torch=""), settings=dict(dtype=""), tokens_a_step=1, parameters=1)
+            (out / "figures.json").write_text(json.dumps(figures))
+
+    monkeypatch.setattr(curves, "train", train)
+    monkeypatch.delenv("RANK", raising=False)
+    arguments = Namespace(device="cuda", ranks=4, tokens=None, steps=1, out=tmp_path, options=[])
+    curves.main(arguments)
+    assert together == [["ring, 4 ranks"], ["ring, 1 rank", "dense, 1 rank"]]
