@@ -156,14 +156,16 @@ def heading(record: dict) -> str:
 
 
 def line(row: dict) -> str:
-    """A row of the table: our rate, its share of the ceiling, the others', and our ratio to the first of these."""
+    """A row of the table: which kernels of ours ran, forward, backward and deterministic backward; our rate, its share of the ceiling,
+    the others', and our ratio to the first of these.
+    """
     rates = dict(row["rates"])
     matmul, mine = rates.pop("matmul"), rates.pop("ringattn")
     share = " / ".join(f"{mine[d]['tflops'] / matmul[d]['tflops']:.2f}" for d in DIRECTIONS)
     others = [f"{name} {cell(rate)}" for name, rate in rates.items()] + [f"{name}: not for this" for name in row["missing"]]
     rivals = [rate for name, rate in rates.items() if "deterministic" not in name and WHOLE not in name]
     ratio = " / ".join(f"{mine[d]['tflops'] / rivals[0][d]['tflops']:.2f}" for d in DIRECTIONS) if rivals else ""
-    kernels = " / ".join(row["kernels"][direction].split(":")[0] for direction in DIRECTIONS)
+    kernels = " / ".join(choice.split(":")[0] for choice in row["kernels"].values())
     return f"| {row['case']} | {kernels} | {cell(mine)} | {share} | {'; '.join(others)} | {ratio} |"
 
 

@@ -42,8 +42,9 @@ def choices(case: Case, inputs: Tensors) -> dict[str, str]:
     q, k, v, dout = inputs
     chosen = {
         "forward": dispatch.choose_forward(q, k, v, case.head_dim**-0.5),
-        "backward": dispatch.choose_backward(q, k, v, dout, case.tiles.kernel_table),
     }
+    for name, mode in BACKWARD_MODES.items():
+        chosen[name.replace("ringattn", "backward")] = dispatch.choose_backward(q, k, v, dout, case.tiles.kernel_table, **mode)
     return {direction: f"{choice.kernels.name.lower()}: {choice.reason}" for direction, choice in chosen.items()}
 
 

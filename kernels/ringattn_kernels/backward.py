@@ -77,10 +77,10 @@ def backward(
     inputs = Inputs(q, k, v, dout, row_max, row_sum, delta, table, softmax_scale)
     if isinstance(dq, QuerySums):
         assert dq.q.shape == q.shape and dq.softmax_scale == softmax_scale
-    if choice.kernels == Kernels.HOPPER and splits not in (None, 1):
+    if choice.kernels in (Kernels.HOPPER, Kernels.HOPPER_ORDERED) and splits not in (None, 1):
         raise ValueError(f"splits is {splits}, but {choice.kernels} splits no block: pass 1 or none")
-    ordered = choice.kernels == Kernels.HOPPER and hopper.fused.takes_turns(inputs)
-    if choice.kernels == Kernels.HOPPER_FUSED or ordered:
+    if choice.kernels in (Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED):
+        ordered = choice.kernels == Kernels.HOPPER_ORDERED
         sums = dq.permuted() if isinstance(dq, QuerySums) else hopper.fused.zero_sums(q)
         how = key_splits(
             table,

@@ -24,10 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 class Kernels(enum.Enum):
-    """The sets of kernels that there are."""
+    """The sets of kernels that there are; those in one pass are for backward alone."""
 
     PLAIN = "plain Triton"
     HOPPER = "Gluon, for Hopper"
+    HOPPER_ORDERED = "Gluon, for Hopper, in one pass that adds dq in a fixed order"
     HOPPER_FUSED = "Gluon, for Hopper, in one pass that adds dq in no fixed order"
 
 
@@ -43,9 +44,14 @@ def choose_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, kernels: Kernels | None = None
 ) -> Choice:
     """The kernels for one call of `forward`; `kernels`, if given, is what the caller wants."""
-    if kernels == Kernels.HOPPER_FUSED:
+    if kernels in (Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED):
         raise ValueError(f"{kernels} has no forward: pass {Kernels.HOPPER} or {Kernels.PLAIN}")
-    return _choose("forward", q.device, kernels, Kernels.HOPPER, lambda: hopper.forward.obstacle(q, k, v, softmax_scale))
+
+    def on_hopper() -> Choice:
+        obstacle = hopper.forward.obstacle(q, k, v, softmax_scale)
+        return Choice(Kernels.PLAIN, obstacle) if obstacle else Choice(Kernels.HOPPER, "sm_90")
+
+    return _choose("forward", q.device, kernels, on_hopper)
 
 
 def choose_backward(
@@ -65,32 +71,48 @@ def choose_backward(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if kernels == Kernels.HOPPER_FUSED and deterministic:
-        raise ValueError(f"{kernels} is not deterministic, but deterministic results are asked for: pass {Kernels.HOPPER} or none")
+        raise ValueError(
+            f"{kernels} is not deterministic, but deterministic results are asked for: "
+            f"pass {Kernels.HOPPER_ORDERED}, {Kernels.HOPPER} or none"
+        )
+    d, v_dim = q.shape[3], v.shape[3]
+    there_are = () if hopper.obstacle else _backward_kernels(d, v_dim, deterministic)
+    if not hopper.obstacle and kernels not in (None, Kernels.PLAIN, *there_are):
+        other = there_are[0] if there_are else Kernels.PLAIN
+        raise ValueError(f"{kernels} has none for head dims {d} and {v_dim}: pass {other} or none")
 
-    def obstacle() -> str:
-        head_dims = hopper.backward.HEAD_DIMS if deterministic else (*hopper.fused.HEAD_DIMS, *hopper.backward.HEAD_DIMS)
-        return hopper.backward.obstacle(q, k, v, dout, table, tuple(dict.fromkeys(head_dims)))
+    def on_hopper() -> Choice:
+        obstacle = hopper.backward.obstacle(q, k, v, dout, table)
+        if obstacle or not there_are:
+            return Choice(Kernels.PLAIN, obstacle or f"there are no others for head dims {d} and {v_dim}")
+        if there_are[0] == Kernels.HOPPER_ORDERED and not hopper.fused.has_items_for_turns(k, table):
+            return Choice(Kernels.HOPPER, "sm_90, and too few items to take turns")
+        return Choice(there_are[0], "sm_90")
 
-    dims = q.shape[3], v.shape[3]
-    fused = not hopper.obstacle and dims in hopper.fused.HEAD_DIMS
-    two = not hopper.obstacle and dims in hopper.backward.HEAD_DIMS
-    if not hopper.obstacle and ((kernels == Kernels.HOPPER_FUSED and not fused) or (kernels == Kernels.HOPPER and not two)):
-        other = Kernels.HOPPER if two else Kernels.PLAIN if deterministic or not fused else Kernels.HOPPER_FUSED
-        raise ValueError(f"{kernels} has none for head dims {dims[0]} and {dims[1]}: pass {other} or none")
-    fastest = Kernels.HOPPER_FUSED if fused and not deterministic else Kernels.HOPPER
-    return _choose("backward", q.device, kernels, fastest, obstacle)
+    return _choose("backward", q.device, kernels, on_hopper)
 
 
-def _choose(what: str, device: torch.device, wish: Kernels | None, fastest: Kernels, obstacle: Callable[[], str]) -> Choice:
-    """The caller's wish, or the fastest on Hopper if there is no obstacle to them."""
-    if wish in (Kernels.HOPPER, Kernels.HOPPER_FUSED) and hopper.obstacle:
+@functools.cache
+def _backward_kernels(d: int, v_dim: int, deterministic: bool) -> tuple[Kernels, ...]:
+    """The Hopper kernels that there are for head dims d of q and k, and v_dim of v, the fastest first."""
+    head_dims = {
+        Kernels.HOPPER_FUSED: () if deterministic else hopper.fused.HEAD_DIMS,
+        Kernels.HOPPER_ORDERED: hopper.fused.ORDERED_HEAD_DIMS,
+        Kernels.HOPPER: hopper.backward.HEAD_DIMS,
+    }
+    return tuple(kernels for kernels, dims in head_dims.items() if (d, v_dim) in dims)
+
+
+def _choose(what: str, device: torch.device, wish: Kernels | None, on_hopper: Callable[[], Choice]) -> Choice:
+    """The caller's wish, or what is chosen on Hopper, or plain kernels."""
+    if wish not in (None, Kernels.PLAIN) and hopper.obstacle:
         raise ValueError(f"{wish} is asked for, but {hopper.obstacle}: install one of these, or pass {Kernels.PLAIN} or none")
     if wish is not None:
         choice = Choice(wish, "the caller's wish")
+    elif (arch := architecture(device)) != "sm_90":
+        choice = Choice(Kernels.PLAIN, f"{arch} is not sm_90")
     else:
-        arch = architecture(device)
-        why_not = hopper.obstacle or obstacle() if arch == "sm_90" else f"{arch} is not sm_90"
-        choice = Choice(Kernels.PLAIN, why_not) if why_not else Choice(fastest, arch)
+        choice = Choice(Kernels.PLAIN, hopper.obstacle) if hopper.obstacle else on_hopper()
     _log(what, choice)
     return choice
 

@@ -55,6 +55,7 @@ from .hopper_panels import (
     zeros,
 )
 from .inputs import Inputs
+from .table import TileTable
 from .turns import Turns, key_turns, look, pass_turn, wait_for_turn
 
 WIDTH = gl.constexpr(64)  # rows and columns of the part of dq that a warpgroup computes
@@ -551,6 +552,8 @@ def finish_kernel(
 LAUNCHES = {64: Launch(128, 2), 96: Launch(64, 3), 128: Launch(64, 2), 192: Launch(64, 2)}
 # of q and k, and of v
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
+# those with turns
+ORDERED_HEAD_DIMS = ((64, 64), (128, 128))
 # programs at least of which the heads that run side by side have; measured on an H200
 SIDE_BY_SIDE = 256
 # the same by head dim where items take turns
@@ -562,12 +565,9 @@ def block_and_step(head_dim: int) -> tuple[int, int]:
     return BLOCK.value, LAUNCHES[head_dim].step
 
 
-def takes_turns(inputs: Inputs) -> bool:
-    """Whether dq in a fixed order is faster than by `hopper_backward.backward`: with few items of each head they would wait."""
-    b, _, hk, d = inputs.k.shape
-    if d not in ORDERED_SIDE_BY_SIDE:
-        return False
-    return b * hk * inputs.table.key_blocks(BLOCK.value, 1, inputs.q.device).touched >= SIDE_BY_SIDE
+def has_items_for_turns(k: torch.Tensor, table: TileTable) -> bool:
+    """Whether items are so many that to add dq in turns is faster than two kernels: the few of one head would wait for one another."""
+    return k.shape[0] * k.shape[2] * table.key_blocks(BLOCK.value, 1, k.device).touched >= SIDE_BY_SIDE
 
 
 def zero_sums(q: torch.Tensor) -> torch.Tensor:

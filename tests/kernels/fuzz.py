@@ -108,7 +108,7 @@ def run(p: Problem) -> dense.Result:
         sums = torch.empty_like(p.q, dtype=dtype) if alone else rk.QuerySums(p.q, p.softmax_scale)
         for n, table in enumerate(tables):
             choice = dispatch.choose_backward(p.q, p.k, p.v, p.dout, table, deterministic=p.deterministic)
-            splits = None if choice.kernels == dispatch.Kernels.HOPPER else p.splits
+            splits = p.splits if choice.kernels in (dispatch.Kernels.PLAIN, dispatch.Kernels.HOPPER_FUSED) else None
             options = dict(dq=sums, dk=dk, dv=dv, add=n > 0, deterministic=p.deterministic, splits=splits)
             rk.backward(p.q, p.k, p.v, p.dout, *statistics, table, softmax_scale=p.softmax_scale, **options)
         dq = sums if alone else sums.finish(p.q.dtype)

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import io
 import itertools
+import logging
 import re
 import subprocess
 from dataclasses import dataclass
@@ -52,7 +53,11 @@ RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
 V_DIMS = {192: 128}
 SETS = pytest.mark.parametrize(
     ("kernels", "d"),
-    [*((Kernels.HOPPER, d) for d in (64, 128, 256)), *((Kernels.HOPPER_FUSED, d) for d in (64, 96, 128, 192))],
+    [
+        *((Kernels.HOPPER, d) for d in (64, 128, 256)),
+        *((Kernels.HOPPER_ORDERED, d) for d in (64, 128)),
+        *((Kernels.HOPPER_FUSED, d) for d in (64, 96, 128, 192)),
+    ],
     ids=lambda value: getattr(value, "name", None),
 )
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
@@ -164,8 +169,7 @@ def test_a_choice_can_be_overridden_and_has_a_reason():
     table = rk.TileTable(np.array(dense.causal(8)), 8, 8)
     assert choose_backward(q, q, q, q, table, Kernels.PLAIN).kernels == Kernels.PLAIN
     assert hopper_backward.obstacle(q, q, q, q, table) == ""
-    odd, unaligned = torch.empty(1, 8, 2, 80, dtype=torch.bfloat16), torch.empty(1, 8, 2, 132, dtype=torch.bfloat16)[..., :128]
-    assert "80" in hopper_backward.obstacle(odd, odd, odd, odd, table)
+    unaligned = torch.empty(1, 8, 2, 132, dtype=torch.bfloat16)[..., :128]
     assert "aligned" in hopper_backward.obstacle(unaligned, q, q, q, table)
     assert "float32" in hopper_backward.obstacle(q.float(), q, q, q, table)
     for tiles in ([], [(0, 8, 0, 8, 8, 9)]):
@@ -231,37 +235,31 @@ def test_one_launch_and_several_take_every_block_that_changes(d, deterministic, 
     assert launches == ([finish] if fused else [])
 
 
-@pytest.fixture
-def turns(monkeypatch):
-    """Items take turns, however few they are."""
-    monkeypatch.setattr(hopper_backward_fused, "takes_turns", lambda inputs: True)
-
-
 @pytest.mark.parametrize("d", [64, 128])
-def test_items_take_turns_where_there_are_many(d):
-    def takes_turns(heads, d, rows):
+def test_items_take_turns_where_there_are_many(d, hopper):
+    def choice(heads, d, rows):
         q, kv = torch.empty(1, rows, 8, d, dtype=torch.bfloat16), torch.empty(1, rows, heads, d, dtype=torch.bfloat16)
-        table = rk.TileTable(np.array(dense.causal(4096)), rows, rows)
-        return hopper_backward_fused.takes_turns(Inputs(q, kv, kv, q, *torch.empty(3, 1, 8, rows), table, 0.1))
+        return choose_backward(q, kv, kv, q, rk.TileTable(np.array(dense.causal(4096)), rows, rows), deterministic=True)
 
-    assert takes_turns(8, d, 4096)
-    assert not takes_turns(4, d, 4096)
+    assert choice(8, d, 4096).kernels == Kernels.HOPPER_ORDERED
+    few = choice(4, d, 4096)
+    assert few.kernels == Kernels.HOPPER and "too few items" in few.reason
     # keys that nobody sees count for nothing
-    assert not takes_turns(4, d, 8192)
-    assert not takes_turns(8, 256, 4096)
+    assert choice(4, d, 8192).kernels == Kernels.HOPPER
+    assert choice(8, 256, 4096).kernels == Kernels.HOPPER
 
 
 @pytest.mark.parametrize("d", [64, 128])
-def test_a_launch_of_items_that_take_turns(d, launches, turns):
+def test_a_launch_of_items_that_take_turns(d, launches):
     q, kv = torch.empty(2, 300, 6, d, dtype=torch.bfloat16), torch.empty(2, 700, 2, d, dtype=torch.bfloat16)
     table = rk.TileTable(np.array([(5, 20, 100, 150, -700, 300)]), 300, 700)
     inputs = (q, kv, kv, q, *torch.empty(3, 2, 6, 300), table)
-    options = dict(softmax_scale=0.1, dk=torch.empty(kv.shape), dv=torch.empty(kv.shape), deterministic=True)
+    options = dict(softmax_scale=0.1, dk=torch.empty(kv.shape), dv=torch.empty(kv.shape), kernels=Kernels.HOPPER_ORDERED)
     rk.backward(*inputs, **options, dq=torch.empty(q.shape), add=False)
     rk.backward(*inputs, **options, dq=rk.QuerySums(q, 0.1), add=True)
     prepare, finish = ("prepare_kernel", 2 * 6 * 3), ("finish_kernel", 2 * 6 * 3 * 2)
     assert launches == [prepare, ("fused_kernel", 2 * 2 * 6), finish, prepare, ("fused_kernel", 2 * 2 * 2)]
-    with pytest.raises(ValueError, match="splits is 2, but"):
+    with pytest.raises(ValueError, match=r"splits is 2, but Kernels\.HOPPER_ORDERED splits no block"):
         rk.backward(*inputs, **options, dq=torch.empty(q.shape), splits=2)
 
 
@@ -283,6 +281,23 @@ def test_deterministic_results_leave_the_fused_kernel_out(d, v_dim, fastest, rep
     inputs = (q, q, v, v, rk.TileTable(np.array(dense.causal(8)), 8, 8))
     assert choose_backward(*inputs).kernels == choose_backward(*inputs, deterministic=False).kernels == fastest
     assert choose_backward(*inputs, deterministic=True).kernels == repeatable
+    if fastest == Kernels.PLAIN:
+        assert f"{d} and {v_dim}" in choose_backward(*inputs).reason
+
+
+def test_each_choice_is_logged_by_a_name_of_its_own(hopper, caplog):
+    q = torch.empty(1, 4096, 8, 128, dtype=torch.bfloat16)
+    inputs = (q, q, q, q, rk.TileTable(np.array(dense.causal(4096)), 4096, 4096))
+    dispatch._log.cache_clear()
+    with caplog.at_level(logging.DEBUG, logger="ringattn_kernels.dispatch"):
+        for kernels in Kernels:
+            choose_backward(*inputs, kernels=kernels)
+        choose_backward(*inputs, deterministic=True)
+    *wishes, chosen = [record.getMessage() for record in caplog.records]
+    assert wishes == [f"backward runs {kernels.value}: the caller's wish" for kernels in Kernels] and len(set(wishes)) == len(
+        wishes
+    )
+    assert chosen == "backward runs Gluon, for Hopper, in one pass that adds dq in a fixed order: sm_90"
 
 
 def test_torch_s_switch_asks_for_deterministic_results(hopper, deterministic_torch):
@@ -298,6 +313,7 @@ def test_torch_s_switch_asks_for_deterministic_results(hopper, deterministic_tor
     ("dims", "wish", "deterministic", "other"),
     [
         ((256, 256), Kernels.HOPPER_FUSED, False, "HOPPER"),
+        ((256, 256), Kernels.HOPPER_ORDERED, True, "HOPPER"),
         ((96, 96), Kernels.HOPPER, False, "HOPPER_FUSED"),
         ((192, 128), Kernels.HOPPER, True, "PLAIN"),
         ((80, 80), Kernels.HOPPER, False, "PLAIN"),
@@ -313,10 +329,11 @@ def test_kernels_that_have_none_for_these_head_dims_cannot_be_forced(dims, wish,
         choose_backward(q, q, v, v, table, wish, deterministic)
 
 
-def test_the_fused_kernels_have_no_forward():
+@pytest.mark.parametrize("kernels", [Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED], ids=lambda kernels: kernels.name)
+def test_the_fused_kernels_have_no_forward(kernels):
     q = torch.empty(1, 8, 2, 128, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"HOPPER_FUSED has no forward"):
-        choose_forward(q, q, q, 0.1, Kernels.HOPPER_FUSED)
+    with pytest.raises(ValueError, match=rf"{kernels.name} has no forward"):
+        choose_forward(q, q, q, 0.1, kernels)
 
 
 def problem(seed: int, d: int, dtype):
@@ -351,7 +368,7 @@ def statistics_of(q, k, v, dout, table):
 
 def repeatable_part(gradients, kernels):
     """The gradients that are the same bits from the same inputs."""
-    return gradients if kernels == Kernels.HOPPER else gradients[1:]
+    return gradients if kernels in (Kernels.HOPPER, Kernels.HOPPER_ORDERED) else gradients[1:]
 
 
 def check_against_dense(q, k, v, dout, tiles, kernels, seed):
@@ -409,7 +426,7 @@ def test_overwriting_leaves_nothing_of_what_was_there(d, kernels):
     [
         ([Kernels.PLAIN], 64),
         ([Kernels.PLAIN], 128),
-        *(([kernels], d) for kernels in (Kernels.HOPPER_FUSED, Kernels.HOPPER) for d in (64, 128)),
+        *(([kernels], d) for kernels in (Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED, Kernels.HOPPER) for d in (64, 128)),
         *((pair, d) for pair in ([Kernels.HOPPER_FUSED, Kernels.PLAIN], [Kernels.HOPPER, Kernels.HOPPER_FUSED]) for d in (64, 128)),
         *((turns, d) for turns in ([Kernels.HOPPER_FUSED], [Kernels.HOPPER_FUSED, Kernels.PLAIN]) for d in (96, 192)),
         ([Kernels.HOPPER], 256),
@@ -462,7 +479,6 @@ def test_a_hundred_runs_give_the_same_bits(d, kernels):
     table = rk.TileTable(np.array(dense.causal(4096)), 4096, 4096)
     statistics = statistics_of(q, k, v, dout, table)
     first = gradients(q, k, v, dout, statistics, table, kernels)
-    assert choose_backward(q, k, v, dout, table, deterministic=kernels == Kernels.HOPPER).kernels == kernels
     for _ in range(100):
         again = gradients(q, k, v, dout, statistics, table, kernels)
         for x, y in zip(repeatable_part(first, kernels), repeatable_part(again, kernels)):
@@ -473,25 +489,15 @@ def test_a_hundred_runs_give_the_same_bits(d, kernels):
 
 @on_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("d", [64, 128])
-def test_items_that_take_turns_against_dense_attention(d, turns):
-    for seed in range(50):
-        q, k, v, dout, tiles = problem(seed, d, torch.bfloat16)
-        check_against_dense(q, k, v, dout, tiles, Kernels.HOPPER, seed)
-    test_launches_that_sum_dq_are_as_one_launch(d, torch.bfloat16, [Kernels.HOPPER])
-
-
-@on_gpu
-@pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["causal", "full"])
 @pytest.mark.parametrize("d", [64, 128])
-def test_items_that_take_turns_give_the_same_bits_beside_other_work(d, mask, turns):
+def test_items_that_take_turns_give_the_same_bits_beside_other_work(d, mask):
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, dout = (torch.randn(1, 2048, h, d, generator=generator, device="cuda").bfloat16() for h in (8, 2, 2, 8))
     tiles = dense.causal(2048) if mask == "causal" else dense.full(2048, 2048)
     table = rk.TileTable(np.array(tiles), 2048, 2048)
     statistics = statistics_of(q, k, v, dout, table)
-    first = gradients(q, k, v, dout, statistics, table, Kernels.HOPPER)
+    first = gradients(q, k, v, dout, statistics, table, Kernels.HOPPER_ORDERED)
     random, side = np.random.default_rng(0), torch.cuda.Stream()
     x = torch.randn(2048, 2048, device="cuda")
     for _ in range(100):
@@ -499,12 +505,13 @@ def test_items_that_take_turns_give_the_same_bits_beside_other_work(d, mask, tur
             torch.cuda._sleep(int(random.integers(100_000)))
             torch.mm(x, x)
         torch.cuda._sleep(int(random.integers(100_000)))
-        assert all(map(torch.equal, first, gradients(q, k, v, dout, statistics, table, Kernels.HOPPER)))
+        assert all(map(torch.equal, first, gradients(q, k, v, dout, statistics, table, Kernels.HOPPER_ORDERED)))
 
 
 @on_gpu
 @pytest.mark.gpu
-def test_a_thousand_launches_of_items_that_take_turns_end(turns):
+def test_a_thousand_launches_of_items_that_take_turns_end(monkeypatch):
+    monkeypatch.setattr(hopper_backward_fused, "has_items_for_turns", lambda k, table: True)
     head_dims = {torch.bfloat16: [(64, 64), (128, 128)]}
     for first in range(0, 2000, 200):
         # of four seeds two are deterministic

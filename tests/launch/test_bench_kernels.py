@@ -115,7 +115,11 @@ def record():
     def row(name, **rates):
         rates = {"matmul": (800, 800), **rates}
         both = {n.replace("_", " "): {d: rate(x) for d, x in zip(("forward", "backward"), r) if x} for n, r in rates.items()}
-        kernels = {"forward": "hopper: sm_90", "backward": "plain: head_dim is 96"}
+        kernels = {
+            "forward": "hopper: sm_90",
+            "backward": "plain: head_dim is 96",
+            "backward deterministic": "hopper_ordered: sm_90",
+        }
         return {"case": name, "kernels": kernels, "rates": both, "missing": {"flash2": "RuntimeError: no"} if name == "two" else {}}
 
     rows = [row("one", ringattn=(600, 400), cudnn=(500, 500)), row("two", ringattn=(700, 560), ringattn_deterministic=(None, 480))]
@@ -130,10 +134,12 @@ def test_figures_are_shown_and_drawn_from_a_file(tmp_path, capsys):
     picture = tmp_path / "deep" / "kernels.png"
     bench.main(parser.parse_args(["--from", str(tmp_path / "figures.json"), "--plot", str(picture)]))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2] == "| one | hopper / plain | 600 ± 3 / 400 ± 3 | 0.75 / 0.50 | cudnn 500 ± 3 / 500 ± 3 | 1.20 / 0.80 |"
-    assert (
-        lines[-1]
-        == "| two | hopper / plain | 700 ± 3 / 560 ± 3 | 0.88 / 0.70 | ringattn deterministic - / 480 ± 3; flash2: not for this |  |"
+    assert lines[-2] == (
+        "| one | hopper / plain / hopper_ordered | 600 ± 3 / 400 ± 3 | 0.75 / 0.50 | cudnn 500 ± 3 / 500 ± 3 | 1.20 / 0.80 |"
+    )
+    assert lines[-1] == (
+        "| two | hopper / plain / hopper_ordered | 700 ± 3 / 560 ± 3 | 0.88 / 0.70 "
+        "| ringattn deterministic - / 480 ± 3; flash2: not for this |  |"
     )
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert parser.parse_args(["--plot"]).plot == bench.IMAGE
@@ -178,6 +184,18 @@ def test_a_whole_run_with_stand_ins_for_everything_that_needs_a_gpu(monkeypatch,
     assert rows[0]["rates"]["ringattn"]["forward"]["tflops"] == cases[0].flop("forward") / 2.0 / 1e9
     assert rows[1]["rates"]["ringattn, dense"]["backward"]["tflops"] == cases[1].dense_alike.flop("backward") / 2.0 / 1e9
     assert "not for this" in capsys.readouterr().out
+
+
+def test_the_kernels_of_every_mode_are_named(monkeypatch):
+    peers = module("bench_kernels_peers")
+    monkeypatch.setattr(peers.dispatch, "architecture", lambda device: "sm_90")
+    one = case(tokens=4096, heads=8, kv_heads=8, head_dim=128, v_dim=128)
+    inputs = torch.empty(4, 1, 4096, 8, 128, dtype=torch.bfloat16).unbind()
+    assert list(peers.choices(one, inputs).items()) == [
+        ("forward", "hopper: sm_90"),
+        ("backward", "hopper_fused: sm_90"),
+        ("backward deterministic", "hopper_ordered: sm_90"),
+    ]
 
 
 def test_without_a_gpu_it_says_so(monkeypatch):
