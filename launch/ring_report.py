@@ -65,12 +65,12 @@ def table(rows: list[dict], header: bool) -> None:
 
 
 def memory_fits(rows: list[dict]) -> dict[str, dict[str, float]]:
-    """Peak memory beyond inputs as a line in tokens a GPU, for each method with three sizes or more."""
+    """Peak memory beyond inputs as a line in tokens a GPU, for each method of three different sizes or more."""
     fits = {}
     for method in dict.fromkeys(row["method"] for row in rows):
         points = [(row["tokens_per_gpu"], row["peak_bytes_beyond_inputs"]) for row in rows if row["method"] == method]
         x, y = np.array(points, dtype=float).T
-        if len(x) < 3 or method == "local" or not y.any():
+        if len(set(x)) < 3 or method == "local" or not y.any():
             continue
         slope, intercept = np.polyfit(x, y, 1)
         residual = ((y - slope * x - intercept) ** 2).sum() / ((y - y.mean()) ** 2).sum()

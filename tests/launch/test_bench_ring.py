@@ -135,3 +135,5 @@ def test_a_line_is_fitted_to_peak_memory():
     assert fit["bytes_per_token"] == pytest.approx(7)
     assert fit["bytes"] == pytest.approx(5)
     assert fit["r2"] == pytest.approx(1)
+    # one size on more and more ranks is no line
+    assert ring_report.memory_fits([{**row, "tokens_per_gpu": 4} for row in rows]) == {}
