@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
+from .meeting import Meeting, MeetingStore
 from .staged import Count, Mark, Memory, Piece, Queue
 
 _LINE = 128  # bytes between two counts
+_NAMES = itertools.count()  # of what torch takes for groups, of this process alone
 
 
 class _StreamOperation(ctypes.Structure):
@@ -141,11 +143,13 @@ class CudaMemory(Memory):
         self._arena[: self._counts].zero_()
         torch.cuda.synchronize(device)
 
-    def meet(self, group: dist.ProcessGroup) -> None:
+    def meet(self, meeting: Meeting) -> None:
         """Map the other ranks' arenas."""
-        import torch.distributed._symmetric_memory as symm_mem
+        from torch._C._distributed_c10d import _SymmetricMemory
 
-        handle = symm_mem.rendezvous(self._arena, group)
+        name, store = f"ringattn-{next(_NAMES)}", MeetingStore(meeting)  # torch keeps no more than its base
+        _SymmetricMemory.set_group_info(name, self.rank, self.size, store)
+        handle = _SymmetricMemory.rendezvous(self._arena, name)
         assert not getattr(handle, "multicast_ptr", 0)
         self._handle = handle  # they stay mapped as long as it lives
         shape = self._arena.shape

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,12 +14,12 @@ import torch.distributed as dist
 
 from .base import Handle, Peer, Ranks, Transport
 from .cuda_memory import CudaMemory, load_driver
+from .meeting import Meeting
 from .process_group import ProcessGroupTransport
 from .staged import StagedTransport
 
 DEFAULT_BUDGET = 256 << 20  # bytes
 _LEAST = 64 << 10  # bytes of a channel
-_RECORD_BYTES = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +37,6 @@ class SymmetricTransport(StagedTransport):
         if budget < least:
             raise ValueError(f"budget is {budget} bytes, but {self.size} ranks need at least {least}: 64 KiB for each other rank")
         self.budget = budget
-        # weak, so that what is kept for a group goes with it
-        self._group = weakref.ref(group)
         self._device: torch.device | None = None
 
     @property
@@ -63,37 +60,25 @@ class SymmetricTransport(StagedTransport):
     def open(self, device: torch.device) -> str | None:
         """Make the arenas, or say why that cannot be, the same on every rank; all ranks call it together."""
         if self.size > 1:
-            records = self._swap({**_facts(device), "budget": self.budget})
-            reason = obstacle(records)
+            meeting = Meeting(self)
+            reason = obstacle(meeting.swap({**_facts(device), "budget": self.budget}))
             if reason is not None:
                 return reason
-            group = self._group()
-            assert group is not None
             made: list[CudaMemory] = []
-            steps = {
-                "could not allocate its memory": lambda: made.append(self._allocate(device)),
-                "could not map the other ranks' memory": lambda: made[0].meet(group),
-            }
-            for failure, step in steps.items():
-                # none may wait in a step for one that has failed in the step before
-                errors = [record["error"] for record in self._swap({"error": _error(step)})]
-                failed = [rank for rank, text in enumerate(errors) if text]
-                if failed:
-                    return f"rank {failed[0]} {failure}: {errors[failed[0]]}"
+            reason = meeting.take(
+                {
+                    "could not allocate its memory": lambda: made.append(self._allocate(device)),
+                    "could not map the other ranks' memory": lambda: made[0].meet(meeting),
+                }
+            )
+            if reason is not None:
+                return reason
             self._use(made[0])
         self._device = device
         return None
 
     def _allocate(self, device: torch.device) -> CudaMemory:
         return CudaMemory(self.rank, self.size, device, self.budget // (self.size - 1) // 512 * 512)
-
-    def _swap(self, facts: dict) -> list[dict]:
-        """Every rank's facts."""
-        text = json.dumps(facts).encode()
-        assert len(text) <= _RECORD_BYTES
-        records = self.all_gather_control(text.ljust(_RECORD_BYTES))
-        assert records is not None
-        return [json.loads(record) for record in records]
 
     def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
         if torch.cuda.is_current_stream_capturing():
@@ -178,15 +163,6 @@ def obstacle(records: Sequence[dict]) -> str | None:
             if peer != rank and other["gpu"] not in record["reached"]:
                 return f"rank {rank}'s GPU does not reach rank {peer}'s memory"
     return None
-
-
-def _error(step: Callable[[], object]) -> str:
-    """What a step fails with, or nothing."""
-    try:
-        step()
-    except RuntimeError as error:
-        return (str(error).splitlines() or [""])[0][:512] or repr(error)
-    return ""
 
 
 def _facts(device: torch.device) -> dict:

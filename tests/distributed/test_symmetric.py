@@ -123,6 +123,26 @@ def test_same_bits_as_over_the_process_group(nccl, world_size, budget):
     assert nccl.run(world_size, same, budget, timeout=200) == [[]] * world_size
 
 
+def overlapping(group):
+    """Whether ranks of which the first two were in a group of their own before share memory, too."""
+    rank, device = dist.get_rank(group), torch.device("cuda", torch.cuda.current_device())
+    if rank < 2:
+        pair = dist.new_group([0, 1], use_local_synchronization=True)
+        ra.symmetric(pair, budget=SMALL).connect(device)
+    symmetric = ra.symmetric(group, budget=SMALL)
+    symmetric.connect(device)
+    sent, came = (torch.full((1000,), fill, device=device) for fill in (rank, -1))
+    peers = (rank + 1) % 3, (rank - 1) % 3
+    symmetric.exchange([Peer(peers[0], sent)], [Peer(peers[1], came)]).wait()
+    return bool((came == peers[1]).all())
+
+
+def test_a_larger_group_after_a_smaller_one(nccl):
+    if torch.cuda.device_count() < 3:
+        pytest.skip("needs 3 GPUs")
+    assert all(nccl.run(3, overlapping))
+
+
 def messages(group, budget, seed):
     """Whether messages of random sizes come whole, two exchanges under way at once, each tensor scribbled on after its wait."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)

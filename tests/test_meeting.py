@@ -1,0 +1,64 @@
+"""Ranks that open something together: what each hears when one fails, and torch's exchanges in groups that overlap."""
+
+import pytest
+from torch.distributed import PrefixStore
+
+from ringattn.transport import run_ranks
+from ringattn.transport.meeting import Meeting, MeetingStore
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def exchange(store, rank, size, number):
+    """As torch does: a rank's value under a name with a number of its own, and then those of the others."""
+    store.set(f"prefix/{number}/{rank}", bytes([rank]))
+    store.wait([f"prefix/{number}/{other}" for other in range(size)])
+    return [store.get(f"prefix/{number}/{other}") for other in range(size)]
+
+
+def test_names_of_exchanges_do_not_count():
+    """They differ between ranks of which some were in other groups before."""
+
+    def rank(transport):
+        under = MeetingStore(Meeting(transport))
+        store = PrefixStore("group", under)
+        return [exchange(store, transport.rank, transport.size, number + 7 * transport.rank) for number in range(3)]
+
+    assert run_ranks(3, rank) == [[[b"\0", b"\1", b"\2"]] * 3] * 3
+
+
+@pytest.mark.parametrize("last", range(4))
+def test_a_rank_that_fails_between_exchanges_is_missed_by_none(last):
+    def step(meeting, transport):
+        store = MeetingStore(meeting)
+        for number in range(3):
+            if transport.rank == 1 and number == last:
+                raise RuntimeError("no memory\nand more")
+            exchange(store, transport.rank, transport.size, number)
+
+    def rank(transport):
+        meeting = Meeting(transport)
+        taken = []
+        steps = {
+            "could not begin": lambda: taken.append(1),
+            "could not map": lambda: step(meeting, transport),
+            "never": taken.clear,
+        }
+        return meeting.take(steps), taken, meeting.swap({"rank": transport.rank})
+
+    said = "rank 1 could not map: no memory" if last < 3 else None
+    kept = [1] if last < 3 else []
+    assert run_ranks(3, rank) == [(said, kept, [{"rank": 0}, {"rank": 1}, {"rank": 2}])] * 3
+
+
+def test_a_rank_with_fewer_exchanges():
+    def rank(transport):
+        meeting = Meeting(transport)
+
+        def step():
+            for _ in range(1 + (transport.rank != 2)):
+                meeting.gather(b"value")
+
+        return meeting.take({"could not map": step})
+
+    assert run_ranks(3, rank) == ["rank 0 could not map: rank 2 took part in fewer exchanges"] * 3
