@@ -37,6 +37,17 @@ def test_transformers_runs_from_the_root_of_the_repository():
     assert done.stdout.strip() == "(1, 4, 8)"
 
 
+def test_importing_it_imports_no_compiler_and_no_tensor_parallelism():
+    # each takes longer than all of ringattn
+    code = (
+        "import sys, torch; before = set(sys.modules); import ringattn;"
+        "print(sorted({'sympy', 'torch._dynamo', 'torch.distributed.tensor', 'transformers', 'triton'} & (set(sys.modules) - before)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
 def test_the_version_is_written_in_one_place():
     assert re.fullmatch(r"\d+\.\d+\.\d+", ringattn.__version__)
     pattern = re.compile(rf"(?<![\d.]){re.escape(ringattn.__version__)}(?![\d.])")

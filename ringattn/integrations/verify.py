@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import check
@@ -283,6 +282,8 @@ def _masked(model: Any, inputs: Mapping[str, Any], mask: Mask | None, seq_len: i
 
 
 def _check_unwrapped(model: nn.Module) -> None:
+    from torch.distributed.tensor import DTensor  # a second of imports
+
     if isinstance(model, DistributedDataParallel):
         raise ValueError("the model is wrapped in DistributedDataParallel: verify it before, or pass its .module")
     for name, parameter in model.named_parameters():
