@@ -41,6 +41,16 @@ def opaque(x):
 
 
 @gluon.jit
+def advance(index, phase, COUNT: gl.constexpr):
+    """The next of COUNT buffers in a ring, and the phase of its barrier."""
+    index += 1
+    if index == COUNT:
+        index = 0
+        phase ^= 1
+    return index, phase
+
+
+@gluon.jit
 def let_next_kernel_start():
     """Programs of a kernel launched with `launch_pdl` may take the places that this kernel's last programs leave empty."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -151,10 +161,7 @@ def produce_queries(
                 mbarrier.wait(empty.index(stage), phase ^ 1)
                 load_queries(q_descs, pivot_desc, q_s, pivot_s, q_full, stage, batch, head, start, statistics)
                 load_queries(dout_descs, delta_desc, dout_s, delta_s, dout_full, stage, batch, head, start, statistics)
-                stage += 1
-                if stage == STAGES:
-                    stage = 0
-                    phase ^= 1
+                stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -198,10 +205,7 @@ def consume_queries(
         p16 = gl.convert_layout(p.to(dtype), LEFT, assert_trivial=True)
         done = stage
         this_delta = delta_s.index(stage)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = advance(stage, phase, STAGES)
         dv_next = warpgroup_mma(p16, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         p16 = opaque(p16)
@@ -363,10 +367,7 @@ def produce_keys(
             mbarrier.expect(full, v_desc.block_type.nbytes)
             async_load(v_desc, [batch, start, kv_head, 0], full, v_s.index(v_stage))
             n += 1
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -410,10 +411,7 @@ def consume_keys(
         if (start < full_begin) | (start >= full_end):
             p = mask_scores(p, segments_ptr, segment, row0, start)
         done = stage
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = advance(stage, phase, STAGES)
         dp = warpgroup_mma_wait(0, deps=[dp])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
         ds = (p * (dp - gl.expand_dims(delta, 1))).to(dtype)

@@ -26,6 +26,7 @@ from .hopper_backward import (
     BLOCK,
     ROWS,
     Launch,
+    advance,
     allocate_queries,
     key_arguments,
     load_item,
@@ -203,10 +204,7 @@ def produce_and_add(
             seen = look(counter_ptr)
             load_queries(q_descs, pivot_desc, q_s, pivot_s, q_full, stage, batch, head, start, statistics)
             load_queries(dout_descs, delta_desc, dout_s, delta_s, dout_full, stage, batch, head, start, statistics)
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
+            stage, phase = advance(stage, phase, STAGES)
             member += 1
             if member == group:
                 member = 0
@@ -320,10 +318,7 @@ def consume_and_add(
                 p = mask_scores(p, segments_ptr, segment, row0, start)
             p16 = gl.convert_layout(p.to(dtype), LEFT, assert_trivial=True)
         done = stage
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = advance(stage, phase, STAGES)
         if WIDE:
             dv_next = start_each(p_left, some_rows(dout, 0, STEP // 2), dv)
             dv_next = start_each(p_right, some_rows(dout, STEP // 2, STEP // 2), dv_next)
@@ -360,10 +355,7 @@ def consume_and_add(
         this_row = head_row + start
         last_buffer = buffer
         last_turn = turn
-        buffer += 1
-        if buffer == BUFFERS:
-            buffer = 0
-            turn ^= 1
+        buffer, turn = advance(buffer, turn, BUFFERS)
         if ORDERED:
             member += 1
             if member == group:

@@ -19,6 +19,7 @@ from .gluon_words import barrier
 from .hopper_backward import (
     ROWS,
     Launch,
+    advance,
     allocate_queries,
     key_arguments,
     launch_both,
@@ -79,15 +80,9 @@ def consume_values(
         p_s.index(buffer).store(shared_p)
         barrier()
         mbarrier.arrive(p_full.index(buffer), count=1)
-        buffer += 1
-        if buffer == BUFFERS:
-            buffer = 0
-            turn ^= 1
+        buffer, turn = advance(buffer, turn, BUFFERS)
         done = stage
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = advance(stage, phase, STAGES)
         start += STEP
         if start >= end:
             segment += 1
@@ -135,15 +130,9 @@ def consume_scores(
         dk_next = warpgroup_mma(ds, tile(q_s[0], stage, STEP, HEAD_DIM), dk, is_async=True)
         barrier()
         mbarrier.arrive(p_empty.index(buffer), count=1)
-        buffer += 1
-        if buffer == BUFFERS:
-            buffer = 0
-            turn ^= 1
+        buffer, turn = advance(buffer, turn, BUFFERS)
         done = stage
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = advance(stage, phase, STAGES)
         mbarrier.wait(dout_full.index(stage), phase, pred=(n + 1) < steps)
         dp_next = warpgroup_mma(v, tile(dout_s[0], stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(1, deps=[dk_next])
