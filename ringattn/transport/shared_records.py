@@ -69,7 +69,7 @@ class SharedRecords:
                     elif patience is not None:
                         found = None
                     else:
-                        raise RuntimeError(f"rank {rank} has sent no record for {timeout}")
+                        raise RuntimeError(f"rank {rank} has not made this call for {timeout}: look where it stands")
         return None if found is None else [b"".join(parts) for parts in found]
 
     def _write(self, number: int, length: int, piece: bytes) -> None:
@@ -88,9 +88,14 @@ class SharedRecords:
                 piece = self._memory[begin + _HEADER.size : begin + _HEADER.size + min(size, _PIECE)]
                 if checksum == _checksum(found, total, piece):
                     if found > number:
-                        raise RuntimeError(f"rank {rank} has gone on without this rank, by {found - number} records")
+                        raise RuntimeError(
+                            f"rank {rank} has gone on without this rank, by {found - number} records: look at its errors"
+                        )
                     if total != length:
-                        raise RuntimeError(f"ranks are in different calls: rank {rank} has a record of {total} bytes, not {length}")
+                        raise RuntimeError(
+                            f"ranks are in different calls: rank {rank} has a record of {total} bytes, not {length}: make the same calls "
+                            "in the same order on all ranks"
+                        )
                     return piece
             looks += 1
             if looks > 50:
@@ -102,7 +107,7 @@ class SharedRecords:
             if now > alive_at + _ALIVE_EVERY:
                 alive_at = now
                 if not self._alive(rank):
-                    raise RuntimeError(f"rank {rank} has ended, and this rank waits for a record of it")
+                    raise RuntimeError(f"rank {rank} has ended, and this rank waits for it: look at the output of rank {rank}")
 
     def _lock(self, rank: int) -> None:
         """Lock a rank's byte. Raises OSError where another process holds it."""

@@ -2,6 +2,7 @@
 
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -74,7 +75,7 @@ def run_ahead(group):
             host.all_gather_control(b"x", 0.0)
     dist.barrier(group)
     if rank == 1:
-        with pytest.raises(RuntimeError, match="rank 0 has gone on without this rank, by 64 records"):
+        with pytest.raises(RuntimeError, match="rank 0 has gone on without this rank, by 64 records: look at its errors"):
             host.all_gather_control(b"x")
     return True
 
@@ -95,6 +96,13 @@ def other_call(group):
 
 def test_ranks_in_different_calls_are_told(gloo):
     assert gloo.run(2, other_call) == [True] * 2
+
+
+def test_a_rank_that_does_not_come_is_named():
+    file, key = shared_records.create(2)
+    shared_records.forget(key)
+    with pytest.raises(RuntimeError, match=r"rank 1 has not made this call for 0:00:00\.050000: look where it stands"):
+        shared_records.SharedRecords(file, 0, 2).all_gather(b"x", None, timedelta(seconds=0.05))
 
 
 def left_alone(group):
@@ -122,4 +130,6 @@ def left_alone(group):
 def test_nobody_waits_for_a_rank_that_has_ended(gloo):
     with pytest.raises(AssertionError) as caught:
         gloo.run(2, left_alone)
-    assert "rank 1 has ended, and this rank waits for a record of it | it took long enough: True" in str(caught.value)
+    assert "rank 1 has ended, and this rank waits for it: look at the output of rank 1 | it took long enough: True" in str(
+        caught.value
+    )
