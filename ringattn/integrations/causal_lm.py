@@ -123,7 +123,7 @@ class CausalLMLoss(nn.Module):
     Args:
         model: a causal model of transformers, attached or not, within PEFT's adapters or not. What it does to its logits is read from
             its config: a final softcap (Gemma 2), a logit scale (Cohere), a logit divisor (Granite). `ringattn.verify` compares with
-            the model's own logits.
+            the model's own logits. A head with further layers (BERT's) is refused.
         loss: `fused_token_loss` (the default) or `token_loss`.
 
     Calling it returns the cross-entropy summed over this rank's tokens: a scalar in fp32 (fp64 for fp64), for `mean_loss`.
@@ -136,6 +136,13 @@ class CausalLMLoss(nn.Module):
             raise ValueError(
                 f"{type(model).__name__} has no linear output embedding on a model without head: give a causal language model"
             )
+        used = {id(parameter) for part in (_without_head(model), output) for parameter in part.parameters()}
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in used:
+                raise ValueError(
+                    f"{type(model).__name__} has {name} beside its output embedding and the model without head, as BERT's heads "
+                    "have layers of their own, which this loss would leave out: make the loss from the logits"
+                )
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ValueError(
                 f"{type(model).__name__} puts learned tokens before each sequence, which this loss would leave out: use LoRA"

@@ -217,6 +217,16 @@ def test_the_summed_loss_is_that_of_the_models_own_logits(kind):
     torch.testing.assert_close(torch.autograd.grad(loss, parameters), torch.autograd.grad(whole, parameters), rtol=1e-4, atol=1e-6)
 
 
+def test_a_head_with_layers_of_its_own_is_refused():
+    """BERT's has a dense layer and a norm before the output embedding, which is all that the loss takes."""
+    sizes = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    model = transformers.BertLMHeadModel(transformers.BertConfig(**sizes, is_decoder=True))
+    with pytest.raises(
+        ValueError, match=r"BertLMHeadModel has cls\.predictions\.transform\.dense\.weight beside its output embedding"
+    ):
+        CausalLMLoss(model)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [True, False])
 def test_the_fused_kernel_gives_the_chunked_loss(autocast):
