@@ -85,8 +85,7 @@ def check_model(model: nn.Module) -> None:
         chunk = getattr(config, "attention_chunk_size", None)
         if chunk is not None:
             raise ValueError(
-                f"attention_chunk_size is {chunk}: chunked attention is not supported; "
-                "attach with mask=ringattn.documents(...) and a config without it"
+                f"attention_chunk_size is {chunk}, but attention in chunks is not supported: this model (Llama 4) cannot run on shards"
             )
         other = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
         if other:

@@ -160,6 +160,7 @@ def attach(
     register()
     attached: Ring | None = getattr(model, NAME, None)
     before = model.config._attn_implementation if attached is None else attached.before
+    before = None if before == NAME else before  # loaded with it, but never attached
     ring = Ring(layout, Live(mask), group, ranks.rank, frozenset(ignore), before)
     # a model with a head holds one without: whichever is called gets its positions
     for module in hf_options.models(model):
@@ -184,7 +185,8 @@ def detach(model: PreTrainedModel, attn_implementation: str | None = None) -> No
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)
     if attn_implementation is None:
-        attn_implementation = (None if attached is None else attached.before) or "sdpa"
+        before = model.config._attn_implementation if attached is None else attached.before
+        attn_implementation = "sdpa" if before in (None, NAME) else before
     model.set_attn_implementation(attn_implementation)
 
 
@@ -263,6 +265,10 @@ def _window(module: nn.Module, given: int | None, mask: LiveMask | None, is_caus
     """The module's window: what it says itself and what its kind of layer's mask says must be one."""
     masked = None if mask is None else mask.window
     window = masked if given is None else given
+    if window is not None and window < 1:
+        raise ValueError(
+            f"sliding_window is {window} in {type(module).__name__}, but a token sees itself at least: give 1 or more, or None"
+        )
     if window is not None and not is_causal:
         raise ValueError(
             f"sliding_window is {window} on a module that is not causal, where transformers gives it no one meaning: "
@@ -279,7 +285,8 @@ def _live_mask(*args: Any, local_size: int | None = None, **options: Any) -> Liv
     call = _call.get()
     if call is None:
         return LiveMask(None, local_size, is_causal)
-    if is_causal is not None and (is_causal or local_size is None):
+    # a model whose layers have no window may ask for the mask of one all the same (Qwen2-MoE: of 0)
+    if is_causal is not None and (local_size is None or (is_causal and local_size > 0)):
         call.live.mask_for(is_causal, local_size)  # compiled layers find it made
     return LiveMask(call.live, local_size, is_causal)
 
@@ -291,6 +298,11 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
     within = call is not None and call.model is not model  # a model that has done the rest
     given = None
     try:
+        if model.config._attn_implementation != NAME:
+            raise ValueError(
+                f"{type(model).__name__} is attached, but its attention was set to {model.config._attn_implementation!r} since, which "
+                "would attend within the shard: attach it again, or detach it"
+            )
         tokens = hf_options.check_inputs(model, args, kwargs, ring.layout, ring.rank)
         if not within:
             given, kwargs = hf_options.take_documents(kwargs)

@@ -22,6 +22,8 @@ TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_laye
 SIZES = dict(**TINY, num_key_value_heads=2, use_cache=False, bos_token_id=None, eos_token_id=None, pad_token_id=None)
 WINDOW = 7
 BERT = dict(**TINY, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
+# from 5.0 on, the attention of encoders and of Qwen2-MoE goes through transformers' interface
+SINCE_5 = getattr(transformers.BertModel, "_supports_attention_backend", False)
 ALTERNATING = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 
 
@@ -67,8 +69,6 @@ MODELS = {
         moe_intermediate_size=16,
         first_k_dense_replace=1,
     ),
-    # sees in both directions
-    "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**BERT)),
     # tells its attention that it is not causal whenever it has a mask
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
@@ -85,6 +85,13 @@ MODELS = {
         )
     ),
 }
+if SINCE_5:
+    # sees in both directions
+    MODELS["bert"] = lambda: transformers.BertForMaskedLM(transformers.BertConfig(**BERT))
+    # asks for the mask of a window of 0, which no layer has
+    MODELS["qwen2-moe"] = lambda: make(
+        "Qwen2Moe", moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4, num_experts_per_tok=2
+    )
 LAYOUTS = {"zigzag": ra.zigzag, "contiguous": ra.contiguous, "striped": ra.striped}
 DOCUMENTS = (11, 1, 17, 8)
 BOUNDS = [0, 11, 12, 29, 37]
@@ -202,9 +209,9 @@ def test_alone_a_model_is_the_dense_one(name):
         ("gemma3", 3, "contiguous"),
         ("gpt-oss", 4, "zigzag"),
         ("phi", 2, "striped"),
-        ("bert", 3, "contiguous"),
         ("deepseek-v3", 2, "zigzag"),
-    ],
+    ]
+    + [("bert", 3, "contiguous")] * SINCE_5,
     ids=lambda value: str(value),
 )
 def test_on_a_ring_a_model_is_the_dense_one(gloo, name, world_size, kind):
@@ -384,6 +391,33 @@ def test_another_layout_replaces_the_first_and_detach_undoes_it():
     assert torch.equal(model(input_ids=sequence(9)).logits, before)
 
 
+def test_a_model_loaded_with_the_rings_attention_is_detached_to_torchs():
+    register()
+    model = build("llama")
+    before = model(input_ids=sequence(9)).logits
+    model.set_attn_implementation(NAME)
+    attach(model, layout=ra.zigzag(9, 1))
+    detach(model)
+    assert torch.equal(model(input_ids=sequence(9)).logits, before)
+
+
+def test_detaching_what_is_not_attached_changes_nothing():
+    model = build("llama")
+    model.set_attn_implementation("eager")
+    detach(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_an_attached_model_whose_attention_is_set_anew_is_refused():
+    model = build("llama")
+    attach(model, layout=ra.zigzag(9, 1))
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="LlamaForCausalLM is attached, but its attention was set to 'sdpa' since"):
+        model(input_ids=sequence(9))
+    attach(model, layout=ra.zigzag(9, 1))
+    model(input_ids=sequence(9))
+
+
 class Adapted(nn.Module):
     """As PEFT wraps a model whose layers have adapters in them: what is not its own is the model's."""
 
@@ -523,6 +557,11 @@ def test_a_window_that_only_the_mask_knows_is_honoured():
     assert not torch.equal(by_mask, ring_attention_forward(module, q, k, k, None)[0])
 
 
+def test_a_window_that_hides_a_token_from_itself_is_refused():
+    with pytest.raises(ValueError, match="sliding_window is 0 in LlamaAttention, but a token sees itself at least"):
+        attend_with(attached_module(), attention_mask=LiveMask(None, 0, True))
+
+
 @pytest.mark.parametrize("mask", [None, LiveMask(None, 3, False)], ids=["module", "mask too"])
 def test_a_window_on_a_module_that_is_not_causal_is_refused(mask):
     with pytest.raises(ValueError, match="sliding_window is 4 on a module that is not causal"):
@@ -645,15 +684,30 @@ def test_layers_that_mix_tokens_otherwise_are_refused():
 @pytest.mark.parametrize(
     ("make_model", "message"),
     [
-        (lambda: transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES)), "answers from one token"),
-        (lambda: transformers.BertModel(transformers.BertConfig(**BERT)), "pooler looks at one token of the sequence"),
-        (lambda: transformers.RobertaForCausalLM(transformers.RobertaConfig(**BERT, is_decoder=True)), "start after padding_idx 1"),
-        (
+        pytest.param(
+            lambda: transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES)),
+            "answers from one token",
+            id="last token",
+        )
+    ]
+    + [
+        pytest.param(
+            lambda: transformers.BertModel(transformers.BertConfig(**BERT)),
+            "pooler looks at one token of the sequence",
+            id="first token",
+        ),
+        pytest.param(
+            lambda: transformers.RobertaForCausalLM(transformers.RobertaConfig(**BERT, is_decoder=True)),
+            "start after padding_idx 1",
+            id="offset positions",
+        ),
+        pytest.param(
             lambda: transformers.MobileBertForMaskedLM(transformers.MobileBertConfig(**BERT, embedding_size=24)),
             "trigram_input is True",
+            id="neighbours",
         ),
-    ],
-    ids=["last token", "first token", "offset positions", "neighbours"],
+    ]
+    * SINCE_5,
 )
 def test_models_to_which_a_shard_is_another_sequence_are_refused(make_model, message):
     with pytest.raises(ValueError, match=message):
@@ -677,14 +731,15 @@ def test_the_loss_of_any_causal_head_is_guarded():
 
 def test_losses_of_other_heads_are_refused_among_ranks():
     layout, inputs = ra.zigzag(12, 2), dict(input_ids=sequence(6))
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**BERT))
     for name in ("labels", "start_positions"):
         with pytest.raises(ValueError, match=f"{name} is given to BertForMaskedLM, whose loss would be of this rank's tokens"):
-            check_inputs(build("bert"), (), {**inputs, name: sequence(6)}, layout, 0)
+            check_inputs(model, (), {**inputs, name: sequence(6)}, layout, 0)
 
 
 def test_layers_that_each_rank_would_skip_by_itself_are_refused():
-    sizes = dict(SIZES, word_embed_proj_dim=32, ffn_dim=48, dropout=0.0, pad_token_id=1)
-    model = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, layerdrop=0.5))
+    model = build("llama")
+    model.config.layerdrop = 0.5
     attach(model, layout=ra.zigzag(6, 1))
     with pytest.raises(ValueError, match=r"layerdrop is 0\.5, by which ranks would skip different layers"):
         model.train()(input_ids=sequence(6))
