@@ -35,8 +35,8 @@ class Stats:
     def lse(self) -> torch.Tensor:
         """log of the sum of exp(score): (b, h, s); -inf for a row with nothing live."""
         # a row with row_sum = 0 has lse = -inf from row_max; log(1) keeps its gradient finite
-        alive = self.row_sum > 0
-        return self.row_max + torch.where(alive, self.row_sum, 1).log()
+        empty = self.row_sum == 0
+        return self.row_max + torch.where(empty, 1, self.row_sum).log()
 
 
 @dataclass(frozen=True)

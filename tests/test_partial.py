@@ -166,6 +166,10 @@ def test_finish():
     assert torch.equal(stats.lse, part.row_max + part.row_sum.log())
 
 
+def test_lse_of_a_row_whose_sum_is_no_number_is_none():
+    assert ra.Stats(torch.tensor([0.5]), torch.tensor([math.nan])).lse.isnan().all()
+
+
 def test_lse_of_an_empty_row_is_minus_infinity_with_a_finite_gradient():
     row_sum = torch.tensor([0.0, 2.0], dtype=torch.float64, requires_grad=True)
     lse = ra.Stats(torch.tensor([-math.inf, 1.0], dtype=torch.float64), row_sum).lse

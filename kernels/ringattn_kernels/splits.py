@@ -64,6 +64,8 @@ def key_splits(
 
 
 def _splits(table: TileTable, axis: str, block: int, step: int, heads: int, walks: int, device, most: int | None) -> Splits:
+    if most is not None and most < 1:
+        raise ValueError(f"splits is {most}, but must be at least 1, or None for what suits the table")
     processors = multiprocessors(device)
 
     def build() -> Splits:

@@ -44,6 +44,12 @@ def test_a_program_that_goes_through_its_steps_for_several_heads_has_as_many_tim
     assert splits.best(np.full(1, 2), 1, H200, walks=64) == 2
 
 
+def test_less_than_one_split_is_refused():
+    table = TileTable(np.array(dense.full(100, 100)), 100, 100)
+    with pytest.raises(ValueError, match="splits is 0, but must be at least 1"):
+        splits.query_splits(table, 64, 64, 1, CPU, 0)
+
+
 def test_nothing_to_split():
     assert splits.best(np.array([], dtype=int), 8, H200) == splits.best(np.zeros(4, int), 8, H200) == 1
 
