@@ -25,7 +25,7 @@ MAX_TOKENS = 1 << 30  # twice the square of it is still an int64
 def predict(machine: Machine, work: Work, gpus: int, gpus_per_node: int, option: Option) -> Prediction:
     """One option on so many GPUs; those of a node are next to each other. Raises ValueError if work or option do not fit them."""
     check_work(work, gpus, gpus_per_node)
-    u = option.heads_axis
+    u, gpus_per_node = option.heads_axis, min(gpus, gpus_per_node)
     if gpus % u or work.heads % u:
         raise ValueError(f"the heads axis is {u}, but must divide the {gpus} GPUs and the {work.heads} heads")
     if gpus_per_node % u and u % gpus_per_node:
@@ -45,11 +45,14 @@ def predict(machine: Machine, work: Work, gpus: int, gpus_per_node: int, option:
 
 
 def options(work: Work, gpus: int, gpus_per_node: int, *, nccl: bool = False) -> list[Option]:
-    """The ways worth comparing; with `nccl`, without copy engines."""
-    axes = [u for u in (2, 4, 8, 16, 32, 64) if u <= gpus_per_node or u == gpus]
+    """The ways worth comparing; with `nccl`, without copy engines. Heads axes lie within nodes, or hold all GPUs."""
+    gpus_per_node = min(gpus, gpus_per_node)
+    axes = [u for u in range(1, gpus_per_node + 1) if gpus_per_node % u == 0]
+    if gpus > gpus_per_node:
+        axes.append(gpus)
     found = []
-    for u in [1, *axes]:
-        if gpus % u or work.heads % u or (gpus_per_node % u and u % gpus_per_node):
+    for u in axes:
+        if work.heads % u:
             continue
         ranks, per_node = gpus // u, max(1, gpus_per_node // u)
         found.append(Option(ring(), u, nccl))

@@ -216,13 +216,21 @@ def test_recommended_is_the_fastest_that_fits():
 
 
 def test_options_fit_their_world():
-    for gpus, per_node, heads in ((8, 8, 32), (64, 8, 32), (6, 3, 6), (1, 8, 4), (24, 8, 5), (4, 1, 8), (16, 4, 2)):
+    for gpus, per_node, heads in (
+        *((8, 8, 32), (64, 8, 32), (6, 3, 6), (1, 8, 4), (24, 8, 5), (4, 1, 8), (16, 4, 2)),
+        *((6, 8, 24), (12, 6, 24), (24, 8, 24), (5, 8, 30)),
+    ):
         found = options(replace(CAUSAL, heads=heads, kv_heads=1), gpus, per_node)
         assert len(set(map(str, found))) == len(found)
         assert any(isinstance(o.schedule, type(ra.double_ring(2))) for o in found) == (1 < per_node < gpus)
         for option in found:
             assert predict(H200, replace(CAUSAL, tokens=2048, heads=heads, kv_heads=1), gpus, per_node, option).total > 0
+
+
+def test_heads_axes_share_a_node_or_hold_all():
     assert {o.heads_axis for o in options(CAUSAL, 64, 8)} == {1, 2, 4, 8}
+    for gpus, per_node, axes in ((6, 8, {1, 2, 3, 6}), (12, 6, {1, 2, 3, 6, 12}), (24, 8, {1, 2, 4, 8, 24}), (5, 8, {1})):
+        assert {o.heads_axis for o in options(replace(CAUSAL, heads=24, kv_heads=8), gpus, per_node)} == axes
 
 
 def test_held_bytes():
