@@ -1,9 +1,10 @@
 """Ranks that open something together: what each hears when one fails, and torch's exchanges in groups that overlap."""
 
 import pytest
-from torch.distributed import PrefixStore
+from torch._C._distributed_c10d import _resolve_process_group
 
 from ringattn.transport import run_ranks
+from ringattn.transport.cuda_memory import as_group
 from ringattn.transport.meeting import Meeting, MeetingStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -20,9 +21,11 @@ def test_names_of_exchanges_do_not_count():
     """They differ between ranks of which some were in other groups before."""
 
     def rank(transport):
-        under = MeetingStore(Meeting(transport))
-        store = PrefixStore("group", under)
-        return [exchange(store, transport.rank, transport.size, number + 7 * transport.rank) for number in range(3)]
+        with as_group(Meeting(transport), transport.rank, transport.size) as name:
+            group = _resolve_process_group(name)
+            assert (group.rank(), group.size()) == (transport.rank, transport.size)
+            store = group.get_group_store()
+            return [exchange(store, transport.rank, transport.size, number + 7 * transport.rank) for number in range(3)]
 
     assert run_ranks(3, rank) == [[[b"\0", b"\1", b"\2"]] * 3] * 3
 

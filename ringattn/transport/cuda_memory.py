@@ -9,11 +9,12 @@ Sources: CUDA driver API, "Stream Memory Operations" and cuMemcpyBatchAsync.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -21,7 +22,7 @@ from .meeting import Meeting, MeetingStore
 from .staged import Count, Mark, Memory, Piece, Queue
 
 _LINE = 128  # bytes between two counts
-_NAMES = itertools.count()  # of what torch takes for groups, of this process alone
+_NUMBERS = itertools.count()
 
 
 class _StreamOperation(ctypes.Structure):
@@ -121,6 +122,22 @@ def load_driver() -> Driver | None:
         return None
 
 
+@contextlib.contextmanager
+def as_group(meeting: Meeting, rank: int, size: int) -> Iterator[str]:
+    """The name of what torch takes for a group with a store, so that ranks that meet can have a rendezvous."""
+    from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory, _unregister_process_group
+
+    name, store = f"ringattn meeting {next(_NUMBERS)}", MeetingStore(meeting)  # in this process alone
+    group = ProcessGroup(store, rank, size)
+    # versions of torch differ in where they look
+    _SymmetricMemory.set_group_info(name, rank, size, store)
+    _register_process_group(name, group)  # pyright: ignore[reportArgumentType]
+    try:
+        yield name
+    finally:
+        _unregister_process_group(name)  # pyright: ignore[reportArgumentType]
+
+
 class CudaMemory(Memory):
     """A rank's arena on its GPU, of which the others know once all ranks have called `meet`."""
 
@@ -147,9 +164,8 @@ class CudaMemory(Memory):
         """Map the other ranks' arenas."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
-        name, store = f"ringattn-{next(_NAMES)}", MeetingStore(meeting)  # torch keeps no more than its base
-        _SymmetricMemory.set_group_info(name, self.rank, self.size, store)
-        handle = _SymmetricMemory.rendezvous(self._arena, name)
+        with as_group(meeting, self.rank, self.size) as name:
+            handle = _SymmetricMemory.rendezvous(self._arena, name)
         assert not getattr(handle, "multicast_ptr", 0)
         self._handle = handle  # they stay mapped as long as it lives
         shape = self._arena.shape
