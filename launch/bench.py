@@ -2,7 +2,7 @@
 
     curves    loss curves of the same training around a ring, on one rank, and with dense attention
     kernels   forward and backward of one GPU beside PyTorch's, in the same run
-    overhead  what a call costs the host beside kernels and transfers
+    overhead  what a call costs the host, beside kernels and transfers or with them
     ring      ring attention on all GPUs of a host, beside one GPU's kernels and Ulysses, in the same run
     steady    whether memory stays flat over many steps, and no host waits for its GPU
     sweep     block sizes, warps and stages of the kernels, to fill `ringattn_kernels/config.py`

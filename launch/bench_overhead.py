@@ -2,6 +2,9 @@
 
 The rank runs alone: a transport that moves nothing stands in for the others, and the kernels are left out. So what is timed is
 the library's own Python and torch's dispatch of its small operations, microseconds a call, forward and backward with autograd.
+
+With `--real` all ranks run, one a GPU, and nothing is left out: what is timed is how long the host takes to queue a call, launches,
+transfers and the swap of records included, while its GPU is behind. Times are medians, of the rank where they are longest.
 """
 
 from __future__ import annotations
@@ -11,13 +14,19 @@ import cProfile
 import pstats
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from bench_ring import launch, make_case, slowest
+from ring_methods import Method, Ranks, make_method
 
 import ringattn as ra
 from ringattn import local
 from ringattn.transport import Handle, Peer, Transport
+
+_BUSY = 40_000_000  # clock cycles, about twenty milliseconds
 
 SCHEDULES: dict[str, Callable[[int], ra.Schedule]] = {
     "ring": lambda ranks: ra.ring(),
@@ -33,6 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=40, help="rounds, of which the fastest counts (default 40)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--profile", action="store_true", help="also print where the time goes")
+    parser.add_argument("--real", action="store_true", help="on all GPUs, with kernels and transfers")
+    parser.add_argument("--methods", nargs="+", help="for --real, schedules as bench.py ring names them (default: four)")
+    parser.add_argument("--tokens", type=int, default=16384, help="for --real, total tokens (default: %(default)s)")
+    parser.set_defaults(mask="causal", heads=32, kv_heads=8, head_dim=128, world_size=None)
 
 
 class _Sent(Handle):
@@ -55,6 +68,9 @@ class Silent(Transport):
 
 
 def main(arguments: argparse.Namespace) -> None:
+    if arguments.real:
+        launch(run_rank, arguments)
+        return
     torch.set_num_threads(1)
     print(
         f"{'ranks':>5} {'schedule':>12}  {'forward':>8} {'backward':>8}   microseconds a call on the host, without kernels and transfers"
@@ -89,9 +105,7 @@ def measure(world_size: int, schedule: ra.Schedule, arguments: argparse.Namespac
     ):
         rounds = [_round(call, leaves, dout, arguments.calls) for _ in range(arguments.rounds)]
         if arguments.profile:
-            profile = cProfile.Profile()
-            profile.runcall(_round, call, leaves, dout, arguments.calls)
-            pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+            _profile(_round, call, leaves, dout, arguments.calls)
     forward, backward = map(min, zip(*rounds))
     return forward, backward
 
@@ -106,3 +120,51 @@ def _round(call: Callable[[], torch.Tensor], leaves: list[torch.Tensor], dout: t
     marks.append(time.process_time())
     forward, backward = ((b - a) / calls * 1e6 for a, b in zip(marks, marks[1:]))
     return forward, backward
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    """One rank of `--real`."""
+    on_gpu = arguments.device == "cuda"
+    ranks = Ranks(dist.get_world_size(), arguments.device)
+    case = make_case(arguments.tokens, ranks, arguments)
+    names = arguments.methods or [name + "+symmetric" * on_gpu for name in ("ring", "waves-1", "gather", "default")]
+    first = dist.get_rank() == 0
+    if first:
+        what = f"microseconds a call on the host, {case.tokens} tokens on {ranks.size} ranks"
+        print(f"{'method':>20}  {'forward':>8} {'backward':>8}   {what}")
+    for name in names:
+        method = make_method(name, case)
+        calls_of(method, case.device)  # compiles
+        times = [pair for _ in range(arguments.rounds) for pair in calls_of(method, case.device)]
+        forward, backward = slowest([1e6 * median(column) for column in zip(*times)], case.device)
+        if first:
+            print(f"{name:>20}  {forward:>8.0f} {backward:>8.0f}", flush=True)
+        if arguments.profile:
+            (_profile if first else lambda function, *options: function(*options))(calls_of, method, case.device, arguments.calls)
+
+
+def calls_of(method: Method, device: str, calls: int = 4) -> list[tuple[float, float]]:
+    """Seconds of the host in forward and in backward, in each of some calls one after another.
+
+    Hosts begin each pass together, or the first to be through with a backward would wait for the others in its next forward.
+    """
+    assert method.transport is not None
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda._sleep(_BUSY)
+    times = []
+    for _ in range(calls):
+        seconds = []
+        for step in (method.forward, method.backward):
+            method.transport.all_gather_control(b"begin")
+            began = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - began)
+        times.append((seconds[0], seconds[1]))
+    return times
+
+
+def _profile(function: Callable, *options: object) -> None:
+    profile = cProfile.Profile()
+    profile.runcall(function, *options)
+    pstats.Stats(profile).sort_stats("tottime").print_stats(25)
