@@ -16,9 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
+from ringattn import zigzag
 from ringattn.integrations.causal_lm import CausalLMLoss, fused_token_loss, token_loss
+from ringattn.integrations.huggingface import attach
 from ringattn.integrations.tiled import tile_mlps
 
 
@@ -27,7 +29,8 @@ def make_config(settings: Settings, vocab: int) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(settings.model)
         if config.get_text_config().vocab_size < vocab:
             raise ValueError(
-                f"the document's tokens go to {vocab}, but {settings.model} has a vocabulary of {config.vocab_size}: use its tokenizer"
+                f"the document's tokens go to {vocab}, but {settings.model} has a vocabulary of "
+                f"{config.get_text_config().vocab_size}: use its tokenizer"
             )
         config.use_cache = False
         return config
@@ -45,6 +48,17 @@ def make_config(settings: Settings, vocab: int) -> PretrainedConfig:
         bos_token_id=None,
         eos_token_id=None,
     )
+
+
+def check_model(settings: Any) -> None:
+    """Raise ValueError or OSError if `--model` cannot be trained on a ring: tried without memory for its weights."""
+    config = make_config(settings, vocab=0)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{type(config).__name__} belongs to no causal language model")
+    with parameters_on_meta():
+        model = CausalLMLoss(AutoModelForCausalLM.from_config(config)).model
+    if settings.attention == "ringattn":
+        attach(model, layout=zigzag(2, 1))
 
 
 def build_model(settings: Settings, device: torch.device, vocab: int = 0) -> CausalLMLoss:

@@ -126,7 +126,7 @@ def parse(argv: list[str] | None = None, description: str | None = None) -> Sett
         help="first a pass of N tokens without a step, so that no step has to compile",
     )
     add("--save-every", type=int, default=0, metavar="N", help="a checkpoint every N steps (default: at the end, without --shape)")
-    add("--vocab", type=int, default=8192, help="size of the byte-level BPE (default: %(default)s)")
+    add("--vocab", type=int, help="size of the byte-level BPE (default: 8192)")
     add("--hidden", type=int, help="width of the tiny model (default: 128 on a CPU, 1024 on GPUs)")
     add("--layers", type=int, help="its layers (default: 4 on a CPU, 12 on GPUs)")
     add("--heads", type=int, help="its query heads (default: 4 on a CPU, 8 on GPUs)")
@@ -155,6 +155,15 @@ def _fill(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         if args.ranks is not None:
             parser.error("--ranks is given, but torchrun has started the ranks: leave it out")
         args.ranks = int(os.environ["WORLD_SIZE"])
+    sizes = [name for name in ("hidden", "layers", "heads", "kv_heads") if getattr(args, name) is not None]
+    sizes += ["vocab"] if args.shape and args.vocab is not None else []
+    if sizes and (args.shape or args.model != "tiny"):
+        parser.error(
+            f"--{sizes[0].replace('_', '-')} is {getattr(args, sizes[0])}, but "
+            + (f"--shape {args.shape}" if args.shape else f"--model {args.model}")
+            + " has a size of its own: leave it out"
+        )
+    args.vocab = 8192 if args.vocab is None else args.vocab
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -189,6 +198,12 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: {args.ranks} ranks need {2 * args.ranks} or more")
     if not args.clip > 0:
         parser.error(f"--clip is {args.clip}, but must be above 0, where every gradient would become 0: give inf for no clipping")
+    if args.lr == float("inf"):
+        parser.error("--lr is inf, by which the weights would be no numbers")
+    if not 0 <= args.seed < 1 << 40:
+        parser.error(f"--seed is {args.seed}, but must be from 0 to 2^40 - 1")
+    if args.prompt is not None and not args.generate:
+        parser.error(f"--prompt is {args.prompt!r}, but no tokens are written: give --generate, or leave it out")
     if args.peak is not None and not args.peak > 0:
         parser.error(f"--peak is {args.peak}, but must be above 0: FLOP/s a rank")
     if args.verify and args.shape is not None:
@@ -229,7 +244,8 @@ def _check_files(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
         if not Path(args.text).is_file():
             parser.error(f"--text is {args.text}, which is not a file")
         try:
-            Path(args.text).read_text(encoding="utf-8")
+            if not Path(args.text).read_text(encoding="utf-8"):
+                parser.error(f"--text is {args.text}, which is empty")
         except UnicodeDecodeError as error:
             parser.error(f"--text is {args.text}, which is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}")
     if args.model != "tiny" and not Path(args.model).exists():
@@ -239,6 +255,13 @@ def _check_files(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
             f"--model is {args.model}, whose weights know the tokens of a tokenizer.json that is not there: save it with "
             "AutoTokenizer's save_pretrained, or give config.json alone for random weights"
         )
+    if args.model != "tiny":
+        from finetune_model import check_model
+
+        try:
+            check_model(args)
+        except (ValueError, OSError) as error:
+            parser.error(f"--model is {args.model}, which cannot be trained: {error}")
     if args.resume is not None:
         from finetune_checkpoint import check_resumable
 

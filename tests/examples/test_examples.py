@@ -16,10 +16,8 @@ import transformers
 
 from tests.examples.programs import EXAMPLES, TORCHRUN, figures, needs_deepspeed, start, succeed
 
-TOY = [
-    *("--device", "cpu", "--vocab", "300", "--hidden", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1"),
-    *("--tokens", "61", "--steps", "4", "--warmup", "1", "--generate", "3"),
-]
+SHORT = ["--device", "cpu", "--vocab", "300", "--tokens", "61", "--steps", "4", "--warmup", "1", "--generate", "3"]
+TOY = [*SHORT, "--hidden", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1"]
 
 
 @pytest.fixture(scope="session")
@@ -243,7 +241,7 @@ def test_a_models_folder_is_trained_with_its_weights(program, text, tmp_path):
         out = tmp_path / str(number)
         succeed(
             EXAMPLES / "finetune_long_document.py",
-            *TOY,
+            *SHORT,
             "--text",
             text,
             "--out",
@@ -386,10 +384,12 @@ def test_a_resumed_runs_log_goes_on_after_its_checkpoint(program, tmp_path):
 
 def test_text_that_is_not_utf8_and_foreign_checkpoints_are_named_before_ranks_start(program, capsys, tmp_path):
     (tmp_path / "text.txt").write_bytes(b"caf\xe9 " * 100)
+    (tmp_path / "empty.txt").touch()
     (tmp_path / "tokenizer.json").touch()
     (tmp_path / "state.json").write_text('{"settings": {"nothing": 1}, "step": 1, "ranks": 2}')
     for option, path, message in (
         ("--text", tmp_path / "text.txt", "which is not UTF-8: byte 3 is 0xe9"),
+        ("--text", tmp_path / "empty.txt", "which is empty"),
         ("--resume", tmp_path, "whose state.json was not written by this program"),
     ):
         with pytest.raises(SystemExit):
@@ -467,6 +467,12 @@ def test_learning_rate_warms_up_and_decays(program):
         (["--wrapper", "fsdp2", "--zero", "3"], "--zero is 3 and --wrapper fsdp2"),
         (["--wrapper", "deepspeed", "--zero", "4"], "invalid choice: 4"),
         (["--layout", "spiral"], "invalid choice: 'spiral'"),
+        (["--shape", "1b", "--hidden", "64"], "--hidden is 64, but --shape 1b has a size of its own"),
+        (["--shape", "1b", "--vocab", "300"], "--vocab is 300, but --shape 1b has a size of its own"),
+        (["--model", str(EXAMPLES), "--kv-heads", "2"], f"--kv-heads is 2, but --model {EXAMPLES} has a size of its own"),
+        (["--lr", "inf"], "--lr is inf"),
+        (["--seed", str(1 << 40)], "--seed is 1099511627776, but must be from 0 to"),
+        (["--prompt", "Once", "--generate", "0"], "--prompt is 'Once', but no tokens are written"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -495,6 +501,28 @@ def test_what_deepspeed_cannot_do_is_named_before_ranks_start(program, capsys, m
         program.parse(["--device", "cpu", "--wrapper", "deepspeed", *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "not a valid JSON file"),
+        ('{"model_type": "t5"}', "T5Config belongs to no causal language model"),
+        (
+            '{"model_type": "falcon", "num_hidden_layers": 1}',
+            "FalconForCausalLM does not take its attention from AttentionInterface",
+        ),
+    ],
+    ids=["no JSON", "no causal model", "attention of its own"],
+)
+def test_models_that_cannot_be_trained_are_named_before_ranks_start(program, capsys, tmp_path, config, message):
+    path = tmp_path / "config.json"
+    path.write_text(config)
+    with pytest.raises(SystemExit):
+        program.parse(["--device", "cpu", "--model", str(path)])
+    said = capsys.readouterr().err
+    assert f"--model is {path}, which cannot be trained" in said
+    assert message in said
 
 
 def test_a_checkpoint_of_another_run_is_refused(program, capsys, run, tmp_path):
