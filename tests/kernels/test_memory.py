@@ -1,0 +1,127 @@
+"""Every kernel in each of its forms, once on small shapes, for a GPU with compute-sanitizer to look at.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes application-only \\
+        python -m pytest -m gpu tests/kernels/test_memory.py
+
+Without torch's cache every tensor is an allocation of its own, so that an access past its end is one. Without the sanitizer the tests show
+that kernels read nothing that is not there: memory holds NaN until it is written, and results are finite.
+"""
+
+import importlib
+import itertools
+import pkgutil
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import triton
+
+import ringattn_kernels as rk
+from ringattn_kernels import hopper
+from ringattn_kernels.dispatch import Kernels
+from tests.kernels import fuzz
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# full steps, and edges of either side; the last rows of both are in no whole block, some rows of both in no tile
+Q_ROWS, K_ROWS = 301, 499
+TILES = np.array([(0, 140, 0, 499, -499, 140), (140, 261, 0, 311, -30, 250), (270, 301, 320, 499, -200, -40)])
+
+
+@dataclass(frozen=True)
+class Form:
+    """What chooses kernels; `kernels` are the backward's, and the forward is plain where they are."""
+
+    d: int
+    dv: int
+    kernels: Kernels | None = None
+    dtype: torch.dtype = BF16
+    sign: int = 1
+
+    def __str__(self) -> str:
+        kernels = "chosen" if self.kernels is None else self.kernels.name
+        return f"{kernels}-{self.d}-{self.dv}-{str(self.dtype).removeprefix('torch.')}" + ("-negative" if self.sign < 0 else "")
+
+
+PLAIN = [
+    *(Form(d, dv, Kernels.PLAIN) for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256), (96, 40))),
+    Form(128, 128, Kernels.PLAIN, FP16),
+    *(Form(d, dv, Kernels.PLAIN, FP32) for d, dv in ((64, 64), (24, 40))),
+    Form(64, 64, Kernels.PLAIN, sign=-1),
+]
+BACKWARDS = {
+    Kernels.HOPPER: hopper.backward.HEAD_DIMS,
+    Kernels.HOPPER_ORDERED: hopper.fused.ORDERED_HEAD_DIMS,
+    Kernels.HOPPER_FUSED: hopper.fused.HEAD_DIMS,
+}
+HOPPER = [Form(d, dv, kernels) for kernels, dims in BACKWARDS.items() for d, dv in dims]
+# forwards of further head dims and another type
+HOPPER += [Form(96, 40), Form(160, 192), Form(128, 128, dtype=FP16)]
+
+
+def run(form: Form, launches: int, splits: int, sums: bool, device: str) -> list[torch.Tensor]:
+    """Forward and backward, in so many launches of so many splits; dq as `QuerySums` or as a tensor."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tensor(rows: int, heads: int, dim: int) -> torch.Tensor:
+        """(2, rows, heads, dim), heads first in memory."""
+        return torch.randn(heads, 2, rows, dim, generator=generator).to(device, form.dtype).permute(1, 2, 0, 3)
+
+    q, k, v, dout = (tensor(Q_ROWS, 4, form.d), *(tensor(K_ROWS, 2, dim) for dim in (form.d, form.dv)), tensor(Q_ROWS, 4, form.dv))
+    tables = [rk.TileTable(TILES[n::launches], Q_ROWS, K_ROWS) for n in range(launches)]
+    softmax_scale = form.sign * form.d**-0.5
+    with fuzz.memory_of_nan():
+        state = None
+        for n, table in enumerate(tables):
+            options = dict(final=n == launches - 1, kernels=form.kernels if form in PLAIN else None, splits=splits)
+            state = rk.forward(q, k, v, table, softmax_scale=softmax_scale, state=state, **options)
+        out, row_max, row_sum = state
+        inputs = (q, k, v, dout, row_max, row_sum, rk.delta(out, dout))
+        dtype = form.dtype if launches == 1 else FP32
+        dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x in (q, k, v))
+        if sums:
+            dq = rk.QuerySums(q, softmax_scale)
+        # the other two split no block
+        splits = splits if form.kernels in (None, Kernels.PLAIN, Kernels.HOPPER_FUSED) else 1
+        for n, table in enumerate(tables):
+            options = dict(dq=dq, dk=dk, dv=dv, add=n > 0, kernels=form.kernels, deterministic=False, splits=splits)
+            rk.backward(*inputs, table, softmax_scale=softmax_scale, **options)
+        return [out, row_sum, dq.finish(form.dtype) if sums else dq, dk, dv]
+
+
+def run_all(form: Form, device: str) -> list[torch.Tensor]:
+    """One launch, which writes what it is the only one to know, and three, which add; blocks whole and split."""
+    ways = itertools.product((1, 3), (1, 3), (False, True))
+    return [x for launches, splits, sums in ways for x in run(form, launches, splits, sums, device)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("form", PLAIN, ids=str)
+def test_plain_kernels_leave_nothing_unwritten(form):
+    assert all(x.isfinite().all() for x in run_all(form, "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
+@pytest.mark.parametrize("form", HOPPER, ids=str)
+def test_kernels_for_hopper_leave_nothing_unwritten(form):
+    assert all(x.isfinite().all() for x in run_all(form, "cuda"))
+
+
+def test_the_forms_launch_every_kernel_there_is(monkeypatch):
+    launched = set()
+
+    def launch(self, *args, grid, warmup, **kwargs):
+        launched.add(self.fn.__name__)
+
+    monkeypatch.setattr(triton.JITFunction, "run", launch)
+    monkeypatch.setattr(hopper.forward, "work_counter", lambda device: None)
+    for module in ("forward", "backward", "dispatch"):
+        monkeypatch.setattr(sys.modules[f"ringattn_kernels.{module}"], "architecture", lambda device: "sm_90")
+    for form in PLAIN + HOPPER:
+        run(form, launches=3, splits=3, sums=True, device="cpu")
+    modules = [importlib.import_module(module.name) for module in pkgutil.iter_modules(rk.__path__, "ringattn_kernels.")]
+    kernels = {name for module in modules for name, x in vars(module).items() if isinstance(x, triton.JITFunction)}
+    assert launched == {name for name in kernels if name.endswith("_kernel")}
