@@ -301,20 +301,23 @@ def test_memory_is_flat(nccl, world_size):
 
 
 def come_and_go(group):
-    """Bytes of the GPU that are gone after a transport that is no more."""
+    """Bytes of the GPU that are gone after transports that are no more."""
     layout = ra.zigzag(512, dist.get_world_size(group))
+
+    def free_bytes():
+        torch.cuda.synchronize()
+        gc.collect()
+        # an arena goes when no rank maps it any more
+        dist.barrier(group)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
     results(ra.symmetric(group, budget=1 << 30), layout, ra.ring())
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info()[0]
+    before = free_bytes()
     for _ in range(3):
         results(ra.symmetric(group, budget=1 << 30), layout, ra.ring())
-        torch.cuda.synchronize()
-        dist.barrier(group)
-        gc.collect()
-    torch.cuda.empty_cache()
-    return before - torch.cuda.mem_get_info()[0]
+        after = free_bytes()
+    return before - after
 
 
 def test_arenas_go_with_their_transports(nccl, world_size):
