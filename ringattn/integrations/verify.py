@@ -68,10 +68,10 @@ class Report:
             kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", row.name)
             if kind not in worst or not row.sharded / row.limit <= worst[kind].sharded / worst[kind].limit:
                 worst[kind] = row
-        rows = {kind if row is self.differences[0] else f"gradient of {kind}": row for kind, row in worst.items()}
+        rows = {row.name if row is self.differences[0] else f"gradient of {row.name}": row for row in worst.values()}
         width = max(map(len, rows))
         lines = [
-            f"{self.layout!r}, against the whole sequence in fp64; differences are relative (L2)",
+            f"{self.layout!r}, against the whole sequence in fp64; differences are relative (L2), of like layers the worst",
             f"{'':{width}} {'sharded':>9} {'whole':>9} {'limit':>9}",
         ]
         for what, row in rows.items():
