@@ -197,13 +197,11 @@ class GlobalTokens(Mask):
         return self.runs[-1][1] if self.runs else 0
 
     def _table(self, seq_len: int) -> Table:
-        rows = [Region(start, stop, 0, seq_len, -seq_len, seq_len) for start, stop in self.runs]
-        bounds = [0, *(edge for run in self.runs for edge in run), seq_len]
-        between = list(zip(bounds[::2], bounds[1::2], strict=True))
-        columns = [
-            Region(q_start, q_stop, start, stop, -seq_len, seq_len) for q_start, q_stop in between for start, stop in self.runs
-        ]
-        return region.table(rows + columns)
+        runs = np.array(self.runs, dtype=np.int64).reshape(-1, 2)
+        between = np.concatenate([[0], runs.ravel(), [seq_len]]).reshape(-1, 2)
+        queries = np.concatenate([runs, np.repeat(between, len(runs), axis=0)])
+        keys = np.concatenate([np.tile([0, seq_len], (len(runs), 1)), np.tile(runs, (len(between), 1))])
+        return _wholly_live(np.concatenate([queries, keys], axis=1), seq_len)
 
     def __repr__(self) -> str:
         if self.runs in ((), ((0, self.min_length),)):
@@ -228,10 +226,7 @@ class BlockSparse(Mask):
     def _table(self, seq_len: int) -> Table:
         count = self.shape[0] * self.shape[1]
         blocks = np.unpackbits(np.frombuffer(self.packed, dtype=np.uint8), count=count).reshape(self.shape)
-        rows = _rectangles(blocks) * self.block_size
-        out = np.concatenate([rows, np.empty((len(rows), 3), dtype=np.int64)], axis=1)
-        out[:, 4:] = -seq_len, seq_len, 1
-        return out
+        return _wholly_live(_rectangles(blocks) * self.block_size, seq_len)
 
     def __repr__(self) -> str:
         return f"block_sparse(<{self.shape[0]} x {self.shape[1]} blocks>, {self.block_size})"
@@ -426,6 +421,11 @@ def bigbird(
         dead = np.flatnonzero(~row)
         row[generator.choice(dead, size=min(random_blocks, len(dead)), replace=False)] = True
     return block_sparse(live, size)
+
+
+def _wholly_live(rectangles: Table, seq_len: int) -> Table:
+    """Rectangles (q_start, q_stop, k_start, k_stop), all of whose pairs are live, as regions."""
+    return np.concatenate([rectangles, np.tile([-seq_len, seq_len, 1], (len(rectangles), 1))], axis=1)
 
 
 def _rectangles(blocks: np.ndarray) -> Table:
