@@ -22,8 +22,8 @@ from .check import BUILD_A_LAYOUT, BUILD_A_MASK, instance, integer
 from .check import dim as check_dim
 from .digest import Digested, constant
 from .mask import Causal, DilatedWindow, Full, Mask, Prefix, SlidingWindow
+from .region import Table, count_pairs
 from .region import common_stride as region_stride
-from .region import count_pairs
 from .span import Span, Spans, common_stride, fold, refine, span_table
 
 
@@ -75,21 +75,11 @@ class Layout(Digested):
     def work(self, mask: Mask) -> np.ndarray:
         """Live (query, key) pairs of each rank's queries: (world_size,) int64."""
         instance("mask", mask, Mask, BUILD_A_MASK)
-        sequence = (Span(0, self.seq_len),) if self.seq_len else ()
-        regions = mask.regions(self.seq_len)
-        stride = common_stride(*self.spans, sequence, at_least=region_stride(regions))
-        queries, rank = span_table([refine(spans, stride)[0] for spans in self.spans])
-        keys, _ = span_table([refine(sequence, stride)[0]])
-        tiles, owner_of_query, _ = fold(queries, keys, regions, stride)
-        pairs = count_pairs(*tiles.T)
-        out = np.zeros(self.world_size, dtype=np.int64)
-        np.add.at(out, rank[owner_of_query], pairs)
-        return out
+        return _work(self.spans, mask.regions(self.seq_len), self.seq_len)
 
     def balance(self, mask: Mask) -> float:
         """The busiest rank's live pairs over the mean of all ranks: 1.0 is even, and so is a mask with nothing live."""
-        work = self.work(mask)
-        return float(work.max() / work.mean()) if work.any() else 1.0
+        return _balance(self.work(mask))
 
     def _key(self) -> bytes:
         rows = [(rank, span.start, span.length, span.stride) for rank, spans in enumerate(self.spans) for span in spans]
@@ -157,18 +147,20 @@ def balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
     (1.99, 1.01)
     """
     instance("mask", mask, Mask, BUILD_A_MASK)
-    best: Layout | None = None
+    regions = mask.regions(seq_len)
+    best: tuple[Spans, ...] = ()
     best_balance = float("inf")
     chunks = 1
     while True:
         bounds = _bounds(seq_len, world_size, chunks)
-        candidate = Layout(seq_len, _deal(_chunk_work(mask, seq_len, bounds), bounds, world_size), "balanced")
-        balance = candidate.balance(mask)
-        if best is None or balance < best_balance - 1e-9:
+        work = _work([_joined([Span(a, b - a)]) for a, b in bounds], regions, seq_len)
+        candidate = _deal(work, bounds, world_size)
+        balance = _balance(_work(candidate, regions, seq_len))
+        if not best or balance < best_balance - 1e-9:
             best, best_balance = candidate, balance
         chunks *= 2
         if best_balance <= 1.01 or chunks > 64 or chunks * world_size > seq_len:
-            return best
+            return Layout(seq_len, best, "balanced")
 
 
 @constant
@@ -236,8 +228,20 @@ def _joined(spans: Sequence[Span]) -> Spans:
     return tuple(out)
 
 
-def _chunk_work(mask: Mask, seq_len: int, bounds: list[tuple[int, int]]) -> np.ndarray:
-    return Layout(seq_len, tuple((Span(a, b - a),) for a, b in bounds), "chunks").work(mask)
+def _work(shards: Sequence[Spans], regions: Table, seq_len: int) -> np.ndarray:
+    """Live pairs of the queries of each shard with all keys."""
+    sequence = (Span(0, seq_len),) if seq_len else ()
+    stride = common_stride(*shards, sequence, at_least=region_stride(regions))
+    queries, shard_of = span_table([refine(spans, stride)[0] for spans in shards])
+    keys, _ = span_table([refine(sequence, stride)[0]])
+    tiles, span_of, _ = fold(queries, keys, regions, stride)
+    out = np.zeros(len(shards), dtype=np.int64)
+    np.add.at(out, shard_of[span_of], count_pairs(*tiles.T))
+    return out
+
+
+def _balance(work: np.ndarray) -> float:
+    return float(work.max() / work.mean()) if work.any() else 1.0
 
 
 def _deal(work: np.ndarray, bounds: list[tuple[int, int]], world_size: int) -> tuple[Spans, ...]:

@@ -160,6 +160,14 @@ def test_balanced_beats_zigzag(mask):
     assert ra.balanced(mask, 65_536, 8).balance(mask) < ra.zigzag(65_536, 8).balance(mask)
 
 
+def test_balanced_makes_the_regions_of_its_mask_once(monkeypatch):
+    made = []
+    regions = ra.Mask.regions
+    monkeypatch.setattr(ra.Mask, "regions", lambda mask, seq_len: made.append(mask) or regions(mask, seq_len))
+    ra.balanced(ra.documents(lengths=[70, 10, 47]), 127, 3)
+    assert len(made) == 1
+
+
 @pytest.mark.parametrize(
     ("mask", "name"),
     [
