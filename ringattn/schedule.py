@@ -119,7 +119,7 @@ class Waves(Schedule):
     """Owners in order of distance, `width` at a time, straight from themselves, with the next wave under way.
 
     A rank's owners are those it needs rows of. The last wave has what is left over: its gradients are the last to go home. In the forward
-    pass waves are three times as wide: their K/V take no more memory than those and the dK/dV of the backward pass.
+    pass waves are three times as wide: their K/V, in 16 bits, take no more memory than those and the fp32 dK/dV of the backward pass.
     """
 
     width: int | None
