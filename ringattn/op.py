@@ -29,15 +29,17 @@ def attention(
 
 
 _library = torch.library.Library("ringattn", "DEF")
+# torch.compile's own CUDA graphs leave them out: ranks agree in every call, and what is made in the first call lives on (torch 2.8 on)
+_TAGS = [torch.Tag.pt2_compliant_tag, *([torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else [])]
 _library.define(
     "forward(Tensor q, Tensor k, Tensor v, int run, float softmax_scale, bool needs_grad)"
     " -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor seq_len)",
-    tags=torch.Tag.pt2_compliant_tag,
+    tags=_TAGS,
 )
 _library.define(
     "backward(Tensor? dout, Tensor? drow_sum, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, Tensor row_sum,"
     " Tensor seq_len, int run, float softmax_scale) -> (Tensor dq, Tensor dk, Tensor dv)",
-    tags=torch.Tag.pt2_compliant_tag,
+    tags=_TAGS,
 )
 FORWARD = torch.ops.ringattn.forward.default
 BACKWARD = torch.ops.ringattn.backward.default
