@@ -92,6 +92,8 @@ def ring_attention(
     Returns out (b, s_local, h, d_v) in q's dtype; rows with nothing live are 0. Raises ValueError for bad input, and on every
     rank if ranks disagree or one refuses its input.
 
+    A call can be captured in a CUDA graph, by all ranks together, once the same call has been made outside of it.
+
     The same call gives the same bits, but for the gradient of q on Hopper GPUs, where only `torch.use_deterministic_algorithms(True)` makes
     sure of that.
 

@@ -100,6 +100,11 @@ def tensors(q: Any, k: Any, v: Any) -> None:
         _dense_tensor(name, x)
 
 
+def captured(x: torch.Tensor) -> bool:
+    """Whether what is done with x now is captured in a CUDA graph, instead of being done."""
+    return x.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def backward_mode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Tensors that nothing differentiates but the ordinary autograd: forward mode would take them for constants."""
     for name, x in (("q", q), ("k", k), ("v", v)):

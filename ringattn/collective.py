@@ -50,6 +50,7 @@ def unshard(x_local: torch.Tensor, layout: Layout, group: Group | None = None, d
             "device": x_local.device.type,
             "layout": f"{layout!r} ({layout.digest[:8]})",
             "requires_grad": torch.is_grad_enabled() and x_local.requires_grad,
+            "captured in a CUDA graph": check.captured(x_local),
         }
         agree(ranks, Facts(facts), held)
         ranks.connect(x_local.device)

@@ -65,6 +65,10 @@ class Context:
         """The facts of calls with this key, which tells all that they and their checks depend on; checked once."""
         return _kept(self._facts, key, check)
 
+    def has_facts(self, key: tuple) -> bool:
+        """Whether a call with this key has been checked before."""
+        return key in self._facts
+
     def route(self, layout: Layout, mask: Mask, schedule: Schedule | None, row_bytes: RowBytes | None = None) -> Route:
         """The plan and this rank's steps, made once. A schedule of None chooses one by the plan.
 

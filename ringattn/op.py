@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import local
+from . import check, local
 from .run import find_run
 from .score import Score
 
@@ -111,7 +111,7 @@ class _Attention(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             output = FORWARD(q, k, v, number, softmax_scale, needs_grad)
         ctx.save_for_backward(q, k, v, *output)
-        ctx.run, ctx.softmax_scale = find_run(number), softmax_scale
+        ctx.run, ctx.softmax_scale, ctx.captured = find_run(number), softmax_scale, check.captured(q)
         ctx.mark_non_differentiable(output[1], output[3])
         ctx.set_materialize_grads(False)
         return output
@@ -121,7 +121,9 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise ValueError("ring attention has no second derivative: call backward without create_graph=True")
         dout, _, drow_sum, _ = grads
-        return *BACKWARD(dout, drow_sum, *ctx.saved_tensors, ctx.run.number, ctx.softmax_scale), None, None, None
+        saved = ctx.saved_tensors
+        ctx.run.check_backward(check.captured(saved[0]), ctx.captured)
+        return *BACKWARD(dout, drow_sum, *saved, ctx.run.number, ctx.softmax_scale), None, None, None
 
 
 def _forward_autograd(

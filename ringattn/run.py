@@ -40,6 +40,9 @@ class Run(ABC):
     def work(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Work:
         """What this rank does for a sequence of that length."""
 
+    def check_backward(self, captured: bool, forward_captured: bool) -> None:  # noqa: B027 - alone, a rank may capture what it likes
+        """Raise ValueError if one pass alone is captured, of which other ranks do not hear."""
+
 
 class LocalRun(Run):
     """Tiles of one device, without communication."""
@@ -83,8 +86,14 @@ class RingRun(Run):
         named = layout if layout is None else layout.digest, self.mask.digest, schedule if schedule is None else schedule.digest
         shapes, kinds = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
         key = *named, *shapes, *kinds, softmax_scale, needs_grad
+        captured = check.captured(q)
         try:
-            facts = self.context.facts(key, lambda: self._checked(q, k, v, softmax_scale, needs_grad))
+            if captured and ranks.size > 1 and not self.context.has_facts((*key, False)):
+                raise ValueError(
+                    "this call is captured in a CUDA graph, and the first of its kind: make the same call once before, with its backward "
+                    "pass if it has one, for kernels, tables and the memory that ranks share are made in it"
+                )
+            facts = self.context.facts((*key, captured), lambda: self._checked(q, k, v, softmax_scale, needs_grad, captured))
         except ValueError as error:
             if ranks.size > 1:
                 refuse(ranks, error)
@@ -109,7 +118,14 @@ class RingRun(Run):
     def work(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Work:
         return self.route(seq_len, q, k, v).work
 
-    def _checked(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> Facts:
+    def check_backward(self, captured: bool, forward_captured: bool) -> None:
+        if captured != forward_captured and self.context.ranks.size > 1:
+            one, other = ("backward", "forward") if captured else ("forward", "backward")
+            raise ValueError(f"the {one} pass is captured in a CUDA graph, but the {other} pass was not: capture both, or neither")
+
+    def _checked(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool, captured: bool
+    ) -> Facts:
         """What must be equal on all ranks, of input that this one does not refuse."""
         layout, mask = self.layout, self.mask
         ranks, hybrid = self.context.ranks, self.context.hybrid
@@ -133,6 +149,7 @@ class RingRun(Run):
             "softmax_scale": softmax_scale,
             "schedule": self.schedule,
             "requires_grad": needs_grad,
+            "captured in a CUDA graph": captured,
             "mask": f"{mask!r} ({mask.digest[:8]})",
             "layout": "the default" if layout is None else f"{layout!r} ({layout.digest[:8]})",
             "ranks per node": ranks.ranks_per_node,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ import ringattn as ra
 from ringattn.transport import Peer, run_ranks
 from ringattn.transport import staged as staged_module
 from ringattn.transport.simulated import Deadlock, SimulatedQueue, SimulatedTransport, World
-from ringattn.transport.staged import Channel
+from ringattn.transport.staged import Channel, StagedTransport
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,13 +66,16 @@ def policy(seed):
     return choose
 
 
-def content(src, dst, exchange, index, nbytes):
-    generator = torch.Generator().manual_seed(((src * 8 + dst) * 64 + exchange) * 8 + index)
+def content(src, dst, exchange, index, nbytes, turn=0):
+    generator = torch.Generator().manual_seed((((src * 8 + dst) * 64 + exchange) * 8 + index) * 64 + turn)
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
-def program(transport, case):
-    """Queue all of a rank's work: tensors are written just before they are sent, checked when they have come, then scribbled on."""
+def program(transport, case, turn=lambda: 0):
+    """Queue all of a rank's work: tensors are written just before they are sent, checked when they have come, then scribbled on.
+
+    What is in them depends on the turn at which that happens.
+    """
     run = transport.memory.current.run
     waiting = []
 
@@ -86,19 +89,23 @@ def program(transport, case):
         sends, receives, checks = [], [], []
         for (src, dst), sizes in exchange.items():
             for index, nbytes in enumerate(sizes):
-                message = content(src, dst, number, index, nbytes)
+                which = src, dst, number, index, nbytes
                 if src == transport.rank:
-                    sends.append(Peer(dst, torch.full_like(message, 0x11)))
-                    run(lambda target=sends[-1].tensor, message=message: target.copy_(message))
+                    sends.append(Peer(dst, torch.full((nbytes,), 0x11, dtype=torch.uint8)))
+                    run(lambda target=sends[-1].tensor, which=which: target.copy_(content(*which, turn())))
                 if dst == transport.rank:
-                    receives.append(Peer(src, torch.full_like(message, 0x22)))
-                    checks.append(lambda got=receives[-1].tensor, message=message: torch.testing.assert_close(got, message))
+                    receives.append(Peer(src, torch.full((nbytes,), 0x22, dtype=torch.uint8)))
+                    checks.append(lambda got=receives[-1].tensor, which=which: check(got, content(*which, turn())))
         at_rest = case.at_rest[number % len(case.at_rest)]
         waiting.append((transport.exchange(sends, receives, at_rest=at_rest), checks, [peer.tensor for peer in sends]))
         if len(waiting) == case.depth:
             finish()
     while waiting:
         finish()
+
+
+def check(got, wanted):
+    assert torch.equal(got, wanted)
 
 
 def simulate(case):
@@ -124,17 +131,17 @@ NEAR = [Case(3, 4096, 2, [{(0, 1): [500, 400], (1, 2): [900], (2, 0): [100]}] * 
 busy = pytest.mark.parametrize("cases", [FAR, NEAR], ids=["far", "near"])
 
 
-def fails(case):
+def fails(run, case):
     try:
-        simulate(case)
+        run(case)
     except AssertionError:
         return True
     return False
 
 
-def found(cases):
+def found(cases, run=simulate):
     """How many cases show an error."""
-    return sum(map(fails, cases))
+    return sum(fails(run, case) for case in cases)
 
 
 @busy
@@ -168,6 +175,114 @@ def test_no_wait_can_be_for_another_piece(monkeypatch, cases, ready, off):
 def test_tensors_may_not_change_before_the_wait(monkeypatch, cases):
     monkeypatch.setattr(SimulatedQueue, "after", lambda queue, mark: None)
     assert found(cases) > len(cases) // 4
+
+
+GRAPHS = "abaab"  # two graphs, in turns
+
+
+def replay(case, order=GRAPHS):
+    """The work of some turns, as a graph of all exchanges, as one of the last alone, or not captured; with other content every turn."""
+    world = World(case.size, case.capacity, policy(case.seed), serial=case.serial)
+    transports = [SimulatedTransport(Rank(rank, case.size), world) for rank in range(case.size)]
+    works = {"a": case, "b": replace(case, exchanges=case.exchanges[-1:]), ".": case}
+    turns, graphs = [0] * case.size, {}
+
+    def queue(work, turn):
+        for rank, transport in enumerate(transports):
+            current = transport.memory.current
+            current.run(lambda rank=rank: turns.__setitem__(rank, turn))
+            if work == ".":
+                program(transport, case, lambda rank=rank: turns[rank])
+            else:
+                graphs[rank, work].run(current)
+
+    queue(".", 0)
+    # a capture begins when the device is at rest
+    world.finish()
+    for rank, transport in enumerate(transports):
+        for work in "ab":
+            with transport.memory.capture() as graph:
+                program(transport, works[work], lambda rank=rank: turns[rank])
+            graphs[rank, work] = graph
+    for turn, work in enumerate(order, 1):
+        queue(work, turn)
+    world.finish()
+    assert not any(transport._outstanding for transport in transports)
+    assert not any(value for (_, count), value in world.counts.items() if count.captured)
+
+
+@settings(max_examples=60)
+@given(cases(), st.text("ab.", min_size=2, max_size=5))
+@example(Case(2, 1024, 1, [{(0, 1): [3000]}, {(1, 0): [512, 512, 512]}], serial=True), GRAPHS)
+def test_graphs_run_again_and_again(case, order):
+    replay(case, order)
+
+
+LONG = [Case(3, 2048, 2, [{(0, 1): [3000], (1, 2): [2500], (2, 0): [2048]}] * 2, seed) for seed in range(40)]
+SERIAL = [replace(case, serial=True) for case in FAR[:4] + NEAR[:4] + LONG[:12]]
+replays = pytest.mark.parametrize("cases", [FAR, NEAR, LONG], ids=["far", "near", "long"])
+
+
+@replays
+def test_counts_must_be_set_back(monkeypatch, cases):
+    assert found(cases[:5], replay) == 0
+    monkeypatch.setattr(SimulatedQueue, "set_back", lambda queue, counts: None)
+    assert found(cases[:5], replay) == 5
+
+
+@replays
+def test_what_is_ready_must_be_set_back_before_all_is_read(monkeypatch, cases):
+    late = []
+
+    def set_back_late(queue, counts):
+        late.extend((queue, count) for count in counts if count.ready)
+        set_back(queue, [count for count in counts if not count.ready])
+
+    def raise_to(queue, counts):
+        raise_first(queue, counts)
+        for of_queue, count in [pair for pair in late if pair[0] is queue]:
+            late.remove((of_queue, count))
+            set_back(queue, [count])
+
+    set_back, raise_first = SimulatedQueue.set_back, SimulatedQueue.raise_to
+    monkeypatch.setattr(SimulatedQueue, "set_back", set_back_late)
+    monkeypatch.setattr(SimulatedQueue, "raise_to", raise_to)
+    assert found(cases[:12], replay) > 0
+
+
+@replays
+@pytest.mark.parametrize("order", [GRAPHS, ".a.a.a."], ids=["graphs", "between others"])
+@pytest.mark.parametrize("captured", [True, False], ids=["captured", "not captured"])
+def test_senders_must_wait_until_all_is_read(monkeypatch, cases, order, captured):
+    def drain(transport, queue, staged, channels, in_graph):
+        if in_graph != captured:
+            kept(transport, queue, staged, channels, in_graph)
+        elif in_graph:
+            # the count is set back, when nobody has waited for it
+            with monkeypatch.context() as patch:
+                patch.setattr(SimulatedQueue, "wait", lambda queue, counts: None)
+                kept(transport, queue, staged, channels, in_graph)
+
+    def run(case):
+        replay(case, order)
+
+    assert found(cases[:5], run) == 0
+    kept = StagedTransport._drain
+    monkeypatch.setattr(StagedTransport, "_drain", drain)
+    assert (found(cases[:12], run) > 0) == (captured or "." in order)
+
+
+def test_what_is_queued_before_a_wait_comes_before_it_in_a_graph(monkeypatch):
+    """In any order that a device gives a graph."""
+
+    def follow(queues, others):
+        if any(queue is queue._memory.current for queue in (*queues, *others)):
+            kept(queues, others)
+
+    assert found(SERIAL, replay) == 0
+    kept = staged_module._follow
+    monkeypatch.setattr(staged_module, "_follow", follow)
+    assert found(SERIAL, replay) > 0
 
 
 def test_a_lock_out_is_told():
@@ -211,12 +326,12 @@ def test_each_channel_has_a_place_of_its_own(size):
     for src in range(size):
         transport = SimulatedTransport(Rank(src, size), world)
         for dst in {*range(size)} - {src}:
-            for channel in transport._out[dst]:
+            for channel in transport._channels.out[dst]:
                 ((piece,),) = channel.rounds([torch.empty(1, dtype=torch.uint8)])
                 places.append((piece.keeper, piece.offset))
                 assert 0 <= piece.offset < 4096 * (size - 1)
                 assert piece.keeper == src if channel.near else piece.keeper not in (src, dst)
-            assert [channel.near for channel in transport._out[dst]] == ([False, True] if size > 2 else [True])
+            assert [channel.near for channel in transport._channels.out[dst]] == ([False, True] if size > 2 else [True])
     assert len(set(places)) == len(places)
 
 
@@ -229,7 +344,7 @@ def test_what_is_at_rest_goes_the_near_way_if_there_is_room_for_twice_as_much():
         ([large], True, False),
         ([small] * 2, True, False),
     ):
-        assert staged_module._choose(transport._out[1], tensors, at_rest).near == near
+        assert staged_module._choose(transport._channels.out[1], tensors, at_rest).near == near
 
 
 def test_long_messages_are_pulled_while_they_are_staged(monkeypatch):

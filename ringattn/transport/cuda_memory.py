@@ -72,6 +72,8 @@ class Driver:
         self._attributes = (_CopyAttributes * 1)(
             _CopyAttributes(_CopyAttributes.STREAM_ORDER, flags=_CopyAttributes.PREFER_OVERLAP_WITH_COMPUTE)
         )
+        self._copy_one = self._library.cuMemcpyAsync
+        self._copy_one.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
         self._first = (ctypes.c_size_t * 1)(0)
         self._failed = (ctypes.c_size_t * 1)(0)
 
@@ -105,6 +107,11 @@ class Driver:
             stream,
         )
         self._check(result, "cuMemcpyBatchAsync")
+
+    def copy_captured(self, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
+        """The same for a stream that is captured, which takes no batches; one after the other."""
+        for target, source, nbytes in copies:
+            self._check(self._copy_one(target, source, nbytes, stream), "cuMemcpyAsync")
 
     def _check(self, result: int, function: str) -> None:
         if result:
@@ -154,7 +161,7 @@ class CudaMemory(Memory):
         # imported where it is used, for not every build of torch has it
         from torch._C._distributed_c10d import _SymmetricMemory
 
-        self._counts = 4 * size * _LINE  # bytes
+        self._counts = 8 * size * _LINE  # bytes
         total = self._counts + capacity * (size - 1)
         self._arena = _SymmetricMemory.empty_strided_p2p((total,), (1,), torch.uint8, device)
         self._arena[: self._counts].zero_()
@@ -175,6 +182,10 @@ class CudaMemory(Memory):
     def current(self) -> CudaQueue:
         return CudaQueue(self, torch.cuda.current_stream(self.device))
 
+    @property
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def queue(self) -> CudaQueue:
         return CudaQueue(self, torch.cuda.Stream(self.device, priority=-1))
 
@@ -182,9 +193,9 @@ class CudaMemory(Memory):
         """Address of a piece in its keeper's arena."""
         return self._bases[piece.keeper] + self._counts + piece.offset
 
-    def count(self, keeper: int, near: bool, ready: bool, peer: int) -> int:
+    def count(self, keeper: int, count: Count, peer: int) -> int:
         """Address of a count that `keeper` keeps of its channel from or to `peer`."""
-        return self._bases[keeper] + ((2 * near + ready) * self.size + peer) * _LINE
+        return self._bases[keeper] + ((4 * count.captured + 2 * count.near + count.ready) * self.size + peer) * _LINE
 
 
 class CudaQueue(Queue):
@@ -202,20 +213,27 @@ class CudaQueue(Queue):
         self._stream.wait_event(mark)
 
     def wait(self, counts: Sequence[Count]) -> None:
-        memory = self._memory
-        self._driver.wait(self._stream.cuda_stream, [(memory.count(memory.rank, c.near, c.ready, c.peer), c.value) for c in counts])
+        self._driver.wait(self._stream.cuda_stream, self._own(counts))
 
     def stage(self, pieces: Sequence[Piece]) -> None:
-        self._driver.copy(self._stream.cuda_stream, [(self._memory.place(p), _address(p), p.nbytes) for p in pieces])
+        self._copy([(self._memory.place(p), _address(p), p.nbytes) for p in pieces])
 
     def pull(self, pieces: Sequence[Piece]) -> None:
-        self._driver.copy(self._stream.cuda_stream, [(_address(p), self._memory.place(p), p.nbytes) for p in pieces])
+        self._copy([(_address(p), self._memory.place(p), p.nbytes) for p in pieces])
 
     def raise_to(self, counts: Sequence[Count]) -> None:
         memory = self._memory
-        self._driver.write(
-            self._stream.cuda_stream, [(memory.count(c.peer, c.near, c.ready, memory.rank), c.value) for c in counts]
-        )
+        self._driver.write(self._stream.cuda_stream, [(memory.count(c.peer, c, memory.rank), c.value) for c in counts])
+
+    def set_back(self, counts: Sequence[Count]) -> None:
+        self._driver.write(self._stream.cuda_stream, self._own(counts))
+
+    def _own(self, counts: Sequence[Count]) -> list[tuple[int, int]]:
+        return [(self._memory.count(self._memory.rank, c, c.peer), c.value) for c in counts]
+
+    def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        copy = self._driver.copy_captured if self._memory.capturing else self._driver.copy
+        copy(self._stream.cuda_stream, copies)
 
 
 def _address(piece: Piece) -> int:

@@ -1,14 +1,16 @@
 """Ranks whose memory operations run one at a time in an order that a test chooses: to prove the protocol of `staged.py`.
 
 Every operation of every queue may come next whose wait is over, and copies happen in two halves, so that a torn or overwritten
-message shows. If nothing can come next and something is left, the ranks have locked each other out: `Deadlock`.
+message shows. If nothing can come next and something is left, the ranks have locked each other out: `Deadlock`. What is captured
+becomes a graph, whose operations may run in any order that its edges leave.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -16,6 +18,8 @@ from .base import Ranks
 from .staged import Count, Mark, Memory, Piece, Queue, StagedTransport
 
 _TIMEOUT = 60.0
+
+_Key = tuple[int, Count]  # the rank that keeps a count, and which it is, its value left out
 
 
 class Deadlock(AssertionError):
@@ -33,16 +37,16 @@ class World:
         self.capacity = capacity
         self.serial = serial
         self.arenas = [torch.full((max(1, size - 1) * capacity,), 0xEE, dtype=torch.uint8) for _ in range(size)]
-        self.counts: dict[tuple[int, bool, bool, int], int] = {}  # by rank, near, whether of what is ready, and peer
+        self.counts: dict[_Key, int] = {}
         self.queues: list[deque[_Operation]] = []
         self.changed = threading.Condition()
-        self._choose = choose
+        self.choose = choose
 
     def step(self) -> bool:
         """Do one operation, if any may come next."""
         able = [index for index, queue in enumerate(self.queues) if queue and queue[0].ready()]
         if able:
-            self.queues[self._choose(able)].popleft().run()
+            self.queues[self.choose(able)].popleft().run()
         return bool(able)
 
     def finish(self) -> None:
@@ -60,31 +64,101 @@ class _Operation:
         self.ready = ready
 
 
-class SimulatedQueue(Queue):
-    def __init__(self, world: World, rank: int, operations: deque[_Operation]) -> None:
+class Graph:
+    """What a rank's queues were told while it was captured: nodes, of which each comes after some before it."""
+
+    def __init__(self, world: World) -> None:
+        self._nodes: list[tuple[SimulatedQueue, _Operation, list[int]]] = []
         self._world = world
-        self._rank = rank
-        self._operations = operations
+        self._last: dict[SimulatedQueue, int] = {}
+        self._queues: dict[SimulatedQueue, deque[_Operation]] = {}
+
+    def add(self, queue: SimulatedQueue, operation: _Operation, after: Sequence[int] = ()) -> int:
+        before = [*after, *([self._last[queue]] if queue in self._last else [])]
+        assert before or not self._nodes, "a queue must come after what is captured before it is captured itself"
+        self._nodes.append((queue, operation, before))
+        self._last[queue] = len(self._nodes) - 1
+        return self._last[queue]
+
+    def end(self) -> None:
+        """All that was captured must come before the end of the queue that computes."""
+        reached, found = set(), [len(self._nodes) - 1] if self._nodes else []
+        while found:
+            node = found.pop()
+            if node not in reached:
+                reached.add(node)
+                found += self._nodes[node][2]
+        assert len(reached) == len(self._nodes), "a queue was captured and not joined"
+        if not self._world.serial:
+            self._queues = {queue: deque() for queue in self._last}
+            self._world.queues += self._queues.values()
+
+    def run(self, current: SimulatedQueue) -> None:
+        """Queue all of it."""
+        started: list[bool] = []
+        done: set[int] = set()
+        current.run(lambda: started.append(True))
+        for number in self._order() if self._world.serial else range(len(self._nodes)):
+            queue, operation, before = self._nodes[number]
+            self._queues.get(queue, current.operations).append(
+                _Operation(
+                    lambda number=number, operation=operation: (operation.run(), done.add(number)),
+                    lambda operation=operation, before=before: bool(started) and done.issuperset(before) and operation.ready(),
+                )
+            )
+        current.run(lambda: None, lambda: len(done) == len(self._nodes))
+
+    def _order(self) -> Iterator[int]:
+        """All nodes in some order that the edges leave."""
+        missing = [len(before) for _, _, before in self._nodes]
+        behind: list[list[int]] = [[] for _ in self._nodes]
+        for number, (_, _, before) in enumerate(self._nodes):
+            for other in before:
+                behind[other].append(number)
+        able = [number for number, count in enumerate(missing) if not count]
+        while able:
+            number = self._world.choose(able)
+            able.remove(number)
+            yield number
+            for other in behind[number]:
+                missing[other] -= 1
+                if not missing[other]:
+                    able.append(other)
+
+
+class SimulatedQueue(Queue):
+    def __init__(self, memory: SimulatedMemory, operations: deque[_Operation]) -> None:
+        self.operations = operations
+        self._memory = memory
+        self._world = memory.world
+        self._rank = memory.rank
 
     def run(self, action: Callable[[], object], ready: Callable[[], bool] = lambda: True) -> None:
         """Queue any action, such as a computation."""
+        if self._memory.graph is not None:
+            self._memory.graph.add(self, _Operation(action, ready))
+            return
         with self._world.changed:
-            self._operations.append(_Operation(action, ready))
+            self.operations.append(_Operation(action, ready))
             self._world.changed.notify_all()
 
     def mark(self) -> Mark:
+        if self._memory.graph is not None:
+            return self._memory.graph.add(self, _Operation(lambda: None))
         reached: list[bool] = []
         self.run(lambda: reached.append(True))
         return reached
 
     def after(self, mark: Mark) -> None:
-        self.run(lambda: None, lambda: bool(mark))
+        if self._memory.graph is not None:
+            assert isinstance(mark, int), "what is captured cannot come after what is not"
+            self._memory.graph.add(self, _Operation(lambda: None), [mark])
+        else:
+            self.run(lambda: None, lambda: bool(mark))
 
     def wait(self, counts: Sequence[Count]) -> None:
         have = self._world.counts
-        self.run(
-            lambda: None, lambda: all(have.get((self._rank, near, ready, peer), 0) >= value for near, ready, peer, value in counts)
-        )
+        self.run(lambda: None, lambda: all(have.get((self._rank, count._replace(value=0)), 0) >= count.value for count in counts))
 
     def stage(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
@@ -95,10 +169,16 @@ class SimulatedQueue(Queue):
             self._copy(_bytes(piece), _place(self._world, piece))
 
     def raise_to(self, counts: Sequence[Count]) -> None:
-        for near, ready, peer, value in counts:
-            self.run(lambda key=(peer, near, ready, self._rank), value=value: self._raise(key, value))
+        for count in counts:
+            key = count.peer, count._replace(peer=self._rank, value=0)
+            self.run(lambda key=key, value=count.value: self._raise(key, value))
 
-    def _raise(self, key: tuple[int, bool, bool, int], value: int) -> None:
+    def set_back(self, counts: Sequence[Count]) -> None:
+        for count in counts:
+            assert count.captured and not count.value
+            self.run(lambda key=(self._rank, count): self._world.counts.update({key: 0}))
+
+    def _raise(self, key: _Key, value: int) -> None:
         assert value > self._world.counts.get(key, 0), "a count only grows"
         self._world.counts[key] = value
 
@@ -127,20 +207,35 @@ class SimulatedMemory(Memory):
         self.rank = rank
         self.size = world.size
         self.capacity = world.capacity
-        self._world = world
+        self.world = world
+        self.graph: Graph | None = None
         self._operations: deque[_Operation] | None = None
-        self._current = _Host(world, rank, deque()) if on_host else self.queue()
+        self._current = _Host(self, deque()) if on_host else self.queue()
 
     @property
     def current(self) -> SimulatedQueue:
         return self._current
 
     def queue(self) -> SimulatedQueue:
-        with self._world.changed:
-            if not self._world.serial or self._operations is None:
+        with self.world.changed:
+            if not self.world.serial or self._operations is None:
                 self._operations = deque()
-                self._world.queues.append(self._operations)
-        return SimulatedQueue(self._world, self.rank, self._operations)
+                self.world.queues.append(self._operations)
+        return SimulatedQueue(self, self._operations)
+
+    @property
+    def capturing(self) -> bool:
+        return self.graph is not None
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """What is queued meanwhile does not run, but becomes a graph."""
+        graph = self.graph = Graph(self.world)
+        try:
+            yield graph
+        finally:
+            self.graph = None
+        graph.end()
 
 
 class SimulatedTransport(StagedTransport):

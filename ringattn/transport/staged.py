@@ -14,6 +14,13 @@ the links once, and are with the reader in half the time.
 All of it is queued: the host waits for nothing. Stages and pulls are queued so that each waits only for what some rank has queued
 before, in the order of exchanges and of rounds within one: ranks that name a message in the same exchange never wait in a circle,
 even where a device runs all its streams as one.
+
+A captured exchange is run again and again with the counts that it was captured with. So it has counts of its own, which it finds and
+leaves at zero, and channels that it finds and leaves empty. The reader sets its count back once it has come to its last value, and
+tells the sender only then that all is read; the sender waits for that at the end of the exchange, and sets its own count back. So no
+count is raised anew before it was set back, and ranks need no barrier between two runs. Exchanges that are not captured use the same
+places: once one has been captured, they too wait at their end until all is read. A graph promises no order but that of its edges:
+what must be queued before a wait, lies before it along edges.
 """
 
 from __future__ import annotations
@@ -50,12 +57,16 @@ class Piece(NamedTuple):
 
 
 class Count(NamedTuple):
-    """How many pieces of a channel, `near` or not, are `ready`, kept by the reader, or read, kept by the sender, to or from a `peer`."""
+    """How many pieces of a channel, `near` or not, are `ready`, kept by the reader, or read, kept by the sender, to or from a `peer`.
+
+    Captured exchanges have counts apart from those of others.
+    """
 
     near: bool
     ready: bool
     peer: int
     value: int
+    captured: bool = False
 
 
 class Queue(ABC):
@@ -85,6 +96,10 @@ class Queue(ABC):
     def raise_to(self, counts: Sequence[Count]) -> None:
         """Set these counts at their peers, when all before has been done."""
 
+    @abstractmethod
+    def set_back(self, counts: Sequence[Count]) -> None:
+        """Set these counts of this rank to zero, before all that comes."""
+
 
 class Memory(ABC):
     """A rank's arena with room for `size` - 1 channels of `capacity` bytes, its counts, and the arenas and counts of all others."""
@@ -97,6 +112,11 @@ class Memory(ABC):
     @abstractmethod
     def current(self) -> Queue:
         """The queue that computes."""
+
+    @property
+    def capturing(self) -> bool:
+        """Whether what is queued now is captured, to be run again and again."""
+        return False
 
     @abstractmethod
     def queue(self) -> Queue:
@@ -158,6 +178,30 @@ class Channel:
         return piece
 
 
+class _Channels:
+    """A rank's channels to and from all others: of each pair the far one, and the near one if they are two."""
+
+    def __init__(self, rank: int, size: int, capacity: int) -> None:
+        others = [other for other in range(size) if other != rank]
+        self.out = {dst: _of_pair(rank, dst, size, capacity) for dst in others}
+        self.into = {src: _of_pair(src, rank, size, capacity) for src in others}
+        # of each channel out, the count that stages already wait for
+        self.read = {channel: 0 for channels in self.out.values() for channel in channels}
+        self._rank = rank
+
+    def of_piece(self, dst: int, piece: Piece) -> Channel:
+        """The one of the channels to a rank that a piece lies in."""
+        return self.out[dst][-1 if piece.keeper == self._rank else 0]
+
+
+def _of_pair(src: int, dst: int, size: int, capacity: int) -> list[Channel]:
+    if size == 2:
+        return [Channel(src, dst, 2, capacity)]
+    half = capacity // 2
+    near = Channel(src, dst, size, half, near=True, begin=half * (size - 1))
+    return [Channel(src, dst, size, half), near]
+
+
 class _Pending(Handle):
     def __init__(self, memory: Memory, marks: list[Mark], peers: list[Peer], outstanding: set[Handle]) -> None:
         self._memory = memory
@@ -189,6 +233,7 @@ class StagedTransport(Transport):
         self._control = control
         self._memory: Memory | None = None
         self._outstanding: set[Handle] = set()
+        self._captured = False  # whether any exchange has been
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -200,45 +245,37 @@ class StagedTransport(Transport):
     def _use(self, memory: Memory) -> None:
         """Exchange through this memory from now on."""
         self._memory = memory
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        self._out = {dst: self._channels(self.rank, dst, memory.capacity) for dst in others}
-        self._in = {src: self._channels(src, self.rank, memory.capacity) for src in others}
-        # of each channel out, the count that stages already wait for
-        self._read = {channel: 0 for channels in self._out.values() for channel in channels}
+        self._channels = _Channels(self.rank, self.size, memory.capacity)
         self._stages, self._near = memory.queue(), memory.queue()
-        self._pulls = [memory.queue() for _ in range(min(self._LANES, len(others)))]
-
-    def _channels(self, src: int, dst: int, capacity: int) -> list[Channel]:
-        """The far channel of a pair, and the near one, if they are two."""
-        if self.size == 2:
-            return [Channel(src, dst, 2, capacity)]
-        half = capacity // 2
-        near = Channel(src, dst, self.size, half, near=True, begin=half * (self.size - 1))
-        return [Channel(src, dst, self.size, half), near]
+        self._pulls = [memory.queue() for _ in range(min(self._LANES, self.size - 1))]
 
     def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
-        near: dict[int, list[list[Piece]]] = {}
-        out: dict[int, list[list[Piece]]] = {}
-        for dst, tensors in _by_rank(sends).items():
-            channel = _choose(self._out[dst], tensors, at_rest)
-            (near if channel.near and self.size > 2 else out)[dst] = channel.rounds(tensors)
-        # nearest first, as in a ring
-        found = sorted(_by_rank(receives).items(), key=lambda item: (self.rank - item[0]) % self.size)
-        into = {src: _choose(self._in[src], tensors, at_rest).rounds(tensors) for src, tensors in found}
-        if not near and not out and not into:
+        sent, received = _by_rank(sends), _by_rank(receives)
+        if not sent and not received:
             return Done()
         memory = self._memory
         assert memory is not None, "connect comes first"
+        captured = memory.capturing
+        self._captured |= captured
+        channels = _Channels(self.rank, self.size, memory.capacity) if captured else self._channels
+        near: dict[int, list[list[Piece]]] = {}
+        out: dict[int, list[list[Piece]]] = {}
+        for dst, tensors in sent.items():
+            channel = _choose(channels.out[dst], tensors, at_rest)
+            (near if channel.near and self.size > 2 else out)[dst] = channel.rounds(tensors)
+        # nearest first, as in a ring
+        found = sorted(received.items(), key=lambda item: (self.rank - item[0]) % self.size)
+        into = {src: _choose(channels.into[src], tensors, at_rest).rounds(tensors) for src, tensors in found}
         lanes = {src: self._pulls[(self.rank - src) % self.size % len(self._pulls)] for src in into}
-        start = memory.current.mark()
         used: list[Queue] = list(dict.fromkeys(lanes.values()))
         used += [queue for queue, staged in ((self._near, near), (self._stages, out)) if staged]
-        for queue in used:
-            queue.after(start)
+        if captured:
+            used = [*self._pulls, self._near, self._stages]
+        _follow(used, [memory.current])
         for staged in _transposed(near):
-            self._stage(self._near, staged)
+            self._stage(self._near, staged, channels, captured)
         if near:
-            memory.current.after(self._near.mark())
+            _follow([memory.current], [self._near])
         # two ranks stage before they compute, as far as that waits for nothing of this exchange
         before = self.size == 2 and bool(out)
         first = {dst: rounds[0][0].number for dst, rounds in out.items()}
@@ -246,31 +283,66 @@ class StagedTransport(Transport):
         for staged, pulled in zip_longest(_transposed(out), _transposed(into), fillvalue={}):
             if before and any(piece.needs > first[dst] for dst, pieces in staged.items() for piece in pieces):
                 before = False
-                memory.current.after(self._stages.mark())
+                _follow([memory.current], [self._stages])
             if staged:
-                self._stage(self._stages, staged)
+                self._stage(self._stages, staged, channels, captured)
+            if captured:
+                _follow(self._pulls, [self._near, self._stages])
             for src, pieces in pulled.items():
-                done, kept_near = pieces[-1].number + 1, pieces[-1].keeper == src
-                lanes[src].wait([Count(kept_near, True, src, done)])
-                lanes[src].pull(pieces)
-                lanes[src].raise_to([Count(kept_near, False, src, done)])
+                _pull(lanes[src], src, pieces, captured, last=pieces is into[src][-1])
         if before:
-            memory.current.after(self._stages.mark())
+            _follow([memory.current], [self._stages])
+        if self._captured:
+            for queue, staged in ((self._near, near), (self._stages, out)):
+                self._drain(queue, staged, channels, captured)
         return _Pending(memory, [queue.mark() for queue in used], [*sends, *receives], self._outstanding)
 
-    def _stage(self, queue: Queue, staged: dict[int, list[Piece]]) -> None:
+    def _stage(self, queue: Queue, staged: dict[int, list[Piece]], channels: _Channels, captured: bool) -> None:
         waits, done = [], []
         for dst, pieces in staged.items():
-            channel = self._out[dst][-1 if pieces[0].keeper == self.rank else 0]
+            channel = channels.of_piece(dst, pieces[0])
             needs = max(piece.needs for piece in pieces)
-            if needs > self._read[channel]:
-                self._read[channel] = needs
-                waits.append(Count(channel.near, False, dst, needs))
-            done.append(Count(channel.near, True, dst, pieces[-1].number + 1))
+            if needs > channels.read[channel]:
+                channels.read[channel] = needs
+                waits.append(Count(channel.near, False, dst, needs, captured))
+            done.append(Count(channel.near, True, dst, pieces[-1].number + 1, captured))
         if waits:
+            if captured:
+                _follow([queue], self._pulls)
             queue.wait(waits)
         queue.stage([piece for pieces in staged.values() for piece in pieces])
         queue.raise_to(done)
+
+    def _drain(self, queue: Queue, staged: dict[int, list[list[Piece]]], channels: _Channels, captured: bool) -> None:
+        """Wait until all that an exchange has staged is read."""
+        last = [(channels.of_piece(dst, rounds[-1][-1]), dst) for dst, rounds in staged.items()]
+        read = [Count(channel.near, False, dst, channel.count, captured) for channel, dst in last]
+        if not read:
+            return
+        if captured:
+            _follow([queue], self._pulls)
+        queue.wait(read)
+        if captured:
+            queue.set_back([count._replace(value=0) for count in read])
+        else:
+            channels.read.update((channel, channel.count) for channel, _ in last)
+
+
+def _pull(lane: Queue, src: int, pieces: list[Piece], captured: bool, last: bool) -> None:
+    """A round of a rank's pieces, the exchange's `last` one or not."""
+    done, near = pieces[-1].number + 1, pieces[-1].keeper == src
+    lane.wait([Count(near, True, src, done, captured)])
+    if captured and last:
+        lane.set_back([Count(near, True, src, 0, captured)])
+    lane.pull(pieces)
+    lane.raise_to([Count(near, False, src, done, captured)])
+
+
+def _follow(queues: Sequence[Queue], others: Sequence[Queue]) -> None:
+    """What comes in these queues comes after what is queued in the others so far."""
+    for mark in [other.mark() for other in others]:
+        for queue in queues:
+            queue.after(mark)
 
 
 def _choose(channels: list[Channel], tensors: list[torch.Tensor], at_rest: bool) -> Channel:

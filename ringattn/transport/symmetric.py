@@ -60,6 +60,10 @@ class SymmetricTransport(StagedTransport):
     def open(self, device: torch.device) -> str | None:
         """Make the arenas, or say why that cannot be, the same on every rank; all ranks call it together."""
         if self.size > 1:
+            if torch.cuda.is_current_stream_capturing():
+                raise ValueError(
+                    "the symmetric transport cannot map memory while a CUDA graph is captured: make the same call once before"
+                )
             meeting = Meeting(self)
             reason = obstacle(meeting.swap({**_facts(device), "budget": self.budget}))
             if reason is not None:
@@ -81,10 +85,6 @@ class SymmetricTransport(StagedTransport):
         return CudaMemory(self.rank, self.size, device, self.budget // (self.size - 1) // 512 * 512)
 
     def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
-        if torch.cuda.is_current_stream_capturing():
-            raise ValueError(
-                "the symmetric transport cannot be captured in a CUDA graph, whose replays repeat its counts: use process_group()"
-            )
         # the driver's functions work on this thread's device
         with torch.cuda.device(self._device):
             return super().exchange(sends, receives, at_rest=at_rest)

@@ -2,13 +2,14 @@
 
 import re
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import ringattn as ra
-from ringattn import agree
+from ringattn import agree, check
 
 N = 24
 
@@ -215,3 +216,46 @@ def test_unshard_hears_of_the_odd_one(gloo, odd, message):
     for text in gloo.run(4, unshard_disagreement, 3, odd):
         with pytest.raises(ValueError, match=message):
             raise ValueError(text)
+
+
+def capturing(yes=True):
+    """As in a capture in a CUDA graph, to what asks."""
+    return mock.patch.object(check, "captured", return_value=yes)
+
+
+def captured(group):
+    """What a rank hears where rank 1 alone captures a call, before and after the same call that is not captured; where all capture one
+    pass of a call alone; and where rank 1 alone captures `unshard`."""
+    rank, options = dist.get_rank(group), {"softmax_scale": 0.75}
+    messages = []
+
+    def refused(work):
+        with pytest.raises(ValueError) as caught:
+            work()
+        messages.append(str(caught.value))
+
+    with capturing(rank == 1):
+        refused(lambda: call(group, options))
+    call(group, options).sum().backward()
+    with capturing(rank == 1):
+        refused(lambda: call(group, options))
+    for forward in (False, True):
+        with capturing(forward):
+            total = call(group, options).sum()
+        with capturing(not forward):
+            refused(total.backward)
+    with capturing(rank == 1):
+        refused(lambda: call(group, {"function": "unshard"}))
+    with capturing():
+        call(group, options).sum().backward()
+    return messages
+
+
+def test_ranks_capture_a_graph_together(gloo):
+    for rank, (first, odd, backward, forward, unshard) in enumerate(gloo.run(3, captured, timeout=30)):
+        refusal = "this call is captured in a CUDA graph, and the first of its kind: make the same call once before"
+        assert first.startswith(refusal if rank == 1 else f"rank 1 refused the input: rank 1: {refusal}")
+        for message in (odd, unshard):
+            assert "ranks disagree: captured in a CUDA graph is True on rank 1, but False on ranks 0, 2" in message
+        assert backward == "the backward pass is captured in a CUDA graph, but the forward pass was not: capture both, or neither"
+        assert forward == "the forward pass is captured in a CUDA graph, but the backward pass was not: capture both, or neither"
