@@ -1,9 +1,10 @@
 """Ring attention on all GPUs of a host: speed, memory and bytes moved, beside its peers and one GPU's kernels in the same run.
 
 Methods take turns, forward and backward, in another order each round and each from rest; `ring_methods.py` names them. Times are those of
-the slowest rank: medians over the rounds, with quartiles. *ratio* is of the rate, forward and backward: to the fastest peer, where there is
-one, else to the first method; with `--scaling` to the same method on one rank. The results of all are first compared with those of the
-first one. Starts a process a GPU by itself, or runs in those that torchrun started. With `--device cpu` it runs over gloo, at toy sizes.
+the slowest rank: medians over the rounds, with quartiles; *host* is what both passes take the host, which runs ahead of its GPU. *ratio* is
+of the rate, forward and backward: to the fastest peer, where there is one, else to the first method; with `--scaling` to the same method
+on one rank. The results of all are first compared with those of the first one. Starts a process a GPU by itself, or runs in those that
+torchrun started. With `--device cpu` it runs over gloo, at toy sizes.
 """
 
 from __future__ import annotations
@@ -181,14 +182,14 @@ class Entry:
     name: str
     case: Case
     method: Method | None = None
-    times: list[tuple[float, float]] = field(default_factory=list)
+    times: list[tuple[float, float, float]] = field(default_factory=list)
     memory: int = 0
     sent: int = 0
 
     def turn(self) -> None:
         """Forward and backward once, from rest; ranks start together."""
         _rest(self.case.device)
-        self.times.append((0.0, 0.0) if self.method is None else once(self.method, self.case.device))
+        self.times.append((0.0, 0.0, 0.0) if self.method is None else once(self.method, self.case.device))
 
     def make(self) -> Method | None:
         """The method, on ranks that take part."""
@@ -216,7 +217,7 @@ def measure(entries: list[Entry], seconds: float | None) -> list[dict]:
     device = entries[0].case.device
     for entry in entries:
         entry.first_turn()
-    (round_seconds,) = slowest([sum(both + REST for _, both in (entry.times[0] for entry in entries))], device)
+    (round_seconds,) = slowest([sum(both + REST for _, both, _ in (entry.times[0] for entry in entries))], device)
     rounds = 0 if seconds is None or round_seconds > _LONG else min(10, max(2, int(seconds / round_seconds)))
     order, shuffler = list(entries), random.Random(0)
     for _ in range(rounds):
@@ -229,10 +230,10 @@ def measure(entries: list[Entry], seconds: float | None) -> list[dict]:
     return rows
 
 
-def _row(entry: Entry, times: list[tuple[float, float]]) -> dict:
+def _row(entry: Entry, times: list[tuple[float, float, float]]) -> dict:
     case = entry.case
-    pairs = [slowest(list(pair), case.device) for pair in times]
-    forward, both = (spread([1e3 * seconds for seconds in column]) for column in zip(*pairs))
+    found = [slowest(list(one), case.device) for one in times]
+    forward, both, host = (spread([1e3 * seconds for seconds in column]) for column in zip(*found))
     memory, sent = slowest([entry.memory, entry.sent], case.device)
     flop = case.forward_flop
     return {
@@ -245,6 +246,7 @@ def _row(entry: Entry, times: list[tuple[float, float]]) -> dict:
         "forward_ms_quartiles": [forward.lower, forward.upper],
         "forward_backward_ms": both.median,
         "forward_backward_ms_quartiles": [both.lower, both.upper],
+        "host_ms": host.median,
         "forward_tflops": flop / forward.median / 1e9,
         "forward_backward_tflops": 3.5 * flop / both.median / 1e9,
         "peak_bytes_beyond_inputs": int(memory),
@@ -252,23 +254,25 @@ def _row(entry: Entry, times: list[tuple[float, float]]) -> dict:
     }
 
 
-def once(method: Method, device: str) -> tuple[float, float]:
-    """Seconds of the forward pass and of both, with the host ahead of its GPU as it is in training."""
+def once(method: Method, device: str) -> tuple[float, float, float]:
+    """Seconds of the forward pass and of both, with the host ahead of its GPU as it is in training; and of the host."""
     if device == "cpu":
         marks = [time.perf_counter()]
         for step in (method.forward, method.backward):
             step()
             marks.append(time.perf_counter())
-        return marks[1] - marks[0], marks[2] - marks[0]
+        return marks[1] - marks[0], marks[2] - marks[0], marks[2] - marks[0]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
     torch.cuda._sleep(_AHEAD)
     events[0].record()
+    began = time.perf_counter()
     method.forward()
     events[1].record()
     method.backward()
+    host = time.perf_counter() - began
     events[2].record()
     torch.cuda.synchronize()
-    return events[0].elapsed_time(events[1]) / 1e3, events[0].elapsed_time(events[2]) / 1e3
+    return events[0].elapsed_time(events[1]) / 1e3, events[0].elapsed_time(events[2]) / 1e3, host
 
 
 def _rest(device: str) -> None:

@@ -1,8 +1,8 @@
 """What `bench.py ring` compares: ring attention with each schedule and transport, its peers, and one GPU's kernels.
 
 A method is named `schedule`, or `schedule+symmetric` to move K/V through symmetric memory instead of NCCL (gloo on a CPU); a schedule is
-`ring`, `gather`, `waves-W` (W owners a wave) or `double_ring-G` (G ranks a node). `@` and a layout may follow (`ring@balanced`; zigzag
-without). The others:
+`ring`, `gather`, `waves-W` (W owners a wave), `double_ring-G` (G ranks a node) or `default`. With `+graph` after it each pass is
+captured in a CUDA graph and replayed. `@` and a layout may follow (`ring@balanced`; zigzag without). The others:
 
     local             the same rank's tiles in one launch on random K/V: no communication, the kernels' single-GPU rate
     ulysses           all-to-all from sequence to heads and back around PyTorch's attention (cuDNN), over a contiguous layout
@@ -111,6 +111,7 @@ class Contestant:
     compute: Callable[[Tensors], torch.Tensor]
     surroundings: Callable[[], AbstractContextManager] = nullcontext
     transport: Transport | None = None
+    graph: bool = False
 
 
 class Method:
@@ -138,6 +139,39 @@ class Method:
         self.forward()
         out = self.out.detach()
         return out, *self.backward()
+
+
+class Graphed(Method):
+    """Each pass as a CUDA graph, captured in the first forward pass after a call that is not."""
+
+    def __init__(self, contestant: Contestant, inputs: Tensors) -> None:
+        super().__init__(contestant, inputs)
+        self.transport = None  # a replay calls nobody
+        self.graphs: tuple[torch.cuda.CUDAGraph, ...] = ()
+
+    def forward(self) -> None:
+        if not self.graphs:
+            self._capture()
+        self.graphs[0].replay()
+
+    def backward(self) -> Tensors:
+        self.graphs[1].replay()
+        return self.grads
+
+    def _capture(self) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            super().forward()
+            super().backward()
+        torch.cuda.current_stream().wait_stream(stream)
+        first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(first):
+            super().forward()
+        out = self.out
+        with torch.cuda.graph(second, pool=first.pool()):
+            self.grads = super().backward()
+        self.graphs, self.out = (first, second), out
 
 
 class Local(Method):
@@ -178,14 +212,17 @@ def make_method(name: str, case: Case, *, same: bool = False) -> Method:
     contestant = PEER_METHODS[name](case) if name in PEER_METHODS else ours(word, case, case.layout(layout))
     rank = dist.get_rank()
     inputs = tuple(ra.shard(x, contestant.layout, rank) for x in case.whole()) if same else case.shards(contestant.layout)
-    return Method(contestant, inputs)
+    return (Graphed if contestant.graph else Method)(contestant, inputs)
 
 
 def ours(word: str, case: Case, layout: ra.Layout) -> Contestant:
-    word, _, kind = word.partition("+")
+    graph = word.endswith("+graph")
+    if graph and case.device == "cpu":
+        raise ValueError(f"method {word!r} is a CUDA graph, but this runs on a CPU")
+    word, _, kind = word.removesuffix("+graph").partition("+")
     transport = case.ranks.transports[kind]
     options = dict(layout=layout, mask=case.mask, schedule=schedule(word), group=transport)
-    return Contestant(layout, lambda leaves: ra.ring_attention(*leaves, **options), transport=transport)
+    return Contestant(layout, lambda leaves: ra.ring_attention(*leaves, **options), transport=transport, graph=graph)
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def table(rows: list[dict], header: bool) -> None:
             "milliseconds, ± half the distance of the quartiles, and TFLOP/s a GPU: forward / forward and backward; MiB that a GPU sends"
         )
         print(
-            f"{'ranks':>5} {'tokens':>9} {'method':>{width}}  {'ms':>33}  {'TFLOP/s':>13}  {'of local':>11}  {'ratio':>5}  "
+            f"{'ranks':>5} {'tokens':>9} {'method':>{width}}  {'ms':>33}  {'host':>6}  {'TFLOP/s':>13}  {'of local':>11}  {'ratio':>5}  "
             f"{'peak GiB':>8}  {'sent MiB':>8}"
         )
     locals_ = {row["method"].removeprefix("local"): row for row in rows if row["method"].startswith("local")}
@@ -58,8 +58,8 @@ def table(rows: list[dict], header: bool) -> None:
         sent = "" if row["sent_bytes"] is None else f"{row['sent_bytes'] / 2**20:.1f}"
         exposed = f"  {row['exposed']:.0%} of {row['transfer_ms']:.2f} ms of transfers exposed" if "exposed" in row else ""
         print(
-            f"{row['ranks']:>5} {row['tokens']:>9} {row['method']:>{width}}  {ms:>33}  {rates:>13}  {share:>11}  {row['ratio']:5.2f}  "
-            f"{row['peak_bytes_beyond_inputs'] / 2**30:8.2f}  {sent:>8}{exposed}",
+            f"{row['ranks']:>5} {row['tokens']:>9} {row['method']:>{width}}  {ms:>33}  {row['host_ms']:6.2f}  {rates:>13}  {share:>11}  "
+            f"{row['ratio']:5.2f}  {row['peak_bytes_beyond_inputs'] / 2**30:8.2f}  {sent:>8}{exposed}",
             flush=True,
         )
 

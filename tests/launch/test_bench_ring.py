@@ -34,6 +34,7 @@ def test_all_methods_are_measured(tmp_path):
     assert rows == [(tokens, method) for tokens in (64, 96, 128) for method in methods]
     for row in record["rows"]:
         assert row["forward_backward_ms"] > row["forward_ms"] > 0
+        assert row["host_ms"] > 0
         low, high = row["forward_backward_ms_quartiles"]
         assert low <= row["forward_backward_ms"] <= high
         # the second rank sends all its K/V in both passes, and dK/dV of the half of the first one's that its queries see
@@ -89,6 +90,14 @@ def test_what_a_ratio_is_of(rows, ratios):
     rows = [dict(zip(keys, row)) for row in rows]
     ring_report.add_ratios(rows, ("peer", "other"))
     assert [row["ratio"] for row in rows] == ratios
+
+
+@pytest.mark.usefixtures("launch")
+def test_graphs_are_of_gpus():
+    from ring_methods import Case, ours
+
+    with pytest.raises(ValueError, match=r"ring\+graph"):
+        ours("ring+graph", Case(64, 2, 2, 8, "cpu", ra.causal(), None), ra.zigzag(64, 2))
 
 
 @pytest.mark.usefixtures("launch")
