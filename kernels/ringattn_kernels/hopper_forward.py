@@ -384,6 +384,26 @@ def out_place(
     return gl.expand_dims(offsets, 1) * V_DIM + columns, mask
 
 
+@gluon.constexpr_function
+def layout_to_store(columns):
+    """Of [64, columns] numbers of 16 bits in a warpgroup: 8 columns of a thread side by side, and 32 of a row in one instruction."""
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0], *([0, 1 << i] for i in range(5, (columns - 1).bit_length()))]
+    return gl.DistributedLinearLayout(registers, [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, columns])
+
+
+@gluon.jit
+def store_out(out_ptr, out, first_row, head_index, heads, q_rows, V_DIM: gl.constexpr):
+    """Rows of out. Of 16 bits a product leaves a thread 4 bytes side by side, half of what memory moves at the least; at d = 256 there is
+    no room to rearrange them."""
+    ROWS: gl.constexpr = out.shape[0]
+    COLUMNS: gl.constexpr = out.shape[1]
+    if out.dtype.primitive_bitwidth == 16 and COLUMNS <= 128:
+        out = gl.convert_layout(out, layout_to_store(COLUMNS))
+    LAYOUT: gl.constexpr = out.type.layout
+    offsets, mask = out_place(first_row, head_index, heads, q_rows, V_DIM, ROWS, COLUMNS, LAYOUT)
+    gl.store(out_ptr + offsets, out, mask=mask)
+
+
 @gluon.jit
 def as_column(x, layout: gl.constexpr):
     """[rows] as [rows, 1] of a matrix in `layout`, whose rows the same threads hold."""
@@ -533,8 +553,8 @@ def attend_rows(
         total = gl.convert_layout(gl.sum(row_sum, axis=1), SCORE_ROWS, assert_trivial=True)
         acc = warpgroup_mma_wait(1, deps=[acc_token])
         pairs = pin(pairs)
-        # selected, not multiplied by 0: the values of pairs that are not live may be anything
-        acc = gl.where(as_column(total, OUT) > 0, acc * as_column(1.0 / total, OUT), 0.0)
+        # selected, not multiplied by 0: the values of pairs that are not live may be anything. A sum that is NaN stays
+        acc = gl.where(as_column(total, OUT) == 0, 0.0, acc * as_column(1.0 / total, OUT))
         out = acc.to(out_ptr.dtype.element_ty)
         s = warpgroup_mma_wait(0, deps=[s_token])
         # the last values of this work, and the next one's first keys
@@ -543,9 +563,8 @@ def attend_rows(
         # read again rather than held in registers through the loop
         head_index, block_begin, segment, steps = load_work(works_ptr, work)
         first_row = block_begin + WARPGROUP * ROWS
-        offsets, mask = out_place(first_row, head_index, heads, q_rows, V_DIM, ROWS, BLOCK_DV, OUT)
-        gl.store(out_ptr + offsets, out, mask=mask)
-        total = gl.where(total > 0, total * gl.exp2(pivot - row_max), 0.0)
+        store_out(out_ptr, out, first_row, head_index, heads, q_rows, V_DIM)
+        total = gl.where(total == 0, 0.0, total * gl.exp2(pivot - row_max))
         row_max, total = to_natural(row_max, total)
         rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
         statistics = head_index.to(gl.int64) * q_rows + rows

@@ -140,6 +140,35 @@ def test_repeated_runs_give_the_same_bits(case):
             assert torch.equal(getattr(first, name), getattr(again, name)), name
 
 
+@pytest.mark.parametrize("kernels", [None, Kernels.PLAIN], ids=["chosen", "plain"])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("name", "value"), [("q", "nan"), ("q", "inf"), ("k", "nan"), ("v", "nan")])
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_what_is_no_number_makes_none_of_the_rows_that_see_it(case, name, value, splits, kernels):
+    s, _, _, d, _ = case
+    place, cut = 200, 300
+    tables = [rk.TileTable(np.array([tile]), s, s) for tile in ((0, s, 0, cut, 0, s), (0, s, cut, s, 0, s))]
+
+    def run(q, k, v) -> torch.Tensor:
+        state = None
+        for n, table in enumerate(tables):
+            options = dict(state=state, final=n == 1, splits=splits, kernels=kernels)
+            state = rk.forward(q, k, v, table, softmax_scale=d**-0.5, **options)
+        return state[0]
+
+    q, k, v, _ = inputs(*case, torch.bfloat16)
+    clean = run(q, k, v)
+    {"q": q, "k": k, "v": v}[name][:, place, :, 3] = float(value)
+    got = run(q, k, v)
+    seen_by = slice(place, place + 1 if name == "q" else None)
+    # of a value's columns one is no number
+    assert (got[:, seen_by, :, 3] if name == "v" else got[:, seen_by]).isnan().all()
+    if name != "v":
+        others = torch.ones(s, dtype=torch.bool)
+        others[seen_by] = False
+        assert torch.equal(got[:, others], clean[:, others])
+
+
 @pytest.mark.parametrize("logit", [1e2, 2.5e5])
 def test_equal_huge_logits_average_exactly_over_launches(logit):
     s, d = 300, 64

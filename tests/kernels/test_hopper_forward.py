@@ -54,6 +54,8 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
     products = sass[: sass.index("WARPGROUP.DEPBAR.LE gsb0, 0x1")].rpartition("MUFU.EX2")[2]
     assert products.count("R2UR") <= (36 if d == 256 and RELEASE > (3, 6) else 16)
     assert sass.count("VOTE.ANY") == config.warpgroups
+    # 64 rows of 2 dv bytes, by 128 threads
+    assert sass.count("STG.E.128") == (config.warpgroups * dv // 16 if final and dv <= 128 else 0)
 
 
 @pytest.mark.parametrize("tiles", [dense.causal(5000), dense.full(5000, 5000), dense.documents(1, 2999, 1000, 999)], ids=len)
