@@ -64,7 +64,9 @@ def lanes(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, til
     choice = choose_backward(queries.q, k, v, queries.dout, tiles.kernel_table)
     if choice.kernels != Kernels.HOPPER_FUSED:
         return InOrder()
-    dq.permuted()  # zeroed before all of them
+    # made before all of them
+    dq.permuted()
+    dq.prepared((queries.row_max, queries.row_sum, queries.delta))
     return SideBySide(queries.q.device)
 
 

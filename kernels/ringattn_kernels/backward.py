@@ -90,8 +90,9 @@ def backward(
             q.device,
             1 if ordered else splits,
         )
+        prepared = dq.prepared(inputs.statistics) if isinstance(dq, QuerySums) and not ordered else None
         with partial_gradients(how, add, dk, dv) as (add_kv, (dk_part, dv_part)):
-            hopper.fused.backward(inputs, sums=sums, dk=dk_part, dv=dv_part, add=add_kv, ordered=ordered)
+            hopper.fused.backward(inputs, prepared=prepared, sums=sums, dk=dk_part, dv=dv_part, add=add_kv, ordered=ordered)
         if isinstance(dq, torch.Tensor):
             hopper.fused.finish(sums, dq, softmax_scale, add)
         return

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .gluon_words import async_load, plain_layout, reinterpret
 from .hopper_panels import allocate_panels, load_panels, main_descriptor, panel_bytes
-from .inputs import Inputs
+from .inputs import Inputs, Statistics
 from .table import TileTable
 from .units import LOG2_E, to_base2
 
@@ -555,7 +555,7 @@ def backward(
     inputs: Inputs, *, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, add_q: bool, add_kv: bool
 ) -> None:  # fmt: skip
     """As `ringattn_kernels.backward`, of inputs in whose way there is no `obstacle`; whether to add is said of dq apart."""
-    rows = prepare(inputs)
+    rows = prepare(inputs.statistics)
     launch_both(key_kernel, *key_arguments(inputs, *rows, dk, dv, add_kv), query_kernel, *query_arguments(inputs, *rows, dq, add_q))
 
 
@@ -566,17 +566,15 @@ def launch_both(keys, key_programs: int, key_options: dict, queries, query_progr
 
 
 def prepare(
-    inputs: Inputs, sign: int = 1, step: int = BLOCK.value, first: torch.Tensor | None = None, counters: torch.Tensor | None = None
+    statistics: Statistics, sign: int = 1, step: int = BLOCK.value, first: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """pivot and sign * delta of whole blocks, (b * h, rows), and the counters of steps, if there are any; see `prepare_kernel`."""
-    q, k, v, dout, table = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.table
-    row_max, row_sum, delta = inputs.row_max, inputs.row_sum, inputs.delta
-    b, q_rows, h, _ = q.shape
+    row_max, row_sum, delta = statistics
     assert row_max.is_contiguous() and row_sum.is_contiguous() and delta.is_contiguous()
-    assert q.dtype == k.dtype == v.dtype == dout.dtype and q.shape[:3] == dout.shape[:3] and k.shape[:3] == v.shape[:3]
-    assert (q_rows, k.shape[1]) == (table.q_rows, table.k_rows) and len(table.tiles) > 0
+    b, h, q_rows = row_max.shape
     padded_rows = whole_blocks(q_rows)
-    pivot, padded_delta = torch.empty(2, b * h, padded_rows, device=q.device, dtype=torch.float32)
+    pivot, padded_delta = torch.empty(2, b * h, padded_rows, device=row_max.device, dtype=torch.float32)
     prepare_kernel[(b * h * padded_rows // BLOCK.value,)](
         row_max, row_sum, delta, pivot, padded_delta, first, counters, q_rows, padded_rows, ROWS=BLOCK.value, SIGN=sign, STEP=step
     )
@@ -596,6 +594,8 @@ def key_arguments(
     dk and dv of several times the batches are partials of as many splits.
     """
     q, k, v, dout, table = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.table
+    assert q.dtype == k.dtype == v.dtype == dout.dtype and q.shape[:3] == dout.shape[:3] and k.shape[:3] == v.shape[:3]
+    assert (q.shape[1], k.shape[1]) == (table.q_rows, table.k_rows) and len(table.tiles) > 0
     assert (k.shape[1:], v.shape[1:]) == (dk.shape[1:], dv.shape[1:]) and dk.shape[0] == dv.shape[0]
     assert dk.stride(3) == dv.stride(3) == 1
     assert not add or dk.dtype == dv.dtype == torch.float32

@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from . import hopper_backward
 from .config import padded
 from .gluon_words import async_add_shared_to_global, plain_layout, reinterpret, wait_for_products
 from .hopper_backward import (
@@ -35,7 +36,6 @@ from .hopper_backward import (
     load_span,
     mask_scores,
     opaque,
-    prepare,
     produce_queries,
     side_by_side,
     whole_blocks,
@@ -55,9 +55,11 @@ from .hopper_panels import (
     zero_block,
     zeros,
 )
-from .inputs import Inputs
+from .inputs import Inputs, Statistics
 from .table import TileTable
 from .turns import Turns, key_turns, look, pass_turn, wait_for_turn
+
+Prepared = tuple[torch.Tensor, torch.Tensor]  # pivot and -delta, (b * h, sq in whole blocks)
 
 WIDTH = gl.constexpr(64)  # rows and columns of the part of dq that a warpgroup computes
 SUMS = gl.constexpr(256)  # sums of dq in a row of their buffer
@@ -584,18 +586,28 @@ def sums_descriptor(sums: torch.Tensor, columns: int) -> TensorDescriptor:
     return TensorDescriptor(sums, shape, [SUMS.value, 1], block, plain_layout(2))
 
 
-def backward(inputs: Inputs, *, sums: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, add: bool, ordered: bool) -> None:
+def prepare(statistics: Statistics) -> Prepared:
+    """What all launches with the same queries read of the statistics: see `hopper_backward.prepare`."""
+    return hopper_backward.prepare(statistics, -1)
+
+
+def backward(
+    inputs: Inputs, *, prepared: Prepared | None, sums: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, add: bool, ordered: bool
+) -> None:  # fmt: skip
     """As `ringattn_kernels.backward`, of inputs in whose way there is no `hopper_backward.obstacle`, but dq is added to `sums`.
 
+    prepared: what `prepare` has made of the statistics, if it has.
     ordered: whether in a fixed order, so that the same inputs give the same bits.
     """
     b, q_rows, h, d = inputs.q.shape
-    step, turns, counters = LAUNCHES[d].step, None, None
+    turns, counters = None, None
     if ordered:
+        step = LAUNCHES[d].step
         turns = key_turns(inputs.table, BLOCK.value, step, sums.device)
         # and the number that the next program draws
         counters = torch.empty(b * h * (whole_blocks(q_rows) // step) + 1, device=sums.device, dtype=torch.int32)
-    pivot, minus_delta = prepare(inputs, -1, step, turns and turns.first, counters)
+        prepared = hopper_backward.prepare(inputs.statistics, -1, step, turns.first, counters)
+    pivot, minus_delta = prepared or prepare(inputs.statistics)
     grid, arguments = fused_arguments(inputs, pivot, minus_delta, sums, dk, dv, add, turns, counters)
     fused_kernel[(grid,)](**arguments, num_warps=4)
 

@@ -196,7 +196,7 @@ def backward(
     inputs: Inputs, *, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, add_q: bool, add_kv: bool
 ) -> None:  # fmt: skip
     """As `hopper_backward.backward`."""
-    rows = prepare(inputs)
+    rows = prepare(inputs.statistics)
     launch_both(
         wide_key_kernel,
         *wide_key_arguments(inputs, *rows, dk, dv, add_kv),

@@ -9,6 +9,9 @@ import torch
 
 from .table import TileTable
 
+# row_max, row_sum, delta
+Statistics = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
@@ -23,3 +26,8 @@ class Inputs:
     delta: torch.Tensor
     table: TileTable
     softmax_scale: float
+
+    @property
+    def statistics(self) -> Statistics:
+        """What is known of each query row."""
+        return self.row_max, self.row_sum, self.delta

@@ -3,9 +3,12 @@
 Shapes: q, dq (b, sq, h, d).
 """
 
+from __future__ import annotations
+
 import torch
 
 from . import hopper
+from .inputs import Statistics
 
 
 class QuerySums:
@@ -26,6 +29,7 @@ class QuerySums:
         self.q, self.softmax_scale, self.rows_dtype = q, softmax_scale, rows_dtype
         self._rows: torch.Tensor | None = None  # (b, sq, h, d)
         self._permuted: torch.Tensor | None = None  # see `hopper_backward_fused.zero_sums`
+        self._prepared: tuple[Statistics, hopper.fused.Prepared] | None = None
 
     def rows(self) -> tuple[torch.Tensor, bool]:
         """A tensor like q, and whether to add to it: at first all of it has to be overwritten."""
@@ -40,10 +44,16 @@ class QuerySums:
             self._permuted = hopper.fused.zero_sums(self.q)
         return self._permuted
 
+    def prepared(self, statistics: Statistics) -> hopper.fused.Prepared:
+        """What the fused kernel reads of the queries' statistics: made once for all launches with the same tensors."""
+        if self._prepared is None or any(x is not y for x, y in zip(self._prepared[0], statistics)):
+            self._prepared = statistics, hopper.fused.prepare(statistics)
+        return self._prepared[1]
+
     def finish(self, dtype: torch.dtype) -> torch.Tensor:
         """dq in `dtype`, zeros where nothing was added. To be called once: the sums' memory is given back."""
         rows, permuted = self._rows, self._permuted
-        self._rows = self._permuted = None
+        self._rows = self._permuted = self._prepared = None
         if permuted is not None:
             add = rows is not None
             rows = torch.empty_like(self.q, dtype=dtype) if rows is None else rows

@@ -223,7 +223,8 @@ def test_one_launch_and_several_take_every_block_that_changes(d, deterministic, 
     if fused := d < 256 and not deterministic:
         kernels = [("fused_kernel", 2 * 2 * n) for n in (6, 2)]
         assert [launched(dq, add) for add in (False, True)] == [[prepare, kernel, finish] for kernel in kernels]
-        assert [launched(sums, add) for add in (False, True)] == [[prepare, kernel] for kernel in kernels]
+        # of the queries' statistics several launches make once what they read
+        assert [launched(sums, add) for add in (False, True)] == [[prepare, kernels[0]], [kernels[1]]]
     else:
         name, blocks = ("wide_key_kernel", 11) if d == 256 else ("key_kernel", 6)
         keys, queries = [(name, 2 * 2 * n) for n in (blocks, 2)], [("query_kernel", 2 * 6 * n) for n in (3, 1)]
