@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import hopper_backward
+from . import hopper_backward, launches
 from .config import padded
 from .gluon_words import async_add_shared_to_global, plain_layout, reinterpret, wait_for_products
 from .hopper_backward import (
@@ -58,6 +58,7 @@ from .hopper_panels import (
 from .inputs import Inputs, Statistics
 from .table import TileTable
 from .turns import Turns, key_turns, look, pass_turn, wait_for_turn
+from .units import LOG2_E
 
 Prepared = tuple[torch.Tensor, torch.Tensor]  # pivot and -delta, (b * h, sq in whole blocks)
 
@@ -608,8 +609,27 @@ def backward(
         counters = torch.empty(b * h * (whole_blocks(q_rows) // step) + 1, device=sums.device, dtype=torch.int32)
         prepared = hopper_backward.prepare(inputs.statistics, -1, step, turns.first, counters)
     pivot, minus_delta = prepared or prepare(inputs.statistics)
-    grid, arguments = fused_arguments(inputs, pivot, minus_delta, sums, dk, dv, add, turns, counters)
-    fused_kernel[(grid,)](**arguments, num_warps=4)
+    moving = dict(
+        q_desc=inputs.q,
+        k_desc=inputs.k,
+        v_desc=inputs.v,
+        dout_desc=inputs.dout,
+        pivot_desc=pivot,
+        delta_desc=minus_delta,
+        sums_desc=sums,
+        dk_ptr=dk,
+        dv_ptr=dv,
+        counters_ptr=counters,
+        scale=inputs.softmax_scale * LOG2_E.value,
+        softmax_scale=inputs.softmax_scale,
+    )
+    if d & (d - 1):  # two panels
+        moving |= dict(q_rest=inputs.q, k_rest=inputs.k, v_rest=inputs.v, dout_rest=inputs.dout, sums_rest=sums)
+
+    def make() -> tuple[int, dict]:
+        return fused_arguments(inputs, pivot, minus_delta, sums, dk, dv, add, turns, counters)
+
+    launches.launch(fused_kernel, inputs.table, (add, ordered), moving, make, num_warps=4)
 
 
 def fused_arguments(

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from . import launches
 from .config import padded
 from .gluon_words import async_load, barrier, reinterpret, swizzled_layout
 from .splits import multiprocessors
@@ -137,24 +138,37 @@ def launch(
     config: HopperLaunch | None = None, programs: int | None = None,
 ) -> None:  # fmt: skip
     """Launch the kernel over tensors that `forward` made. `config` and `programs` replace the defaults."""
-    b, sq, h, d = q.shape
-    hk, dv = v.shape[2:]
-    assert q.dtype == k.dtype == v.dtype and q.stride(3) == k.stride(3) == v.stride(3) == 1
-    assert (sq, k.shape[1], v.shape[1]) == (table.q_rows, table.k_rows, table.k_rows) and h % hk == 0 and k.shape[2:] == (hk, d)
-    config = config or launch_for(d, dv)
-    programs = programs or multiprocessors(q.device)
-    together = max(1, L2_SHARE // (k.shape[1] * (d + dv) * k.element_size())) * (h // hk)
+    counter = work_counter(q.device)
 
-    def build() -> Schedule:
-        items = split(*table.cut("q", config.block, config.step), config.step, splits)
-        arrays = schedule(*items, config.step, b * h, together, touched_only)
-        return Schedule(*(torch.from_numpy(x).to(q.device) for x in arrays))
+    def make() -> tuple[int, dict]:
+        (b, _, h, d), (_, sk, hk, dv) = q.shape, v.shape
+        assert q.dtype == k.dtype == v.dtype and q.stride(3) == k.stride(3) == v.stride(3) == 1
+        assert (q.shape[1], k.shape[1], sk) == (table.q_rows, table.k_rows, table.k_rows) and h % hk == 0 and k.shape[2:] == (hk, d)
+        how = config or launch_for(d, dv)
+        together = max(1, L2_SHARE // (sk * (d + dv) * k.element_size())) * (h // hk)
 
-    plan = table.derived(("hopper forward", config.block, config.step, splits, b * h, together, touched_only, q.device), build)
-    if len(plan.works):
-        counter = work_counter(q.device)
-        arguments = kernel_arguments(q, k, v, out, row_max, row_sum, plan, counter, softmax_scale, state, config)
-        hopper_forward_kernel[(min(programs, len(plan.works)),)](**arguments, num_warps=4)
+        def build() -> Schedule:
+            items = split(*table.cut("q", how.block, how.step), how.step, splits)
+            arrays = schedule(*items, how.step, b * h, together, touched_only)
+            return Schedule(*(torch.from_numpy(x).to(q.device) for x in arrays))
+
+        plan = table.derived(("hopper forward", how.block, how.step, splits, b * h, together, touched_only, q.device), build)
+        arguments = kernel_arguments(q, k, v, out, row_max, row_sum, plan, counter, softmax_scale, state, how)
+        return min(programs or multiprocessors(q.device), len(plan.works)), arguments
+
+    moving = dict(
+        q_desc=q,
+        k_desc=k,
+        v_desc=v,
+        out_ptr=out,
+        state_ptr=out if state is None else state[0],
+        row_max_ptr=row_max,
+        row_sum_ptr=row_sum,
+        counter_ptr=counter,
+        scale=softmax_scale * LOG2_E.value,
+    )
+    facts = state is None, touched_only, splits, config, programs
+    launches.launch(hopper_forward_kernel, table, facts, moving, make, num_warps=4)
 
 
 def kernel_arguments(

@@ -14,7 +14,7 @@ from ringattn_kernels.dispatch import Kernels, choose_forward
 from ringattn_kernels.table import cut, split
 from tests.clock import one_sort
 from tests.kernels import dense
-from tests.kernels.test_hopper_backward import RELEASE, compile_for_hopper
+from tests.kernels.test_hopper_backward import RELEASE, compile_for_hopper, launch_anew
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
@@ -128,6 +128,7 @@ def recorded(monkeypatch):
     monkeypatch.setattr(hopper_forward, "work_counter", lambda device: None)
     for module in (splits, hopper_forward):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(rk.launches, "launch", launch_anew)
     kernels = Recorded(), Recorded()
     monkeypatch.setattr(hopper_forward, "hopper_forward_kernel", kernels[0])
     monkeypatch.setattr(splits, "merge_kernel", kernels[1])

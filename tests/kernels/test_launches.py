@@ -1,0 +1,197 @@
+"""Launches made ready once: each is what Triton would have launched, with the arguments of its own call. Nothing runs."""
+
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+import ringattn_kernels as rk
+from ringattn_kernels import hopper_backward, hopper_backward_fused, hopper_forward, launches
+from ringattn_kernels.inputs import Inputs
+
+BACKEND = make_backend(GPUTarget("cuda", 90, 32))
+
+
+def found_by(kernel, arguments):
+    """What Triton finds a compiled kernel by."""
+    return create_function_from_signature(kernel.signature, kernel.params, BACKEND)(**arguments)[1]
+
+
+class Device:
+    """Keeps what is launched on it."""
+
+    def __init__(self):
+        self.number = 0
+        self.compiled = 0  # how often a kernel was asked for
+        self.launched = []
+        self.tables = {name: rk.TileTable(np.array(tiles), 300, 700) for name, tiles in TILES.items()}
+
+    def warmup(self, kernel, *, grid, num_warps, **arguments):
+        self.compiled += 1
+        return Compiled(self, (kernel.fn, found_by(kernel, arguments), num_warps, self.number), kernel.arg_names)
+
+
+class Compiled:
+    def __init__(self, device, variant, names):
+        self.device, self.variant, self.names = device, variant, names
+
+    def __getitem__(self, grid):
+        return lambda *values: self.device.launched.append((self.variant, grid, dict(zip(self.names, values, strict=True))))
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Every launch on it is compared with that which Triton alone would make."""
+    device, launch = Device(), launches.launch
+
+    def compared(kernel, table, facts, moving, make, *, num_warps):
+        launch(kernel, table, facts, moving, make, num_warps=num_warps)
+        programs, expected = make()
+        if programs:
+            variant, grid, arguments = device.launched.pop()
+            assert variant == (kernel.fn, found_by(kernel, expected), num_warps, device.number)
+            assert grid == (programs, 1, 1)
+            for name, x in expected.items():
+                assert same(arguments[name], x), name
+        assert not device.launched
+
+    monkeypatch.setattr(JITFunction, "warmup", lambda kernel, **options: device.warmup(kernel, **options))
+    monkeypatch.setattr(launches, "launch", compared)
+    monkeypatch.setattr(launches, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: device.number)))
+    monkeypatch.setattr(hopper_backward, "prepare", lambda statistics, *_: torch.empty(2, statistics[0].shape[1] * 2, 384).unbind())
+    monkeypatch.setattr(hopper_forward, "work_counter", lambda device: torch.zeros(1, dtype=torch.int32))
+    return device
+
+
+def same(x, y):
+    if isinstance(x, TensorDescriptor):
+        return x.base is y.base and {**vars(x), "base": None} == {**vars(y), "base": None}
+    return x is y if isinstance(x, torch.Tensor) else (x, type(x)) == (y, type(y))
+
+
+# some of the pairs of 300 queries and 700 keys, all, or none
+TILES = {"some": [(5, 140, 100, 150, -300, 300)], "all": [(0, 300, 0, 700, -700, 300)], "none": []}
+
+
+def make(*shape, dtype=torch.bfloat16, rows_first=False, offset=0, gap=0):
+    """A tensor, with its rows first in memory, `offset` elements behind an aligned address, `gap` elements between heads."""
+    b, s, h, d = shape
+    x = torch.empty(b * s * h * (d + gap) + 16 + offset, dtype=dtype)
+    x = x[-x.data_ptr() % 16 // x.element_size() + offset :][: b * s * h * (d + gap)]
+    x = x.view(s, b, h, d + gap).transpose(0, 1) if rows_first else x.view(b, s, h, d + gap)
+    return x[..., :d]
+
+
+def forward(
+    device, heads=(4, 2), d=128, dtype=torch.bfloat16, q=None, kv=None, out=None, before=None, final=True, scale=0.1, alike=False,
+    tiles="some", touched_only=False, **options,
+):  # fmt: skip
+    h, hk = heads
+    q, k, v = make(2, 300, h, d, dtype=dtype, **q or {}), *(make(2, 700, hk, d, dtype=dtype, **kv or {}) for _ in range(2))
+    statistics = torch.empty(2, 2, h, 300).unbind()
+    state = None if before is None else (make(2, 300, h, d, dtype=torch.float32, **before), *statistics)
+    out = state[0] if state and not final else make(2, 300, h, d, dtype=dtype if final else torch.float32, **out or {})
+    v = k if alike else v
+    hopper_forward.launch(q, k, v, device.tables[tiles], out, *statistics, scale, state, touched_only, **options)
+    return [weakref.ref(x) for x in (q, k, v, out)]
+
+
+FORWARD = [
+    dict(heads=(6, 2)),
+    dict(heads=(4, 4)),
+    dict(dtype=torch.float16),
+    dict(d=64),
+    dict(q=dict(rows_first=True)),
+    dict(kv=dict(rows_first=True)),
+    dict(kv=dict(gap=8)),
+    dict(out=dict(offset=1)),
+    dict(final=False),
+    dict(before={}),
+    dict(before=dict(offset=1)),
+    dict(before={}, final=False),
+    dict(before={}, final=False, touched_only=True),
+    dict(splits=2),
+    dict(programs=3),
+    dict(tiles="none"),
+    dict(tiles="all"),
+]
+
+
+def backward(
+    device, heads=(4, 2), d=128, dtype=torch.bfloat16, q=None, kv=None, grads=None, add=True, ordered=False, scale=0.1, alike=False,
+    tiles="some", splits=1,
+):  # fmt: skip
+    h, hk = heads
+    q, dout = (make(2, 300, h, d, dtype=dtype, **q or {}) for _ in range(2))
+    k, v = (make(2, 700, hk, d, dtype=dtype, **kv or {}) for _ in range(2))
+    dk, dv = (make(2 * splits, 700, hk, d, **{"dtype": torch.float32, **(grads or {})}) for _ in range(2))
+    v = k if alike else v
+    inputs = Inputs(q, k, v, dout, *torch.empty(3, 2, h, 300).unbind(), device.tables[tiles], scale)
+    sums = torch.empty(2 * h, 384, d)
+    hopper_backward_fused.backward(inputs, prepared=None, sums=sums, dk=dk, dv=dv, add=add, ordered=ordered)
+    return [weakref.ref(x) for x in (q, k, v, dout, dk, dv, sums)]
+
+
+BACKWARD = [
+    dict(heads=(6, 2)),
+    dict(heads=(4, 4)),
+    dict(dtype=torch.float16),
+    dict(d=64),
+    dict(d=96),
+    dict(q=dict(rows_first=True)),
+    dict(kv=dict(rows_first=True)),
+    dict(kv=dict(gap=8)),
+    dict(grads=dict(offset=1)),
+    dict(grads=dict(rows_first=True)),
+    dict(grads=dict(gap=4)),
+    dict(add=False),
+    dict(add=False, grads=dict(dtype=torch.bfloat16)),
+    dict(add=False, splits=2),
+    dict(ordered=True),
+    dict(scale=1),
+    dict(scale=2),
+    dict(tiles="all"),
+]
+
+
+@pytest.mark.parametrize(("call", "kinds"), [(forward, FORWARD), (backward, BACKWARD)], ids=["forward", "backward"])
+def test_calls_that_differ_in_more_than_addresses_have_launches_of_their_own(call, kinds, device):
+    for kind in kinds:
+        call(device)
+        call(device, **kind)
+    for kind in kinds:
+        call(device, **kind)
+
+
+@pytest.mark.parametrize("call", [forward, backward])
+def test_calls_of_a_kind_share_a_launch_that_keeps_none_of_their_tensors(call, device):
+    for options in ({"alike": True}, {}, {"scale": 0.2}, {}):
+        tensors = call(device, **options)
+        assert not any(x() is not None for x in tensors)
+    assert device.compiled == 1
+    device.number = 1
+    call(device)
+    assert device.compiled == 2
+
+
+@triton.jit
+def one(x_ptr):
+    pass
+
+
+@triton.jit
+def other(x_ptr):
+    pass
+
+
+def test_kernels_are_told_apart(device):
+    table, x = device.tables["all"], make(1, 1, 1, 16)
+    for kernel in (one, other, one):
+        launches.launch(kernel, table, (), {"x_ptr": x}, lambda: (1, {"x_ptr": x}), num_warps=4)
