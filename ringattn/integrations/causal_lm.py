@@ -131,6 +131,11 @@ class CausalLMLoss(nn.Module):
 
     def __init__(self, model: PreTrainedModel, loss: Callable[..., torch.Tensor] = fused_token_loss) -> None:
         super().__init__()
+        if not hasattr(model, "get_output_embeddings"):
+            raise ValueError(
+                f"{type(model).__name__} is no model of transformers: give one before it is wrapped, and wrap this instead; for a "
+                "model of your own see token_loss"
+            )
         output = model.get_output_embeddings()
         if not isinstance(output, nn.Linear) or _without_head(model) is model:
             raise ValueError(

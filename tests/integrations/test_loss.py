@@ -179,8 +179,9 @@ def test_the_factors_of_wrappers():
         (lambda: mean_loss(torch.zeros(3), torch.zeros(1, 3), reduction=summed()), r"summed_loss has shape \(3,\)"),
         (lambda: count_tokens(), "labels is empty"),
         (lambda: CausalLMLoss(build().model.model), "has no linear output embedding"),
+        (lambda: CausalLMLoss(build()), "CausalLMLoss is no model of transformers: give one before it is wrapped"),
     ],
-    ids=["divisor", "data parallel", "no sum", "no labels", "no head"],
+    ids=["divisor", "data parallel", "no sum", "no labels", "no head", "wrapped"],
 )
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
