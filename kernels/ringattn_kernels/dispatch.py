@@ -86,7 +86,7 @@ def choose_backward(
         if obstacle or not there_are:
             return Choice(Kernels.PLAIN, obstacle or f"there are no others for head dims {d} and {v_dim}")
         if there_are[0] == Kernels.HOPPER_ORDERED and not hopper.fused.has_items_for_turns(k, table):
-            return Choice(Kernels.HOPPER, "sm_90, and too few items to take turns")
+            return Choice((*there_are, Kernels.PLAIN)[1], "sm_90, and too few items to take turns")
         return Choice(there_are[0], "sm_90")
 
     return _choose("backward", q.device, kernels, on_hopper)
@@ -97,7 +97,7 @@ def _backward_kernels(d: int, v_dim: int, deterministic: bool) -> tuple[Kernels,
     """The Hopper kernels that there are for head dims d of q and k, and v_dim of v, the fastest first."""
     head_dims = {
         Kernels.HOPPER_FUSED: () if deterministic else hopper.fused.HEAD_DIMS,
-        Kernels.HOPPER_ORDERED: hopper.fused.ORDERED_HEAD_DIMS,
+        Kernels.HOPPER_ORDERED: hopper.fused.HEAD_DIMS,
         Kernels.HOPPER: hopper.backward.HEAD_DIMS,
     }
     return tuple(kernels for kernels, dims in head_dims.items() if (d, v_dim) in dims)

@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import hopper_backward, launches
 from .config import padded
-from .gluon_words import async_add_shared_to_global, plain_layout, reinterpret, wait_for_products
+from .gluon_words import async_add_shared_to_global, plain_layout, wait_for_products
 from .hopper_backward import (
     BLOCK,
     ROWS,
@@ -90,6 +90,17 @@ def dq_part(head_dim, step, half, part):
 
 
 @gluon.constexpr_function
+def place_of_dq(head_dim, step, half, part):
+    """(panel, first row, rows) of the sums that a part of dq has among those of its step, panel by panel.
+
+    Sums of 64 rows come together, and of these those of 8 columns; a step of 128 rows has two parts of 64.
+    """
+    panel, column, columns = dq_part(head_dim, step, half, part)
+    first = half * head_dim if step == 128 else column
+    return panel, first * WIDTH.value // SUMS.value, columns * WIDTH.value // SUMS.value
+
+
+@gluon.constexpr_function
 def row_of_sums(head_dim):
     """(shift, factor): head_dim / SUMS is factor / 2^shift."""
     even = head_dim & -head_dim
@@ -140,15 +151,13 @@ def add_dq(
 ):
     """Have the copy engine add a part of dq to the sums."""
     WHERE: gl.constexpr = dq_part(HEAD_DIM, STEP, HALF, PART)
-    COUNT: gl.constexpr = WIDTH * WHERE[2] // SUMS
-    # sums of 64 rows come together, and of these those of 8 columns; a step of 128 rows has two parts of 64
-    FIRST: gl.constexpr = HALF * HEAD_DIM if STEP == 128 else WHERE[0] * main_columns(HEAD_DIM) + WHERE[1]
+    PLACE: gl.constexpr = place_of_dq(HEAD_DIM, STEP, HALF, PART)
     tma.store_wait(0)
     place = staging.index(HALF)
     if WHERE[2] < WIDTH:
-        place = place.slice(0, COUNT, dim=0)
+        place = place.slice(0, PLACE[2], dim=0)
     stage_dq(place, dq)
-    coordinates = [first_row_of_sums(row, HEAD_DIM) + FIRST * WIDTH // SUMS, 0]
+    coordinates = [first_row_of_sums(row, HEAD_DIM) + PLACE[0] * (main_columns(HEAD_DIM) * WIDTH // SUMS) + PLACE[1], 0]
     if WHERE[2] < WIDTH:
         async_add_shared_to_global(sums_rest, coordinates, place)
     else:
@@ -156,11 +165,36 @@ def add_dq(
 
 
 @gluon.jit
-def hand_over_dq(staging, staged, taken, dq, n, HALF: gl.constexpr):
+def hand_over_dq(
+    staging, staged, taken, dq, n, HALF: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr
+):  # fmt: skip
     """Leave this warpgroup's part of the n-th dq to `produce_and_add`."""
-    mbarrier.wait(taken, (n & 1) ^ 1)
-    stage_dq(staging.index(HALF), dq)
+    PLACE: gl.constexpr = place_of_dq(HEAD_DIM, STEP, HALF, PART)
+    mbarrier.wait(taken, ((n * PARTS + PART) & 1) ^ 1)
+    stage_dq(staging[PLACE[0]].slice(PLACE[1], PLACE[2], dim=0), dq)
     mbarrier.arrive(staged, count=1)
+
+
+@gluon.jit
+def allocate_staging(sums_descs, PARTS: gl.constexpr):
+    """Shared memory for both warpgroups' dq of a step, in panels: for all of it, or, of two parts, for one at a time."""
+    main = gl.allocate_shared_memory(gl.float32, sums_descs[0].block_type.shape, sums_descs[0].layout)
+    if len(sums_descs) == 1:
+        return (main,)
+    elif PARTS == 2:
+        return (main, main.slice(0, sums_descs[1].block_type.shape[0], dim=0))
+    else:
+        return (main, gl.allocate_shared_memory(gl.float32, sums_descs[1].block_type.shape, sums_descs[1].layout))
+
+
+@gluon.jit
+def add_panels(sums_descs, staging, row, HEAD_DIM: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr):
+    """Have the copy engine add what both warpgroups left: all panels, or, of two parts, one each."""
+    first = first_row_of_sums(row, HEAD_DIM)
+    for panel in gl.static_range(len(staging)):
+        if PARTS == 1 or panel == PART:
+            async_add_shared_to_global(sums_descs[panel], [first, 0], staging[panel])
+        first += staging[panel].type.shape[0]
 
 
 @gluon.jit
@@ -175,9 +209,10 @@ def load_walk(segments_ptr, segment, whole, STEP: gl.constexpr, ORDERED: gl.cons
 
 @gluon.jit
 def produce_and_add(
-    q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, sums_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s, staging,
+    q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, sums_descs, q_s, k_s, v_s, dout_s, pivot_s, delta_s, staging,
     kv_full, q_full, dout_full, empty, staged, taken, segments_ptr, successors_ptr, counters_ptr, item, segment_begin, segment_end, steps,
-    batch, kv_head, group, head0, padded_rows, block_begin, STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    batch, kv_head, group, head0, padded_rows, block_begin,
+    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """Bring what the consumers read, as `produce_queries`, and have the copy engine add their dq to the sums when it is this item's turn.
 
@@ -219,14 +254,16 @@ def produce_and_add(
             seen = -1
         if n == STAGES:
             # there is no step before the first
-            mbarrier.wait(staged, 0)
-            mbarrier.arrive(taken, count=1)
+            for part in gl.static_range(PARTS):
+                mbarrier.wait(staged, part)
+                mbarrier.arrive(taken, count=1)
         if n > STAGES:
             wait_for_turn(counter_ptr, item, seen)
-            mbarrier.wait(staged, (n - STAGES) & 1)
-            async_add_shared_to_global(sums_desc, [first_row_of_sums(row, HEAD_DIM), 0], staging)
-            tma.store_wait(0)
-            mbarrier.arrive(taken, count=1)
+            for part in gl.static_range(PARTS):
+                mbarrier.wait(staged, ((n - STAGES) * PARTS + part) & 1)
+                add_panels(sums_descs, staging, row, HEAD_DIM, part, PARTS)
+                tma.store_wait(0)
+                mbarrier.arrive(taken, count=1)
             pass_turn(counter_ptr, successor)
             late_member += 1
             if late_member == group:
@@ -271,6 +308,7 @@ def consume_and_add(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     WIDE: gl.constexpr = is_wide(HEAD_DIM, V_DIM)
+    PARTS: gl.constexpr = 2 if WIDE else 1
     BUFFERS: gl.constexpr = ds_s.type.shape[0] // 2
     dtype: gl.constexpr = q_s[0].dtype
     # [ROWS, HEAD_DIM] and [ROWS, V_DIM], in panels
@@ -388,22 +426,27 @@ def consume_and_add(
         dk = gradients[len(dv) : len(dv) + len(dk)]
         mbarrier.wait(q_full.index(stage), phase, pred=(n + 1) < steps)
         if WIDE:
-            add_dq(sums_desc, sums_rest, staging, dq, last_row, HALF, STEP, HEAD_DIM, 0)
-            add_dq(sums_desc, sums_rest, staging, dq_rest, last_row, HALF, STEP, HEAD_DIM, 1)
+            if ORDERED:
+                hand_over_dq(staging, staged, taken, dq, n, HALF, STEP, HEAD_DIM, 0, PARTS)
+                hand_over_dq(staging, staged, taken, dq_rest, n, HALF, STEP, HEAD_DIM, 1, PARTS)
+            else:
+                add_dq(sums_desc, sums_rest, staging, dq, last_row, HALF, STEP, HEAD_DIM, 0)
+                add_dq(sums_desc, sums_rest, staging, dq_rest, last_row, HALF, STEP, HEAD_DIM, 1)
         k_next = tiles(k_s, anew(HALF, k_rows)) if STEP == 64 else k
         s_next = start_sum(k_next, tiles(q_s, stage), zero, False)
-        if ORDERED:
-            hand_over_dq(staging, staged, taken, dq, n, HALF)
-        elif not WIDE:
-            add_dq(sums_desc, sums_rest, staging, dq, last_row, HALF, STEP, HEAD_DIM, 0)
+        if not WIDE:
+            if ORDERED:
+                hand_over_dq(staging, staged, taken, dq, n, HALF, STEP, HEAD_DIM, 0, PARTS)
+            else:
+                add_dq(sums_desc, sums_rest, staging, dq, last_row, HALF, STEP, HEAD_DIM, 0)
         last_row = this_row
         s = warpgroup_mma_wait(0, deps=[s_next])
     mbarrier.wait(ds_full.index(last_buffer), last_turn, pred=steps > 0)
-    for part in gl.static_range(2 if WIDE else 1):
+    for part in gl.static_range(PARTS):
         dq = start_dq(k_s, ds_s, last_buffer, k_rows, HALF, STEP, HEAD_DIM, part)
         dq = warpgroup_mma_wait(0, deps=[dq])
         if ORDERED:
-            hand_over_dq(staging, staged, taken, dq, steps, HALF)
+            hand_over_dq(staging, staged, taken, dq, steps, HALF, STEP, HEAD_DIM, part, PARTS)
         else:
             add_dq(sums_desc, sums_rest, staging, dq, last_row, HALF, STEP, HEAD_DIM, part)
     write_panels(dk_ptr, stride_dks, dk, softmax_scale, row0, k_rows, ADD)
@@ -428,17 +471,17 @@ def is_wide(head_dim, v_dim):
 
 @gluon.jit
 def produce(
-    q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, sums_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s, staging,
+    q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, sums_descs, q_s, k_s, v_s, dout_s, pivot_s, delta_s, staging,
     kv_full, q_full, dout_full, empty, staged, taken, segments_ptr, successors_ptr, counters_ptr, item, segment_begin, segment_end, steps,
     batch, kv_head, group, head0, padded_rows, block_begin,
-    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ORDERED: gl.constexpr,
+    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """What the partition without products does."""
     if ORDERED:
         produce_and_add(
-            q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, sums_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s, staging,
+            q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, sums_descs, q_s, k_s, v_s, dout_s, pivot_s, delta_s, staging,
             kv_full, q_full, dout_full, empty, staged, taken, segments_ptr, successors_ptr, counters_ptr, item, segment_begin,
-            segment_end, steps, batch, kv_head, group, head0, padded_rows, block_begin, STAGES, STEP, HEAD_DIM,
+            segment_end, steps, batch, kv_head, group, head0, padded_rows, block_begin, STAGES, STEP, HEAD_DIM, PARTS,
         )  # fmt: skip
     else:
         produce_queries(
@@ -461,6 +504,7 @@ def fused_kernel(
     # buffers of dS: one more than stages, so that room for the queries of a step means room for its dS; or, where that does not fit, as
     # many, and a barrier
     BUFFERS: gl.constexpr = STAGES if is_wide(HEAD_DIM, V_DIM) else STAGES + 1
+    PARTS: gl.constexpr = 2 if is_wide(HEAD_DIM, V_DIM) else 1
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STEP], q_desc.dtype)
     q_descs, k_descs = panels(q_desc, q_rest), panels(k_desc, k_rest)
     v_descs, dout_descs = panels(v_desc, v_rest), panels(dout_desc, dout_rest)
@@ -468,16 +512,17 @@ def fused_kernel(
         q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, STAGES, STEP, 2
     )
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS * 2, ROWS, STEP], DS)
-    staging = gl.allocate_shared_memory(gl.float32, [2, WIDTH * WIDTH // SUMS, SUMS], sums_desc.layout)
-    # of both warpgroups
-    all_staging = reinterpret(staging, gl.float32, [2 * WIDTH * WIDTH // SUMS, SUMS], sums_desc.layout)
+    sums_descs = panels(sums_desc, sums_rest)
     staged = kv_full
     taken = kv_full
     if ORDERED:
+        staging = allocate_staging(sums_descs, PARTS)
         staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(staged, count=2)
         mbarrier.init(taken, count=1)
+    else:
+        staging = gl.allocate_shared_memory(gl.float32, [2, WIDTH * WIDTH // SUMS, SUMS], sums_desc.layout)
     ds_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BUFFERS):
         mbarrier.init(ds_full.index(i), count=2)
@@ -500,10 +545,10 @@ def fused_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (produce, (q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, sums_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
-                       all_staging, kv_full, q_full, dout_full, empty, staged, taken, segments_ptr, successors_ptr, counters_ptr, item,
+            (produce, (q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, sums_descs, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
+                       staging, kv_full, q_full, dout_full, empty, staged, taken, segments_ptr, successors_ptr, counters_ptr, item,
                        segment_begin, segment_end, steps, batch, kv_head, group, head_index * group, padded_rows, block_begin,
-                       STAGES, STEP, HEAD_DIM, ORDERED)),
+                       STAGES, STEP, HEAD_DIM, PARTS, ORDERED)),
             (consume_and_add, (q_s, k_s, v_s, dout_s, pivot_s, delta_s, ds_s, staging, kv_full, q_full, dout_full, empty, ds_full, ds_empty,
                        staged, taken, sums_desc, sums_rest, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin,
                        segment_end, steps, group, head_index * group * padded_rows, heads * group * padded_rows, padded_rows, k_rows,
@@ -547,12 +592,10 @@ def finish_kernel(
 LAUNCHES = {64: Launch(128, 2), 96: Launch(64, 3), 128: Launch(64, 2), 192: Launch(64, 2)}
 # of q and k, and of v
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
-# those with turns
-ORDERED_HEAD_DIMS = ((64, 64), (128, 128))
 # programs at least of which the heads that run side by side have; measured on an H200
 SIDE_BY_SIDE = 256
 # the same by head dim where items take turns
-ORDERED_SIDE_BY_SIDE = {64: 1024, 128: 512}
+ORDERED_SIDE_BY_SIDE = {64: 1024, 96: 512, 128: 512, 192: 512}
 
 
 def block_and_step(head_dim: int) -> tuple[int, int]:
@@ -561,7 +604,7 @@ def block_and_step(head_dim: int) -> tuple[int, int]:
 
 
 def has_items_for_turns(k: torch.Tensor, table: TileTable) -> bool:
-    """Whether items are so many that to add dq in turns is faster than two kernels: the few of one head would wait for one another."""
+    """Whether items are so many that to add dq in turns is fastest: the few of one head would wait for one another."""
     return k.shape[0] * k.shape[2] * table.key_blocks(BLOCK.value, 1, k.device).touched >= SIDE_BY_SIDE
 
 
@@ -642,15 +685,14 @@ def fused_arguments(
     if turns is not None:
         arguments |= dict(items_ptr=turns.items, segments_ptr=turns.segments)
     items = SIDE_BY_SIDE if turns is None else ORDERED_SIDE_BY_SIDE[d]
-    step, rows = LAUNCHES[d].step, ROWS.value
+    step, rows, main = LAUNCHES[d].step, ROWS.value, main_columns(d)
     return grid, arguments | dict(
         q_rest=rest_descriptor(inputs.q, step),
         k_rest=rest_descriptor(inputs.k, rows),
         v_rest=rest_descriptor(inputs.v, rows),
         dout_rest=rest_descriptor(inputs.dout, step),
-        # of one warpgroup, or of both
-        sums_desc=sums_descriptor(sums, WIDTH.value if turns is None else 2 * WIDTH.value),
-        sums_rest=sums_descriptor(sums, 32) if d > main_columns(d) else None,
+        sums_desc=sums_descriptor(sums, WIDTH.value if turns is None else main * step // WIDTH.value),
+        sums_rest=sums_descriptor(sums, 32 if turns is None else d - main) if d > main else None,
         V_DIM=inputs.v.shape[3],
         chunk=max(2, items // arguments["item_count"]),
         heads=b * inputs.k.shape[2],

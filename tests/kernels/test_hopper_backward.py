@@ -35,7 +35,7 @@ TYPES = {
 # bytes that a thread may spill: addresses, of which two are read within the loop of the query kernel and a few in that of the fused one
 SPILLS = {("key", 64): 0, ("key", 128): 72, ("query", 64): 0, ("query", 128): 56, ("fused", 64): 112, ("fused", 128): 28}
 SPILLS |= {("fused", 96): 0, ("fused", 192): 64, ("wide key", 256): 0, ("query", 256): 16}
-SPILLS |= {("ordered", 64): 112, ("ordered", 128): 0}
+SPILLS |= {("ordered", 64): 112, ("ordered", 96): 0, ("ordered", 128): 0, ("ordered", 192): 64}
 # those whose steps are of 128 rows and not of 64
 LONG_STEPS = {("query", 64), ("query", 128), ("fused", 64), ("ordered", 64)}
 # where in a warpgroup exponentials come (E), among starts of products (H) and waits for them (D): with products under way, of its
@@ -47,7 +47,8 @@ MORE_SPILLS = {
     (3, 8): {("fused", 192): 100},
     (3, 9): {("key", 128): 168, ("query", 128): 104, ("fused", 64): 400, ("fused", 128): 120, ("fused", 192): 352},
 }
-MORE_SPILLS[3, 9] |= {("ordered", 64): 400, ("ordered", 128): 120}
+MORE_SPILLS[3, 8] |= {("ordered", 192): 88}
+MORE_SPILLS[3, 9] |= {("ordered", 64): 400, ("ordered", 128): 120, ("ordered", 192): 288}
 RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
 # head dims of v that are not those of q and k
 V_DIMS = {192: 128}
@@ -55,8 +56,7 @@ SETS = pytest.mark.parametrize(
     ("kernels", "d"),
     [
         *((Kernels.HOPPER, d) for d in (64, 128, 256)),
-        *((Kernels.HOPPER_ORDERED, d) for d in (64, 128)),
-        *((Kernels.HOPPER_FUSED, d) for d in (64, 96, 128, 192)),
+        *((kernels, d) for kernels in (Kernels.HOPPER_ORDERED, Kernels.HOPPER_FUSED) for d in (64, 96, 128, 192)),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
@@ -158,8 +158,10 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(kernel
     assert len(re.findall(overlapped, exponentials)) == warpgroups, exponentials
     assert operations.count("MUFU.EX2") == warpgroups * (64 if (kernel, d) in LONG_STEPS else 32)
     # the copy engine adds dq, told by each of the two warpgroups, within its loop and behind it, at 192 in two parts; or in turns by the
-    # partition that loads
-    assert len(re.findall(r"\bUTMAREDG", sass)) == {"fused": 8 if d == 192 else 4, "ordered": 1}.get(kernel, 0)
+    # partition that loads, panel by panel
+    assert len(re.findall(r"\bUTMAREDG", sass)) == {"fused": 8 if d == 192 else 4, "ordered": 2 if d in (96, 192) else 1}.get(
+        kernel, 0
+    )
     # the one ordinary atomic draws a program's number
     assert len(re.findall(r"\b(?:RED|ATOMG?)\b", sass)) == (1 if kernel == "ordered" else 0)
 
@@ -243,26 +245,30 @@ def test_one_launch_and_several_take_every_block_that_changes(d, deterministic, 
     assert launches == ([finish] if fused else [])
 
 
-@pytest.mark.parametrize("d", [64, 128])
-def test_items_take_turns_where_there_are_many(d, hopper):
+@pytest.mark.parametrize(
+    ("d", "else_"), [(64, Kernels.HOPPER), (96, Kernels.PLAIN), (128, Kernels.HOPPER), (192, Kernels.PLAIN)], ids=str
+)
+def test_items_take_turns_where_there_are_many(d, else_, hopper):
     def choice(heads, d, rows):
-        q, kv = torch.empty(1, rows, 8, d, dtype=torch.bfloat16), torch.empty(1, rows, heads, d, dtype=torch.bfloat16)
-        return choose_backward(q, kv, kv, q, rk.TileTable(np.array(dense.causal(4096)), rows, rows), deterministic=True)
+        q, dout = (torch.empty(1, rows, 8, dim, dtype=torch.bfloat16) for dim in (d, V_DIMS.get(d, d)))
+        k, v = (torch.empty(1, rows, heads, dim, dtype=torch.bfloat16) for dim in (d, V_DIMS.get(d, d)))
+        return choose_backward(q, k, v, dout, rk.TileTable(np.array(dense.causal(4096)), rows, rows), deterministic=True)
 
     assert choice(8, d, 4096).kernels == Kernels.HOPPER_ORDERED
     few = choice(4, d, 4096)
-    assert few.kernels == Kernels.HOPPER and "too few items" in few.reason
+    assert few.kernels == else_ and "too few items" in few.reason
     # keys that nobody sees count for nothing
-    assert choice(4, d, 8192).kernels == Kernels.HOPPER
+    assert choice(4, d, 8192).kernels == else_
     assert choice(8, 256, 4096).kernels == Kernels.HOPPER
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 96, 128, 192])
 def test_a_launch_of_items_that_take_turns(d, launches):
-    q, kv = torch.empty(2, 300, 6, d, dtype=torch.bfloat16), torch.empty(2, 700, 2, d, dtype=torch.bfloat16)
+    q, dout = (torch.empty(2, 300, 6, dim, dtype=torch.bfloat16) for dim in (d, V_DIMS.get(d, d)))
+    k, v = (torch.empty(2, 700, 2, dim, dtype=torch.bfloat16) for dim in (d, V_DIMS.get(d, d)))
     table = rk.TileTable(np.array([(5, 20, 100, 150, -700, 300)]), 300, 700)
-    inputs = (q, kv, kv, q, *torch.empty(3, 2, 6, 300), table)
-    options = dict(softmax_scale=0.1, dk=torch.empty(kv.shape), dv=torch.empty(kv.shape), kernels=Kernels.HOPPER_ORDERED)
+    inputs = (q, k, v, dout, *torch.empty(3, 2, 6, 300), table)
+    options = dict(softmax_scale=0.1, dk=torch.empty(k.shape), dv=torch.empty(v.shape), kernels=Kernels.HOPPER_ORDERED)
     rk.backward(*inputs, **options, dq=torch.empty(q.shape), add=False)
     rk.backward(*inputs, **options, dq=rk.QuerySums(q, 0.1), add=True)
     prepare, finish = ("prepare_kernel", 2 * 6 * 3), ("finish_kernel", 2 * 6 * 3 * 2)
@@ -323,7 +329,7 @@ def test_torch_s_switch_asks_for_deterministic_results(hopper, deterministic_tor
         ((256, 256), Kernels.HOPPER_FUSED, False, "HOPPER"),
         ((256, 256), Kernels.HOPPER_ORDERED, True, "HOPPER"),
         ((96, 96), Kernels.HOPPER, False, "HOPPER_FUSED"),
-        ((192, 128), Kernels.HOPPER, True, "PLAIN"),
+        ((192, 128), Kernels.HOPPER, True, "HOPPER_ORDERED"),
         ((80, 80), Kernels.HOPPER, False, "PLAIN"),
     ],
     ids=str,
@@ -437,6 +443,7 @@ def test_overwriting_leaves_nothing_of_what_was_there(d, kernels):
         *(([kernels], d) for kernels in (Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED, Kernels.HOPPER) for d in (64, 128)),
         *((pair, d) for pair in ([Kernels.HOPPER_FUSED, Kernels.PLAIN], [Kernels.HOPPER, Kernels.HOPPER_FUSED]) for d in (64, 128)),
         *((turns, d) for turns in ([Kernels.HOPPER_FUSED], [Kernels.HOPPER_FUSED, Kernels.PLAIN]) for d in (96, 192)),
+        *((turns, d) for turns in ([Kernels.HOPPER_ORDERED], [Kernels.HOPPER_ORDERED, Kernels.HOPPER_FUSED]) for d in (96, 192)),
         ([Kernels.HOPPER], 256),
         ([Kernels.HOPPER, Kernels.PLAIN], 256),
     ],
@@ -498,10 +505,11 @@ def test_a_hundred_runs_give_the_same_bits(d, kernels):
 @on_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["causal", "full"])
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 96, 128, 192])
 def test_items_that_take_turns_give_the_same_bits_beside_other_work(d, mask):
     generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v, dout = (torch.randn(1, 2048, h, d, generator=generator, device="cuda").bfloat16() for h in (8, 2, 2, 8))
+    shapes = ((8, d), (2, d), (2, V_DIMS.get(d, d)), (8, V_DIMS.get(d, d)))
+    q, k, v, dout = (torch.randn(1, 2048, *shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
     tiles = dense.causal(2048) if mask == "causal" else dense.full(2048, 2048)
     table = rk.TileTable(np.array(tiles), 2048, 2048)
     statistics = statistics_of(q, k, v, dout, table)
@@ -518,9 +526,9 @@ def test_items_that_take_turns_give_the_same_bits_beside_other_work(d, mask):
 
 @on_gpu
 @pytest.mark.gpu
-def test_a_thousand_launches_of_items_that_take_turns_end(monkeypatch):
+@pytest.mark.parametrize("head_dims", [[(64, 64), (128, 128)], [(96, 96), (192, 128)]], ids=str)
+def test_a_thousand_launches_of_items_that_take_turns_end(head_dims, monkeypatch):
     monkeypatch.setattr(hopper_backward_fused, "has_items_for_turns", lambda k, table: True)
-    head_dims = {torch.bfloat16: [(64, 64), (128, 128)]}
     for first in range(0, 2000, 200):
         # of four seeds two are deterministic
-        fuzz.launch_many(range(first, first + 200), fuzz.Scope("cuda", 600, head_dims), seconds=240)
+        fuzz.launch_many(range(first, first + 200), fuzz.Scope("cuda", 600, {torch.bfloat16: head_dims}), seconds=240)
