@@ -17,7 +17,7 @@ import transformers
 from tests.examples.programs import EXAMPLES, TORCHRUN, figures, needs_deepspeed, start, succeed
 
 SHORT = ["--device", "cpu", "--vocab", "300", "--tokens", "61", "--steps", "4", "--warmup", "1", "--generate", "3"]
-TOY = [*SHORT, "--hidden", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1"]
+TOY = ["--hidden", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1", *SHORT]
 
 
 @pytest.fixture(scope="session")
