@@ -155,6 +155,7 @@ BACKWARD = [
     dict(add=False, grads=dict(dtype=torch.bfloat16)),
     dict(add=False, splits=2),
     dict(ordered=True),
+    dict(ordered=True, d=96),
     dict(scale=1),
     dict(scale=2),
     dict(tiles="all"),
