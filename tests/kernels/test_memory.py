@@ -22,6 +22,7 @@ import ringattn_kernels as rk
 from ringattn_kernels import hopper
 from ringattn_kernels.dispatch import Kernels
 from tests.kernels import fuzz
+from tests.kernels.test_hopper_backward import launch_anew
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # full steps, and edges of either side; the last rows of both are in no whole block, some rows of both in no tile
@@ -52,7 +53,7 @@ PLAIN = [
 ]
 BACKWARDS = {
     Kernels.HOPPER: hopper.backward.HEAD_DIMS,
-    Kernels.HOPPER_ORDERED: hopper.fused.ORDERED_HEAD_DIMS,
+    Kernels.HOPPER_ORDERED: hopper.fused.HEAD_DIMS,
     Kernels.HOPPER_FUSED: hopper.fused.HEAD_DIMS,
 }
 HOPPER = [Form(d, dv, kernels) for kernels, dims in BACKWARDS.items() for d, dv in dims]
@@ -117,6 +118,7 @@ def test_the_forms_launch_every_kernel_there_is(monkeypatch):
         launched.add(self.fn.__name__)
 
     monkeypatch.setattr(triton.JITFunction, "run", launch)
+    monkeypatch.setattr(rk.launches, "launch", launch_anew)
     monkeypatch.setattr(hopper.forward, "work_counter", lambda device: None)
     for module in ("forward", "backward", "dispatch"):
         monkeypatch.setattr(sys.modules[f"ringattn_kernels.{module}"], "architecture", lambda device: "sm_90")
