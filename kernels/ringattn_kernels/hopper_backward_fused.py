@@ -208,6 +208,16 @@ def load_walk(segments_ptr, segment, whole, STEP: gl.constexpr, ORDERED: gl.cons
 
 
 @gluon.jit
+def walk_back(segments_ptr, segment, segment_begin, start, full_begin, full_end, stop, whole, STEP: gl.constexpr):
+    """The step before this one, (segment, start, full_begin, full_end, stop), which may be the last of the segment before."""
+    start -= STEP
+    if (start < stop) & (segment > segment_begin):
+        segment -= 1
+        start, full_begin, full_end, stop = load_walk(segments_ptr, segment, whole, STEP, True)
+    return segment, start, full_begin, full_end, stop
+
+
+@gluon.jit
 def produce_and_add(
     q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, sums_descs, q_s, k_s, v_s, dout_s, pivot_s, delta_s, staging,
     kv_full, q_full, dout_full, empty, staged, taken, segments_ptr, successors_ptr, counters_ptr, item, segment_begin, segment_end, steps,
@@ -224,7 +234,7 @@ def produce_and_add(
     phase = 0
     member = 0
     segment = gl.maximum(segment_end, 1) - 1
-    start, _, _, stop = load_walk(segments_ptr, segment, True, STEP, True)
+    start, full_begin, full_end, stop = load_walk(segments_ptr, segment, True, STEP, True)
     # the same of what is added, STAGES + 1 steps later
     late_member = 0
     late_segment = gl.maximum(segment_end, 1) - 1
@@ -246,10 +256,9 @@ def produce_and_add(
             member += 1
             if member == group:
                 member = 0
-                start -= STEP
-                if (start < stop) & (segment > segment_begin):
-                    segment -= 1
-                    start, _, _, stop = load_walk(segments_ptr, segment, True, STEP, True)
+                segment, start, full_begin, full_end, stop = walk_back(
+                    segments_ptr, segment, segment_begin, start, full_begin, full_end, stop, True, STEP
+                )
         else:
             seen = -1
         if n == STAGES:
@@ -401,10 +410,9 @@ def consume_and_add(
             member += 1
             if member == group:
                 member = 0
-                start -= STEP
-                if (start < stop) & (segment > segment_begin):
-                    segment -= 1
-                    start, full_begin, full_end, stop = load_walk(segments_ptr, segment, whole, STEP, ORDERED)
+                segment, start, full_begin, full_end, stop = walk_back(
+                    segments_ptr, segment, segment_begin, start, full_begin, full_end, stop, whole, STEP
+                )
         else:
             start += STEP
             if start >= stop:
