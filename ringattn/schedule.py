@@ -303,6 +303,11 @@ def default_schedule(plan: Plan, ranks_per_node: int | None = None, copy_engines
     return DoubleRing(ranks_per_node) if ranks_per_node is not None and 1 < ranks_per_node < n else Ring()
 
 
+def forward_transfers(schedule: Schedule, plan: Plan, transfers: list[Transfer]) -> list[Transfer]:
+    """The K/V transfers of the forward pass; `transfers`, those of the backward pass, where the schedule is the same."""
+    return transfers if schedule.in_forward is schedule else schedule.in_forward.transfers(plan)
+
+
 def gradient_transfers(schedule: Schedule, plan: Plan, transfers: Sequence[Transfer]) -> list[Transfer]:
     """The transfers of dK/dV that K/V transfers lead to, those that leave first first."""
     came: dict[tuple[int, int, int], list[Transfer]] = defaultdict(list)

@@ -18,7 +18,7 @@ from .layout import default_layout
 from .machine import Link, Machine
 from .mask import Mask
 from .plan import make_plan
-from .schedule import WAITING, Schedule, Transfer, gradient_transfers
+from .schedule import WAITING, Schedule, Transfer, forward_transfers, gradient_transfers
 from .ulysses import kv_copies, ring_layout
 
 ITEM = 2  # bytes of an element of q, k, v
@@ -137,9 +137,9 @@ class World:
         # ranks of a heads axis on this node and on others, but for itself
         inside = min(self.u, gpus_per_node)
         self.peers = np.array([inside - 1, self.u - inside])
-        self.forward_kv = option.schedule.in_forward.transfers(plan)
-        self.forward_steps = 1 + max((t.into for t in self.forward_kv), default=0)
         self.kv = option.schedule.transfers(plan)
+        self.forward_kv = forward_transfers(option.schedule, plan, self.kv)
+        self.forward_steps = 1 + max((t.into for t in self.forward_kv), default=0)
         self.grads = gradient_transfers(option.schedule, plan, self.kv)
         self.steps = 1 + max((t.into for t in self.kv), default=0)
 

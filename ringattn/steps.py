@@ -17,7 +17,7 @@ import numpy as np
 
 from .plan import Plan, Tiles, move_keys
 from .rows import Rows
-from .schedule import WAITING, Schedule, Transfer, gradient_transfers
+from .schedule import WAITING, Schedule, Transfer, forward_transfers, gradient_transfers
 
 # rows of long shards are divided at multiples of what kernels take at once
 _BLOCK = 128
@@ -117,10 +117,8 @@ def make_steps(schedule: Schedule, plan: Plan, rank: int) -> Steps:
     transfers = schedule.transfers(plan)
     buffers = _buffers(plan, rank, transfers)
     fetching = _fetching(plan, rank, transfers, buffers)
-    forward = fetching
-    if schedule.in_forward is not schedule:
-        wider = schedule.in_forward.transfers(plan)
-        forward = _fetching(plan, rank, wider, _buffers(plan, rank, wider))
+    wider = forward_transfers(schedule, plan, transfers)
+    forward = fetching if wider is transfers else _fetching(plan, rank, wider, _buffers(plan, rank, wider))
     gradients = _Messages(buffers, rank, gradient_transfers(schedule, plan, transfers))
     steps = _exchanging(fetching, gradients)
     sums = _sums(steps)
