@@ -1,10 +1,14 @@
 """When ranks can share memory, and what is said when they cannot."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import ringattn as ra
+from ringattn.transport.cuda_memory import CudaMemory, unmap_kept
 from ringattn.transport.symmetric import obstacle
 
 
@@ -93,3 +97,18 @@ def test_on_cpus(gloo):
         assert "q is on cpu, but the symmetric transport moves tensors between GPUs: use process_group() for these" in device
         assert budget == "budget is 1000 bytes, but 3 ranks need at least 131072: 64 KiB for each other rank"
         assert all(works)
+
+
+def test_arenas_stay_mapped_while_a_graph_is_captured(monkeypatch):
+    """Whose garbage is collected during a capture, which must not wait for the device."""
+    capturing = True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    memory, arena = object.__new__(CudaMemory), torch.empty(1)
+    memory._arena, there = arena, weakref.ref(arena)
+    del memory, arena
+    gc.collect()
+    unmap_kept()
+    assert there() is not None
+    capturing = False
+    unmap_kept()
+    assert there() is None

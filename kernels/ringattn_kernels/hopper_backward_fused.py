@@ -674,8 +674,11 @@ def backward(
         scale=inputs.softmax_scale * LOG2_E.value,
         softmax_scale=inputs.softmax_scale,
     )
-    if d & (d - 1):  # two panels
-        moving |= dict(q_rest=inputs.q, k_rest=inputs.k, v_rest=inputs.v, dout_rest=inputs.dout, sums_rest=sums)
+    # second panels, where there are
+    if d > main_columns(d):
+        moving |= dict(q_rest=inputs.q, k_rest=inputs.k, sums_rest=sums)
+    if inputs.v.shape[3] > main_columns(inputs.v.shape[3]):
+        moving |= dict(v_rest=inputs.v, dout_rest=inputs.dout)
 
     def make() -> tuple[int, dict]:
         return fused_arguments(inputs, pivot, minus_delta, sums, dk, dv, add, turns, counters)

@@ -50,10 +50,7 @@ class _Ready:
     def __init__(
         self, kernel: triton.JITFunction, num_warps: int, programs: int, arguments: dict[str, Any], moving: dict[str, Moving]
     ) -> None:
-        bases = {name: x.base if isinstance(x, TensorDescriptor) else x for name, x in arguments.items()}
-        tensors = [x for x in moving.values() if isinstance(x, torch.Tensor)]
-        assert all(bases[name] is x or (not isinstance(x, torch.Tensor) and bases[name] == x) for name, x in moving.items())
-        assert not any(bases[name] is x for x in tensors for name in bases.keys() - moving.keys())
+        check(arguments, moving)
         self._launch: Callable[..., None] | None = None
         if programs > 0:
             self._launch = kernel.warmup(**arguments, num_warps=num_warps, grid=(programs,))[(programs, 1, 1)]
@@ -68,6 +65,14 @@ class _Ready:
         for name, index, fields in self._gaps:
             arguments[index] = moving[name] if fields is None else _descriptor(fields, moving[name])
         self._launch(*arguments)
+
+
+def check(arguments: dict[str, Any], moving: dict[str, Moving]) -> None:
+    """Assert that `moving` names its values among the arguments, each tensor everywhere."""
+    bases = {name: x.base if isinstance(x, TensorDescriptor) else x for name, x in arguments.items()}
+    tensors = [x for x in moving.values() if isinstance(x, torch.Tensor)]
+    assert all(bases[name] is x or (not isinstance(x, torch.Tensor) and bases[name] == x) for name, x in moving.items())
+    assert not any(bases[name] is x for x in tensors for name in bases.keys() - moving.keys())
 
 
 def _fields(argument: Any) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ from .staged import Count, Mark, Memory, Piece, Queue
 
 _LINE = 128  # bytes between two counts
 _NUMBERS = itertools.count()
+_kept: list[tuple] = []  # what could not be unmapped when its owner went
 
 
 class _StreamOperation(ctypes.Structure):
@@ -145,6 +146,12 @@ def as_group(meeting: Meeting, rank: int, size: int) -> Iterator[str]:
         _unregister_process_group(name)  # pyright: ignore[reportArgumentType]
 
 
+def unmap_kept() -> None:
+    """Unmap what had to stay while a graph was captured, unless one is captured now."""
+    if _kept and not torch.cuda.is_current_stream_capturing():
+        _kept.clear()
+
+
 class CudaMemory(Memory):
     """A rank's arena on its GPU, of which the others know once all ranks have called `meet`."""
 
@@ -163,6 +170,7 @@ class CudaMemory(Memory):
 
         self._counts = 8 * size * _LINE  # bytes
         total = self._counts + capacity * (size - 1)
+        unmap_kept()
         self._arena = _SymmetricMemory.empty_strided_p2p((total,), (1,), torch.uint8, device)
         self._arena[: self._counts].zero_()
         torch.cuda.synchronize(device)
@@ -177,6 +185,11 @@ class CudaMemory(Memory):
         self._handle = handle  # they stay mapped as long as it lives
         shape = self._arena.shape
         self._bases = [handle.get_buffer(rank, shape, torch.uint8).data_ptr() for rank in range(self.size)]
+
+    def __del__(self) -> None:
+        # the device is waited for where memory is unmapped, which ends a capture; and garbage is collected at any time
+        if self.capturing:
+            _kept.append((getattr(self, "_handle", None), self._arena))
 
     @property
     def current(self) -> CudaQueue:

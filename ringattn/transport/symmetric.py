@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .base import Handle, Peer, Ranks, Transport
-from .cuda_memory import CudaMemory, load_driver
+from .cuda_memory import CudaMemory, load_driver, unmap_kept
 from .meeting import Meeting
 from .process_group import ProcessGroupTransport
 from .staged import StagedTransport
@@ -85,6 +85,7 @@ class SymmetricTransport(StagedTransport):
         return CudaMemory(self.rank, self.size, device, self.budget // (self.size - 1) // 512 * 512)
 
     def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
+        unmap_kept()
         # the driver's functions work on this thread's device
         with torch.cuda.device(self._device):
             return super().exchange(sends, receives, at_rest=at_rest)

@@ -1,5 +1,6 @@
 """Attention captured in CUDA graphs on GPUs: the bits of calls that are not, however ranks are delayed, and errors where ranks differ."""
 
+import gc
 from contextlib import contextmanager
 
 import pytest
@@ -184,6 +185,42 @@ def graphed_callable(group):
 
 def test_graphed_callables(nccl, world_size):
     assert nccl.run(world_size, graphed_callable) == [[True] * 3] * world_size
+
+
+@deterministic()
+def collected(group):
+    """Whether replays are right where garbage with an arena was collected during the capture, and bytes of the GPU that it left behind."""
+    call = Call(group, ra.symmetric(group), ra.ring())
+    expected = call.expected(2)
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    gone = ra.symmetric(group, budget=1 << 30)
+    Call(group, gone, ra.ring()).both()
+    torch.cuda.synchronize()
+    del gone
+
+    def work():
+        results = call.forward()
+        gc.collect()
+        return results, *call.backward()
+
+    graph, results = capture(work)
+    right = []
+    for seed in (0, 1):
+        call.change(seed)
+        graph.replay()
+        right.append(same(results, expected[seed]))
+    right.append(same(call.both(), expected[1]))
+    # an arena goes when no rank maps it any more
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    return right, before - torch.cuda.mem_get_info()[0]
+
+
+def test_a_transport_may_go_during_a_capture(nccl, world_size):
+    for right, left in nccl.run(world_size, collected):
+        assert right == [True] * 3
+        assert left < 512 << 20
 
 
 @deterministic()

@@ -185,7 +185,7 @@ def test_messages_come_whole(nccl, world_size, budget, seed):
     assert all(nccl.run(world_size, messages, budget, seed))
 
 
-def delayed(group, where, wait_for_readers):
+def delayed(group, where, wait_for_readers, cycles=CYCLES):
     """Whether bits stay the same while some ranks' copies, or computations, come late."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     layout = ra.zigzag(1024 * world_size, world_size)
@@ -198,7 +198,7 @@ def delayed(group, where, wait_for_readers):
     def late(operation):
         def run(queue, *args):
             with torch.cuda.stream(queue._stream):
-                torch.cuda._sleep(CYCLES)
+                torch.cuda._sleep(cycles)
             operation(queue, *args)
 
         return run
@@ -213,7 +213,7 @@ def delayed(group, where, wait_for_readers):
         got = []
         for seed in range(3):
             if where == "compute" and rank % 2:
-                torch.cuda._sleep(20 * CYCLES)
+                torch.cuda._sleep(20 * cycles)
             got.append(results(symmetric, layout, schedule, seed))
         torch.cuda.synchronize()
     finally:
@@ -228,7 +228,8 @@ def test_delays_change_nothing(nccl, world_size, where):
 
 def test_a_delay_shows_where_nobody_waits_for_readers(nccl, world_size):
     """That the test above can fail."""
-    assert not all(nccl.run(world_size, delayed, "pull", False))
+    # a delay that no busy host makes up for
+    assert not all(nccl.run(world_size, delayed, "pull", False, 20 * CYCLES))
 
 
 def beside(group, schedule):

@@ -22,6 +22,7 @@ import ringattn_kernels as rk
 from ringattn_kernels import dispatch, hopper_backward, hopper_backward_fused, hopper_backward_wide
 from ringattn_kernels.dispatch import Kernels, choose_backward, choose_forward
 from ringattn_kernels.inputs import Inputs
+from ringattn_kernels.launches import check
 from ringattn_kernels.turns import key_turns
 from tests.kernels import dense, fuzz
 
@@ -193,6 +194,7 @@ def deterministic_torch():
 def launch_anew(kernel, table, facts, moving, make, *, num_warps):
     """`launches.launch`, but that nothing is made ready."""
     programs, arguments = make()
+    check(arguments, moving)
     kernel[(programs,)](**arguments, num_warps=num_warps)
 
 
