@@ -61,6 +61,17 @@ def models(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
+def dynamic_rotary(model: nn.Module) -> list[nn.Module]:
+    """The rotary embeddings whose frequencies depend on the largest position of a call: dynamic NTK scaling and LongRoPE."""
+    found = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+        if any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds):
+            found.append(module)
+    return found
+
+
 def check_model(model: nn.Module) -> None:
     """Raise ValueError if a model does not take another attention, or its layers see other tokens by other means."""
     if not getattr(model, "_supports_attention_backend", False):

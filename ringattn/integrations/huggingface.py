@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from .. import check
-from ..agree import refuse
+from ..agree import Facts, agree, refuse
 from ..attention import ring_attention
 from ..context import Group, get_context
 from ..layout import Layout
@@ -88,6 +88,7 @@ class Ring:
     rank: int
     ignored: frozenset[str]
     before: str | None
+    wants_last: bool  # rotary frequencies depend on the largest position of the sequence
 
     def __deepcopy__(self, memo: dict) -> Ring:
         return self  # a process group has no copy, and a copied model is on the same ring
@@ -99,6 +100,7 @@ class Call:
 
     model: nn.Module
     live: Live
+    last: int | None = None  # the last position of all ranks, where rotary frequencies depend on it
 
 
 # for the mask function, which transformers calls within, and models within the model
@@ -161,14 +163,19 @@ def attach(
     attached: Ring | None = getattr(model, NAME, None)
     before = model.config._attn_implementation if attached is None else attached.before
     before = None if before == NAME else before  # loaded with it, but never attached
-    ring = Ring(layout, Live(mask), group, ranks.rank, frozenset(ignore), before)
+    rotary = hf_options.dynamic_rotary(model)
+    ring = Ring(layout, Live(mask), group, ranks.rank, frozenset(ignore), before, bool(rotary))
     # a model with a head holds one without: whichever is called gets its positions
     for module in hf_options.models(model):
         if not hasattr(module, NAME):
             module.register_forward_pre_hook(_enter, with_kwargs=True)
             module.register_forward_hook(_leave, always_call=True)
         setattr(module, NAME, ring)
-    for module in modules:
+    for module in rotary:
+        if not hasattr(module, NAME):
+            module.register_forward_pre_hook(_add_last, with_kwargs=True)
+            module.register_forward_hook(_drop_last)
+    for module in [*modules, *rotary]:
         setattr(module, NAME, ring)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
@@ -180,7 +187,7 @@ def detach(model: PreTrainedModel, attn_implementation: str | None = None) -> No
     for module in model.modules():
         vars(module).pop(NAME, None)  # a wrapper such as PEFT's passes attributes on that are not its own
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if hook in (_enter, _leave)]:
+            for key in [key for key, hook in hooks.items() if hook in _HOOKS]:
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)
@@ -320,9 +327,10 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
         given = documents_of_positions(positions, ring.layout, get_context(ring.group).ranks)
     if positions is None:
         here = ring.layout.positions(ring.rank)
-        here = here if given is None else packed_positions(given, here)
-        kwargs["position_ids"] = here.to(tokens.device)[None]
-    _call.set(Call(model, ring.live if given is None else Live(ring.live.mask, given)))
+        positions = (here if given is None else packed_positions(given, here))[None]
+        kwargs["position_ids"] = positions.to(tokens.device)
+    last = max(agree(get_context(ring.group).ranks, _LAST_POSITION, int(positions.max()))) if ring.wants_last else None
+    _call.set(Call(model, ring.live if given is None else Live(ring.live.mask, given), last))
     return args, kwargs
 
 
@@ -330,3 +338,26 @@ def _leave(model: PreTrainedModel, args: tuple, output: Any) -> None:
     call = _call.get()
     if call is not None and call.model is model:
         _call.set(None)
+
+
+def _add_last(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Before a rotary embedding chooses its frequencies by the largest position: one position more, the last of all ranks."""
+    call = _call.get()
+    if call is None or call.last is None:
+        raise ValueError(
+            f"{type(module).__name__} chooses its frequencies by the last position of the sequence, which is known within a call of the "
+            "attached model alone: checkpoint the layers, not what makes their rotary embeddings"
+        )
+    named = "position_ids" in kwargs
+    positions = kwargs["position_ids"] if named else args[1]  # (..., s)
+    positions = torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), call.last)], dim=-1)
+    return (args, {**kwargs, "position_ids": positions}) if named else ((args[0], positions, *args[2:]), kwargs)
+
+
+def _drop_last(module: nn.Module, args: tuple, output: Any) -> Any:
+    """After it: without that position's part of the embeddings (..., s + 1, d)."""
+    return tuple(part[..., :-1, :] for part in output) if isinstance(output, tuple) else output[..., :-1, :]
+
+
+_HOOKS = (_enter, _leave, _add_last, _drop_last)
+_LAST_POSITION = Facts({"function": "the last position, by which rotary frequencies are chosen"})

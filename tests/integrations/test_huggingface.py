@@ -85,6 +85,12 @@ MODELS = {
         )
     ),
 }
+# frequencies that depend on the last position of the sequence, here on both sides of what a rank holds
+STRETCHED = dict(rope_theta=100.0, factor=4.0, original_max_position_embeddings=12)
+for kind, scaling in dict(dynamic={}, longrope=dict(short_factor=[1.0] * 4, long_factor=[2.0, 3.0, 4.0, 5.0])).items():
+    MODELS[kind] = lambda rope=dict(rope_type=kind, **STRETCHED, **scaling): make(
+        "Llama", max_position_embeddings=12, **{"rope_parameters" if SINCE_5 else "rope_scaling": rope}
+    )
 if SINCE_5:
     # sees in both directions
     MODELS["bert"] = lambda: transformers.BertForMaskedLM(transformers.BertConfig(**BERT))
@@ -210,6 +216,8 @@ def test_alone_a_model_is_the_dense_one(name):
         ("gpt-oss", 4, "zigzag"),
         ("phi", 2, "striped"),
         ("deepseek-v3", 2, "zigzag"),
+        ("dynamic", 4, "contiguous"),
+        ("longrope", 4, "contiguous"),
     ]
     + [("bert", 3, "contiguous")] * SINCE_5,
     ids=lambda value: str(value),
@@ -226,6 +234,8 @@ def test_on_a_ring_a_model_is_the_dense_one(gloo, name, world_size, kind):
         ("llama", 2, "zigzag", "positions"),
         ("llama", 4, "striped", "bounds"),
         ("gemma3", 3, "contiguous", "positions"),
+        ("longrope", 4, "contiguous", "positions"),
+        ("dynamic", 4, "contiguous", "bounds"),
         ("gpt-oss", 2, "zigzag", "bounds"),
     ],
     ids=lambda value: str(value),
@@ -315,6 +325,18 @@ def test_compiled_layers_on_gpus_are_as_exact_as_eager_ones(nccl, name, packed):
     """With torch.compile's default backend and no graph break."""
     for eager, compiled in nccl.run(torch.cuda.device_count(), compiled_on_gpus, name, packed, timeout=240):
         assert 0 < compiled <= 1.5 * eager < 0.1
+
+
+def test_frequencies_of_a_call_that_is_over_are_refused():
+    """A rotary embedding that runs again in the backward pass would choose its frequencies by this rank's positions."""
+    model = build("dynamic")
+    attach(model, layout=ra.zigzag(9, 1))
+    model(input_ids=sequence(9))
+    inputs = torch.zeros(1, 9, 32), torch.arange(9)[None]
+    with pytest.raises(ValueError, match="LlamaRotaryEmbedding chooses its frequencies by the last position"):
+        model.model.rotary_emb(*inputs)
+    detach(model)
+    model.model.rotary_emb(*inputs)
 
 
 def positions_that_disagree(group, kind: str):
