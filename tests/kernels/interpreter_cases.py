@@ -110,7 +110,7 @@ def test_random_tiles_in_one_launch_or_several(seed, parts):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_problems_as_on_a_gpu(seed):
-    fuzz.check(seed, fuzz.INTERPRETER)
+    fuzz.check([seed], fuzz.INTERPRETER)
 
 
 @pytest.mark.parametrize(("heads", "expected"), [(1, [4]), (4, [])])
