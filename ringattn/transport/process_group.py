@@ -8,19 +8,30 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.utils.dlpack import from_dlpack, to_dlpack  # pyright: ignore[reportPrivateImportUsage]
 
-from .base import Handle, Peer, Transport
+from .base import Done, Handle, Peer, Transport
 from .host_channel import HostChannel
 
 
 class _Works(Handle):
-    def __init__(self, works: list[dist.Work], tensors: list[torch.Tensor]) -> None:
+    """Works of a process group, and the tensors that they use.
+
+    NCCL's stream begins a transfer after what the current stream was to do before, and `wait` has the current stream go on after the
+    transfer: memory let go of from then on is used again only behind it. Until then this handle holds sources and targets, whatever
+    becomes of it, so that nothing else comes to lie in them while NCCL reads and writes there.
+    """
+
+    def __init__(self, works: list[dist.Work], tensors: list[torch.Tensor], outstanding: set[Handle]) -> None:
         self._works = works
-        self._tensors = tensors  # alive until the transfer is done
+        self._tensors = tensors
+        self._outstanding = outstanding
+        outstanding.add(self)
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+        self._outstanding.discard(self)
         self._tensors.clear()
 
 
@@ -38,6 +49,7 @@ class ProcessGroupTransport(Transport):
         self._backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
         self._channel = HostChannel(group.group_name, self.rank, self.size)
         self._connected: set[str] = set()
+        self._outstanding: set[Handle] = set()
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -60,13 +72,24 @@ class ProcessGroupTransport(Transport):
 
     def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
         group = self._group()
-        ops = [dist.P2POp(dist.isend, x, self._global_ranks[rank], group) for rank, x in sends if x.numel()]
-        ops += [dist.P2POp(dist.irecv, x, self._global_ranks[rank], group) for rank, x in receives if x.numel()]
-        tensors = [peer.tensor for peer in (*sends, *receives)]
-        return _Works(dist.batch_isend_irecv(ops) if ops else [], tensors)
+        ops = [dist.P2POp(dist.isend, _lent(x), self._global_ranks[rank], group) for rank, x in sends if x.numel()]
+        ops += [dist.P2POp(dist.irecv, _lent(x), self._global_ranks[rank], group) for rank, x in receives if x.numel()]
+        if not ops:
+            return Done()
+        return _Works(dist.batch_isend_irecv(ops), [peer.tensor for peer in (*sends, *receives)], self._outstanding)
 
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
         return self._channel.all_gather_control(record, patience)
+
+
+def _lent(x: torch.Tensor) -> torch.Tensor:
+    """The same memory, as a tensor that torch's allocator does not know.
+
+    torch marks what NCCL sends or receives between two ranks as used by NCCL's stream (`record_stream`), whatever its settings. Once let
+    go of, such memory is free again only when the GPU has come there: a host far ahead would take more and more. `_Works` keeps it safe
+    without that. Only the native allocator ignores addresses that it did not give out; others may refuse them.
+    """
+    return from_dlpack(to_dlpack(x)) if x.is_cuda and torch.cuda.get_allocator_backend() == "native" else x
 
 
 def _ranks_per_node(global_ranks: list[int]) -> int | None:

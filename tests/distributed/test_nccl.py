@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
-from ringattn.transport import Alone
+from ringattn.transport import Alone, Peer
 
 pytestmark = pytest.mark.gpu
 
@@ -252,3 +252,76 @@ def test_groups_of_other_backends(nccl):
     for message, works in nccl.run(torch.cuda.device_count(), other_backends):
         assert "q is on cuda, but the group's backend is gloo: tensors on cuda need a group of nccl" in message
         assert works == [True, True, True]
+
+
+class Steps:
+    """Steps of a rank, forward and backward, over NCCL; with two inputs in turn, so that old rows are wrong ones."""
+
+    def __init__(self, group, schedule, seq_len):
+        self.rank = dist.get_rank(group)
+        layout = ra.zigzag(seq_len, dist.get_world_size(group))
+        self.options = layout, ra.causal(), ra.process_group(group), schedule, self.rank
+        q, k, v, dout = inputs(seq_len, (4, 4, 128, 128), torch.bfloat16)
+        self.inputs = [(q, k, v, dout), (q, v, k, dout)]
+        self.wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+        self.right = []
+        for case in self.inputs:
+            self.right.append(ring(*case, *self.options)[0])
+            torch.cuda.synchronize()
+
+    def run(self, count):
+        """Reserved bytes after so many steps."""
+        for i in range(count):
+            for x, y in zip(ring(*self.inputs[i % 2], *self.options)[0], self.right[i % 2], strict=True):
+                self.wrong += (x != y).any()
+        return torch.cuda.memory_reserved()
+
+
+def host_ahead(group, schedule, seq_len):
+    """Reserved bytes after 10 steps, and after 6 more that are queued before the GPU begins; whether they were; outputs that differ."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.cuda.empty_cache()  # or what an earlier test took would do
+    steps = Steps(group, schedule, seq_len)
+    before = steps.run(10)
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    # one rank's GPU after the other's, so that transfers wait, too
+    torch.cuda._sleep(1_000_000_000 * (1 + steps.rank))
+    begun = torch.cuda.Event()
+    begun.record()
+    after = steps.run(6)
+    ahead = not begun.query()
+    torch.use_deterministic_algorithms(False)
+    return before, after, ahead, int(steps.wrong)
+
+
+@pytest.mark.parametrize("schedule", [ra.ring(), ra.gather()], ids=["ring", "gather"])
+def test_a_host_that_is_ahead_takes_no_more_memory(nccl, schedule):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    for before, after, ahead, wrong in nccl.run(2, host_ahead, schedule, 8192):
+        assert ahead
+        assert wrong == 0
+        assert after == before
+
+
+def dropped(group):
+    """Whether memory is handed out again while a transfer uses it whose handle is gone."""
+    transport = ra.process_group(group)
+    transport.connect(torch.device("cuda"))
+    peer = 1 - transport.rank
+    torch.cuda.empty_cache()
+    source, target = (torch.zeros(1 << 20, device="cuda") for _ in range(2))
+    places = {source.data_ptr(), target.data_ptr()}
+    torch.cuda._sleep(200_000_000)
+    transport.exchange([Peer(peer, source)], [Peer(peer, target)])
+    del source, target
+    again = [torch.empty(1 << 20, device="cuda") for _ in range(8)]
+    torch.cuda.synchronize()
+    return any(x.data_ptr() in places for x in again)
+
+
+def test_a_transfer_without_a_handle_keeps_its_memory(nccl):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    assert nccl.run(2, dropped) == [False, False]
