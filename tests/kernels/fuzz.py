@@ -168,7 +168,8 @@ def check(seeds: Iterable[int], scope: Scope) -> None:
 def ratios(p: Problem, got: dense.Result) -> dict[str, float]:
     """Each result's error against dense attention in fp64, as a multiple of what is allowed.
 
-    That is 2 (out) or 3 times the error of dense attention in the inputs' dtype or what rounding costs, whichever is larger.
+    That is 2 (out) or 3 times the largest of: the error of dense attention in the inputs' dtype, what rounding costs, and 2 eps of fp32
+    of the result, which approximations of exponentials and logarithms may lose alike in all weights.
     """
     live = dense.live_pairs(np.concatenate(p.parts), p.q.shape[1], p.k.shape[1]).to(p.q.device)
     empty, unseen = ~live.any(1), ~live.any(0)
@@ -187,7 +188,8 @@ def ratios(p: Problem, got: dense.Result) -> dict[str, float]:
         x, y, z = (getattr(result, name) for result in (got, same, exact))
         # sums of several launches are fp32, while dense attention may be exact only because it rounds at the end
         error, of_same = ((result.to(p.q.dtype).double() - z).norm() for result in (x, y))
-        found[name] = float(error / (allowed * max(of_same, getattr(rounding, name)))) if error else 0.0
+        limit = allowed * max(of_same, getattr(rounding, name), 2 * torch.finfo(torch.float32).eps * z.norm())
+        found[name] = float(error / limit) if error else 0.0
         if (x[:, nothing] != 0).any():
             found[name] = math.inf
     return found
