@@ -157,7 +157,8 @@ def check_mask(
     # older versions give the positions of the queries, newer ones their number
     positions = options.get("cache_position")
     tokens = len(positions) if isinstance(positions, torch.Tensor) else q_length
-    ahead = None if mask_function is None or tokens < 2 else _sees_ahead(mask_function, 1 if allow_is_causal_skip else tokens - 1)
+    some = 1 if allow_is_causal_skip else tokens - 1
+    ahead = None if mask_function is None or tokens < 2 else _sees_ahead(mask_function, options.get("batch_size", 1), some)
     # a mask that shows some token the one after it has image blocks or the like, unless it was to be full
     if use_vmap or (ahead and not allow_is_causal_skip and not allow_is_bidirectional_skip):
         raise ValueError(
@@ -255,10 +256,13 @@ def take_documents(kwargs: dict[str, Any]) -> tuple[Documents | None, dict[str, 
     return packed, kwargs
 
 
-def _sees_ahead(mask_function: Callable[..., Any], tokens: int) -> bool:
-    """Whether any of the first tokens sees the one after it."""
-    query, zero = torch.arange(tokens), torch.zeros((), dtype=torch.int64)
-    return bool(torch.as_tensor(mask_function(zero, zero, query, query + 1)).any())
+def _sees_ahead(mask_function: Callable[..., Any], rows: int, tokens: int) -> bool:
+    """Whether any of the first tokens of any row sees the one after it, or the function looks for more tokens than a shard has."""
+    row, query, head = torch.arange(rows)[:, None], torch.arange(tokens), torch.zeros((), dtype=torch.int64)
+    try:
+        return bool(torch.as_tensor(mask_function(row, head, query, query + 1)).any())
+    except IndexError:  # by positions in the whole sequence
+        return True
 
 
 def _shown(value: Any) -> str:

@@ -288,8 +288,13 @@ def _window(module: nn.Module, given: int | None, mask: LiveMask | None, is_caus
 
 def _live_mask(*args: Any, local_size: int | None = None, **options: Any) -> LiveMask:
     """transformers' mask function: no tensor, but what is live; refuses a mask that asks for more."""
-    is_causal = hf_options.check_mask(**options)
     call = _call.get()
+    try:
+        is_causal = hf_options.check_mask(**options)
+    except ValueError as error:
+        if call is not None:
+            _tell(getattr(call.model, NAME), error)
+        raise
     if call is None:
         return LiveMask(None, local_size, is_causal)
     # a model whose layers have no window may ask for the mask of one all the same (Qwen2-MoE: of 0)
@@ -314,9 +319,7 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
         if not within:
             given, kwargs = hf_options.take_documents(kwargs)
     except ValueError as error:
-        ranks = get_context(ring.group).ranks
-        if ranks.size > 1:
-            refuse(ranks, error)  # the others may have taken theirs, and would wait
+        _tell(ring, error)
         raise
     if getattr(model.config, "use_cache", None):
         kwargs = {**kwargs, "use_cache": False}
@@ -332,6 +335,13 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
     last = max(agree(get_context(ring.group).ranks, _LAST_POSITION, int(positions.max()))) if ring.wants_last else None
     _call.set(Call(model, ring.live if given is None else Live(ring.live.mask, given), last))
     return args, kwargs
+
+
+def _tell(ring: Ring, error: ValueError) -> None:
+    """Tell the other ranks what this one is refused for: they may have taken their input, and would wait."""
+    ranks = get_context(ring.group).ranks
+    if ranks.size > 1:
+        refuse(ranks, error)
 
 
 def _leave(model: PreTrainedModel, args: tuple, output: Any) -> None:

@@ -789,9 +789,37 @@ def test_a_mask_that_sees_ahead_is_refused():
     options = dict(q_length=4, cache_position=torch.arange(4), allow_is_causal_skip=False)
     with pytest.raises(ValueError, match="a mask function of its own"):
         function(mask_function=lambda b, h, q, k: (k <= q) | (blocks[q] * blocks[k] == 1), **options)
+    second = torch.tensor([[0, 0, 0, 0], [0, 1, 1, 0]])
+    for images in (lambda b, q, k: second[b, q] * second[b, k] == 1, lambda b, q, k: second[b, q + 4] == 1):
+        with pytest.raises(ValueError, match="a mask function of its own"):
+            function(mask_function=lambda b, h, q, k, images=images: (k <= q) | images(b, q, k), batch_size=2, **options)
     assert function(mask_function=lambda b, h, q, k: k <= q, **options).is_causal
     assert not function(mask_function=lambda b, h, q, k: k >= 0, q_length=4, cache_position=torch.arange(4)).is_causal
     assert not function(mask_function=lambda b, h, q, k: k >= 0, allow_is_bidirectional_skip=True, **options).is_causal
+
+
+def image_on_one_rank(group):
+    layout = ra.contiguous(12, 2)
+    model = build("llama")
+    attach(model, layout=layout, group=group)
+    modeling = transformers.models.llama.modeling_llama
+    made = modeling.create_causal_mask
+    options = dict(mask_function=lambda b, h, q, k: (k <= q) | bool(group.rank()), batch_size=2, q_length=6)
+    modeling.create_causal_mask = lambda **_: AttentionMaskInterface()[NAME](
+        cache_position=torch.arange(6), allow_is_causal_skip=False, **options
+    )
+    try:
+        with pytest.raises(ValueError) as raised:
+            model(input_ids=ra.shard(sequence(12), layout, group.rank()))
+    finally:
+        modeling.create_causal_mask = made
+    return str(raised.value)
+
+
+def test_a_mask_that_one_rank_is_refused_for_is_said_on_all(gloo):
+    others, mine = gloo.run(2, image_on_one_rank, timeout=30)
+    assert mine.startswith("this model adds a mask function of its own")
+    assert "rank 1 refused the input: rank 1: this model adds a mask function" in others
 
 
 def test_attach_refuses_what_it_cannot_do():
