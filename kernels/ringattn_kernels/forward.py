@@ -57,27 +57,26 @@ def forward(
         if final:
             out = torch.empty(out.shape, device=q.device, dtype=q.dtype)
     if choose_forward(q, k, v, softmax_scale, kernels).kernels == Kernels.HOPPER:
-        config, run = hopper.forward.launch_for(q.shape[3], v.shape[3]), hopper.forward.launch
+        config, run = hopper.forward.launch_for(q, v, table, splits), hopper.forward.launch
     else:
         config, run = launch_for("forward", architecture(q.device), max(q.shape[3], v.shape[3]), q.dtype), _plain_forward
     how = query_splits(table, config.block, config.step, b * h, q.device, splits)
     if how.most > 1:
         # the state is merged with the splits' partials
         partial = partials(how, q, v.shape[3])
-        run(q, k, v, table, *partial, softmax_scale, None, True, how.most)
+        run(q, k, v, table, *partial, softmax_scale, None, True, how.most, config)
         merge(how, partial, state, out, row_max, row_sum, final)
     else:
         # a block without a segment still has something to write, unless its state stays as it is
-        run(q, k, v, table, out, row_max, row_sum, softmax_scale, state, state is not None and not final)
+        run(q, k, v, table, out, row_max, row_sum, softmax_scale, state, state is not None and not final, 1, config)
     return out, row_max, row_sum
 
 
 def _plain_forward(
-    q, k, v, table: TileTable, out, row_max, row_sum, softmax_scale: float, state, touched_only: bool, splits: int = 1
-) -> None:  # fmt: skip
+    q, k, v, table: TileTable, out, row_max, row_sum, softmax_scale: float, state, touched_only: bool, splits: int, launch: Launch
+) -> None:
     """`forward` by the kernel below, over tensors made for it."""
     arch = architecture(q.device)
-    launch = launch_for("forward", arch, max(q.shape[3], v.shape[3]), q.dtype)
     blocks = table.query_blocks(launch.block, launch.step, q.device, splits)
     count = blocks.touched if touched_only else len(blocks)
     programs = q.shape[0] * q.shape[2] * count

@@ -2,8 +2,9 @@
 
 In a program one partition has the copy engine (TMA) bring Q, K and V to shared memory, and two or three warpgroups compute 64 query rows
 each. A warpgroup starts the scores of the next block of keys and the weighted values of the block before, waits for both, and computes a
-softmax while the tensor cores work for another. Programs stay on their multiprocessor and take works (a query block of one head each) off
-a queue; Q, K and V keep coming across the ends of segments and of works.
+softmax while the tensor cores work for others. Where three of them have no registers for both, it starts the scores once the values are
+done: two others keep the tensor cores busy. Programs stay on their multiprocessor and take works (a query block of one head each) off a
+queue; Q, K and V keep coming across the ends of segments and of works.
 
 Shapes: q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), out (b, sq, h, dv), row_max and row_sum (b, h, sq).
 """
@@ -21,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from . import launches
 from .config import padded
 from .gluon_words import async_load, barrier, reinterpret, swizzled_layout
-from .splits import multiprocessors
+from .splits import best, multiprocessors, predicted
 from .table import TileTable, split, steps_of
 from .units import LOG2_E, to_base2, to_natural
 
@@ -39,6 +40,8 @@ class HopperLaunch:
     """`warpgroups` compute 64 query rows each; `stages` blocks of `step` rows of K, and as many of V, are in shared memory at a time.
 
     q_stages: query blocks in shared memory. turns: warpgroups start their products one after another, in a fixed order.
+    paired: a warpgroup has the next scores under way beside the values before them; else it waits for these first.
+    step_time: of a step, relative to other launches for the same head dims.
     """
 
     step: int
@@ -46,6 +49,8 @@ class HopperLaunch:
     warpgroups: int
     q_stages: int
     turns: bool
+    paired: bool = True
+    step_time: float = 1.0
 
     @property
     def block(self) -> int:
@@ -102,18 +107,37 @@ def work_counter(device: torch.device) -> torch.Tensor:
     return stream_counter(device, torch.cuda.current_stream(device).cuda_stream)
 
 
-# head dims of Q and K and of V up to these -> HopperLaunch, measured on an H200 except for (192, 128)
+# head dims of Q and K and of V up to these -> launches, measured on an H200; of several the first is the fastest where all multiprocessors
+# have much to do
 LAUNCHES = {
-    (64, 64): HopperLaunch(step=128, stages=4, warpgroups=3, q_stages=2, turns=True),
-    (128, 128): HopperLaunch(step=128, stages=2, warpgroups=2, q_stages=2, turns=False),
-    (192, 128): HopperLaunch(step=128, stages=2, warpgroups=2, q_stages=1, turns=False),
-    (256, 256): HopperLaunch(step=64, stages=2, warpgroups=2, q_stages=1, turns=False),
+    (64, 64): (HopperLaunch(step=128, stages=4, warpgroups=3, q_stages=2, turns=True),),
+    (128, 128): (
+        HopperLaunch(step=128, stages=2, warpgroups=3, q_stages=1, turns=True, paired=False, step_time=1.35),
+        HopperLaunch(step=128, stages=2, warpgroups=2, q_stages=2, turns=False),
+    ),
+    (192, 128): (HopperLaunch(step=128, stages=2, warpgroups=2, q_stages=1, turns=False),),
+    (256, 256): (HopperLaunch(step=64, stages=2, warpgroups=2, q_stages=1, turns=False),),
 }
+# blocks a multiprocessor that are so many that the last round does not matter
+MANY = 16
 
 
-def launch_for(d: int, dv: int) -> HopperLaunch:
-    """The first entry that holds both head dims."""
-    return next(launch for (columns, v_columns), launch in LAUNCHES.items() if d <= columns and dv <= v_columns)
+def launches_for(d: int, dv: int) -> tuple[HopperLaunch, ...]:
+    """Those of the first entry that holds both head dims."""
+    return next(found for (columns, v_columns), found in LAUNCHES.items() if d <= columns and dv <= v_columns)
+
+
+def launch_for(q, v, table: TileTable, splits: int | None = None) -> HopperLaunch:
+    """The one that should be done first with a table; `splits` as in `forward`."""
+    found, heads, processors = launches_for(q.shape[3], v.shape[3]), q.shape[0] * q.shape[2], multiprocessors(q.device)
+    if len(found) == 1 or heads * table.q_rows >= MANY * processors * found[0].block:
+        return found[0]
+
+    def time(how: HopperLaunch) -> float:
+        steps = steps_of(*table.cut("q", how.block, how.step), how.step)
+        return how.step_time * predicted(steps, splits or best(steps, heads, processors), heads, processors)
+
+    return table.derived(("hopper forward launch", found, heads, processors, splits), lambda: min(found, key=time))
 
 
 def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> str:
@@ -134,17 +158,16 @@ def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: f
 
 
 def launch(
-    q, k, v, table: TileTable, out, row_max, row_sum, softmax_scale: float, state, touched_only: bool, splits: int = 1,
-    config: HopperLaunch | None = None, programs: int | None = None,
+    q, k, v, table: TileTable, out, row_max, row_sum, softmax_scale: float, state, touched_only: bool, splits: int, how: HopperLaunch,
+    programs: int | None = None,
 ) -> None:  # fmt: skip
-    """Launch the kernel over tensors that `forward` made. `config` and `programs` replace the defaults."""
+    """Launch the kernel over tensors that `forward` made, by so many programs, if not by one a multiprocessor."""
     counter = work_counter(q.device)
 
     def make() -> tuple[int, dict]:
         (b, _, h, d), (_, sk, hk, dv) = q.shape, v.shape
         assert q.dtype == k.dtype == v.dtype and q.stride(3) == k.stride(3) == v.stride(3) == 1
         assert (q.shape[1], k.shape[1], sk) == (table.q_rows, table.k_rows, table.k_rows) and h % hk == 0 and k.shape[2:] == (hk, d)
-        how = config or launch_for(d, dv)
         together = max(1, L2_SHARE // (sk * (d + dv) * k.element_size())) * (h // hk)
 
         def build() -> Schedule:
@@ -167,7 +190,7 @@ def launch(
         counter_ptr=counter,
         scale=softmax_scale * LOG2_E.value,
     )
-    facts = state is None, touched_only, splits, config, programs
+    facts = state is None, touched_only, splits, how, programs
     launches.launch(hopper_forward_kernel, table, facts, moving, make, num_warps=4)
 
 
@@ -199,6 +222,7 @@ def kernel_arguments(
         V_DIM=v.shape[3],
         HAS_STATE=state is not None,
         TURNS=config.turns,
+        PAIRED=config.paired,
         REGISTERS=REGISTERS[config.warpgroups],
     )
 
@@ -475,6 +499,7 @@ def attend_rows(
     q_smem, k_smem, v_smem, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr, row_max_ptr, row_sum_ptr,
     works_ptr, segments_ptr, work_count, heads, q_rows, scale, WARPGROUP: gl.constexpr, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr, TURNS: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):  # fmt: skip
     """The partition of one warpgroup: out, row_max and row_sum of its 64 rows of each query block."""
     ROWS: gl.constexpr = q_smem.shape[1]
@@ -496,8 +521,8 @@ def attend_rows(
     taken = 0
     mbarrier.wait(q_full.index(WARPGROUP), 0)
     work = take(work_smem, 0)
-    s = gl.zeros([ROWS, BLOCK_K], gl.float32, SCORES)
-    s = scores_product(q_smem, WARPGROUP, k_smem, k_full, s, 0, work < work_count, CHUNKS, STAGES)
+    zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, SCORES)
+    s = scores_product(q_smem, WARPGROUP, k_smem, k_full, zeros, 0, work < work_count, CHUNKS, STAGES)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(kv_empty.index(0), count=1)
     # at its top the scores of a work's first block are there
@@ -537,18 +562,26 @@ def attend_rows(
             # block is the one whose values are due, block + 1 the one whose scores are
             if TURNS:
                 named_barrier("sync", WARPGROUP)
-            s_token = scores_product(q_smem, q_place, k_smem, k_full, s, block + 1, True, CHUNKS, STAGES)
+            if PAIRED:
+                s_token = scores_product(q_smem, q_place, k_smem, k_full, s, block + 1, True, CHUNKS, STAGES)
             v_stage = block % STAGES
             mbarrier.wait(v_full.index(v_stage), (block // STAGES) & 1)
             acc_token = warpgroup_mma(unpack(pairs, dtype, P), v_smem.index(v_stage), acc, is_async=True)
             if TURNS:
                 named_barrier("arrive", NEXT)
-            s = warpgroup_mma_wait(1, deps=[s_token])
+            if PAIRED:
+                s = warpgroup_mma_wait(1, deps=[s_token])
+            else:
+                acc = warpgroup_mma_wait(0, deps=[acc_token])
+                pairs = pin(pairs)
+                s_token = scores_product(q_smem, q_place, k_smem, k_full, zeros, block + 1, True, CHUNKS, STAGES)
+                s = warpgroup_mma_wait(0, deps=[s_token])
             if (start < full_begin) | (start >= full_end):
                 s = mask_edge(s, start, end, segments_ptr, segment, first_row)
             block += 1
-            acc = warpgroup_mma_wait(0, deps=[acc_token])
-            pairs = pin(pairs)
+            if PAIRED:
+                acc = warpgroup_mma_wait(0, deps=[acc_token])
+                pairs = pin(pairs)
             mbarrier.arrive(kv_empty.index(block % STAGES), count=1)
             pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
             acc = rescale(acc, as_column(alpha, OUT))
@@ -556,6 +589,8 @@ def attend_rows(
         v_stage = block % STAGES
         mbarrier.wait(v_full.index(v_stage), (block // STAGES) & 1)
         acc_token = warpgroup_mma(unpack(pairs, dtype, P), v_smem.index(v_stage), acc, is_async=True)
+        if not PAIRED:
+            acc_token = warpgroup_mma_wait(0, deps=[acc_token])
 
         # the first scores of the next work are under way while this one is written out; after the last work they are nobody's
         block += 1
@@ -563,7 +598,9 @@ def attend_rows(
         q_place = taken % Q_STAGES * WARPGROUPS + WARPGROUP
         mbarrier.wait(q_full.index(q_place), (taken // Q_STAGES) & 1)
         next_work = take(work_smem, taken % 2)
-        s_token = scores_product(q_smem, q_place, k_smem, k_full, s, block, next_work < work_count, CHUNKS, STAGES)
+        s_token = scores_product(
+            q_smem, q_place, k_smem, k_full, s if PAIRED else zeros, block, next_work < work_count, CHUNKS, STAGES
+        )
         total = gl.convert_layout(gl.sum(row_sum, axis=1), SCORE_ROWS, assert_trivial=True)
         acc = warpgroup_mma_wait(1, deps=[acc_token])
         pairs = pin(pairs)
@@ -591,7 +628,7 @@ def attend_rows(
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, counter_ptr, work_count, batches, heads,
     group, q_rows, scale, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr,
-    HAS_STATE: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr,
+    HAS_STATE: gl.constexpr, TURNS: gl.constexpr, PAIRED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out, row_max, row_sum of the works of one program; see the module."""
     dtype: gl.constexpr = q_desc.dtype
@@ -635,12 +672,12 @@ def hopper_forward_kernel(
             (attend_rows, (
                 q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
                 row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES,
-                STAGES, V_DIM, HAS_STATE, TURNS,
+                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED,
             )),
             (attend_rows, (
                 q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
                 row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES,
-                STAGES, V_DIM, HAS_STATE, TURNS,
+                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED,
             )),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
@@ -652,16 +689,16 @@ def hopper_forward_kernel(
             (attend_rows, (
                 q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
                 row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES,
-                STAGES, V_DIM, HAS_STATE, TURNS,
+                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED,
             )),
             (attend_rows, (
                 q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
                 row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES,
-                STAGES, V_DIM, HAS_STATE, TURNS,
+                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED,
             )),
             (attend_rows, (
                 q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
                 row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 2, CHUNKS, WARPGROUPS, Q_STAGES,
-                STAGES, V_DIM, HAS_STATE, TURNS,
+                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED,
             )),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

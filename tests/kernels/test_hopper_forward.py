@@ -17,7 +17,8 @@ from tests.kernels import dense
 from tests.kernels.test_hopper_backward import RELEASE, compile_for_hopper, launch_anew
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
-HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
+LAUNCHES = [(*dims, how) for dims, found in hopper_forward.LAUNCHES.items() for how in found]
+NAMES = [f"{d}-{dv}-{how.block} rows" for d, dv, how in LAUNCHES]
 
 
 @pytest.mark.parametrize(
@@ -25,19 +26,20 @@ HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]
     [(torch.bfloat16, False, True), (torch.bfloat16, True, False), (torch.float16, True, True)],
     ids=["bf16", "bf16 from state to state", "fp16 from state"],
 )
-@pytest.mark.parametrize(("d", "dv"), HEAD_DIMS)
-def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv, dtype, has_state, final, tmp_path):
+@pytest.mark.parametrize(("d", "dv", "how"), LAUNCHES, ids=NAMES)
+def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv, how, dtype, has_state, final, tmp_path):
     q, k, v = (torch.empty(1, 256, heads, dim, dtype=dtype) for heads, dim in ((4, d), (2, d), (2, dv)))
     out = torch.empty(1, 256, 4, dv, dtype=dtype if final else torch.float32)
     statistics = torch.empty(1, 4, 256)
     state = (out.float(), statistics, statistics) if has_state else None
-    config = hopper_forward.launch_for(d, dv)
     plan = hopper_forward.Schedule(*torch.empty(2, 4, dtype=torch.int32))
     counter = torch.empty(1, dtype=torch.int32)
-    arguments = hopper_forward.kernel_arguments(q, k, v, out, statistics, statistics, plan, counter, 0.1, state, config)
+    arguments = hopper_forward.kernel_arguments(q, k, v, out, statistics, statistics, plan, counter, 0.1, state, how)
     compiled = compile_for_hopper(hopper_forward.hopper_forward_kernel, arguments, tmp_path)
     assert not compiled.warnings
-    assert compiled.spills == 0
+    # where three warpgroups take a state and leave 16 bits, one register outside of their loop
+    one = "STL [R1]" if has_state and final and not how.paired else ""
+    assert compiled.spills == 0 or (one and set(re.findall(r"STL[^;]*\]", compiled.sass)) == {one})
     assert compiled.shared <= 227 * 1024
     sass = compiled.sass
     letters = {"HGMMA": "H", "MUFU.EX2": "E", "WARPGROUP.DEPBAR.LE gsb0, 0x0": "0", "WARPGROUP.DEPBAR.LE gsb0, 0x1": "1"}
@@ -46,23 +48,24 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
     # in each warpgroup, before its loop: the first scores, exponentials; in it: both products, the waits for them, all exponentials; after
     # it: both products, the second of them the next work's, and the statistics' exponentials
     # (which newer versions of Triton let begin a little earlier)
-    behind = "H1E?0E?" if RELEASE == (3, 6) else "[HE]+1E?0E?"
-    assert re.fullmatch(f"(H0EH10E{behind}){{{config.warpgroups}}}", order), order
-    in_loop = re.search(r"10(E+)", "".join(letters[name] for name in operations))[1]
-    assert len(in_loop) >= config.step // 2
+    loop, behind = ("H10E", "H1E?0E?") if how.paired else ("H0H0E", "H0H1?E?0E?")
+    behind = behind if RELEASE == (3, 6) else behind.replace("H1", "[HE]+1")
+    assert re.fullmatch(f"(H0E{loop}{behind}){{{how.warpgroups}}}", order), order
+    in_loop = re.search(r"10(E+)" if how.paired else r"0H+0(E+)", "".join(letters[name] for name in operations))[1]
+    assert len(in_loop) >= how.step // 2
     # descriptors stay in uniform registers: ptxas is sure that warps do not diverge; at d = 256 Q's, of two registers each, may not fit
     products = sass[: sass.index("WARPGROUP.DEPBAR.LE gsb0, 0x1")].rpartition("MUFU.EX2")[2]
     assert products.count("R2UR") <= (36 if d == 256 and RELEASE > (3, 6) else 16)
-    assert sass.count("VOTE.ANY") == config.warpgroups
+    assert sass.count("VOTE.ANY") == how.warpgroups
     # 64 rows of 2 dv bytes, by 128 threads
-    assert sass.count("STG.E.128") == (config.warpgroups * dv // 16 if final and dv <= 128 else 0)
+    assert sass.count("STG.E.128") == (how.warpgroups * dv // 16 if final and dv <= 128 else 0)
 
 
 @pytest.mark.parametrize("tiles", [dense.causal(5000), dense.full(5000, 5000), dense.documents(1, 2999, 1000, 999)], ids=len)
 @pytest.mark.parametrize("heads", [1, 6])
-@pytest.mark.parametrize("d", [64, 128])
-def test_the_schedule_holds_each_query_block_once_longest_first_in_turns_of_heads(tiles, heads, d):
-    config, together = hopper_forward.launch_for(d, d), 4
+@pytest.mark.parametrize("config", hopper_forward.LAUNCHES[128, 128], ids=lambda how: f"{how.block} rows")
+def test_the_schedule_holds_each_query_block_once_longest_first_in_turns_of_heads(tiles, heads, config):
+    together = 4
     items = cut(np.array(tiles), 5000, config.block, config.step)
     works, segments = hopper_forward.schedule(*items, config.step, heads, together, False)
     expected = [(head, row) for head in range(heads) for row in range(0, 5000, config.block)]
@@ -78,14 +81,14 @@ def test_the_schedule_holds_each_query_block_once_longest_first_in_turns_of_head
 
 
 def test_a_long_schedule_takes_less_than_a_sort():
-    tiles, config = np.array(dense.causal(1 << 17)), hopper_forward.launch_for(128, 128)
+    tiles, config = np.array(dense.causal(1 << 17)), hopper_forward.LAUNCHES[128, 128][0]
     best, sort = float("inf"), float("inf")
     for _ in range(5):
         sort = min(sort, one_sort())
         start = time.thread_time()
         works, _ = hopper_forward.schedule(*cut(tiles, 1 << 17, config.block, config.step), config.step, 32, 4, False)
         best = min(best, time.thread_time() - start)
-        assert len(works) == 32 << 10
+        assert len(works) == 32 * -(-(1 << 17) // config.block)
     assert best < sort
 
 
@@ -166,6 +169,24 @@ def test_short_problems_are_launched_in_splits_and_merged_with_the_state(recorde
     assert merge["blocks_ptr"].tolist() == [[0, count], [192, count]]
 
 
+def test_blocks_are_as_large_as_multiprocessors_have_many(recorded):
+    """The larger are faster, but where there are few works, more of the smaller ones fill the last round."""
+
+    def rows(queries, keys, heads, tiles, splits=None):
+        q, v = (torch.empty(1, n, heads, 128, dtype=torch.bfloat16) for n in (queries, keys))
+        return hopper_forward.launch_for(q, v, rk.TileTable(np.array(tiles), queries, keys), splits).block
+
+    assert [rows(n, n, 32, dense.causal(n)) for n in (8192, 16384, 65536)] == [192] * 3
+    # 384 works in three rounds, or 256 in two that take 1.35 times as long
+    assert rows(1536, 8192, 32, dense.full(1536, 8192)) == 192
+    # a work for each multiprocessor
+    assert rows(4224, 8192, 4, dense.full(4224, 8192)) == 128
+    assert rows(128, 8192, 8, dense.full(128, 8192)) == 128
+    # as many splits as fill the chip, or just two
+    assert [rows(192, 65536, 8, dense.full(192, 65536), splits) for splits in (None, 2)] == [192, 128]
+    assert rows(300, 300, 2, []) == 192
+
+
 def test_a_choice_can_be_overridden_and_has_a_reason():
     q = torch.empty(1, 8, 2, 128, dtype=torch.bfloat16)
     assert choose_forward(q, q, q, 1.0, Kernels.PLAIN).kernels == Kernels.PLAIN
@@ -177,7 +198,7 @@ def test_a_choice_can_be_overridden_and_has_a_reason():
     assert "512" in hopper_forward.obstacle(torch.empty(1, 8, 2, 512, dtype=torch.bfloat16), q, q, 1.0)
 
 
-def attend(q, k, v, tables, softmax_scale, programs=None):
+def attend(q, k, v, tables, softmax_scale, how, programs=None):
     """One launch for each table, over outputs that hold NaN before."""
     b, sq, h, _ = q.shape
     state = None
@@ -190,14 +211,22 @@ def attend(q, k, v, tables, softmax_scale, programs=None):
         if old is None or final:
             dtype = q.dtype if final else torch.float32
             state = (torch.full((b, sq, h, v.shape[3]), float("nan"), device="cuda", dtype=dtype), *state[1:])
-        hopper_forward.launch(q, k, v, table, *state, softmax_scale, old, old is not None and not final, programs=programs)
+        hopper_forward.launch(q, k, v, table, *state, softmax_scale, old, old is not None and not final, 1, how, programs)
     return state
 
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize(("d", "dv"), [*HEAD_DIMS, (96, 40), (160, 192)])
-def test_random_tables_against_dense_attention(d, dv):
+@pytest.mark.parametrize(
+    ("d", "dv", "how"),
+    [
+        *LAUNCHES,
+        *((96, 40, how) for how in hopper_forward.launches_for(96, 40)),
+        (160, 192, hopper_forward.launches_for(160, 192)[0]),
+    ],
+    ids=[*NAMES, "96-40-192 rows", "96-40-128 rows", "160-192"],
+)
+def test_random_tables_against_dense_attention(d, dv, how):
     """40 tables of every head dim: odd lengths, grouped heads, strided keys and values, one launch or two, few programs or many."""
     generator = np.random.default_rng(d + dv)
     for case in range(40):
@@ -215,7 +244,7 @@ def test_random_tables_against_dense_attention(d, dv):
         whole = np.array(tiles, dtype=np.int64).reshape(-1, 6)
         parts = [whole] if case % 4 == 0 else [whole[::2], whole[1::2]]
         tables = [rk.TileTable(part, sq, sk) for part in parts]
-        out, row_max, row_sum = attend(q, k, v, tables, d**-0.5, programs=None if case % 5 else 3)
+        out, row_max, row_sum = attend(q, k, v, tables, d**-0.5, how, programs=None if case % 5 else 3)
         assert (out.double() - exact.out).norm() <= 2 * (same.out.double() - exact.out).norm() + 1e-6 * exact.out.norm(), case
         torch.testing.assert_close(row_max.double(), exact.row_max, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(row_sum.double(), exact.row_sum, rtol=2e-5, atol=1e-6)
@@ -223,29 +252,29 @@ def test_random_tables_against_dense_attention(d, dv):
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("d", [64, 128])
-def test_a_thousand_launches_end_and_give_the_same_bits(d):
+@pytest.mark.parametrize(("d", "how"), [(d, how) for d in (64, 128) for how in hopper_forward.launches_for(d, d)], ids=NAMES[:3])
+def test_a_thousand_launches_end_and_give_the_same_bits(d, how):
     q, k, v = (torch.randn(1, 2000, heads, d, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
     table = rk.TileTable(np.array(dense.causal(2000)), 2000, 2000)
     assert choose_forward(q, k, v, d**-0.5).kernels == Kernels.HOPPER
-    first = attend(q, k, v, [table], d**-0.5)
+    first = attend(q, k, v, [table], d**-0.5, how)
     for run in range(1000):
-        again = attend(q, k, v, [table], d**-0.5, programs=(None, 5, 64)[run % 3])
+        again = attend(q, k, v, [table], d**-0.5, how, programs=(None, 5, 64)[run % 3])
         if run % 50 == 0:
             assert all(torch.equal(a, b) for a, b in zip(first, again))
 
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("d", [64, 128])
-def test_launches_on_several_streams_and_graphs_replayed_side_by_side_take_each_work_once(d):
+@pytest.mark.parametrize(("d", "how"), [(d, how) for d in (64, 128) for how in hopper_forward.launches_for(d, d)], ids=NAMES[:3])
+def test_launches_on_several_streams_and_graphs_replayed_side_by_side_take_each_work_once(d, how):
     q, k, v = (torch.randn(1, 3000, heads, d, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
     table = rk.TileTable(np.array(dense.causal(3000)), 3000, 3000)
-    expected = attend(q, k, v, [table], d**-0.5)
+    expected = attend(q, k, v, [table], d**-0.5, how)
     graphs, results = [torch.cuda.CUDAGraph() for _ in range(2)], []
     for graph in graphs:
         with torch.cuda.graph(graph):
-            results.append([attend(q, k, v, [table], d**-0.5) for _ in range(2)])
+            results.append([attend(q, k, v, [table], d**-0.5, how) for _ in range(2)])
     streams = [torch.cuda.Stream() for _ in range(4)]
     torch.cuda.synchronize()
     for _ in range(20):
@@ -254,6 +283,6 @@ def test_launches_on_several_streams_and_graphs_replayed_side_by_side_take_each_
                 graph.replay()
         for stream in streams[2:]:
             with torch.cuda.stream(stream):
-                results.append([attend(q, k, v, [table], d**-0.5)])
+                results.append([attend(q, k, v, [table], d**-0.5, how)])
     torch.cuda.synchronize()
     assert all(torch.equal(a, b) for result in results for state in result for a, b in zip(expected, state))

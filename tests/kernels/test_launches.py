@@ -91,7 +91,7 @@ def make(*shape, dtype=torch.bfloat16, rows_first=False, offset=0, gap=0):
 
 def forward(
     device, heads=(4, 2), d=128, dtype=torch.bfloat16, q=None, kv=None, out=None, before=None, final=True, scale=0.1, alike=False,
-    tiles="some", touched_only=False, **options,
+    tiles="some", touched_only=False, splits=1, how=0, **options,
 ):  # fmt: skip
     h, hk = heads
     q, k, v = make(2, 300, h, d, dtype=dtype, **q or {}), *(make(2, 700, hk, d, dtype=dtype, **kv or {}) for _ in range(2))
@@ -99,7 +99,8 @@ def forward(
     state = None if before is None else (make(2, 300, h, d, dtype=torch.float32, **before), *statistics)
     out = state[0] if state and not final else make(2, 300, h, d, dtype=dtype if final else torch.float32, **out or {})
     v = k if alike else v
-    hopper_forward.launch(q, k, v, device.tables[tiles], out, *statistics, scale, state, touched_only, **options)
+    launch = hopper_forward.launches_for(d, d)[how]
+    hopper_forward.launch(q, k, v, device.tables[tiles], out, *statistics, scale, state, touched_only, splits, launch, **options)
     return [weakref.ref(x) for x in (q, k, v, out)]
 
 
@@ -118,6 +119,7 @@ FORWARD = [
     dict(before={}, final=False),
     dict(before={}, final=False, touched_only=True),
     dict(splits=2),
+    dict(how=1),
     dict(programs=3),
     dict(tiles="none"),
     dict(tiles="all"),
