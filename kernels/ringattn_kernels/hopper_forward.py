@@ -71,10 +71,11 @@ class Schedule:
 
 
 def schedule(
-    items: np.ndarray, segments: np.ndarray, step: int, heads: int, together: int, touched_only: bool
+    items: np.ndarray, segments: np.ndarray, step: int, heads: int, together: int, touched_only: bool, processors: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(works, segments): `together` heads at a time, so that their keys and values stay in the L2; of those, longest work first.
 
+    Short works of all heads come at the end, so that all multiprocessors have something to do until the last long ones are done.
     items, segments: as in `table.BlockTable`.
     """
     steps = steps_of(items, segments, step)
@@ -84,13 +85,22 @@ def schedule(
     segments = np.concatenate([segments, np.array([[0, 0, 0, 1, 0, 0, 0, 0]], dtype=np.int32)])
     # [items, 3], longest first, as they come
     blocks = np.stack([items[:, 0], first, np.maximum(steps, 1)], axis=1)
-    works = np.empty((len(blocks) * heads, 4), dtype=np.int32)
-    for begin in range(0, heads, together):
-        group = np.arange(begin, min(begin + together, heads))
-        rows = works[begin * len(blocks) : (begin + len(group)) * len(blocks)]
-        rows[:, 0] = (items[:, 3:] * heads + group).reshape(-1)
-        rows[:, 1:] = np.repeat(blocks, len(group), axis=0)
-    return works, segments
+
+    def works_of(part: slice, group: np.ndarray) -> np.ndarray:
+        rows = np.repeat(blocks[part], len(group), axis=0)
+        return np.concatenate([(items[part, 3:] * heads + group).reshape(-1, 1), rows], axis=1, dtype=np.int32, casting="same_kind")
+
+    kept = len(items) - _held_back(steps, heads, processors)
+    groups = [np.arange(max(0, end - together), end) for end in range(heads, 0, -together)][::-1]
+    works = [works_of(slice(kept), group) for group in groups]
+    return np.concatenate([*works, works_of(slice(kept, None), np.arange(heads))]), segments
+
+
+def _held_back(steps: np.ndarray, heads: int, processors: int) -> int:
+    """How many of the last items: as much as the longest for each multiprocessor, none longer than a quarter of it, 1/20 of all at most."""
+    longest = steps.max(initial=0)
+    enough = min(processors * longest / heads, steps.sum() / 20)
+    return int(((np.cumsum(steps[::-1]) <= enough) & (steps[::-1] <= longest // 4)).sum())
 
 
 @functools.cache
@@ -112,7 +122,7 @@ def work_counter(device: torch.device) -> torch.Tensor:
 LAUNCHES = {
     (64, 64): (HopperLaunch(step=128, stages=4, warpgroups=3, q_stages=2, turns=True),),
     (128, 128): (
-        HopperLaunch(step=128, stages=2, warpgroups=3, q_stages=1, turns=True, paired=False, step_time=1.35),
+        HopperLaunch(step=128, stages=2, warpgroups=3, q_stages=1, turns=True, paired=False, step_time=1.37),
         HopperLaunch(step=128, stages=2, warpgroups=2, q_stages=2, turns=False),
     ),
     (192, 128): (HopperLaunch(step=128, stages=2, warpgroups=2, q_stages=1, turns=False),),
@@ -135,7 +145,8 @@ def launch_for(q, v, table: TileTable, splits: int | None = None) -> HopperLaunc
 
     def time(how: HopperLaunch) -> float:
         steps = steps_of(*table.cut("q", how.block, how.step), how.step)
-        return how.step_time * predicted(steps, splits or best(steps, heads, processors), heads, processors)
+        steps = steps[steps > 0]
+        return how.step_time * predicted(steps, splits or best(steps, heads, processors), heads, processors) if len(steps) else 0.0
 
     return table.derived(("hopper forward launch", found, heads, processors, splits), lambda: min(found, key=time))
 
@@ -172,7 +183,7 @@ def launch(
 
         def build() -> Schedule:
             items = split(*table.cut("q", how.block, how.step), how.step, splits)
-            arrays = schedule(*items, how.step, b * h, together, touched_only)
+            arrays = schedule(*items, how.step, b * h, together, touched_only, multiprocessors(q.device))
             return Schedule(*(torch.from_numpy(x).to(q.device) for x in arrays))
 
         plan = table.derived(("hopper forward", how.block, how.step, splits, b * h, together, touched_only, q.device), build)
@@ -430,12 +441,12 @@ def layout_to_store(columns):
 
 
 @gluon.jit
-def store_out(out_ptr, out, first_row, head_index, heads, q_rows, V_DIM: gl.constexpr):
+def store_out(out_ptr, out, first_row, head_index, heads, q_rows, V_DIM: gl.constexpr, STAGED: gl.constexpr):
     """Rows of out. Of 16 bits a product leaves a thread 4 bytes side by side, half of what memory moves at the least; at d = 256 there is
     no room to rearrange them."""
     ROWS: gl.constexpr = out.shape[0]
     COLUMNS: gl.constexpr = out.shape[1]
-    if out.dtype.primitive_bitwidth == 16 and COLUMNS <= 128:
+    if out.dtype.primitive_bitwidth == 16 and COLUMNS <= 128 and not STAGED:
         out = gl.convert_layout(out, layout_to_store(COLUMNS))
     LAYOUT: gl.constexpr = out.type.layout
     offsets, mask = out_place(first_row, head_index, heads, q_rows, V_DIM, ROWS, COLUMNS, LAYOUT)
@@ -514,6 +525,8 @@ def attend_rows(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
     NEXT: gl.constexpr = (WARPGROUP + 1) % WARPGROUPS
+    # rows of 16 bits leave by way of their queries' place, where nobody waits for that
+    STAGED: gl.constexpr = out_ptr.dtype.element_ty.primitive_bitwidth == 16 and Q_STAGES > 1 and q_smem.shape[2] == BLOCK_DV
     dtype: gl.constexpr = v_smem.dtype
     if TURNS and WARPGROUP == WARPGROUPS - 1:
         named_barrier("arrive", NEXT)
@@ -585,7 +598,9 @@ def attend_rows(
             mbarrier.arrive(kv_empty.index(block % STAGES), count=1)
             pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
             acc = rescale(acc, as_column(alpha, OUT))
-        mbarrier.arrive(q_empty.index(q_place), count=1)
+        q_stored = q_place
+        if not STAGED:
+            mbarrier.arrive(q_empty.index(q_place), count=1)
         v_stage = block % STAGES
         mbarrier.wait(v_full.index(v_stage), (block // STAGES) & 1)
         acc_token = warpgroup_mma(unpack(pairs, dtype, P), v_smem.index(v_stage), acc, is_async=True)
@@ -614,7 +629,16 @@ def attend_rows(
         # read again rather than held in registers through the loop
         head_index, block_begin, segment, steps = load_work(works_ptr, work)
         first_row = block_begin + WARPGROUP * ROWS
-        store_out(out_ptr, out, first_row, head_index, heads, q_rows, V_DIM)
+        if STAGED:
+            staging = q_smem.index(q_stored)
+            staging.store(out)
+            out = staging.load(layout_to_store(BLOCK_DV))
+            store_out(out_ptr, out, first_row, head_index, heads, q_rows, V_DIM, STAGED)
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(q_empty.index(q_stored), count=1)
+        else:
+            store_out(out_ptr, out, first_row, head_index, heads, q_rows, V_DIM, STAGED)
         total = gl.where(total == 0, 0.0, total * gl.exp2(pivot - row_max))
         row_max, total = to_natural(row_max, total)
         rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
