@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import bench_kernels_peers as contestants
@@ -39,6 +40,7 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--peers", nargs="+", choices=contestants.PEERS, help="default: all that are installed, flex for packed cases only"
     )
+    parser.add_argument("--directions", nargs="+", default=DIRECTIONS, choices=DIRECTIONS)
     parser.add_argument("--json", type=Path, help="write every figure here")
     parser.add_argument("--plot", type=Path, nargs="?", const=IMAGE, help="draw the figures (default: into docs/images)")
     parser.add_argument("--from", dest="source", type=Path, help="take the figures from this JSON file instead of measuring")
@@ -73,7 +75,7 @@ def measure_all(arguments) -> dict:
     }
     print(heading(record))
     for case in cases:
-        record["rows"].append(measure(case, peers_of(case, arguments.peers, arguments.quick)))
+        record["rows"].append(measure(case, peers_of(case, arguments.peers, arguments.quick), arguments.directions))
         print(line(record["rows"][-1]), flush=True)
         if arguments.json:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +95,7 @@ def peers_of(case: Case, wanted: list[str] | None, is_quick: bool) -> list[str]:
     return contestants.installed() + (["flex"] if case.kind == "packed" else [])
 
 
-def measure(case: Case, peers: list[str]) -> dict:
+def measure(case: Case, peers: list[str], directions: Sequence[str] = DIRECTIONS) -> dict:
     """Rates of all contestants of a case, by name and direction, and why those are missing that could not take part."""
     inputs = contestants.tensors(case)
     functions, flop, missing = {"matmul": contestants.matmul()}, {"matmul": dict.fromkeys(DIRECTIONS, contestants.MATMUL_FLOP)}, {}
@@ -114,9 +116,13 @@ def measure(case: Case, peers: list[str]) -> dict:
             functions[peer] = found
     repeats = int(min(9, max(5, 1e14 / case.flop("forward"))))
     rates: dict[str, dict[str, dict]] = {name: {} for name in functions}
-    for n, direction in enumerate(DIRECTIONS):
+    for direction in directions:
         # the modes of the backward share one forward
-        taking_part = {name: pair[n] for name, pair in functions.items() if direction == "backward" or "deterministic" not in name}
+        taking_part = {
+            name: pair[DIRECTIONS.index(direction)]
+            for name, pair in functions.items()
+            if direction == "backward" or "deterministic" not in name
+        }
         for name, spread in spreads(taking_part, repeats).items():
             rates[name][direction] = rated(spread, flop.get(name, {}).get(direction) or case.flop(direction))
     facts = {"case": case.name, "kind": case.kind, "tokens": case.tokens, "heads": case.heads, "kv_heads": case.kv_heads}
@@ -161,10 +167,10 @@ def line(row: dict) -> str:
     """
     rates = dict(row["rates"])
     matmul, mine = rates.pop("matmul"), rates.pop("ringattn")
-    share = " / ".join(f"{mine[d]['tflops'] / matmul[d]['tflops']:.2f}" for d in DIRECTIONS)
-    others = [f"{name} {cell(rate)}" for name, rate in rates.items()] + [f"{name}: not for this" for name in row["missing"]]
+    share = " / ".join(f"{mine[d]['tflops'] / matmul[d]['tflops']:.2f}" for d in mine)
+    others = [f"{name} {cell(rate)}" for name, rate in rates.items() if rate] + [f"{name}: not for this" for name in row["missing"]]
     rivals = [rate for name, rate in rates.items() if "deterministic" not in name and WHOLE not in name]
-    ratio = " / ".join(f"{mine[d]['tflops'] / rivals[0][d]['tflops']:.2f}" for d in DIRECTIONS) if rivals else ""
+    ratio = " / ".join(f"{mine[d]['tflops'] / rivals[0][d]['tflops']:.2f}" for d in mine) if rivals else ""
     kernels = " / ".join(choice.split(":")[0] for choice in row["kernels"].values())
     return f"| {row['case']} | {kernels} | {cell(mine)} | {share} | {'; '.join(others)} | {ratio} |"
 

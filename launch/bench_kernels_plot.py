@@ -1,4 +1,4 @@
-"""The picture of `bench.py kernels`: a line a case, a dot a contestant with its quartiles, forward beside backward."""
+"""The picture of `bench.py kernels`: a line a case, a dot a contestant with its quartiles, the measured directions beside each other."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def plot(record: dict, path: Path) -> None:
     names = [name for name in dict.fromkeys(name for row in rows for name in row["rates"]) if name != "matmul"]
     figure = Figure(figsize=(11, 0.19 * len(rows) + 1.6), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2, sharey=True, sharex=True)
-    for axis, direction in zip(axes, DIRECTIONS):
+    directions = [direction for direction in DIRECTIONS if direction in rows[0]["rates"]["matmul"]]
+    axes = figure.subplots(1, len(directions), sharey=True, sharex=True, squeeze=False)[0]
+    for axis, direction in zip(axes, directions):
         for n, name in enumerate(names):
             found = [(at, row["rates"][name][direction]) for at, row in enumerate(rows) if direction in row["rates"].get(name, {})]
             if not found:
@@ -34,7 +35,7 @@ def plot(record: dict, path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(range(len(rows)), [row["case"] for row in rows], fontsize=7)
     axes[0].set_ylim(len(rows) - 0.4, -0.6)
-    handles, labels = axes[1].get_legend_handles_labels()
+    handles, labels = axes[-1].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, ncols=len(labels), loc="outside upper center", fontsize=8)
     figure.supxlabel(f"{record['device']}, bf16, torch {record['torch']}, triton {record['triton']}", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

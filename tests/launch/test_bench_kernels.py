@@ -184,6 +184,14 @@ def test_a_whole_run_with_stand_ins_for_everything_that_needs_a_gpu(monkeypatch,
     assert rows[0]["rates"]["ringattn"]["forward"]["tflops"] == cases[0].flop("forward") / 2.0 / 1e9
     assert rows[1]["rates"]["ringattn, dense"]["backward"]["tflops"] == cases[1].dense_alike.flop("backward") / 2.0 / 1e9
     assert "not for this" in capsys.readouterr().out
+    figures, picture = tmp_path / "forward.json", tmp_path / "forward.png"
+    bench.main(parser.parse_args(["--directions", "forward", "--peers", "cudnn", "--json", str(figures), "--plot", str(picture)]))
+    rates = json.loads(figures.read_text())["rows"][0]["rates"]
+    assert {name: list(rate) for name, rate in rates.items()} == {
+        "matmul": ["forward"], "ringattn": ["forward"], "ringattn deterministic": [], "cudnn": ["forward"]
+    }  # fmt: skip
+    assert capsys.readouterr().out.endswith(" / - | 1.00 |\n")
+    assert picture.exists()
 
 
 def test_the_kernels_of_every_mode_are_named(monkeypatch):
