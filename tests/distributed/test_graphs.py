@@ -72,6 +72,8 @@ class Call:
                 self.change(seed)
                 found.append([x.clone() for x in self.both()])
         torch.cuda.current_stream().wait_stream(stream)
+        # graphs of tests before this one may be garbage, and none may go while another is captured
+        gc.collect()
         return found
 
 
