@@ -10,6 +10,8 @@ Shapes: b batch, s local tokens, n features, vocab tokens of the vocabulary.
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -122,8 +124,9 @@ class CausalLMLoss(nn.Module):
 
     Args:
         model: a causal model of transformers, attached or not, within PEFT's adapters or not. What it does to its logits is read from
-            its config: a final softcap (Gemma 2), a logit scale (Cohere), a logit divisor (Granite). `ringattn.verify` compares with
-            the model's own logits. A head with further layers (BERT's) is refused.
+            its config: a final softcap (Gemma 2), a logit scale (Cohere), a logit divisor (Granite), where its forward pass uses them.
+            `ringattn.verify` compares with the model's own logits. A head with further layers (BERT's) is refused, and so are an adapter
+            on the output embedding (PEFT's `modules_to_save` is honoured) and losses of routers (`output_router_logits`).
         loss: `fused_token_loss` (the default) or `token_loss`.
 
     Calling it returns the cross-entropy summed over this rank's tokens: a scalar in fp32 (fp64 for fp64), for `mean_loss`.
@@ -136,12 +139,18 @@ class CausalLMLoss(nn.Module):
                 f"{type(model).__name__} is no model of transformers: give one before it is wrapped, and wrap this instead; for a "
                 "model of your own see token_loss"
             )
-        output = model.get_output_embeddings()
+        output = _output_embedding(model)
+        if not isinstance(output, nn.Linear) and isinstance(getattr(output, "base_layer", None), nn.Linear):
+            raise ValueError(
+                f"{type(model).__name__} has an adapter on its output embedding, which this loss would leave out: take it out of "
+                "target_modules, train the whole embedding by modules_to_save, or make the loss from the logits"
+            )
         if not isinstance(output, nn.Linear) or _without_head(model) is model:
             raise ValueError(
                 f"{type(model).__name__} has no linear output embedding on a model without head: give a causal language model"
             )
-        used = {id(parameter) for part in (_without_head(model), output) for parameter in part.parameters()}
+        parts: list[Any] = [_without_head(model), model.get_output_embeddings()]
+        used = {id(parameter) for part in parts for parameter in part.parameters()}
         for name, parameter in model.named_parameters():
             if id(parameter) not in used:
                 raise ValueError(
@@ -155,15 +164,22 @@ class CausalLMLoss(nn.Module):
         self.model = model
         self.loss = loss
         config: Any = model.config.get_text_config()
-        divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+        divisor = float(_setting(model, config, "logits_scaling") or 1.0)
         if config.model_type == "hyperclovax":  # multiplies by what Granite divides by
             divisor = 1 / divisor
-        self._scale = float(getattr(config, "logit_scale", None) or 1.0) / divisor
-        self._softcap = getattr(config, "final_logit_softcapping", None)
+        factors = (_setting(model, config, name) for name in ("logit_scale", "output_multiplier"))
+        self._scale = math.prod(float(factor or 1.0) for factor in factors) / divisor
+        self._softcap = _setting(model, config, "final_logit_softcapping")
 
     def forward(self, shift_labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        asked = getattr(self.model.config.get_text_config(), "output_router_logits", False)
+        if inputs.get("output_router_logits", asked):
+            raise ValueError(
+                "output_router_logits is True, but this loss is of the logits alone: set it to False, or make both losses from the "
+                "model's outputs"
+            )
         hidden = _without_head(self.model)(**inputs)[0]
-        output: Any = self.model.get_output_embeddings()
+        output = _output_embedding(self.model)
         return self.loss(hidden, output.weight, shift_labels, head=Head(output.bias, self._scale, self._softcap))
 
 
@@ -190,6 +206,28 @@ def _without_head(model: Any) -> Any:
     if hasattr(model, "get_base_model"):  # PEFT's, whose adapters are in the model's own layers
         model = model.get_base_model()
     return model.get_decoder() if model.base_model is model else model.base_model
+
+
+def _output_embedding(model: Any) -> Any:
+    """The module that makes logits: where PEFT trains a copy of it (`modules_to_save`), the one in use."""
+    output = model.get_output_embeddings()
+    copies = getattr(output, "modules_to_save", None)
+    if copies is None:
+        return output
+    return output.original_module if output.disable_adapters else copies[output.active_adapters[0]]
+
+
+def _setting(model: Any, config: Any, name: str) -> Any:
+    """What the config says of the logits. Raises ValueError if the model's forward pass does not look at it."""
+    value = getattr(config, name, None)
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+    code = inspect.unwrap(type(whole).forward).__code__
+    if value not in (None, 1.0) and name not in (*code.co_names, *code.co_consts):
+        raise ValueError(
+            f"{name} is {value} in the config, but {type(whole).__name__} does not use it where it makes its logits: make the loss from "
+            "the logits"
+        )
+    return value
 
 
 def _check_shapes(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -226,6 +227,69 @@ def test_a_head_with_layers_of_its_own_is_refused():
         ValueError, match=r"BertLMHeadModel has cls\.predictions\.transform\.dense\.weight beside its output embedding"
     ):
         CausalLMLoss(model)
+
+
+class Multiplied(transformers.LlamaForCausalLM):
+    """As MuseGlimmer's."""
+
+    def forward(self, **inputs):
+        return super().forward(**inputs).logits * self.config.output_multiplier
+
+
+class Unscaled(transformers.CohereForCausalLM):
+    """As AyaVision's, which has Cohere's config within and a head of its own."""
+
+    def forward(self, **inputs):
+        return self.lm_head(self.model(**inputs)[0])
+
+
+def test_a_scale_is_that_of_the_models_forward_pass():
+    config = build().model.config
+    config.output_multiplier = 0.25
+    ids = torch.randint(61, (2, 9))
+    multiplied = Multiplied(config)
+    whole = F.cross_entropy(multiplied(input_ids=ids).flatten(0, 1), ids.flatten(), reduction="sum")
+    torch.testing.assert_close(CausalLMLoss(multiplied)(shift_labels=ids, input_ids=ids), whole, rtol=1e-6, atol=0)
+    unscaled = Unscaled(transformers.CohereConfig(**config.to_dict()))
+    with pytest.raises(ValueError, match=r"logit_scale is 0\.0625 in the config, but Unscaled does not use it"):
+        CausalLMLoss(unscaled)
+
+
+class Kept(nn.Module):
+    """As PEFT's `modules_to_save` leaves a module: itself, frozen, and the copies that adapters train."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        super().__init__()
+        self.original_module = module.requires_grad_(False)
+        self.modules_to_save = nn.ModuleDict({"default": nn.Linear(module.in_features, module.out_features, bias=False)})
+        self.active_adapters, self.disable_adapters = ["default"], False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.original_module if self.disable_adapters else self.modules_to_save["default"])(x)
+
+
+def test_an_output_embedding_that_is_trained_beside_adapters():
+    model = build().model
+    model.lm_head = Kept(model.lm_head)
+    ids = torch.randint(61, (2, 9))
+    run = CausalLMLoss(model)
+    for model.lm_head.disable_adapters in (False, True):
+        whole = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), ids.flatten(), reduction="sum")
+        torch.testing.assert_close(run(shift_labels=ids, input_ids=ids), whole, rtol=1e-6, atol=0)
+    lora = nn.Identity()
+    lora.base_layer = nn.Linear(16, 61)
+    model.lm_head = lora
+    with pytest.raises(ValueError, match="LlamaForCausalLM has an adapter on its output embedding"):
+        CausalLMLoss(model)
+
+
+def test_losses_of_routers_are_not_left_out_silently():
+    run = build()
+    ids = torch.randint(61, (2, 9))
+    run(shift_labels=ids, input_ids=ids, output_router_logits=False)
+    run.model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="output_router_logits is True, but this loss is of the logits alone"):
+        run(shift_labels=ids, input_ids=ids)
 
 
 @pytest.mark.gpu
