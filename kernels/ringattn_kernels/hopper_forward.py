@@ -35,7 +35,7 @@ LAG = gl.constexpr(8.0)
 L2_SHARE = 24 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # looked up in every launch, by identity
 class HopperLaunch:
     """`warpgroups` compute 64 query rows each; `stages` blocks of `step` rows of K, and as many of V, are in shared memory at a time.
 
@@ -139,7 +139,8 @@ def launches_for(d: int, dv: int) -> tuple[HopperLaunch, ...]:
 
 def launch_for(q, v, table: TileTable, splits: int | None = None) -> HopperLaunch:
     """The one that should be done first with a table; `splits` as in `forward`."""
-    found, heads, processors = launches_for(q.shape[3], v.shape[3]), q.shape[0] * q.shape[2], multiprocessors(q.device)
+    dims, heads, processors = (q.shape[3], v.shape[3]), q.shape[0] * q.shape[2], multiprocessors(q.device)
+    found = launches_for(*dims)
     if len(found) == 1 or heads * table.q_rows >= MANY * processors * found[0].block:
         return found[0]
 
@@ -148,7 +149,7 @@ def launch_for(q, v, table: TileTable, splits: int | None = None) -> HopperLaunc
         steps = steps[steps > 0]
         return how.step_time * predicted(steps, splits or best(steps, heads, processors), heads, processors) if len(steps) else 0.0
 
-    return table.derived(("hopper forward launch", found, heads, processors, splits), lambda: min(found, key=time))
+    return table.derived(("hopper forward launch", dims, heads, processors, splits), lambda: min(found, key=time))
 
 
 def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> str:
