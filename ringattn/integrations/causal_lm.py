@@ -10,7 +10,6 @@ Shapes: b batch, s local tokens, n features, vocab tokens of the vocabulary.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..context import Group, process_groups
+from .hf_options import forward_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -221,8 +221,7 @@ def _setting(model: Any, config: Any, name: str) -> Any:
     """What the config says of the logits. Raises ValueError if the model's forward pass does not look at it."""
     value = getattr(config, name, None)
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model
-    code = inspect.unwrap(type(whole).forward).__code__
-    if value not in (None, 1.0) and name not in (*code.co_names, *code.co_consts):
+    if value not in (None, 1.0) and name not in forward_names(whole):
         raise ValueError(
             f"{name} is {value} in the config, but {type(whole).__name__} does not use it where it makes its logits: make the loss from "
             "the logits"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,9 @@ _POOLED = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePre
 
 # what losses of other heads are of: means over a rank's own tokens, or over positions in its shard
 _TARGETS = ("labels", "start_positions", "end_positions", "next_sentence_label", "sentence_order_label")
+
+# what models make of one token of the sequence, without a module that tells
+_OF_ONE_TOKEN = ("pooler_output", "text_embeds", "mc_logits")
 
 _CACHES = "a shard's cache serves nobody: leave it out, and train or score whole sequences; generate with a detached model"
 
@@ -185,6 +189,12 @@ def check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any], layout: 
             raise ValueError(f"{name} is {_shown(kwargs[name])}, but key/value caches are not supported: {_CACHES}")
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions is True, but attention weights are never formed: leave it out")
+    for name in ("logits_to_keep", "num_logits_to_keep"):
+        kept = kwargs.get(name)
+        if isinstance(kept, int) and kept > 0 and layout.world_size > 1:
+            raise ValueError(
+                f"{name} is {kept}, but would keep the last tokens of each shard: leave it out, or give a tensor of this rank's rows"
+            )
     _check_targets(model, kwargs, layout)
     for name in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
         if model.training and getattr(model.config, name, 0):
@@ -210,26 +220,60 @@ def _padding() -> ValueError:
 
 def _check_targets(model: nn.Module, kwargs: dict[str, Any], layout: Layout) -> None:
     """Raise ValueError for labels of which the model would make a loss of its shard alone."""
+    alone, used = layout.world_size == 1, forward_names(model)
     given = [name for name in _TARGETS if kwargs.get(name) is not None]
     if not given:
-        return
-    if given != ["labels"] or getattr(getattr(model, "loss_function", None), "__name__", "") != "ForCausalLMLoss":
-        if layout.world_size > 1:
+        # transformers' own heads do nothing with shift_labels alone, but Liger's make a loss of them
+        if alone or kwargs.get("shift_labels") is None or "shift_labels" not in used:
+            return
+        given = ["shift_labels"]
+    elif given != ["labels"] or not {"loss_function", "ForCausalLMLoss"} <= {*used, _loss_function(model)}:
+        if not alone:
             raise ValueError(
                 f"{given[0]} is given to {type(model).__name__}, whose loss would be of this rank's tokens alone: leave it out, and "
                 "make the loss from the logits, see ringattn.integrations.loss"
             )
         return
-    if kwargs.get("shift_labels") is None:
+    elif kwargs.get("shift_labels") is None:
         raise ValueError(
             "labels would be shifted within the shard, which loses the token after its end: shift them before sharding, "
             "see ringattn.integrations.causal_lm"
         )
-    if layout.world_size > 1 and kwargs.get("num_items_in_batch") is None:
+    if alone:
+        return
+    if kwargs.get("num_items_in_batch") is None:
         raise ValueError(
-            "labels are given without num_items_in_batch, so the loss would be the mean over this rank's tokens, which says "
+            f"{given[0]} are given without num_items_in_batch, so the loss would be the mean over this rank's tokens, which says "
             "nothing of the whole's: give the tokens counted on all ranks, see ringattn.integrations.loss"
         )
+    config: Any = model.config
+    asked = kwargs.get("output_router_logits")
+    if getattr(config.get_text_config(), "output_router_logits", False) if asked is None else asked:
+        raise ValueError(
+            "output_router_logits is True, and the routers' loss would be a mean over this rank's tokens, added once a rank: leave the "
+            "labels out, and make both losses from the outputs"
+        )
+
+
+def _loss_function(model: nn.Module) -> str:
+    return getattr(getattr(model, "loss_function", None), "__name__", "")
+
+
+def forward_names(model: nn.Module) -> set[str]:
+    """The names that a model's own forward pass uses: attributes, strings and variables."""
+    function = inspect.unwrap(model.forward)
+    code = (function if hasattr(function, "__code__") else inspect.unwrap(type(model).forward)).__code__
+    return {name for name in (*code.co_names, *code.co_varnames, *code.co_consts) if isinstance(name, str)}
+
+
+def check_output(model: nn.Module, output: Any, layout: Layout) -> None:
+    """Raise ValueError for outputs that are made of one token of a shard."""
+    for name in _OF_ONE_TOKEN:
+        if layout.world_size > 1 and getattr(output, name, None) is not None:
+            raise ValueError(
+                f"{type(model).__name__} makes its {name} from one token of the sequence, and took that of this rank's shard: use a "
+                "model without it, and pool after ringattn.unshard"
+            )
 
 
 def take_documents(kwargs: dict[str, Any]) -> tuple[Documents | None, dict[str, Any]]:

@@ -348,6 +348,7 @@ def _leave(model: PreTrainedModel, args: tuple, output: Any) -> None:
     call = _call.get()
     if call is not None and call.model is model:
         _call.set(None)
+        hf_options.check_output(model, output, getattr(model, NAME).layout)
 
 
 def _add_last(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

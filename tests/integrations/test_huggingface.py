@@ -759,6 +759,62 @@ def test_losses_of_other_heads_are_refused_among_ranks():
             check_inputs(model, (), {**inputs, name: sequence(6)}, layout, 0)
 
 
+class OwnLoss(transformers.LlamaForCausalLM):
+    """As GPT2DoubleHeadsModel's and GraniteSpeech's, which take any arguments and make nothing of most."""
+
+    def forward(self, input_ids, labels=None, **options):
+        logits = super().forward(input_ids=input_ids, **options).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class LossOfShiftedLabels(transformers.LlamaForCausalLM):
+    """As Liger's forward passes, which need no labels beside."""
+
+    def forward(self, input_ids, **options):
+        shift_labels = options.pop("shift_labels", None)
+        logits = super().forward(input_ids=input_ids).logits
+        return self.loss_function(logits=logits, labels=None, shift_labels=shift_labels, vocab_size=SIZES["vocab_size"], **options)
+
+
+def test_losses_that_models_make_in_their_own_ways_are_refused_among_ranks():
+    config, layout, ids = transformers.LlamaConfig(**SIZES), ra.zigzag(12, 2), sequence(6)
+    all_of_it = dict(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=22)
+    with pytest.raises(ValueError, match="labels is given to OwnLoss, whose loss would be of this rank's tokens alone"):
+        check_inputs(OwnLoss(config), (), all_of_it, layout, 0)
+    model = LossOfShiftedLabels(config)
+    with pytest.raises(ValueError, match="shift_labels are given without num_items_in_batch"):
+        check_inputs(model, (), dict(input_ids=ids, shift_labels=ids), layout, 0)
+    check_inputs(model, (), dict(input_ids=ids, shift_labels=ids, num_items_in_batch=22), layout, 0)
+    model = build("llama")
+    check_inputs(model, (), dict(input_ids=ids, shift_labels=ids), layout, 0)
+    check_inputs(model, (), all_of_it, layout, 0)
+    for settings in (dict(output_router_logits=True), dict(output_router_logits=None)):
+        model.config.output_router_logits = settings["output_router_logits"] is None
+        with pytest.raises(ValueError, match="output_router_logits is True, and the routers' loss would be a mean over this rank"):
+            check_inputs(model, (), {**all_of_it, **settings}, layout, 0)
+
+
+def shards_taken_for_the_sequence(group):
+    layout = ra.zigzag(12, 2)
+    sizes = dict(vocab_size=61, bos_token_id=None, eos_token_id=None)
+    config = transformers.GPT2Config(**sizes, n_embd=32, n_layer=1, n_head=4, n_positions=64, num_labels=1)
+    model = transformers.GPT2DoubleHeadsModel(config).eval()
+    attach(model, layout=layout, group=group)
+    ids = ra.shard(sequence(12), layout, group.rank())
+    with pytest.raises(ValueError, match="GPT2DoubleHeadsModel makes its mc_logits from one token of the sequence"):
+        model(input_ids=ids)
+    model = build("llama")
+    attach(model, layout=layout, group=group)
+    with pytest.raises(ValueError, match="logits_to_keep is 1, but would keep the last tokens of each shard"):
+        model(input_ids=ids, logits_to_keep=1)
+    kept = model(input_ids=ids, logits_to_keep=torch.tensor([2, 5])).logits
+    assert torch.equal(kept, model(input_ids=ids, logits_to_keep=0).logits[:, [2, 5]])
+
+
+def test_what_is_made_of_one_token_is_refused_among_ranks(gloo):
+    gloo.run(2, shards_taken_for_the_sequence, timeout=60)
+
+
 def test_layers_that_each_rank_would_skip_by_itself_are_refused():
     model = build("llama")
     model.config.layerdrop = 0.5
