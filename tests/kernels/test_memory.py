@@ -76,7 +76,8 @@ def run(form: Form, launches: int, splits: int, sums: bool, device: str) -> list
         state = None
         for n, table in enumerate(tables):
             options = dict(final=n == launches - 1, kernels=form.kernels if form in PLAIN else None, splits=splits)
-            state = rk.forward(q, k, v, table, softmax_scale=softmax_scale, state=state, **options)
+            with fuzz.forward_launch(launches // 2 + splits // 2 + n, form.d, form.dv):
+                state = rk.forward(q, k, v, table, softmax_scale=softmax_scale, state=state, **options)
         out, row_max, row_sum = state
         inputs = (q, k, v, dout, row_max, row_sum, rk.delta(out, dout))
         dtype = form.dtype if launches == 1 else FP32
