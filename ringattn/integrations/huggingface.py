@@ -219,26 +219,31 @@ def ring_attention_forward(
         raise ValueError(
             f"{type(module).__name__} is set to {NAME!r} but has no layout: call ringattn.integrations.huggingface.attach"
         )
-    if attention_mask is not None and not isinstance(attention_mask, LiveMask):
-        raise ValueError(
-            "attention_mask is given, but ring attention takes its mask over global positions: attach(model, mask=...) it"
-        )
-    hf_options.check_attention(dropout, options, ring.ignored)
-    # a mask that is there knows of its documents; torch.compile follows no ContextVar
-    call = None if attention_mask is not None else _call.get()
-    if call is not None and call.live.documents is not None:
-        raise ValueError(
-            f"{type(module).__name__} is called without the mask that says where packed documents end: the model does not pass it on, "
-            "or a hook took it away, as accelerate's does with cp_size above 1: leave cp_size at 1"
-        )
-    if key.shape[2] != query.shape[2]:
-        raise ValueError(
-            f"the keys have {key.shape[2]} tokens and the queries {query.shape[2]}: key/value caches and "
-            "cross-attention are not supported; call the model with use_cache=False"
-        )
-    known = None if attention_mask is None else attention_mask.is_causal
-    looks_back = next(said for said in (known, is_causal, getattr(module, "is_causal", True)) if said is not None)
-    window = _window(module, sliding_window, attention_mask, looks_back)
+    try:
+        if attention_mask is not None and not isinstance(attention_mask, LiveMask):
+            raise ValueError(
+                "attention_mask is given, but ring attention takes its mask over global positions: attach(model, mask=...) it"
+            )
+        hf_options.check_attention(dropout, options, ring.ignored)
+        # a mask that is there knows of its documents; torch.compile follows no ContextVar
+        call = None if attention_mask is not None else _call.get()
+        if call is not None and call.live.documents is not None:
+            raise ValueError(
+                f"{type(module).__name__} is called without the mask that says where packed documents end: the model does not pass it on, "
+                "or a hook took it away, as accelerate's does with cp_size above 1: leave cp_size at 1"
+            )
+        if key.shape[2] != query.shape[2]:
+            raise ValueError(
+                f"the keys have {key.shape[2]} tokens and the queries {query.shape[2]}: key/value caches and "
+                "cross-attention are not supported; call the model with use_cache=False"
+            )
+        known = None if attention_mask is None else attention_mask.is_causal
+        looks_back = next(said for said in (known, is_causal, getattr(module, "is_causal", True)) if said is not None)
+        window = _window(module, sliding_window, attention_mask, looks_back)
+    except ValueError as error:
+        if not torch.compiler.is_compiling():
+            _tell(ring, error)
+        raise
     if torch.is_autocast_enabled(query.device.type):
         # rotary embeddings leave q and k in fp32 and v in the low precision: all three go as autocast would have them
         dtype = torch.get_autocast_dtype(query.device.type)

@@ -878,6 +878,21 @@ def test_a_mask_that_one_rank_is_refused_for_is_said_on_all(gloo):
     assert "rank 1 refused the input: rank 1: this model adds a mask function" in others
 
 
+def dropout_on_one_rank(group):
+    layout = ra.zigzag(12, 2)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attention_dropout=0.25)).train(bool(group.rank()))
+    attach(model, layout=layout, group=group)
+    with pytest.raises(ValueError) as raised:
+        model(input_ids=ra.shard(sequence(12), layout, group.rank()))
+    return str(raised.value)
+
+
+def test_an_option_that_one_rank_is_refused_for_is_said_on_all(gloo):
+    others, mine = gloo.run(2, dropout_on_one_rank, timeout=30)
+    assert mine.startswith("dropout is 0.25")
+    assert "rank 1 refused the input: rank 1: dropout is 0.25" in others
+
+
 def test_attach_refuses_what_it_cannot_do():
     model = build("llama")
     with pytest.raises(ValueError, match="layout is for 4 ranks, but the group has 1"):
