@@ -73,7 +73,8 @@ def mean_loss(
     """The exact mean over all valid tokens of all ranks, and what to call backward on; a collective.
 
     Args:
-        summed_loss: scalar, the losses of this rank's valid tokens summed (`CausalLMLoss`, `token_loss`).
+        summed_loss: scalar, the losses of this rank's valid tokens summed (`CausalLMLoss`, `token_loss`); in fp32, for sums of many tokens
+            do not fit narrower types.
         labels: this rank's shifted labels, `IGNORE` where a token does not count; all may be.
         reduction: what the wrapper does with gradients: `averaged()`, `deepspeed(...)` or `summed()`.
         group: all ranks whose gradients are reduced together, ring and data parallel: a group, a mesh of any dimensions, a hybrid, or
@@ -91,7 +92,8 @@ def mean_loss(
     both = _sum_over(torch.stack([summed_loss.detach().double(), counted.double()]), group)
     total = both[1] if tokens is None else torch.as_tensor(tokens, dtype=torch.float64, device=both.device)
     share = 1 / total.clamp(min=1)
-    return MeanLoss(summed_loss * (reduction.divisor * share).to(summed_loss.dtype), both[0] * share, total)
+    factor = (reduction.divisor * share).to(torch.promote_types(summed_loss.dtype, torch.float32))
+    return MeanLoss(summed_loss.to(factor.dtype) * factor, both[0] * share, total)
 
 
 def count_tokens(*labels: torch.Tensor, group: Group | None = None) -> torch.Tensor:

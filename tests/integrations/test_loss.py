@@ -172,6 +172,13 @@ def test_the_factors_of_wrappers():
     assert mean_loss(value, torch.tensor([[1, 2, IGNORE]]), reduction=deepspeed(4)).loss.item() == 20.0
 
 
+def test_the_factor_is_not_rounded_to_a_narrow_loss():
+    """In fp16 a mean over 100 million tokens had a factor of 0."""
+    value = torch.tensor(10.0, dtype=torch.float16, requires_grad=True)
+    step = mean_loss(value, torch.tensor([[1]]), reduction=Reduction(3), tokens=10**8)
+    assert step.loss.item() == pytest.approx(3e-7)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
