@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
 from ringattn.integrations.causal_lm import IGNORE, CausalLMLoss, shift_labels
+from ringattn.integrations.data import shard_batch
 from ringattn.integrations.huggingface import attach
 from ringattn.integrations.loss import Reduction, count_tokens, mean_loss
 
@@ -90,6 +91,41 @@ def step_under_accelerate(group, accumulation, replicas, device="cpu", fsdp=Fals
     return mean, found
 
 
+@patch.dict(os.environ)
+def step_under_the_trainer(group, accumulation, replicas, folder):
+    """The same by transformers' Trainer, which counts the labels of all ranks itself."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_ADDR="localhost", MASTER_PORT=29511)
+    os.environ.update({name: str(value) for name, value in names.items()})
+    from accelerate.state import AcceleratorState
+    from torch.utils.data import DataLoader
+    from transformers import Trainer, TrainingArguments
+
+    mesh = init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=("data", "ring"))
+    model, layout = make_model(), ra.zigzag(N, world_size // replicas)
+    attach(model, layout=layout, group=mesh["ring"])
+
+    def cut(rows):
+        shards = shard_batch(rows[0], layout, mesh.get_local_rank("ring"))
+        return {**shards, "labels": shards["shift_labels"]}
+
+    class RingTrainer(Trainer):
+        def get_train_dataloader(self):
+            return DataLoader(self.train_dataset, collate_fn=cut)
+
+    arguments = TrainingArguments(
+        folder, per_device_train_batch_size=1, gradient_accumulation_steps=accumulation, max_steps=1, max_grad_norm=CLIP, optim="sgd",
+        learning_rate=LR, lr_scheduler_type="constant", use_cpu=True, ddp_backend="gloo", report_to=[], save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+    dataset = [batch(mesh.get_local_rank("data"), micro) for micro in range(accumulation)]
+    trainer = RingTrainer(model, arguments, train_dataset=dataset)
+    mean = torch.tensor(trainer.train().training_loss, dtype=torch.float64)  # of this rank's tokens, times the number of ranks
+    dist.all_reduce(mean)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return mean.item() / world_size, {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+
+
 @pytest.fixture(scope="module")
 def processes():
     """Four ranks of their own: accelerate takes the default group for all there are."""
@@ -112,6 +148,11 @@ def assert_same(found, replicas, accumulation, within):
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_step_is_that_of_one_process(processes, accumulation):
     assert_same(processes.run(4, step_under_accelerate, accumulation, 2), 2, accumulation, 1e-6)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_of_the_trainer_is_that_of_one_process(processes, accumulation, tmp_path):
+    assert_same(processes.run(4, step_under_the_trainer, accumulation, 2, str(tmp_path), timeout=120), 2, accumulation, 1e-6)
 
 
 @pytest.mark.gpu
