@@ -97,6 +97,11 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(
                 "trigram_input is True, by which each token reads its neighbours: it would not see past the shard's ends"
             )
+        if getattr(config, "token_dropout", False):
+            raise ValueError(
+                "token_dropout is True, by which embeddings are scaled by the share of masked tokens in the sequence (ESM's way): on "
+                "shards it would be that of each; set it to False before the model is made"
+            )
         chunk = getattr(config, "attention_chunk_size", None)
         if chunk is not None:
             raise ValueError(

@@ -724,6 +724,13 @@ def test_layers_that_mix_tokens_otherwise_are_refused():
             id="offset positions",
         ),
         pytest.param(
+            lambda: transformers.EsmForMaskedLM(
+                transformers.EsmConfig(**BERT, pad_token_id=1, mask_token_id=4, token_dropout=True)
+            ),
+            "token_dropout is True",
+            id="share of masked tokens",
+        ),
+        pytest.param(
             lambda: transformers.MobileBertForMaskedLM(transformers.MobileBertConfig(**BERT, embedding_size=24)),
             "trigram_input is True",
             id="neighbours",
