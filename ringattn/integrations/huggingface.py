@@ -77,6 +77,15 @@ class LiveMask:
     window: int | None
     is_causal: bool | None
 
+    def __getitem__(self, index: Any) -> LiveMask:
+        """Itself where no token is cut off, as Gemma 4 asks of its masks before layers that share keys and values."""
+        if any(part not in (slice(None), slice(0, None)) for part in (index if isinstance(index, tuple) else (index,))):
+            raise ValueError(
+                "the model takes a part of its mask, for tokens of its choice, but ring attention has one for all of a shard: call "
+                "it without logits_to_keep"
+            )
+        return self
+
 
 @dataclass(frozen=True, eq=False)
 class Ring:

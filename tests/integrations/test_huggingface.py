@@ -28,7 +28,7 @@ ALTERNATING = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "ful
 
 
 def make(kind: str, **settings) -> nn.Module:
-    config_type = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")
+    config_type = getattr(transformers, f"{kind}TextConfig" if kind in ("Gemma3", "Gemma4") else f"{kind}Config")
     model = getattr(transformers, f"{kind}ForCausalLM")(config_type(**{**SIZES, **settings}))
     # what keeps fp64 where there is a choice: eager attention rounds weights to fp32, grouped experts take no fp64
     if kind not in ("GptOss", "Gemma2"):
@@ -98,12 +98,24 @@ if SINCE_5:
     MODELS["qwen2-moe"] = lambda: make(
         "Qwen2Moe", moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4, num_experts_per_tok=2
     )
+GEMMA4 = hasattr(transformers, "Gemma4TextConfig")
+if GEMMA4:
+    # the last two layers share the keys and values of the first two; an embedding for each layer
+    MODELS["gemma4"] = lambda: make(
+        "Gemma4",
+        **{**ALTERNATING, "num_hidden_layers": 4, "layer_types": ALTERNATING["layer_types"] * 2},
+        head_dim=8,
+        global_head_dim=16,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=61,
+    )
 LAYOUTS = {"zigzag": ra.zigzag, "contiguous": ra.contiguous, "striped": ra.striped}
 DOCUMENTS = (11, 1, 17, 8)
 BOUNDS = [0, 11, 12, 29, 37]
 # DeepSeek's experts run in fp32 alone in older versions; Gemma 2's eager attention rounds its weights to fp32
 DTYPES = {"deepseek-v3": torch.float32}
-TOLERANCE = {"deepseek-v3": 2e-6, "gemma2": 2e-6}
+TOLERANCE = {"deepseek-v3": 2e-6, "gemma2": 2e-6, "gemma4": 2e-6}
 
 
 class Norm(nn.Module):
@@ -124,7 +136,7 @@ def build(name: str) -> nn.Module:
     model = MODELS[name]().to(DTYPES.get(name, torch.float64))
     for parent in list(model.modules()):
         for child_name, child in list(parent.named_children()):
-            if type(child).__name__.endswith("RMSNorm"):
+            if type(child).__name__.endswith("RMSNorm") and name != "gemma4":  # whose norms differ in kind
                 setattr(parent, child_name, Norm(child))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -219,7 +231,8 @@ def test_alone_a_model_is_the_dense_one(name):
         ("dynamic", 4, "contiguous"),
         ("longrope", 4, "contiguous"),
     ]
-    + [("bert", 3, "contiguous")] * SINCE_5,
+    + [("bert", 3, "contiguous")] * SINCE_5
+    + [("gemma4", 2, "zigzag")] * GEMMA4,
     ids=lambda value: str(value),
 )
 def test_on_a_ring_a_model_is_the_dense_one(gloo, name, world_size, kind):
@@ -563,6 +576,13 @@ def test_an_option_can_be_ignored_on_request():
     attend_with(model.model.layers[0].self_attn, temperature=0.5)
     with pytest.raises(ValueError, match=r"pressure is 0\.5"):
         attend_with(model.model.layers[0].self_attn, temperature=0.5, pressure=0.5)
+
+
+def test_a_part_of_a_mask_is_refused():
+    mask = LiveMask(None, None, True)
+    assert mask[:, :, 0:, :] is mask
+    with pytest.raises(ValueError, match=r"the model takes a part of its mask.*without logits_to_keep"):
+        mask[:, :, -1:, :]
 
 
 def test_windows_that_differ_are_refused():
