@@ -17,6 +17,7 @@ What is live travels through the model as its `attention_mask`: transformers ask
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -323,6 +324,9 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
     call = _call.get()
     within = call is not None and call.model is not model  # a model that has done the rest
     given = None
+    named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) if len(args) > 1 else {}
+    if not named.keys() & kwargs.keys():  # else the model says so
+        args, kwargs = args[len(named) :], {**named, **kwargs}
     try:
         if model.config._attn_implementation != NAME:
             raise ValueError(

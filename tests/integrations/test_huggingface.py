@@ -412,6 +412,18 @@ def test_position_ids_given_are_kept():
     torch.testing.assert_close(ring, dense, rtol=0, atol=1e-10)
 
 
+def test_arguments_without_names_are_as_good():
+    model = build("llama")
+    attach(model, layout=ra.zigzag(9, 1))
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    packed = model(sequence(9), None, positions).logits
+    assert torch.equal(packed, model(input_ids=sequence(9), position_ids=positions).logits)
+    with pytest.raises(ValueError, match="attention_mask hides tokens"):
+        model(sequence(9), torch.zeros(2, 9))
+    with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
+        model(sequence(9), None, input_ids=sequence(9))
+
+
 def test_another_layout_replaces_the_first_and_detach_undoes_it():
     model = build("llama")
     before = model(input_ids=sequence(9)).logits
