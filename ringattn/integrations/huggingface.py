@@ -18,6 +18,7 @@ What is live travels through the model as its `attention_mask`: transformers ask
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["attach", "detach", "register", "ring_attention_forward"]
 
 NAME = "ringattn"
+_ATTENTION = re.compile("Attention|MLA$")  # the names of modules that take theirs from AttentionInterface
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,9 +168,9 @@ def attach(
             "use fewer ranks or a longer sequence"
         )
     hf_options.check_model(model)
-    modules = [module for module in model.modules() if "Attention" in type(module).__name__]
+    modules = [module for module in model.modules() if _ATTENTION.search(type(module).__name__)]
     if not modules:
-        raise ValueError(f"{type(model).__name__} has no module with Attention in its class name")
+        raise ValueError(f"{type(model).__name__} has no module with Attention or MLA in its class name")
     register()
     attached: Ring | None = getattr(model, NAME, None)
     before = model.config._attn_implementation if attached is None else attached.before

@@ -69,6 +69,23 @@ MODELS = {
         moe_intermediate_size=16,
         first_k_dense_replace=1,
     ),
+    # attention whose class has another name, twice a layer
+    "longcat-flash": lambda: make(
+        "LongcatFlash",
+        num_layers=2,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        head_dim=8,
+        ffn_hidden_size=48,
+        expert_ffn_hidden_size=16,
+        n_routed_experts=4,
+        moe_topk=2,
+        zero_expert_num=2,
+    ),
     # tells its attention that it is not causal whenever it has a mask
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
@@ -113,9 +130,9 @@ if GEMMA4:
 LAYOUTS = {"zigzag": ra.zigzag, "contiguous": ra.contiguous, "striped": ra.striped}
 DOCUMENTS = (11, 1, 17, 8)
 BOUNDS = [0, 11, 12, 29, 37]
-# DeepSeek's experts run in fp32 alone in older versions; Gemma 2's eager attention rounds its weights to fp32
-DTYPES = {"deepseek-v3": torch.float32}
-TOLERANCE = {"deepseek-v3": 2e-6, "gemma2": 2e-6, "gemma4": 2e-6}
+# DeepSeek's and LongCat's experts run in fp32 alone in older versions; Gemma 2's eager attention rounds its weights to fp32
+DTYPES = {"deepseek-v3": torch.float32, "longcat-flash": torch.float32}
+TOLERANCE = {"deepseek-v3": 2e-6, "longcat-flash": 2e-6, "gemma2": 2e-6, "gemma4": 2e-6}
 
 
 class Norm(nn.Module):
@@ -228,6 +245,7 @@ def test_alone_a_model_is_the_dense_one(name):
         ("gpt-oss", 4, "zigzag"),
         ("phi", 2, "striped"),
         ("deepseek-v3", 2, "zigzag"),
+        ("longcat-flash", 3, "zigzag"),
         ("dynamic", 4, "contiguous"),
         ("longrope", 4, "contiguous"),
     ]
