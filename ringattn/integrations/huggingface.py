@@ -191,6 +191,14 @@ def attach(
         setattr(module, NAME, ring)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
+    # transformers only warns of parts that have attention of their own, in vision towers for one
+    if model.config._attn_implementation != NAME:
+        kept = model.config._attn_implementation
+        detach(model, kept)
+        raise ValueError(
+            f"{type(model).__name__} keeps its attention, {kept!r}, as parts of it take none from AttentionInterface: attach the model of "
+            "text within, or another model"
+        )
 
 
 def detach(model: PreTrainedModel, attn_implementation: str | None = None) -> None:

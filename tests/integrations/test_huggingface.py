@@ -430,6 +430,14 @@ def test_position_ids_given_are_kept():
     torch.testing.assert_close(ring, dense, rtol=0, atol=1e-10)
 
 
+def test_a_model_that_keeps_its_attention_is_refused_when_attached(monkeypatch):
+    model = build("llama")
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
+    with pytest.raises(ValueError, match="LlamaForCausalLM keeps its attention, 'sdpa'"):
+        attach(model, layout=ra.zigzag(9, 1))
+    model(input_ids=sequence(9))
+
+
 def test_arguments_without_names_are_as_good():
     model = build("llama")
     attach(model, layout=ra.zigzag(9, 1))
