@@ -194,6 +194,7 @@ def collected(group):
     """Whether replays are right where garbage with an arena was collected during the capture, and bytes of the GPU that it left behind."""
     call = Call(group, ra.symmetric(group), ra.ring())
     expected = call.expected(2)
+    dist.barrier(group)  # NCCL takes memory of its own, too, at its first
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
     gone = ra.symmetric(group, budget=1 << 30)
