@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import launches
 from .config import padded
-from .gluon_words import async_load, barrier, reinterpret, swizzled_layout
+from .gluon_words import async_load, barrier, halves_layout, reinterpret, swizzled_layout, wait_for_products
+from .hopper_panels import part_panels, start_each, start_sum, zero_block, zeros
 from .splits import best, multiprocessors, predicted
 from .table import TileTable, split, steps_of
 from .units import LOG2_E, to_base2, to_natural
@@ -121,6 +122,10 @@ def work_counter(device: torch.device) -> torch.Tensor:
 # have much to do
 LAUNCHES = {
     (64, 64): (HopperLaunch(step=128, stages=4, warpgroups=3, q_stages=2, turns=True),),
+    (96, 96): (
+        HopperLaunch(step=128, stages=2, warpgroups=3, q_stages=1, turns=True, paired=False, step_time=1.31),
+        HopperLaunch(step=128, stages=2, warpgroups=2, q_stages=2, turns=False),
+    ),
     (128, 128): (
         HopperLaunch(step=128, stages=2, warpgroups=3, q_stages=1, turns=True, paired=False, step_time=1.37),
         HopperLaunch(step=128, stages=2, warpgroups=2, q_stages=2, turns=False),
@@ -133,8 +138,9 @@ MANY = 16
 
 
 def launches_for(d: int, dv: int) -> tuple[HopperLaunch, ...]:
-    """Those of the first entry that holds both head dims."""
-    return next(found for (columns, v_columns), found in LAUNCHES.items() if d <= columns and dv <= v_columns)
+    """Those of the first entry that holds both head dims; an entry of two panels holds no others."""
+    entries = (found for dims, found in LAUNCHES.items() if d <= dims[0] and dv <= dims[1] and panels(*dims) <= panels(d, dv))
+    return next(entries)
 
 
 def launch_for(q, v, table: TileTable, splits: int | None = None) -> HopperLaunch:
@@ -213,7 +219,7 @@ def kernel_arguments(
     return dict(
         q_desc=descriptor(q, WARPGROUP_ROWS, chunks(q.shape[3])),
         k_desc=descriptor(k, config.step, chunks(q.shape[3])),
-        v_desc=descriptor(v, config.step),
+        v_desc=descriptor(v, config.step, panels=panels(q.shape[3], v.shape[3])),
         out_ptr=out,
         state_ptr=out if state is None else state[0],
         row_max_ptr=row_max,
@@ -228,6 +234,7 @@ def kernel_arguments(
         q_rows=q.shape[1],
         scale=softmax_scale * LOG2_E.value,
         CHUNKS=chunks(q.shape[3]),
+        PANELS=panels(q.shape[3], v.shape[3]),
         WARPGROUPS=config.warpgroups,
         Q_STAGES=config.q_stages,
         STAGES=config.stages,
@@ -249,10 +256,16 @@ def chunks(head_dim: int) -> int:
     return 3 if 128 < head_dim <= 192 else 1
 
 
-def descriptor(x: torch.Tensor, rows: int, chunks: int = 1) -> TensorDescriptor:
-    """For blocks of `rows` rows of one head of x (b, s, h, d)."""
+def panels(d: int, dv: int) -> int:
+    """Of columns that products take from a block: one, all of them, or two, 96 of 128."""
+    return 2 if min(d, dv) > 64 and max(d, dv) <= 96 else 1
+
+
+def descriptor(x: torch.Tensor, rows: int, chunks: int = 1, panels: int = 1) -> TensorDescriptor:
+    """For blocks of `rows` rows of one head of x (b, s, h, d); panels: of values, whose columns a product may take 32 of."""
     shape = [1, rows, 1, block_dim(x.shape[3]) if chunks == 1 else 64]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), shape, swizzled_layout(*shape))
+    layout = swizzled_layout(*shape) if panels == 1 else halves_layout(4)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), shape, layout)
 
 
 @gluon.jit
@@ -423,12 +436,13 @@ def mask_edge(scores, start, end, segments_ptr, segment, first_row):
 
 @gluon.jit
 def out_place(
-    block_begin, head_index, heads, q_rows, V_DIM: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr
-):
-    """(offsets, mask) of rows of out and of the state, which are contiguous."""
+    block_begin, head_index, heads, q_rows, V_DIM: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr,
+    PANEL: gl.constexpr,
+):  # fmt: skip
+    """(offsets, mask) of rows of a panel, as many columns from 64 * PANEL on, of out and of the state, which are contiguous."""
     # [ROWS]
     rows = block_begin + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    columns = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
+    columns = PANEL * 64 + gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
     offsets = ((head_index // heads).to(gl.int64) * q_rows + rows) * heads + head_index % heads
     mask = (gl.expand_dims(rows, 1) < q_rows) & (columns < V_DIM)
     return gl.expand_dims(offsets, 1) * V_DIM + columns, mask
@@ -442,15 +456,15 @@ def layout_to_store(columns):
 
 
 @gluon.jit
-def store_out(out_ptr, out, first_row, head_index, heads, q_rows, V_DIM: gl.constexpr, STAGED: gl.constexpr):
-    """Rows of out. Of 16 bits a product leaves a thread 4 bytes side by side, half of what memory moves at the least; at d = 256 there is
-    no room to rearrange them."""
+def store_out(out_ptr, out, first_row, head_index, heads, q_rows, V_DIM: gl.constexpr, STAGED: gl.constexpr, PANEL: gl.constexpr):
+    """Rows of a panel of out. Of 16 bits a product leaves a thread 4 bytes side by side, half of what memory moves at the least; at d = 256
+    there is no room to rearrange them."""
     ROWS: gl.constexpr = out.shape[0]
     COLUMNS: gl.constexpr = out.shape[1]
     if out.dtype.primitive_bitwidth == 16 and COLUMNS <= 128 and not STAGED:
         out = gl.convert_layout(out, layout_to_store(COLUMNS))
     LAYOUT: gl.constexpr = out.type.layout
-    offsets, mask = out_place(first_row, head_index, heads, q_rows, V_DIM, ROWS, COLUMNS, LAYOUT)
+    offsets, mask = out_place(first_row, head_index, heads, q_rows, V_DIM, ROWS, COLUMNS, LAYOUT, PANEL)
     gl.store(out_ptr + offsets, out, mask=mask)
 
 
@@ -487,23 +501,58 @@ def softmax_step(scores, pivot, row_sum, row_max, scale, dtype: gl.constexpr):
 
 @gluon.jit
 def rescale(acc, alpha):
-    """acc * alpha [rows, 1], left out by warps whose rows all have 1."""
+    """acc * alpha [rows], left out by warps whose rows all have 1."""
+    OUT: gl.constexpr = acc.type.layout
     COUNT: gl.constexpr = acc.shape[0] * acc.shape[1] // 128
     ASM: gl.constexpr = rescale_assembly(COUNT)
     CONSTRAINTS: gl.constexpr = in_place(COUNT, "f")
-    alpha = alpha.broadcast_to(acc.shape)
+    alpha = as_column(alpha, OUT).broadcast_to(acc.shape)
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [acc, alpha], dtype=gl.float32, is_pure=False, pack=COUNT)
 
 
 @gluon.jit
-def scores_product(q_smem, q_place, k_smem, k_full, s, block, more, CHUNKS: gl.constexpr, STAGES: gl.constexpr):
+def scaled(acc, factors):
+    """acc * factors [rows]."""
+    OUT: gl.constexpr = acc.type.layout
+    return acc * as_column(factors, OUT)
+
+
+@gluon.jit
+def divided(acc, total, dtype: gl.constexpr):
+    """acc / total [rows] in dtype, 0 where total is 0."""
+    OUT: gl.constexpr = acc.type.layout
+    # selected, not multiplied by 0: the values of pairs that are not live may be anything. A sum that is NaN stays
+    return gl.where(as_column(total, OUT) == 0, 0.0, scaled(acc, 1.0 / total)).to(dtype)
+
+
+@gluon.jit
+def scores_product(
+    q_smem, q_place, k_smem, k_full, s, block, more, CHUNKS: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
     """Start the raw scores of a block of keys, once that is there."""
     stage = block % STAGES
     mbarrier.wait(k_full.index(stage), (block // STAGES) & 1, pred=more)
     for chunk in gl.static_range(CHUNKS):
-        k = k_smem.index(stage * CHUNKS + chunk).permute((1, 0))
-        s = warpgroup_mma(q_smem.index(q_place * CHUNKS + chunk), k, s, use_acc=chunk > 0, is_async=True)
+        k = part_panels(k_smem.index(stage * CHUNKS + chunk), PANELS)
+        s = start_sum(part_panels(q_smem.index(q_place * CHUNKS + chunk), PANELS), k, s, chunk > 0)
     return s
+
+
+@gluon.jit
+def start_values(pairs, v_smem, v_full, acc, block, STAGES: gl.constexpr):
+    """Start the weighted values of a block, added to each panel's accumulator, once they are there."""
+    P: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
+    stage = block % STAGES
+    mbarrier.wait(v_full.index(stage), (block // STAGES) & 1)
+    return start_each(unpack(pairs, v_smem.dtype, P), part_panels(v_smem.index(stage), len(acc)), acc)
+
+
+@gluon.jit
+def load_state(state_ptr, acc, old_sum, first_row, head_index, heads, q_rows, V_DIM: gl.constexpr, PANEL: gl.constexpr):
+    """A panel of the state times the sums of its rows, in the shape and layout of acc."""
+    OUT: gl.constexpr = acc.type.layout
+    offsets, mask = out_place(first_row, head_index, heads, q_rows, V_DIM, acc.shape[0], acc.shape[1], OUT, PANEL)
+    return scaled(gl.load(state_ptr + offsets, mask=mask, other=0.0), old_sum)
 
 
 @gluon.jit
@@ -511,16 +560,13 @@ def attend_rows(
     q_smem, k_smem, v_smem, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr, row_max_ptr, row_sum_ptr,
     works_ptr, segments_ptr, work_count, heads, q_rows, scale, WARPGROUP: gl.constexpr, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr, TURNS: gl.constexpr,
-    PAIRED: gl.constexpr,
+    PAIRED: gl.constexpr, PANELS: gl.constexpr,
 ):  # fmt: skip
     """The partition of one warpgroup: out, row_max and row_sum of its 64 rows of each query block."""
     ROWS: gl.constexpr = q_smem.shape[1]
     BLOCK_K: gl.constexpr = k_smem.shape[1]
     BLOCK_DV: gl.constexpr = v_smem.shape[2]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
     # [ROWS, 4]: a column for each of the four threads that share a row of scores
     SUMS: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
@@ -535,8 +581,8 @@ def attend_rows(
     taken = 0
     mbarrier.wait(q_full.index(WARPGROUP), 0)
     work = take(work_smem, 0)
-    zeros = gl.zeros([ROWS, BLOCK_K], gl.float32, SCORES)
-    s = scores_product(q_smem, WARPGROUP, k_smem, k_full, zeros, 0, work < work_count, CHUNKS, STAGES)
+    no_scores = zero_block(ROWS, BLOCK_K)
+    s = scores_product(q_smem, WARPGROUP, k_smem, k_full, no_scores, 0, work < work_count, CHUNKS, PANELS, STAGES)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(kv_empty.index(0), count=1)
     # at its top the scores of a work's first block are there
@@ -551,14 +597,17 @@ def attend_rows(
             old_sum = gl.load(row_sum_ptr + statistics, mask=rows < q_rows, other=0.0) * gl.exp2(rest)
             thread = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, SUMS)), 0)
             row_sum = gl.where(thread == 0, as_column(old_sum, SUMS), 0.0)
-            # [ROWS, BLOCK_DV]
-            offsets, mask = out_place(first_row, head_index, heads, q_rows, V_DIM, ROWS, BLOCK_DV, OUT)
-            acc = gl.load(state_ptr + offsets, mask=mask, other=0.0) * as_column(old_sum, OUT)
         else:
             row_max = gl.full([ROWS], float("-inf"), gl.float32, SCORE_ROWS)
             row_sum = gl.zeros([ROWS, 4], gl.float32, SUMS)
-            acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, OUT)
         pivot = row_max
+        # [ROWS, columns] for each panel
+        acc = zeros(ROWS, part_panels(v_smem.index(0), PANELS))
+        if HAS_STATE:
+            state = ()
+            for panel in gl.static_range(PANELS):
+                state += (load_state(state_ptr, acc[panel], old_sum, first_row, head_index, heads, q_rows, V_DIM, panel),)
+            acc = state
 
         start, full_begin, full_end, end = load_segment(segments_ptr, segment)
         if (start < full_begin) | (start >= full_end):
@@ -566,7 +615,7 @@ def attend_rows(
         pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
         if HAS_STATE:
             # pinned, or LLVM would merge this product with the loop's own and move it between the loop's matrix products
-            acc = pin(acc * as_column(alpha, OUT))
+            acc = [pin(scaled(x, alpha)) for x in acc]
         q_place = taken % Q_STAGES * WARPGROUPS + WARPGROUP
         for _step in range(1, steps):
             start += BLOCK_K
@@ -577,36 +626,33 @@ def attend_rows(
             if TURNS:
                 named_barrier("sync", WARPGROUP)
             if PAIRED:
-                s_token = scores_product(q_smem, q_place, k_smem, k_full, s, block + 1, True, CHUNKS, STAGES)
-            v_stage = block % STAGES
-            mbarrier.wait(v_full.index(v_stage), (block // STAGES) & 1)
-            acc_token = warpgroup_mma(unpack(pairs, dtype, P), v_smem.index(v_stage), acc, is_async=True)
+                s_token = scores_product(q_smem, q_place, k_smem, k_full, s, block + 1, True, CHUNKS, PANELS, STAGES)
+            acc_token = start_values(pairs, v_smem, v_full, acc, block, STAGES)
             if TURNS:
                 named_barrier("arrive", NEXT)
             if PAIRED:
-                s = warpgroup_mma_wait(1, deps=[s_token])
+                # all but the values, of which each panel counts
+                s = warpgroup_mma_wait(PANELS, deps=[s_token])
             else:
-                acc = warpgroup_mma_wait(0, deps=[acc_token])
+                acc = wait_for_products(0, acc_token)
                 pairs = pin(pairs)
-                s_token = scores_product(q_smem, q_place, k_smem, k_full, zeros, block + 1, True, CHUNKS, STAGES)
+                s_token = scores_product(q_smem, q_place, k_smem, k_full, no_scores, block + 1, True, CHUNKS, PANELS, STAGES)
                 s = warpgroup_mma_wait(0, deps=[s_token])
             if (start < full_begin) | (start >= full_end):
                 s = mask_edge(s, start, end, segments_ptr, segment, first_row)
             block += 1
             if PAIRED:
-                acc = warpgroup_mma_wait(0, deps=[acc_token])
+                acc = wait_for_products(0, acc_token)
                 pairs = pin(pairs)
             mbarrier.arrive(kv_empty.index(block % STAGES), count=1)
             pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
-            acc = rescale(acc, as_column(alpha, OUT))
+            acc = [rescale(x, alpha) for x in acc]
         q_stored = q_place
         if not STAGED:
             mbarrier.arrive(q_empty.index(q_place), count=1)
-        v_stage = block % STAGES
-        mbarrier.wait(v_full.index(v_stage), (block // STAGES) & 1)
-        acc_token = warpgroup_mma(unpack(pairs, dtype, P), v_smem.index(v_stage), acc, is_async=True)
+        acc_token = start_values(pairs, v_smem, v_full, acc, block, STAGES)
         if not PAIRED:
-            acc_token = warpgroup_mma_wait(0, deps=[acc_token])
+            acc_token = wait_for_products(0, acc_token)
 
         # the first scores of the next work are under way while this one is written out; after the last work they are nobody's
         block += 1
@@ -615,14 +661,12 @@ def attend_rows(
         mbarrier.wait(q_full.index(q_place), (taken // Q_STAGES) & 1)
         next_work = take(work_smem, taken % 2)
         s_token = scores_product(
-            q_smem, q_place, k_smem, k_full, s if PAIRED else zeros, block, next_work < work_count, CHUNKS, STAGES
+            q_smem, q_place, k_smem, k_full, s if PAIRED else no_scores, block, next_work < work_count, CHUNKS, PANELS, STAGES
         )
         total = gl.convert_layout(gl.sum(row_sum, axis=1), SCORE_ROWS, assert_trivial=True)
-        acc = warpgroup_mma_wait(1, deps=[acc_token])
+        acc = wait_for_products(PANELS, acc_token)
         pairs = pin(pairs)
-        # selected, not multiplied by 0: the values of pairs that are not live may be anything. A sum that is NaN stays
-        acc = gl.where(as_column(total, OUT) == 0, 0.0, acc * as_column(1.0 / total, OUT))
-        out = acc.to(out_ptr.dtype.element_ty)
+        out = [divided(x, total, out_ptr.dtype.element_ty) for x in acc]
         s = warpgroup_mma_wait(0, deps=[s_token])
         # the last values of this work, and the next one's first keys
         mbarrier.arrive(kv_empty.index(block % STAGES), count=1)
@@ -631,15 +675,16 @@ def attend_rows(
         head_index, block_begin, segment, steps = load_work(works_ptr, work)
         first_row = block_begin + WARPGROUP * ROWS
         if STAGED:
-            staging = q_smem.index(q_stored)
-            staging.store(out)
-            out = staging.load(layout_to_store(BLOCK_DV))
-            store_out(out_ptr, out, first_row, head_index, heads, q_rows, V_DIM, STAGED)
+            staging = part_panels(q_smem.index(q_stored), PANELS)
+            for panel in gl.static_range(PANELS):
+                staging[panel].store(out[panel])
+            out = [x.load(layout_to_store(x.shape[1])) for x in staging]
+        for panel in gl.static_range(PANELS):
+            store_out(out_ptr, out[panel], first_row, head_index, heads, q_rows, V_DIM, STAGED, panel)
+        if STAGED:
             fence_async_shared()
             barrier()
             mbarrier.arrive(q_empty.index(q_stored), count=1)
-        else:
-            store_out(out_ptr, out, first_row, head_index, heads, q_rows, V_DIM, STAGED)
         total = gl.where(total == 0, 0.0, total * gl.exp2(pivot - row_max))
         row_max, total = to_natural(row_max, total)
         rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
@@ -652,8 +697,8 @@ def attend_rows(
 @gluon.jit(do_not_specialize=["work_count", "batches", "heads", "group", "q_rows"])
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, counter_ptr, work_count, batches, heads,
-    group, q_rows, scale, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr,
-    HAS_STATE: gl.constexpr, TURNS: gl.constexpr, PAIRED: gl.constexpr, REGISTERS: gl.constexpr,
+    group, q_rows, scale, CHUNKS: gl.constexpr, PANELS: gl.constexpr, WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr, TURNS: gl.constexpr, PAIRED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out, row_max, row_sum of the works of one program; see the module."""
     dtype: gl.constexpr = q_desc.dtype
@@ -666,7 +711,7 @@ def hopper_forward_kernel(
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype)
     K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_D], dtype)
-    V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_DV], dtype)
+    V: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=v_desc.layout.swizzle_byte_width, element_bitwidth=16, rank=2)
     # the same bytes as matrices
     q_matrices = reinterpret(q_smem, dtype, [Q_STAGES * WARPGROUPS * CHUNKS, ROWS, BLOCK_D], Q)
     k_matrices = reinterpret(k_smem, dtype, [STAGES * CHUNKS, BLOCK_K, BLOCK_D], K)
@@ -697,12 +742,12 @@ def hopper_forward_kernel(
             (attend_rows, (
                 q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
                 row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES,
-                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED,
+                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED, PANELS,
             )),
             (attend_rows, (
                 q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
                 row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES,
-                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED,
+                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED, PANELS,
             )),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
@@ -714,16 +759,16 @@ def hopper_forward_kernel(
             (attend_rows, (
                 q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
                 row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES,
-                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED,
+                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED, PANELS,
             )),
             (attend_rows, (
                 q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
                 row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES,
-                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED,
+                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED, PANELS,
             )),
             (attend_rows, (
                 q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
                 row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 2, CHUNKS, WARPGROUPS, Q_STAGES,
-                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED,
+                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED, PANELS,
             )),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

@@ -2,7 +2,8 @@
 
 Tensors in Gluon have powers of two of columns. A head dim of 96 is a main panel of 64 columns and a rest of 32, one of 192 is 128 and
 64; a power of two is one panel. Products that sum over the head dim go through the panels one after the other; those with a column for
-each of its elements have an accumulator a panel. Buffers, tiles and accumulators are tuples, one element a panel.
+each of its elements have an accumulator a panel. Buffers, tiles and accumulators are tuples, one element a panel. The backward has a
+buffer a panel; the forward, which has room, takes the panels of 96 columns from blocks of 128.
 """
 
 import torch
@@ -87,6 +88,15 @@ def matrix(buffer, index):
         swizzle_byte_width=buffer.type.layout.swizzle_byte_width, element_bitwidth=16, rank=2
     )
     return reinterpret(buffer.index(index), buffer.dtype, [buffer.type.shape[2], buffer.type.shape[4]], LAYOUT)
+
+
+@gluon.jit
+def part_panels(x, PANELS: gl.constexpr):
+    """All columns of a block as one panel, or of 128 the first 64 and the next 32 as two."""
+    if PANELS == 1:
+        return (x,)
+    else:
+        return (x.slice(0, 64, dim=1), x.slice(64, 32, dim=1))
 
 
 @gluon.jit

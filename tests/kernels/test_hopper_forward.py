@@ -20,6 +20,7 @@ from tests.kernels.test_hopper_backward import RELEASE, compile_for_hopper, laun
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
 LAUNCHES = [(*dims, how) for dims, found in hopper_forward.LAUNCHES.items() for how in found]
 NAMES = [f"{d}-{dv}-{how.block} rows" for d, dv, how in LAUNCHES]
+SQUARE = [(d, how) for d, dv, how in LAUNCHES if d == dv <= 128]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +44,11 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
     assert compiled.spills == 0 or (one and set(re.findall(r"STL[^;]*\]", compiled.sass)) == {one})
     assert compiled.shared <= 227 * 1024
     sass = compiled.sass
-    letters = {"HGMMA": "H", "MUFU.EX2": "E", "WARPGROUP.DEPBAR.LE gsb0, 0x0": "0", "WARPGROUP.DEPBAR.LE gsb0, 0x1": "1"}
-    operations = re.findall(r"\b(HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x[01])", sass)
+    # either product is as many as there are panels, and a wait for all but those of one product is a "1"
+    panels = hopper_forward.panels(d, dv)
+    some = f"WARPGROUP.DEPBAR.LE gsb0, 0x{panels}"
+    letters = {"HGMMA": "H", "MUFU.EX2": "E", "WARPGROUP.DEPBAR.LE gsb0, 0x0": "0", some: "1"}
+    operations = re.findall(rf"\b(HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x[0{panels}])", sass)
     order = "".join(letters[name] for name, _ in itertools.groupby(operations))
     # in each warpgroup, before its loop: the first scores, exponentials; in it: both products, the waits for them, all exponentials; after
     # it: both products, the second of them the next work's, and the statistics' exponentials
@@ -55,11 +59,22 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
     in_loop = re.search(r"10(E+)" if how.paired else r"0H+0(E+)", "".join(letters[name] for name in operations))[1]
     assert len(in_loop) >= how.step // 2
     # descriptors stay in uniform registers: ptxas is sure that warps do not diverge; at d = 256 Q's, of two registers each, may not fit
-    products = sass[: sass.index("WARPGROUP.DEPBAR.LE gsb0, 0x1")].rpartition("MUFU.EX2")[2]
+    products = sass[: sass.index(some)].rpartition("MUFU.EX2")[2]
     assert products.count("R2UR") <= (36 if d == 256 and RELEASE > (3, 6) else 16)
-    assert sass.count("VOTE.ANY") == how.warpgroups
+    assert sass.count("VOTE.ANY") == how.warpgroups * panels
+    # three times scores, by 16 columns, and twice values, by 16 keys: no columns but those of the head dims
+    assert operations.count("HGMMA") == how.warpgroups * (3 * d // 16 + 2 * panels * how.step // 16)
+    assert set(re.findall(r"HGMMA\.64x(\d+)x16", sass)) == {str(how.step), *(("64", "32") if panels == 2 else [str(dv)])}
     # 64 rows of 2 dv bytes, by 128 threads
     assert sass.count("STG.E.128") == (how.warpgroups * dv // 16 if final and dv <= 128 else 0)
+
+
+def test_head_dims_from_65_to_96_are_multiplied_as_96_where_both_are():
+    for dims in ((96, 96), (65, 96), (80, 72)):
+        assert hopper_forward.launches_for(*dims) == hopper_forward.LAUNCHES[96, 96]
+    for dims in ((96, 64), (40, 96), (96, 97), (128, 80)):
+        assert hopper_forward.launches_for(*dims) == hopper_forward.LAUNCHES[128, 128]
+    assert hopper_forward.launches_for(64, 64) == hopper_forward.LAUNCHES[64, 64]
 
 
 @pytest.mark.parametrize("tiles", [dense.causal(5000), dense.full(5000, 5000), dense.documents(1, 2999, 1000, 999)], ids=len)
@@ -187,16 +202,18 @@ def test_short_problems_are_launched_in_splits_and_merged_with_the_state(recorde
 def test_blocks_are_as_large_as_multiprocessors_have_many(recorded):
     """The larger are faster, but where there are few works, more of the smaller ones fill the last round."""
 
-    def rows(queries, keys, heads, tiles, splits=None):
-        q, v = (torch.empty(1, n, heads, 128, dtype=torch.bfloat16) for n in (queries, keys))
+    def rows(queries, keys, heads, tiles, splits=None, d=128):
+        q, v = (torch.empty(1, n, heads, d, dtype=torch.bfloat16) for n in (queries, keys))
         return hopper_forward.launch_for(q, v, rk.TileTable(np.array(tiles), queries, keys), splits).block
 
     assert [rows(n, n, 32, dense.causal(n)) for n in (8192, 16384, 65536)] == [192] * 3
     # 384 works in three rounds, or 256 in two that take 1.35 times as long
     assert rows(1536, 8192, 32, dense.full(1536, 8192)) == 192
+    # at 4k a block of 192 takes less than 4/3 of the time of one of 128 only at head dim 96
+    assert [rows(4096, 4096, 32, dense.full(4096, 4096), d=d) for d in (96, 128)] == [192, 128]
     # a work for each multiprocessor
     assert rows(4224, 8192, 4, dense.full(4224, 8192)) == 128
-    assert rows(128, 8192, 8, dense.full(128, 8192)) == 128
+    assert [rows(128, 8192, 8, dense.full(128, 8192), d=d) for d in (96, 128)] == [128, 128]
     # as many splits as fill the chip, or just two
     assert [rows(192, 65536, 8, dense.full(192, 65536), splits) for splits in (None, 2)] == [192, 128]
     assert rows(300, 300, 2, []) == 192
@@ -237,9 +254,10 @@ def attend(q, k, v, tables, softmax_scale, how, programs=None):
     [
         *LAUNCHES,
         *((96, 40, how) for how in hopper_forward.launches_for(96, 40)),
+        (72, 88, hopper_forward.launches_for(72, 88)[0]),
         (160, 192, hopper_forward.launches_for(160, 192)[0]),
     ],
-    ids=[*NAMES, "96-40-192 rows", "96-40-128 rows", "160-192"],
+    ids=[*NAMES, "96-40-192 rows", "96-40-128 rows", "72-88", "160-192"],
 )
 def test_random_tables_against_dense_attention(d, dv, how):
     """40 tables of every head dim: odd lengths, grouped heads, strided keys and values, one launch or two, few programs or many."""
@@ -267,7 +285,7 @@ def test_random_tables_against_dense_attention(d, dv, how):
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize(("d", "how"), [(d, how) for d in (64, 128) for how in hopper_forward.launches_for(d, d)], ids=NAMES[:3])
+@pytest.mark.parametrize(("d", "how"), SQUARE, ids=NAMES[: len(SQUARE)])
 def test_a_thousand_launches_end_and_give_the_same_bits(d, how):
     q, k, v = (torch.randn(1, 2000, heads, d, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
     table = rk.TileTable(np.array(dense.causal(2000)), 2000, 2000)
@@ -281,7 +299,7 @@ def test_a_thousand_launches_end_and_give_the_same_bits(d, how):
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize(("d", "how"), [(d, how) for d in (64, 128) for how in hopper_forward.launches_for(d, d)], ids=NAMES[:3])
+@pytest.mark.parametrize(("d", "how"), SQUARE, ids=NAMES[: len(SQUARE)])
 def test_launches_on_several_streams_and_graphs_replayed_side_by_side_take_each_work_once(d, how):
     q, k, v = (torch.randn(1, 3000, heads, d, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
     table = rk.TileTable(np.array(dense.causal(3000)), 3000, 3000)

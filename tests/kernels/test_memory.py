@@ -58,7 +58,7 @@ BACKWARDS = {
 }
 HOPPER = [Form(d, dv, kernels) for kernels, dims in BACKWARDS.items() for d, dv in dims]
 # forwards of further head dims and another type
-HOPPER += [Form(96, 40), Form(160, 192), Form(128, 128, dtype=FP16)]
+HOPPER += [Form(96, 40), Form(72, 88), Form(160, 192), Form(128, 128, dtype=FP16)]
 
 
 def run(form: Form, launches: int, splits: int, sums: bool, device: str) -> list[torch.Tensor]:
