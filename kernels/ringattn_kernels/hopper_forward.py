@@ -137,6 +137,7 @@ LAUNCHES = {
 MANY = 16
 
 
+@functools.cache
 def launches_for(d: int, dv: int) -> tuple[HopperLaunch, ...]:
     """Those of the first entry that holds both head dims; an entry of two panels holds no others."""
     entries = (found for dims, found in LAUNCHES.items() if d <= dims[0] and dv <= dims[1] and panels(*dims) <= panels(d, dv))

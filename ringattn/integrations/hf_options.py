@@ -225,14 +225,14 @@ def _padding() -> ValueError:
 
 def _check_targets(model: nn.Module, kwargs: dict[str, Any], layout: Layout) -> None:
     """Raise ValueError for labels of which the model would make a loss of its shard alone."""
-    alone, used = layout.world_size == 1, forward_names(model)
+    alone = layout.world_size == 1
     given = [name for name in _TARGETS if kwargs.get(name) is not None]
     if not given:
         # transformers' own heads do nothing with shift_labels alone, but Liger's make a loss of them
-        if alone or kwargs.get("shift_labels") is None or "shift_labels" not in used:
+        if alone or kwargs.get("shift_labels") is None or "shift_labels" not in forward_names(model):
             return
         given = ["shift_labels"]
-    elif given != ["labels"] or not {"loss_function", "ForCausalLMLoss"} <= {*used, _loss_function(model)}:
+    elif given != ["labels"] or not {"loss_function", "ForCausalLMLoss"} <= {*forward_names(model), _loss_function(model)}:
         if not alone:
             raise ValueError(
                 f"{given[0]} is given to {type(model).__name__}, whose loss would be of this rank's tokens alone: leave it out, and "
