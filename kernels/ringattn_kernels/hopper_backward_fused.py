@@ -604,6 +604,8 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
 SIDE_BY_SIDE = 256
 # the same by head dim where items take turns
 ORDERED_SIDE_BY_SIDE = {64: 1024, 96: 512, 128: 512, 192: 512}
+# head dims of which long heads run one by one: of two the L2 does not hold the queries, dout and sums that running programs meet
+ONE_BY_ONE = (128, 192)
 
 
 def block_and_step(head_dim: int) -> tuple[int, int]:
@@ -705,7 +707,7 @@ def fused_arguments(
         sums_desc=sums_descriptor(sums, WIDTH.value if turns is None else main * step // WIDTH.value),
         sums_rest=sums_descriptor(sums, 32 if turns is None else d - main) if d > main else None,
         V_DIM=inputs.v.shape[3],
-        chunk=max(2, items // arguments["item_count"]),
+        chunk=max(1 if turns is None and d in ONE_BY_ONE else 2, items // arguments["item_count"]),
         heads=b * inputs.k.shape[2],
         successors_ptr=None if turns is None else turns.successors,
         counters_ptr=counters,

@@ -279,6 +279,23 @@ def test_a_launch_of_items_that_take_turns(d, launches):
         rk.backward(*inputs, **options, dq=torch.empty(q.shape), splits=2)
 
 
+@pytest.mark.parametrize(("d", "short", "long"), [(64, 4, 2), (96, 4, 2), (128, 4, 1), (192, 4, 1)])
+def test_heads_go_side_by_side_unless_they_are_long(d, short, long):
+    """By 64 and 512 blocks of keys. Those that take turns always do."""
+
+    def heads(rows, ordered=False):
+        q, k, v = (torch.empty(1, n, 1, dim, dtype=torch.bfloat16) for n, dim in ((64, d), (rows, d), (rows, V_DIMS.get(d, d))))
+        table = rk.TileTable(np.array(dense.full(64, rows)), 64, rows)
+        inputs = Inputs(q, k, v, v[:, :64], *torch.empty(3, 1, 1, 64), table, 0.1)
+        step = hopper_backward_fused.LAUNCHES[d].step
+        turns = (key_turns(table, 128, step, q.device), torch.empty(128 // step + 1, dtype=torch.int32)) if ordered else ()
+        sums = torch.empty(1, 128, d)
+        return hopper_backward_fused.fused_arguments(inputs, *torch.empty(2, 1, 128), sums, k, v, False, *turns)[1]["chunk"]
+
+    assert (heads(64 * 128), heads(512 * 128)) == (short, long)
+    assert heads(512 * 128, ordered=True) == 2
+
+
 @pytest.mark.parametrize(
     ("d", "v_dim", "fastest", "repeatable"),
     [
