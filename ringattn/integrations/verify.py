@@ -1,7 +1,8 @@
 """One training step with the sequence sharded against the same step whole, on a user's own model: the loss and every gradient.
 
 The reference is the whole step in fp64 on rank 0. Beside the ring stands the same whole step in the ring's own precision: in the loss
-the ring may be twice as far from the reference, in a gradient three times, or as close as `FLOOR`, where rounding decides.
+the ring may be twice as far from the reference, in a gradient three times, or as close as `FLOOR`, where rounding decides. In a
+gradient of few numbers it may be farther, for how close the whole step comes to these is a matter of chance.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from .data import shard_batch, tokens_of
 
 FLOOR = {torch.float64: 2e-6, torch.float32: 2e-6, torch.bfloat16: 1e-4, torch.float16: 1e-4}
 _LOSS_BOUND, _GRADIENT_BOUND = 2.0, 3.0
+_MANY = 32  # numbers whose rounding errors are no matter of chance
+_CLOSE = 0.5  # whatever chance may do, a gradient is closer than that: one that is missing is at 1
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
 
@@ -171,12 +174,23 @@ def verify(
         found = _reduce(found.to(device), axes)
     *rows, (whole_loss, _) = found.tolist()
     dtype = next(model.parameters()).dtype if autocast is None else autocast
-    bounds = [_LOSS_BOUND] + [_GRADIENT_BOUND] * len(names)
+    (loss_row, *gradient_rows), (_, *gradients) = rows, ours
+    limits = [max(FLOOR[dtype], _LOSS_BOUND * loss_row[1])]
+    limits += [max(FLOOR[dtype], gradient_limit(row[1], x.numel())) for row, x in zip(gradient_rows, gradients, strict=True)]
     differences = tuple(
-        Difference(name, sharded, theirs, max(FLOOR[dtype], bound * theirs))
-        for name, (sharded, theirs), bound in zip(["loss", *names], rows, bounds, strict=True)
+        Difference(name, sharded, theirs, limit)
+        for name, (sharded, theirs), limit in zip(["loss", *names], rows, limits, strict=True)
     )
     return Report(layout, ours[0].item(), whole_loss, differences)
+
+
+def gradient_limit(theirs: float, numbers: int) -> float:
+    """How far a gradient of so many numbers may be from the reference, where the whole step is at `theirs`.
+
+    Rounding errors of n numbers have a norm that varies by about 1/sqrt(n) of itself, and that of a few may be next to nothing.
+    """
+    chance = max(1.0, (_MANY / max(1, numbers)) ** 0.5)
+    return max(_GRADIENT_BOUND * theirs, min(_GRADIENT_BOUND * chance * theirs, _CLOSE))
 
 
 def _random_states(device: torch.device) -> list[torch.Tensor]:
