@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -65,6 +66,15 @@ def models(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
+def models_around(model: nn.Module) -> list[nn.Module]:
+    """The transformers models that hold it, as one with a head holds one without: a module does not know its holders, but Python does."""
+    from transformers import PreTrainedModel
+
+    # type() rather than isinstance, which some objects answer with code of their own
+    found = [x for x in gc.get_objects() if issubclass(type(x), PreTrainedModel) and x is not model]
+    return [x for x in found if any(part is model for part in x.modules())]
+
+
 def dynamic_rotary(model: nn.Module) -> list[nn.Module]:
     """The rotary embeddings whose frequencies depend on the largest position of a call: dynamic NTK scaling and LongRoPE."""
     found = []
@@ -88,11 +98,7 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(
                 f"{type(within).__name__} is an encoder and a decoder, whose sequences differ: only models of one sequence run on shards"
             )
-        if type(within).__name__.endswith(_POOLED):
-            raise ValueError(
-                f"{type(within).__name__} answers from one token of the sequence, and would take that of each shard: "
-                "attach its base model, and pool after ringattn.unshard"
-            )
+        check_head(within)
         if getattr(config, "trigram_input", False):
             raise ValueError(
                 "trigram_input is True, by which each token reads its neighbours: it would not see past the shard's ends"
@@ -128,6 +134,15 @@ def check_model(model: nn.Module) -> None:
                 f"{name} has positions that start after padding_idx {module.padding_idx} and skip padding (RoBERTa's way), where "
                 "the ring's are global positions: this model cannot run on shards"
             )
+
+
+def check_head(model: nn.Module) -> None:
+    """Raise ValueError for a head that pools over tokens."""
+    if type(model).__name__.endswith(_POOLED):
+        raise ValueError(
+            f"{type(model).__name__} answers from one token of the sequence, and would take that of each shard: "
+            "attach its base model, call that, and pool after ringattn.unshard"
+        )
 
 
 def check_attention(dropout: float, options: dict[str, Any], ignored: frozenset[str]) -> None:
@@ -194,13 +209,6 @@ def check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any], layout: 
             raise ValueError(f"{name} is {_shown(kwargs[name])}, but key/value caches are not supported: {_CACHES}")
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions is True, but attention weights are never formed: leave it out")
-    for name in ("logits_to_keep", "num_logits_to_keep"):
-        kept = kwargs.get(name)
-        if isinstance(kept, int) and kept > 0 and layout.world_size > 1:
-            raise ValueError(
-                f"{name} is {kept}, but would keep the last tokens of each shard: leave it out, or give a tensor of this rank's rows"
-            )
-    _check_targets(model, kwargs, layout)
     for name in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
         if model.training and getattr(model.config, name, 0):
             raise ValueError(f"{name} is {getattr(model.config, name)}, by which ranks would skip different layers: set it to 0.0")
@@ -223,13 +231,31 @@ def _padding() -> ValueError:
     )
 
 
-def _check_targets(model: nn.Module, kwargs: dict[str, Any], layout: Layout) -> None:
-    """Raise ValueError for labels of which the model would make a loss of its shard alone."""
+def check_targets(model: nn.Module, kwargs: dict[str, Any], layout: Layout, ignored: frozenset[str] = frozenset()) -> None:
+    """Raise ValueError for labels of which a loss of the shard alone would be made, and logits of a shard's last tokens."""
     alone = layout.world_size == 1
+    for name in ("logits_to_keep", "num_logits_to_keep"):
+        kept = kwargs.get(name)
+        if isinstance(kept, int) and kept > 0 and not alone:
+            raise ValueError(
+                f"{name} is {kept}, but would keep the last tokens of each shard: leave it out, or give a tensor of this rank's rows"
+            )
     given = [name for name in _TARGETS if kwargs.get(name) is not None]
     if not given:
+        if kwargs.get("shift_labels") is None:
+            return
+        names = forward_names(model)
         # transformers' own heads do nothing with shift_labels alone, but Liger's make a loss of them
-        if alone or kwargs.get("shift_labels") is None or "shift_labels" not in forward_names(model):
+        if "shift_labels" not in names:
+            counted = kwargs.get("num_items_in_batch") is not None and "num_items_in_batch" not in ignored
+            if counted and "labels" in names:
+                raise ValueError(
+                    "shift_labels and num_items_in_batch are given without labels, as transformers' Trainer does with "
+                    "label_smoothing_factor, by which it shifts the labels once more, within the shard: leave it at 0; for a loss of "
+                    "your own (compute_loss_func), attach(model, ignore=['num_items_in_batch'])"
+                )
+            return
+        if alone:
             return
         given = ["shift_labels"]
     elif given != ["labels"] or not {"loss_function", "ForCausalLMLoss"} <= {*forward_names(model), _loss_function(model)}:

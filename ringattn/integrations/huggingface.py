@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -115,6 +115,14 @@ class Call:
     last: int | None = None  # the last position of all ranks, where rotary frequencies depend on it
 
 
+_Function = TypeVar("_Function", bound=Callable)
+
+
+def _between_graphs(function: _Function) -> _Function:
+    """Never traced by torch.compile: it keeps what a call is about in a ContextVar, and ranks may talk to each other in it."""
+    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
+
+
 # for the mask function, which transformers calls within, and models within the model
 _call: ContextVar[Call | None] = ContextVar("ringattn_call", default=None)
 
@@ -149,7 +157,7 @@ def attach(
       and `position_ids` restart by default. `max_length_q` and `max_length_k` may come with them.
     - Labels must be shifted before the sequence is split, so a causal model's `labels` are refused without `shift_labels`; and on
       several ranks without `num_items_in_batch`, the tokens counted on all of them, since the mean of one rank's is another.
-      Those of other heads are refused on several ranks.
+      Those of other heads are refused on several ranks. The same holds for a head around an attached model.
 
     Raises ValueError if the layout is for another number of ranks or leaves one empty, or the model cannot take another
     attention, or would take a shard for the whole: it mixes tokens by other means too, pools them, or has positions of its own.
@@ -187,6 +195,10 @@ def attach(
         if not hasattr(module, NAME):
             module.register_forward_pre_hook(_add_last, with_kwargs=True)
             module.register_forward_hook(_drop_last)
+    if attached is None:
+        for module in hf_options.models_around(model):
+            if _around not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_around, with_kwargs=True)
     for module in [*modules, *rotary]:
         setattr(module, NAME, ring)
     if model.config._attn_implementation != NAME:
@@ -204,13 +216,12 @@ def attach(
 def detach(model: PreTrainedModel, attn_implementation: str | None = None) -> None:
     """Undo `attach`: the model runs on whole sequences again, with the attention it had before, or another of transformers'."""
     attached: Ring | None = getattr(model, NAME, None)
+    for module in hf_options.models_around(model):
+        if not any(hasattr(part, NAME) for part in hf_options.models(module) if part not in hf_options.models(model)):
+            _unhook(module, (_around,))
     for module in model.modules():
         vars(module).pop(NAME, None)  # a wrapper such as PEFT's passes attributes on that are not its own
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if hook in _HOOKS]:
-                del hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-                module._forward_hooks_always_called.pop(key, None)
+        _unhook(module, _HOOKS)
     if attn_implementation is None:
         before = model.config._attn_implementation if attached is None else attached.before
         attn_implementation = "sdpa" if before in (None, NAME) else before
@@ -311,6 +322,7 @@ def _window(module: nn.Module, given: int | None, mask: LiveMask | None, is_caus
     return window
 
 
+@_between_graphs
 def _live_mask(*args: Any, local_size: int | None = None, **options: Any) -> LiveMask:
     """transformers' mask function: no tensor, but what is live; refuses a mask that asks for more."""
     call = _call.get()
@@ -328,15 +340,14 @@ def _live_mask(*args: Any, local_size: int | None = None, **options: Any) -> Liv
     return LiveMask(call.live, local_size, is_causal)
 
 
+@_between_graphs
 def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Before the model runs: the shard must be the layout's, positions are global, documents known, labels shifted already."""
     ring: Ring = model.ringattn  # pyright: ignore[reportAssignmentType]
     call = _call.get()
     within = call is not None and call.model is not model  # a model that has done the rest
     given = None
-    named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) if len(args) > 1 else {}
-    if not named.keys() & kwargs.keys():  # else the model says so
-        args, kwargs = args[len(named) :], {**named, **kwargs}
+    args, kwargs = _named(model, args, kwargs)
     try:
         if model.config._attn_implementation != NAME:
             raise ValueError(
@@ -345,6 +356,7 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
             )
         tokens = hf_options.check_inputs(model, args, kwargs, ring.layout, ring.rank)
         if not within:
+            hf_options.check_targets(model, kwargs, ring.layout, ring.ignored)
             given, kwargs = hf_options.take_documents(kwargs)
     except ValueError as error:
         _tell(ring, error)
@@ -365,6 +377,36 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
     return args, kwargs
 
 
+@_between_graphs
+def _around(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Before a head runs that is not attached, around a model that is: it would take a shard for the whole like one that is."""
+    ring: Ring | None = next((getattr(part, NAME) for part in hf_options.models(model) if hasattr(part, NAME)), None)
+    if ring is None or hasattr(model, NAME):
+        return
+    try:
+        hf_options.check_head(model)
+        hf_options.check_targets(model, _named(model, args, kwargs)[1], ring.layout, ring.ignored)
+    except ValueError as error:
+        _tell(ring, error)
+        raise
+
+
+def _named(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """A call's arguments by their names, but for the first where it stands alone."""
+    named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) if len(args) > 1 else {}
+    if named.keys() & kwargs.keys():
+        return args, kwargs  # the model says so
+    return args[len(named) :], {**named, **kwargs}
+
+
+def _unhook(module: nn.Module, ours: tuple) -> None:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if hook in ours]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks_always_called.pop(key, None)
+
+
 def _tell(ring: Ring, error: ValueError) -> None:
     """Tell the other ranks what this one is refused for: they may have taken their input, and would wait."""
     ranks = get_context(ring.group).ranks
@@ -372,6 +414,7 @@ def _tell(ring: Ring, error: ValueError) -> None:
         refuse(ranks, error)
 
 
+@_between_graphs
 def _leave(model: PreTrainedModel, args: tuple, output: Any) -> None:
     call = _call.get()
     if call is not None and call.model is model:
@@ -379,6 +422,7 @@ def _leave(model: PreTrainedModel, args: tuple, output: Any) -> None:
         hf_options.check_output(model, output, getattr(model, NAME).layout)
 
 
+@_between_graphs
 def _add_last(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Before a rotary embedding chooses its frequencies by the largest position: one position more, the last of all ranks."""
     call = _call.get()
@@ -398,5 +442,5 @@ def _drop_last(module: nn.Module, args: tuple, output: Any) -> Any:
     return tuple(part[..., :-1, :] for part in output) if isinstance(output, tuple) else output[..., :-1, :]
 
 
-_HOOKS = (_enter, _leave, _add_last, _drop_last)
+_HOOKS = (_enter, _leave, _around, _add_last, _drop_last)
 _LAST_POSITION = Facts({"function": "the last position, by which rotary frequencies are chosen"})

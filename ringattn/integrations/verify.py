@@ -226,23 +226,31 @@ def _attached(model: Any, layout: Layout, mask: Mask | None, group: Group | None
         return
     from .huggingface import NAME, attach, detach
 
-    before = getattr(model, NAME, None)
+    part = _attached_part(model)
+    before = getattr(part, NAME, None)
     attach(model, layout=layout, mask=mask, group=group, ignore=() if before is None else before.ignored)
     try:
         yield
     finally:
-        if before is None:
+        if part is not model:
             detach(model)
-        else:
-            attach(model, layout=before.layout, mask=before.live.mask, group=before.group, ignore=before.ignored)
+        if before is not None:
+            attach(part, layout=before.layout, mask=before.live.mask, group=before.group, ignore=before.ignored)
+
+
+def _attached_part(model: nn.Module) -> Any:
+    """The outermost model of transformers within that is attached, if there is one: the model itself, as a rule."""
+    from .huggingface import NAME
+
+    return next((module for module in model.modules() if NAME in vars(module)), None)
 
 
 def _dense(model: Any) -> nn.Module:
     """A copy with transformers' own attention."""
-    from .huggingface import NAME, detach
+    from .huggingface import detach
 
     dense = copy.deepcopy(model)
-    if getattr(dense, NAME, None) is not None:
+    if _attached_part(dense) is not None:
         detach(dense)
     return dense
 

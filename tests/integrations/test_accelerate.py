@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -38,15 +39,23 @@ def batch(replica, micro):
     return dict(input_ids=ids, shift_labels=labels)
 
 
-def step_of_one_process(replicas, accumulation):
+def step_of_one_process(replicas, accumulation, smoothing=0.0):
     """The mean over all tokens and the parameters after a step of plain SGD with clipping."""
     run = CausalLMLoss(make_model())
     batches = [batch(replica, micro) for replica in range(replicas) for micro in range(accumulation)]
-    loss = sum(run(**one) for one in batches) / sum(int((one["shift_labels"] != IGNORE).sum()) for one in batches)
+    summed = [
+        run(**one) if not smoothing else summed_loss(run.model(one["input_ids"]), one["shift_labels"], smoothing) for one in batches
+    ]
+    loss = sum(summed) / sum(int((one["shift_labels"] != IGNORE).sum()) for one in batches)
     loss.backward()
     assert nn.utils.clip_grad_norm_(run.parameters(), CLIP) > CLIP
     torch.optim.SGD(run.parameters(), LR).step()
     return loss.item(), {name: p.detach() for name, p in run.named_parameters()}
+
+
+def summed_loss(outputs, labels, smoothing):
+    logits = outputs.logits.flatten(0, -2)
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
 
 
 @patch.dict(os.environ)  # accelerate keeps its plugins there
@@ -92,7 +101,7 @@ def step_under_accelerate(group, accumulation, replicas, device="cpu", fsdp=Fals
 
 
 @patch.dict(os.environ)
-def step_under_the_trainer(group, accumulation, replicas, folder):
+def step_under_the_trainer(group, accumulation, replicas, folder, smoothing=0.0, by_the_trainer=False):
     """The same by transformers' Trainer, which counts the labels of all ranks itself."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_ADDR="localhost", MASTER_PORT=29511)
@@ -103,7 +112,7 @@ def step_under_the_trainer(group, accumulation, replicas, folder):
 
     mesh = init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=("data", "ring"))
     model, layout = make_model(), ra.zigzag(N, world_size // replicas)
-    attach(model, layout=layout, group=mesh["ring"])
+    attach(model, layout=layout, group=mesh["ring"], ignore=["num_items_in_batch"] if smoothing and not by_the_trainer else [])
 
     def cut(rows):
         shards = shard_batch(rows[0], layout, mesh.get_local_rank("ring"))
@@ -116,10 +125,21 @@ def step_under_the_trainer(group, accumulation, replicas, folder):
     arguments = TrainingArguments(
         folder, per_device_train_batch_size=1, gradient_accumulation_steps=accumulation, max_steps=1, max_grad_norm=CLIP, optim="sgd",
         learning_rate=LR, lr_scheduler_type="constant", use_cpu=True, ddp_backend="gloo", report_to=[], save_strategy="no",
-        disable_tqdm=True,
+        disable_tqdm=True, label_smoothing_factor=smoothing if by_the_trainer else 0.0,
     )  # fmt: skip
     dataset = [batch(mesh.get_local_rank("data"), micro) for micro in range(accumulation)]
-    trainer = RingTrainer(model, arguments, train_dataset=dataset)
+
+    def smoothed(outputs, labels, num_items_in_batch):
+        return summed_loss(outputs, labels, smoothing) / num_items_in_batch
+
+    trainer = RingTrainer(
+        model, arguments, train_dataset=dataset, compute_loss_func=smoothed if smoothing and not by_the_trainer else None
+    )
+    if by_the_trainer:
+        with pytest.raises(ValueError) as raised:
+            trainer.train()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return str(raised.value)
     mean = torch.tensor(trainer.train().training_loss, dtype=torch.float64)  # of this rank's tokens, times the number of ranks
     dist.all_reduce(mean)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -136,8 +156,8 @@ def processes():
     pool.close()
 
 
-def assert_same(found, replicas, accumulation, within):
-    loss, parameters = step_of_one_process(replicas, accumulation)
+def assert_same(found, replicas, accumulation, within, smoothing=0.0):
+    loss, parameters = step_of_one_process(replicas, accumulation, smoothing)
     for mean, own in found:
         assert mean == pytest.approx(loss, rel=1e-6)
         assert own.keys() == parameters.keys()
@@ -153,6 +173,14 @@ def test_a_step_is_that_of_one_process(processes, accumulation):
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_step_of_the_trainer_is_that_of_one_process(processes, accumulation, tmp_path):
     assert_same(processes.run(4, step_under_the_trainer, accumulation, 2, str(tmp_path), timeout=120), 2, accumulation, 1e-6)
+
+
+def test_a_step_of_the_trainer_with_a_loss_of_ones_own(processes, tmp_path):
+    """With smoothed labels, which the Trainer's own `label_smoothing_factor` would shift once more."""
+    found = processes.run(4, step_under_the_trainer, 2, 2, str(tmp_path), 0.3, timeout=120)
+    assert_same(found, 2, 2, 1e-6, smoothing=0.3)
+    for message in processes.run(4, step_under_the_trainer, 1, 2, str(tmp_path), 0.3, True, timeout=120):
+        assert "transformers' Trainer does with label_smoothing_factor" in message
 
 
 @pytest.mark.gpu

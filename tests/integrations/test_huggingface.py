@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from transformers.masking_utils import AttentionMaskInterface
 
 import ringattn as ra
 from ringattn.integrations.causal_lm import CausalLMLoss, shift_labels, sum_gradients
-from ringattn.integrations.hf_options import check_inputs
+from ringattn.integrations.hf_options import check_targets
 from ringattn.integrations.huggingface import NAME, LiveMask, attach, detach, register, ring_attention_forward
 
 TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
@@ -326,6 +328,37 @@ def test_compiled_layers_have_no_graph_break(name):
         layer.compile(fullgraph=True, backend="aot_eager")
     for inputs, expected in zip(calls, wanted, strict=True):
         torch.testing.assert_close(run(inputs), expected, rtol=0, atol=1e-10)
+    torch.compiler.reset()
+
+
+def test_a_compiled_model_has_all_layers_in_one_graph():
+    """Graphs end where the model is entered and asks for its mask, and nowhere at attention, forward or backward."""
+    torch.compiler.reset()
+    model = build("llama")
+    attach(model, layout=ra.zigzag(37, 1))
+    forwards, backwards = [], []
+
+    def counting(name, counts):
+        def count(graph, inputs):
+            counts.append(sum(str(node.target) == f"ringattn.{name}.default" for node in graph.graph.nodes))
+            return make_boxed_func(graph)
+
+        return count
+
+    backend = aot_autograd(fw_compiler=counting("forward", forwards), bw_compiler=counting("backward", backwards))
+    compiled = torch.compile(model, backend=backend)
+
+    def run(model, inputs):
+        logits = model(**inputs).logits
+        return [logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))]
+
+    for inputs in (dict(input_ids=sequence(37)), dict(input_ids=sequence(37), cu_seq_lens_q=BOUNDS)):
+        torch.testing.assert_close(run(compiled, inputs), run(model, inputs), rtol=0, atol=1e-10)
+        # the embedding, how transformers looks for documents, the layers, the head
+        assert len(forwards) <= 4
+        assert [count for count in forwards if count] == [count for count in backwards if count] == [len(model.model.layers)]
+        forwards.clear()
+        backwards.clear()
     torch.compiler.reset()
 
 
@@ -821,7 +854,59 @@ def test_losses_of_other_heads_are_refused_among_ranks():
     model = transformers.BertForMaskedLM(transformers.BertConfig(**BERT))
     for name in ("labels", "start_positions"):
         with pytest.raises(ValueError, match=f"{name} is given to BertForMaskedLM, whose loss would be of this rank's tokens"):
-            check_inputs(model, (), {**inputs, name: sequence(6)}, layout, 0)
+            check_targets(model, {**inputs, name: sequence(6)}, layout)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["attached", "attached again"])
+def test_a_head_around_an_attached_model_is_guarded_too(again):
+    model, ids = build("llama"), sequence(6)
+    for _ in range(1 + again):
+        attach(model.model, layout=ra.zigzag(6, 1))
+    model(input_ids=ids)
+    with pytest.raises(ValueError, match="labels would be shifted within the shard"):
+        model(input_ids=ids, labels=ids)
+    with pytest.raises(ValueError, match="labels would be shifted within the shard"):
+        model(ids, None, None, None, None, ids)
+    detach(model.model)
+    assert torch.isfinite(model(input_ids=ids, labels=ids).loss)
+    assert not model._forward_pre_hooks
+
+
+def test_a_head_that_pools_around_an_attached_model_is_refused():
+    model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES))
+    attach(model.model, layout=ra.zigzag(6, 1))
+    model.model(input_ids=sequence(6))
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification answers from one token"):
+        model(input_ids=sequence(6))
+
+
+def labels_around_the_decoder(group):
+    """Rank 1 alone gives labels to a head that is not attached."""
+    layout = ra.zigzag(12, 2)
+    model = build("llama")
+    attach(model.model, layout=layout, group=group)
+    ids = ra.shard(sequence(12), layout, group.rank())
+    with pytest.raises(ValueError) as raised:
+        model(input_ids=ids, labels=ids if group.rank() else None)
+    return str(raised.value)
+
+
+def test_labels_that_one_ranks_head_is_refused_for_are_said_on_all(gloo):
+    others, mine = gloo.run(2, labels_around_the_decoder, timeout=30)
+    assert mine.startswith("labels would be shifted within the shard")
+    assert "rank 1 refused the input: rank 1: labels would be shifted" in others
+
+
+def test_shifted_labels_that_are_counted_without_labels_are_refused():
+    """As transformers' Trainer calls a model with label_smoothing_factor, to shift the labels once more afterwards."""
+    model, ids = build("llama"), sequence(6)
+    inputs = dict(input_ids=ids, shift_labels=shift_labels(ids), num_items_in_batch=10)
+    attach(model, layout=ra.zigzag(6, 1))
+    with pytest.raises(ValueError, match=r"label_smoothing_factor.*attach\(model, ignore=\['num_items_in_batch'\]\)"):
+        model(**inputs)
+    model.model(**inputs)
+    attach(model, layout=ra.zigzag(6, 1), ignore=["num_items_in_batch"])
+    model(**inputs)
 
 
 class OwnLoss(transformers.LlamaForCausalLM):
@@ -845,18 +930,18 @@ def test_losses_that_models_make_in_their_own_ways_are_refused_among_ranks():
     config, layout, ids = transformers.LlamaConfig(**SIZES), ra.zigzag(12, 2), sequence(6)
     all_of_it = dict(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=22)
     with pytest.raises(ValueError, match="labels is given to OwnLoss, whose loss would be of this rank's tokens alone"):
-        check_inputs(OwnLoss(config), (), all_of_it, layout, 0)
+        check_targets(OwnLoss(config), all_of_it, layout)
     model = LossOfShiftedLabels(config)
     with pytest.raises(ValueError, match="shift_labels are given without num_items_in_batch"):
-        check_inputs(model, (), dict(input_ids=ids, shift_labels=ids), layout, 0)
-    check_inputs(model, (), dict(input_ids=ids, shift_labels=ids, num_items_in_batch=22), layout, 0)
+        check_targets(model, dict(input_ids=ids, shift_labels=ids), layout)
+    check_targets(model, dict(input_ids=ids, shift_labels=ids, num_items_in_batch=22), layout)
     model = build("llama")
-    check_inputs(model, (), dict(input_ids=ids, shift_labels=ids), layout, 0)
-    check_inputs(model, (), all_of_it, layout, 0)
+    check_targets(model, dict(input_ids=ids, shift_labels=ids), layout)
+    check_targets(model, all_of_it, layout)
     for settings in (dict(output_router_logits=True), dict(output_router_logits=None)):
         model.config.output_router_logits = settings["output_router_logits"] is None
         with pytest.raises(ValueError, match="output_router_logits is True, and the routers' loss would be a mean over this rank"):
-            check_inputs(model, (), {**all_of_it, **settings}, layout, 0)
+            check_targets(model, {**all_of_it, **settings}, layout)
 
 
 def shards_taken_for_the_sequence(group):

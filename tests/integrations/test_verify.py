@@ -111,6 +111,16 @@ def test_right_models_pass(gloo, name, options):
     assert re.search(r"gradient of model\.layers\.\d\.self_attn\.q_proj\.weight", str(first))
 
 
+def test_what_of_a_model_is_attached_stays_so():
+    model = build("llama")
+    layout = ra.zigzag(20, 1)
+    huggingface.attach(model.model, layout=layout, ignore=["temperature"])
+    report = ra.verify(model, dict(input_ids=tokens()))
+    assert report.passed, report
+    assert not hasattr(model, huggingface.NAME)
+    assert (model.model.ringattn.layout, model.model.ringattn.ignored) == (layout, {"temperature"})
+
+
 @pytest.mark.parametrize(
     ("name", "mistake", "packed"),
     [("llama", "positions", False), ("llama", "labels", False), ("llama", "documents", True), ("gpt-oss", "sinks", False)],
