@@ -33,9 +33,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from finetune_checkpoint import load_checkpoint, save_checkpoint
 from finetune_files import machine, open_log, peak_memory_gib, prepare_tokens, share_tokens, split_heldout, write_figures
-from finetune_model import activation_bytes, build_model, count_flops, count_parameters
+from finetune_model import activation_bytes, build_model, count_flops, count_parameters, decoder_layers
 from finetune_peers import peer_checkpoint_contexts, surroundings
-from finetune_settings import DTYPES, Settings, parse
+from finetune_settings import ALL, DTYPES, Settings, parse
 from finetune_trainer import LAYOUTS, Trainer, learning_rate
 from tokenizers import Tokenizer
 from tqdm import tqdm
@@ -71,12 +71,13 @@ def train(settings: Settings, trainer: Trainer, tokens: torch.Tensor, device: to
     model = trainer.model
     recompute = settings.recompute
     if recompute is None:
-        recompute = settings.offload or activation_bytes(model.model.config, seq_len / settings.ranks) > 64e9
-    if recompute:
+        recompute = bool(settings.offload) or activation_bytes(model.model.config, seq_len / settings.ranks) > 64e9
+    if recompute and settings.attention == "ringattn":
         # attention's output is kept: it is computed once
-        contexts = ra.checkpoint_offload_contexts if settings.offload else ra.checkpoint_contexts
-        contexts = contexts if settings.attention == "ringattn" else peer_checkpoint_contexts
-        model.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        layers = decoder_layers(model)
+        ra.checkpoint_layers(layers, offload=len(layers) if settings.offload == ALL else settings.offload)
+    elif recompute:
+        model.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": peer_checkpoint_contexts})
     first = load_checkpoint(settings, model, trainer.optimizer, tokens) if settings.resume else 0
     flops = count_flops(model.model.config, model, seq_len)
     figures: dict[str, Any] = dict(

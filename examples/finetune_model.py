@@ -79,7 +79,7 @@ def wrap(settings: Settings, model: CausalLMLoss, device: torch.device) -> nn.Mo
     if settings.wrapper == "fsdp2":
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[settings.dtype], reduce_dtype=torch.float32)
         mesh = init_device_mesh(settings.device, (dist.get_world_size(),))
-        for layer in model.model.get_decoder().layers:
+        for layer in decoder_layers(model):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
     if settings.shape:
@@ -88,6 +88,11 @@ def wrap(settings: Settings, model: CausalLMLoss, device: torch.device) -> nn.Mo
     if settings.wrapper == "ddp":
         return DistributedDataParallel(model)
     return model
+
+
+def decoder_layers(model: CausalLMLoss) -> nn.ModuleList:
+    """The layers that run one after the other: `layers` of most models, `h` of GPT-2."""
+    return max((module for module in model.model.get_decoder().children() if isinstance(module, nn.ModuleList)), key=len)
 
 
 @contextlib.contextmanager

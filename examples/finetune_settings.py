@@ -13,6 +13,7 @@ from finetune_peers import PEERS
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
 WRAPPERS = ("fsdp2", "ddp", "deepspeed", "none")
+ALL = -1  # of --offload without a number
 # weights that are whole on every rank between steps
 WHOLE = ("ddp", "none")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -41,7 +42,7 @@ class Settings:
     layout: str
     dtype: str
     recompute: bool | None
-    offload: bool
+    offload: int
     mlp_tile: int
     deterministic: bool
     tokens: int
@@ -106,7 +107,16 @@ def parse(argv: list[str] | None = None, description: str | None = None) -> Sett
     add("--layout", choices=LAYOUTS, default="zigzag", help="who holds which tokens (default: %(default)s)")
     add("--dtype", choices=tuple(DTYPES), help="of matmuls and attention; parameters are float32 (default: by device)")
     add("--recompute", action=argparse.BooleanOptionalAction, default=None, help="recompute activations in backward")
-    add("--offload", action="store_true", help="keep what attention computed in host memory, and recompute all else in backward")
+    add(
+        "--offload",
+        type=int,
+        nargs="?",
+        const=ALL,
+        default=0,
+        metavar="N",
+        help="keep the inputs of N layers (without N: of all), and what attention computed in them, in host memory, and recompute the "
+        "rest in backward",
+    )
     add("--mlp-tile", type=int, default=0, metavar="N", help="run MLPs over tiles of N tokens (default: all at once)")
     add("--deterministic", action="store_true", help="torch's deterministic algorithms: the same bits every time on a GPU too")
     add("--tokens", type=int, help="tokens a step; 0 is the whole document (default: 2048 on a CPU, 0 on GPUs)")
@@ -230,6 +240,10 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"--attention {args.attention} needs --layout {PEERS[args.attention]}, not {args.layout}: it knows no other")
     if args.attention == "context-parallel" and args.device == "cpu":
         parser.error("--attention is context-parallel, for which torch has no kernels on CPUs: use ulysses-sdpa there")
+    if args.offload < ALL:
+        parser.error(f"--offload is {args.offload}, but must be at least 0: a number of layers")
+    if args.model == "tiny" and args.offload > args.layers:
+        parser.error(f"--offload is {args.offload}, but the model has {args.layers} layers: give that or less")
     if args.offload and (args.recompute is False or args.attention != "ringattn"):
         parser.error("--offload is for --attention ringattn whose activations are recomputed: leave --no-recompute and peers out")
     if args.wrapper == "deepspeed":

@@ -9,7 +9,7 @@ torch.Size([1, 16, 2, 8])
 from . import reference
 from ._version import __version__
 from .attention import attend, ring_attention
-from .checkpoint import checkpoint_contexts, checkpoint_offload_contexts, checkpoint_policy
+from .checkpoint import checkpoint_contexts, checkpoint_layers, checkpoint_policy
 from .collective import unshard
 from .context import hybrid, process_group, symmetric
 from .integrations.replace import replace_attention
@@ -48,7 +48,7 @@ __all__ = [
     "block_sparse",
     "causal",
     "checkpoint_contexts",
-    "checkpoint_offload_contexts",
+    "checkpoint_layers",
     "checkpoint_policy",
     "contiguous",
     "default_layout",

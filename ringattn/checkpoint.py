@@ -2,17 +2,23 @@
 
 Selective checkpointing (torch.utils.checkpoint) recomputes a block in the backward pass but for the operators that a policy saves.
 Attention is the part whose recomputation grows with the square of the sequence; what there is to save, out and two fp32 statistics
-a head, grows with the sequence, and is about as large as the block's input.
+a head, grows with the sequence, and is about as large as the block's input. Both may wait in host memory (`offload.py`).
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from . import check
+from .offload import HostMemory, Parked
 from .op import FORWARD
 
 
@@ -34,97 +40,153 @@ def checkpoint_contexts() -> Any:
     return create_selective_checkpoint_contexts(checkpoint_policy)
 
 
-def checkpoint_offload_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """`checkpoint_contexts` that keeps attention's output and statistics in host memory: pinned, copied beside the device's own work.
+def checkpoint_layers(layers: Iterable[nn.Module], offload: int = 0) -> None:
+    """Let each layer keep nothing but its inputs and what attention computed, and compute the rest again in the backward pass.
 
-    A block's copy back begins with the block's recomputation. For eager mode: raises ValueError under torch.compile. The backward pass
-    raises RuntimeError where a block changes attention's output in place.
+    The first `offload` layers keep both in host memory: page-locked, copied there beside the device's own work, copied back one layer
+    ahead of the backward pass, and used again in every step.
 
     >>> import torch, ringattn as ra
-    >>> from torch.utils.checkpoint import checkpoint
+    >>> class Layer(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return x + ra.ring_attention(x, x, x)
+    >>> layers = torch.nn.ModuleList(Layer() for _ in range(3))
+    >>> ra.checkpoint_layers(layers, offload=2)
     >>> x = torch.randn(1, 16, 2, 8, requires_grad=True)
-    >>> contexts = ra.checkpoint_offload_contexts
-    >>> out = checkpoint(lambda x: ra.ring_attention(x, x, x), x, use_reentrant=False, context_fn=contexts)
-    >>> out.sum().backward()
+    >>> for layer in layers:
+    ...     x = layer(x)
+    >>> x.sum().backward()
+
+    Args:
+        layers: modules that run one after the other, such as `model.model.layers` of a transformers model. Names, parameters and
+            hooks stay. Before or after DDP, FSDP2 and DeepSpeed wrap the model; once more changes `offload`.
+        offload: how many layers, counted from the first, use host memory; the last ones are wanted first, and best stay on the device. A
+            layer's inputs are the tensors it is called with, by position or by name, that gradients flow through; one that the layers
+            share is copied once. 0 for none.
+
+    All ranks of a group must checkpoint alike. Raises ValueError for what is not a layer, for layers that transformers checkpoints
+    too, and where an offloaded layer is compiled by torch.compile; RuntimeError where a layer's input, or attention's output in it, is
+    changed in place after it was copied.
     """
-    if torch.compiler.is_compiling():
-        raise ValueError("checkpoint_offload_contexts does not work under torch.compile: use checkpoint_contexts there")
-    parked: list[list[_Parked]] = []
-    return _Park(parked), _Fetch(parked)
+    if isinstance(layers, nn.Module) and not hasattr(layers, "__iter__"):
+        raise ValueError(f"layers is a {type(layers).__name__}, one module: give a list of its layers, such as model.model.layers")
+    layers = list(layers)
+    for layer in layers:
+        if not isinstance(layer, nn.Module):
+            raise ValueError(f"layers holds a {type(layer).__name__}, but must hold modules")
+    if len({id(layer) for layer in layers}) != len(layers):
+        raise ValueError("layers holds a module twice: give each once")
+    if check.integer("offload", offload) > len(layers):
+        raise ValueError(f"offload is {offload}, but must be at most {len(layers)}, the number of layers")
+    memory = HostMemory() if offload else None
+    classes: dict[type, type] = {}
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, _Checkpointed):
+            # a class of the layer's own keeps copies and wrappers right, where a patched forward would not
+            made = classes.get(type(layer)) or type(type(layer).__name__, (_Checkpointed, type(layer)), {})
+            classes[type(layer)] = layer.__class__ = made
+        object.__setattr__(layer, "host_memory", memory)
+        object.__setattr__(layer, "offloads", index < offload)
 
 
-class _Parked:
-    """A tensor's copy in host memory."""
+class _Checkpointed(nn.Module):
+    """A mixin: the layer's own forward, checkpointed."""
 
-    def __init__(self, x: torch.Tensor) -> None:
-        self._device = x.device
-        self._modules = torch.get_device_module(x.device)
-        self._side = torch.cuda.Stream(x.device) if x.is_cuda else torch.cpu.Stream()
-        self._host = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
-        self._copy(self._host, x)
+    host_memory: HostMemory | None
+    offloads: bool
 
-    def fetch(self) -> torch.Tensor:
-        """The tensor on its device again, once `wait` has been called."""
-        # allocated for the current stream: memory of a side stream would stay with it
-        x = torch.empty_like(self._host, device=self._device)
-        self._copy(x, self._host)
-        return x
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if getattr(self, "gradient_checkpointing", False):
+            raise ValueError(
+                f"{type(self).__name__} is checkpointed by transformers too: call the model's gradient_checkpointing_disable(), or "
+                "leave checkpoint_layers out"
+            )
+        count, names = len(args), tuple(kwargs)
 
-    def wait(self) -> None:
-        """Let the current stream wait for the copies."""
-        self._modules.current_stream(self._device).wait_stream(self._side)
+        def run(*values: Any) -> Any:
+            return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._side.wait_stream(self._modules.current_stream(self._device))
-        with self._modules.stream(self._side):
-            target.copy_(source, non_blocking=True)
-        for x in (target, source):
-            if x.is_cuda:
-                x.record_stream(self._side)  # pyright: ignore[reportArgumentType]
+        values = (*args, *kwargs.values())
+        if self.host_memory is not None and not torch.compiler.is_compiling():
+            self.host_memory.settle()
+        if not self.offloads:
+            return checkpoint(run, *values, use_reentrant=False, context_fn=checkpoint_contexts)
+        if torch.compiler.is_compiling():
+            raise ValueError("checkpoint_layers does not work under torch.compile where offload is above 0: use offload=0 there")
+        assert self.host_memory is not None
+        return _Offloaded(self.host_memory).checkpoint(run, values)
+
+
+class _Offloaded:
+    """What one call of a layer keeps in host memory: its inputs, and the results of each call of attention in it."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
+        self.before = memory.latest
+        memory.latest = weakref.ref(self)
+        self.inputs: list[Parked] = []
+        self.results: list[list[Parked | torch.Tensor]] = []
+
+    def checkpoint(self, run: Callable[..., Any], values: tuple[Any, ...]) -> Any:
+        # checkpoint saves the tensors among the values beneath these hooks, and what `run` saves beneath hooks of its own
+        with saved_tensors_hooks(self._pack, _unpack):
+            return checkpoint(run, *values, use_reentrant=False, context_fn=lambda: (_Park(self), _Fetch(self)))
+
+    def park_results(self, results: Iterable[torch.Tensor]) -> None:
+        # the length, a scalar, is on the host already
+        call = len(self.results)
+        self.results.append([self._memory.park(x, ("result", call, i)) if x.dim() else x for i, x in enumerate(results)])
+
+    def _pack(self, x: torch.Tensor) -> Parked | torch.Tensor:
+        # a leaf, a mask or positions, or what the layers share stays with its owner anyway
+        if x.grad_fn is None or not self._memory.first_seen(x):
+            return x
+        self.inputs.append(self._memory.park(x, ("input", len(self.inputs))))
+        return self.inputs[-1]
+
+
+def _unpack(kept: Parked | torch.Tensor) -> torch.Tensor:
+    return kept.take() if isinstance(kept, Parked) else kept
 
 
 class _Park(TorchDispatchMode):
     """Forward: attention's results go to host memory as well."""
 
-    def __init__(self, parked: list[list[_Parked]]) -> None:
+    def __init__(self, layer: _Offloaded) -> None:
         super().__init__()
-        self._parked = parked
+        self._layer = layer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is FORWARD:
-            self._parked.append([_Parked(x) for x in result])
+            self._layer.park_results(result)
         return result
 
 
 class _Fetch(TorchDispatchMode):
-    """Recomputation: attention's results come from host memory, in the order of its calls."""
+    """Recomputation: attention's results come from host memory, in the order of its calls; the layer before's inputs follow."""
 
-    def __init__(self, parked: list[list[_Parked]]) -> None:
+    def __init__(self, layer: _Offloaded) -> None:
         super().__init__()
-        self._parked = parked
-        self._calls: list[tuple[list[_Parked], list[torch.Tensor]]] = []
-        self._given: list[tuple[torch.Tensor, int]] = []
+        self._layer = layer
+        self._calls: list[list[Parked | torch.Tensor]] = []
 
     def __enter__(self) -> Any:
-        self._calls = [(results, [x.fetch() for x in results]) for results in reversed(self._parked)]
+        self._calls = self._layer.results[::-1]
+        for x in (x for results in self._calls for x in results if isinstance(x, Parked)):
+            x.fetch()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        given, self._calls, self._given = self._given, [], []
         super().__exit__(*error)
-        # the backward pass reads them, and torch does not look at what checkpointing keeps
-        if any(x._version != version for x, version in given):
-            raise RuntimeError(
-                "a checkpointed block changes the output of ring_attention in place, which its backward pass needs: write "
-                "out = out * x in place of out *= x"
-            )
+        before = self._layer.before()
+        for x in [] if before is None else before.inputs:
+            x.fetch()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not FORWARD:
             return func(*args, **(kwargs or {}))
-        results, fetched = self._calls.pop()
-        for x in results:
-            x.wait()
-        self._given += [(x, x._version) for x in fetched]
-        return tuple(fetched)
+        return tuple(_unpack(x) for x in self._calls.pop())

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from ringattn.offload import HostMemory
 from tests.examples.programs import EXAMPLES, TORCHRUN, figures, needs_deepspeed, start, succeed
 
 SHORT = ["--device", "cpu", "--vocab", "300", "--tokens", "61", "--steps", "4", "--warmup", "1", "--generate", "3"]
@@ -125,14 +126,14 @@ def test_under_torchrun_another_number_of_ranks_has_the_same_losses(run, text, t
 
 
 def test_sharded_weights_give_the_same_losses_and_resume_to_the_bit(run, text, tmp_path):
-    """FSDP2, with activations and MLP tiles computed again in the second run, from the shards that the first one wrote."""
+    """FSDP2, in the second run with activations and MLP tiles computed again and host memory, from the shards that the first wrote."""
     toy = [EXAMPLES / "finetune_long_document.py", *TOY[:-2], "--text", text, "--wrapper", "fsdp2"]
     succeed(*toy, "--out", tmp_path / "first", "--save-every", 2)
     first = figures(tmp_path / "first")
     assert first["losses"] == pytest.approx(figures(run[0])["losses"], rel=2e-6)
     checkpoint = tmp_path / "first" / "checkpoint-000002"
     assert len(list(checkpoint.glob("rank-*.safetensors"))) == 2
-    succeed(*toy, "--out", tmp_path / "second", "--resume", checkpoint, "--recompute", "--mlp-tile", 8)
+    succeed(*toy, "--out", tmp_path / "second", "--resume", checkpoint, "--offload", "--mlp-tile", 8)
     second = figures(tmp_path / "second")
     assert second["losses"] == first["losses"][2:]
     assert second["gradient_norms"] == pytest.approx(first["gradient_norms"][2:], rel=1e-6)
@@ -349,20 +350,20 @@ def test_steps_of_peers_are_the_same_and_attention_is_computed_once(program, alo
     monkeypatch.setattr(experimental, "context_parallel", stand_in)
     tokens = torch.randint(300, (200,), generator=torch.Generator().manual_seed(0))
     toy = ["--layers", "2", "--tokens", "60", "--steps", "2", "--generate", "0", "--heldout", "0", "--ranks", "1", "--recompute"]
-    offload = program.ra.checkpoint_offload_contexts
     offloaded = []
-    monkeypatch.setattr(program.ra, "checkpoint_offload_contexts", lambda: offloaded.append(offload()) or offloaded[-1])
+    park = HostMemory.park
+    monkeypatch.setattr(HostMemory, "park", lambda *args: offloaded.append(park(*args)) or offloaded[-1])
     monkeypatch.setattr(program, "save_checkpoint", lambda *args: None)
     plain = program.parse([*TOY, *toy, "--out", str(tmp_path)])
     # the command line refuses context-parallel on a CPU
-    ways = [{}, dict(rehearse=30, offload=True), dict(attention="ulysses-sdpa"), dict(attention="context-parallel")]
+    ways = [{}, dict(rehearse=30, offload=1), dict(attention="ulysses-sdpa"), dict(attention="context-parallel")]
     losses = []
     for way in ways:
         settings = dataclasses.replace(plain, **way)
         trainer = program.Trainer(settings, program.build_model(settings, torch.device("cpu")), torch.device("cpu"))
         losses.append(program.train(settings, trainer, tokens, torch.device("cpu"))["losses"])
     assert losses[1] == losses[0]
-    assert len(offloaded) == (1 + 2) * 2  # blocks of a rehearsal and two steps
+    assert len(offloaded) == (1 + 2) * 4  # input, output and two statistics of a layer, in a rehearsal and two steps
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
     assert losses[3] == pytest.approx(losses[0], rel=1e-5)
     assert calls["context_parallel"] == 2
@@ -461,6 +462,8 @@ def test_learning_rate_warms_up_and_decays(program):
         (["--attention", "ulysses-sdpa"], "needs --layout contiguous, not zigzag"),
         (["--attention", "context-parallel", "--layout", "striped"], "needs --layout zigzag, not striped"),
         (["--attention", "context-parallel"], "--attention is context-parallel, for which torch has no kernels on CPUs"),
+        (["--offload", "-2"], "--offload is -2, but must be at least 0"),
+        (["--offload", "13", "--layers", "12"], "--offload is 13, but the model has 12 layers"),
         (["--offload", "--no-recompute"], "--offload is for --attention ringattn whose activations are recomputed"),
         (["--rehearse", "3"], "--rehearse is 3: 2 ranks need 4 or more"),
         (["--zero", "2"], "--zero is 2 and --wrapper none: stages are those of --wrapper deepspeed"),
