@@ -82,6 +82,7 @@ def backward(
                 dk, dv = grads[step.buffer].part(step.begin, step.begin + step.tiles.k_rows)
                 with lanes.launch():
                     local.backward(queries, *_keys(step, buffers), step.tiles, score, dq=dq, dk=dk, dv=dv, add=step.adds)
+                del dk, dv  # a step without a launch may let go of them
             with lanes.between():
                 handle.wait()
             lanes.go_on()

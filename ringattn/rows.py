@@ -96,7 +96,7 @@ class Rows:
         """x[these rows] += values, in place."""
         if self._only is None:
             index = self.index(x.device)
-            x[index] = x.index_select(0, index) + values
+            x[index] = x.index_select(0, index).add_(values)
         else:
             self.take(x).add_(values)
 

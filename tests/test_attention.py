@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -13,12 +12,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ringattn as ra
 from ringattn.context import _kept
 from ringattn.transport import run_ranks
+from tests.allocation import Peak
 
 SCHEDULES = {"ring": ra.ring(), "gather": ra.gather(), "waves": ra.waves(2), "double-ring": ra.double_ring(), "default": None}
 RANKS_PER_NODE = {4: 2, 6: 3, 8: 4}
@@ -528,31 +527,6 @@ def test_gradients_pass_through_a_rank_that_computes_none_of_them(schedule):
 
 
 # memory
-
-
-class Peak(TorchDispatchMode):
-    """Bytes of all tensors made and alive at once, and elements of the largest."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive = self.peak = self.largest = 0
-        self.seen = weakref.WeakSet()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor):
-                self.largest = max(self.largest, x.numel())
-                storage = x.untyped_storage()
-                if storage not in self.seen:
-                    self.seen.add(storage)
-                    self.alive += storage.nbytes()
-                    self.peak = max(self.peak, self.alive)
-                    weakref.finalize(storage, self._freed, storage.nbytes())
-        return result
-
-    def _freed(self, size):
-        self.alive -= size
 
 
 def peak_of(seq_len):

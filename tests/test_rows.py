@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn.rows import Order, Rows
+from tests.allocation import Peak
 
 ROWS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=6)
 
@@ -77,3 +78,12 @@ def test_an_order_is_undone(rows):
     order, x = Order(np.array(rows)), torch.arange(14).reshape(2, 7)
     assert order.sort(x, dim=1)[0].tolist() == rows
     assert torch.equal(order.restore(order.sort(x, dim=1), dim=1), x)
+
+
+def test_scattered_rows_are_added_with_one_copy_besides():
+    rows, x, values = Rows(np.array([[0, 100], [200, 300]])), torch.ones(400, 64), torch.full((200, 64), 2.0)
+    rows.index(x.device)
+    with Peak(x, values) as peak:
+        rows.add_to(x, values)
+    assert x.sum(1).unique_consecutive(return_counts=True)[1].tolist() == [100, 100, 100, 100]
+    assert peak.peak == 200 * 64 * 4
