@@ -1,6 +1,7 @@
 """Benchmarks: `python launch/bench.py COMMAND --help`.
 
     curves    loss curves of the same training around a ring, on one rank, and with dense attention
+    fit       the planner's machine fitted to what `ring` has measured
     kernels   forward and backward of one GPU beside PyTorch's, in the same run
     overhead  what a call costs the host, beside kernels and transfers or with them
     ring      ring attention on all GPUs of a host, beside one GPU's kernels and Ulysses, in the same run
@@ -15,7 +16,7 @@ import importlib
 import sys
 from pathlib import Path
 
-COMMANDS = {name: f"bench_{name}" for name in ("curves", "kernels", "overhead", "ring", "steady", "sweep")}
+COMMANDS = {name: f"bench_{name}" for name in ("curves", "fit", "kernels", "overhead", "ring", "steady", "sweep")}
 
 
 def main() -> None:

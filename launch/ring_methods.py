@@ -63,12 +63,7 @@ class Case:
     ranks: Ranks
 
     def layout(self, kind: str = "") -> ra.Layout:
-        if kind == "balanced":
-            return ra.balanced(self.mask, self.tokens, self.ranks.size)
-        makers = {"": ra.zigzag, "zigzag": ra.zigzag, "striped": ra.striped, "contiguous": ra.contiguous}
-        if kind not in makers:
-            raise ValueError(f"layout {kind!r} is not one of balanced, {', '.join(filter(None, makers))}")
-        return makers[kind](self.tokens, self.ranks.size)
+        return make_layout(kind, self.mask, self.tokens, self.ranks.size)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -98,6 +93,16 @@ class Case:
 
     def _random(self, tokens: int, heads: int, generator: torch.Generator | None) -> torch.Tensor:
         return torch.randn(1, tokens, heads, self.head_dim, device=self.device, dtype=self.dtype, generator=generator)
+
+
+def make_layout(kind: str, mask: ra.Mask, tokens: int, ranks: int) -> ra.Layout:
+    """The layout of a method's word for it."""
+    if kind == "balanced":
+        return ra.balanced(mask, tokens, ranks)
+    makers = {"": ra.zigzag, "zigzag": ra.zigzag, "striped": ra.striped, "contiguous": ra.contiguous}
+    if kind not in makers:
+        raise ValueError(f"layout {kind!r} is not one of balanced, {', '.join(filter(None, makers))}")
+    return makers[kind](tokens, ranks)
 
 
 @dataclass(frozen=True)

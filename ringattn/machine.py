@@ -55,19 +55,19 @@ class Machine:
         return replace(self, **rates)
 
 
-# Fitted to docs/measurements.json, and rounded: both tflops, and both transports' latency and slowdown. Assumed: the rest; of
+# Both tflops, and NCCL's latency and slowdown, are what `launch/bench.py fit` finds in docs/measurements.json. Assumed: the rest; of
 # nominally 450 GB/s over NVLink and 50 between nodes a third and a fifth go to protocols.
 H200 = Machine(
     name="h200",
-    forward_tflops=635,
-    backward_tflops=585,
+    forward_tflops=650,
+    backward_tflops=615,
     forward_launch_us=10,
     backward_launch_us=30,
     hbm_gbs=4200,
     nvlink_gbs=300,
     node_gbs=40,
-    nccl_latency_us=200,
-    nccl_slowdown=0.35,
+    nccl_latency_us=250,
+    nccl_slowdown=0.4,
     copy_latency_us=20,
     copy_slowdown=0.05,
     memory_gib=140,

@@ -1,7 +1,8 @@
 """One layer's attention on a model of a machine, step by step.
 
-All ranks go through a step together: it lasts as long as the slowest rank's computation or transfer, which run beside each other.
-Pairs are those of the plan, messages those of the schedule, for all ranks. An all-to-all of a heads axis has nothing beside it.
+Each rank goes through its steps at its own pace: a step lasts as long as its computation or its exchange, which run beside each other,
+and an exchange begins when all whom the rank swaps messages with in it have come to that step. Pairs are those of the plan, messages
+those of the schedule, for all ranks. An all-to-all of a heads axis has nothing beside it.
 
 Shapes: n ranks of the ring, t steps; h query heads and hk key/value heads of a rank.
 """
@@ -14,10 +15,11 @@ from functools import cached_property
 
 import numpy as np
 
-from .layout import default_layout
+from .layout import Layout, default_layout
 from .machine import Link, Machine
 from .mask import Mask
 from .plan import make_plan
+from .rows import Rows
 from .schedule import WAITING, Schedule, Transfer, forward_transfers, gradient_transfers
 from .ulysses import kv_copies, ring_layout
 
@@ -53,12 +55,27 @@ class Option:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step: of its slowest rank's computation, of its slowest transfer, and of the step."""
+    """Seconds of a step of the rank that is last: of its computation, of its exchange by itself, and of the step with what it waits for."""
 
     name: str
     compute: float
     transfer: float
     total: float
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass's steps, its seconds, and those that it would take if communication were free."""
+
+    steps: tuple[StepTime, ...]
+    seconds: float
+    free: float
+
+    def between(self, before: Sequence[StepTime], after: Sequence[StepTime]) -> Pass:
+        """The same with steps that have nothing beside them."""
+        around = (*before, *after)
+        seconds, free = (sum(getattr(step, name) for step in around) for name in ("total", "compute"))
+        return Pass((*before, *self.steps, *after), self.seconds + seconds, self.free + free)
 
 
 @dataclass(frozen=True)
@@ -95,32 +112,34 @@ def simulate(machine: Machine, work: Work, gpus: int, gpus_per_node: int, option
     """All ranks and steps of one option."""
     world = World(machine, work, gpus, gpus_per_node, option)
     forward, backward = world.forward(), world.backward()
-    seconds = [sum(step.total for step in steps) for steps in (forward, backward)]
     alone = [float(world.kernel(world.pairs.sum(axis=1), backward).max()) for backward in (False, True)]
     sent = world.sent
     return Prediction(
         option=option,
-        forward=seconds[0],
-        backward=seconds[1],
-        exposed=sum(step.total - step.compute for step in (*forward, *backward)),
+        forward=forward.seconds,
+        backward=backward.seconds,
+        exposed=forward.seconds - forward.free + backward.seconds - backward.free,
         alone_forward=alone[0],
         alone_backward=alone[1],
         flop=3.5 * 4 * float(world.pairs.sum()) / world.n * world.h * world.d,
         sent=float(sent.sum(axis=1).max()),
         sent_between_nodes=float(sent[:, 1].max()),
         peak=world.peak_bytes(),
-        forward_steps=tuple(forward),
-        backward_steps=tuple(backward),
+        forward_steps=forward.steps,
+        backward_steps=backward.steps,
     )
 
 
 class World:
-    """One option on some GPUs: what each rank computes, moves and holds in each step."""
+    """One option on some GPUs: what each rank computes, moves and holds in each step. The layout is by default the mask's."""
 
-    def __init__(self, machine: Machine, work: Work, gpus: int, gpus_per_node: int, option: Option) -> None:
-        self.machine, self.u = machine, option.heads_axis
+    def __init__(
+        self, machine: Machine, work: Work, gpus: int, gpus_per_node: int, option: Option, layout: Layout | None = None
+    ) -> None:
+        self.machine, self.option, self.u = machine, option, option.heads_axis
+        self.gpus_per_node = gpus_per_node
         self.n = gpus // self.u
-        layout = default_layout(work.mask, work.tokens, gpus)
+        layout = default_layout(work.mask, work.tokens, gpus) if layout is None else layout
         plan = make_plan(ring_layout(layout, self.u), work.mask)
         self.pairs = plan.pairs()  # (n, n)
         self.rows = max(plan.lengths)
@@ -129,11 +148,6 @@ class World:
         self.h, self.hk, self.d = work.heads // self.u, work.kv_heads * self.copies // self.u, work.head_dim
         self.node = np.arange(self.n) * self.u // gpus_per_node
 
-        def link(ranks: int, among: int) -> Link:
-            """What moves the messages of an axis of so many ranks, which lie within `among` consecutive ones."""
-            return machine.copy_engines(ranks) if among <= gpus_per_node and not option.nccl else machine.nccl
-
-        self.link, self.heads_link = link(self.n, self.n * self.u), link(self.u, self.u)
         # ranks of a heads axis on this node and on others, but for itself
         inside = min(self.u, gpus_per_node)
         self.peers = np.array([inside - 1, self.u - inside])
@@ -142,6 +156,20 @@ class World:
         self.forward_steps = 1 + max((t.into for t in self.forward_kv), default=0)
         self.grads = gradient_transfers(option.schedule, plan, self.kv)
         self.steps = 1 + max((t.into for t in self.kv), default=0)
+
+    @property
+    def link(self) -> Link:
+        """What moves the messages of the ring."""
+        return self._link(self.n, self.n * self.u)
+
+    @property
+    def heads_link(self) -> Link:
+        return self._link(self.u, self.u)
+
+    def _link(self, ranks: int, among: int) -> Link:
+        """Of an axis of so many ranks, which lie within `among` consecutive ones."""
+        by_copy_engines = among <= self.gpus_per_node and not self.option.nccl
+        return self.machine.copy_engines(ranks) if by_copy_engines else self.machine.nccl
 
     @property
     def kv_row(self) -> int:
@@ -160,7 +188,7 @@ class World:
             rate, launch, flop = machine.backward_tflops, machine.backward_launch_us, 2.5 * flop
         return (pairs > 0) * (launch / 1e6 + flop / rate / 1e12)
 
-    def forward(self) -> list[StepTime]:
+    def forward(self) -> Pass:
         pairs = self.forward_pairs()
         # the state is written for, and read from, each other step
         computes = pairs > 0
@@ -168,10 +196,11 @@ class World:
         left = computes & (np.cumsum(computes[::-1], axis=0)[::-1] > 1)
         state = (resumed * 1.0 + left) * self.rows * self.h * self.d * _SUM
         compute = self.kernel(pairs, backward=False) + state / self.machine.hbm_gbs / 1e9
-        steps = self._together(compute, self._moved(self.forward_kv, self.kv_row, self.forward_steps))
-        return [*self._swap("q, k, v to heads", self._qkv), *steps, *self._swap("out to rows", self._out + 2 * self._stat)]
+        moved = self._moved(self.forward_kv, self.kv_row, self.forward_steps)
+        there, back = self._swap("q, k, v to heads", self._qkv), self._swap("out to rows", self._out + 2 * self._stat)
+        return self._paced(compute, moved, self.forward_kv).between(there, back)
 
-    def backward(self) -> list[StepTime]:
+    def backward(self) -> Pass:
         pairs = self.backward_pairs()
         count = len(pairs)
         received = self._rows(self.grads, count, at="dst")
@@ -180,9 +209,9 @@ class World:
         touched = (computes * 1.0 + resumed) * self.rows * self.h * self.d * _SUM + 3 * received * self.grad_row
         compute = self.kernel(pairs, backward=True) + touched / self.machine.hbm_gbs / 1e9
         moved = self._moved(self.kv, self.kv_row, count) + self._moved(self.grads, self.grad_row, count)
-        steps = self._together(compute, moved)
-        there = self._qkv + self._out + 3 * self._stat
-        return [*self._swap("q, k, v, dout to heads", there), *steps, *self._swap("dq, dk, dv to rows", self._dqkv)]
+        there = self._swap("q, k, v, dout to heads", self._qkv + self._out + 3 * self._stat)
+        back = self._swap("dq, dk, dv to rows", self._dqkv)
+        return self._paced(compute, moved, [*self.kv, *self.grads]).between(there, back)
 
     @cached_property
     def sent(self) -> np.ndarray:
@@ -196,7 +225,8 @@ class World:
         """Of the backward pass, beyond inputs, output and gradients: sums of all gradients, statistics, others' K/V and dK/dV at hand.
 
         The most is held by a launch, when the gradients to return have no room yet, or when sums become those, or, around an all-to-all,
-        by dq, dk and dv before and after they come back, beside q, k, v, dout and the statistics of a rank's heads.
+        by dq, dk and dv before and after they come back, beside q, k, v, dout and the statistics of a rank's heads. Rows that are
+        copied before they leave count until they have.
         """
         stat = self.rows * self.h * _SUM
         state = 3 * stat  # row_max, row_sum, delta
@@ -204,13 +234,13 @@ class World:
             state += 3 * self.u * self._stat + (2 * self.h + 2 * self.hk) * self.d * ITEM * self.rows
         returned = self.u * self.own_rows * self.h * self.d * ITEM + self.own_rows * self.kv_row * self.u // self.copies
         query_sums = self.rows * self.h * self.d * _SUM
-        gradients = self.rows * (self.h * self.d * ITEM + self._dkv_row)
+        # sums of dq are let go of before dk and dv are rounded
+        dq = self.rows * self.h * self.d * ITEM
         if self.kv:
             others = self.others_bytes(beside_launch=2 * stat)
-            key_sums = self.rows * self.grad_row
+            most = query_sums + self.rows * self.grad_row + max(others, dq)
         else:
-            key_sums, others = 0, self.rows * self._dkv_row + 2 * stat
-        most = query_sums + key_sums + max(others, gradients)
+            most = query_sums + self.rows * self._dkv_row + max(2 * stat, dq)
         if self.u > 1:
             most = max(most, 2 * self.u * self._dqkv)
         return state + most - returned
@@ -224,8 +254,9 @@ class World:
         oldest = _after(home, 1 + WAITING)
         oldest[self.steps] = 0
         added = oldest + _after(came - home, 1)
+        kv_copies, grad_copies = (self._copied(among, len(kv)) for among in (self.kv, self.grads))
         begin = _after(kv, 1) * self.kv_row + (grads + waiting) * self.grad_row
-        launch = kv * self.kv_row + (grads + waiting - added + came) * self.grad_row + beside_launch
+        launch = (kv + kv_copies) * self.kv_row + (grads + grad_copies + waiting - added + came) * self.grad_row + beside_launch
         return float(np.maximum(begin, launch).max())
 
     def _alive(self) -> tuple[np.ndarray, np.ndarray]:
@@ -278,6 +309,24 @@ class World:
         np.add.at(rows, ([t.step for t in transfers], [getattr(t, at) for t in transfers]), [len(t.rows) for t in transfers])
         return rows
 
+    def _copied(self, transfers: Sequence[Transfer], count: int) -> np.ndarray:
+        """Rows that leave each rank in each step by way of a copy, for they are not one range of their buffer: (t, n)."""
+        copied = np.zeros((count, self.n))
+        for t in transfers:
+            slots = t.rows.within(self._held[t.src, t.held, t.owner]) if t.held else t.rows
+            if len(slots.ranges) > 1:
+                copied[t.step, t.src] += len(slots)
+        return copied
+
+    @cached_property
+    def _held(self) -> dict[tuple[int, int, int], Rows]:
+        """The rows of each owner in the buffers of each rank that are not its own: (rank, step, owner)."""
+        found: dict[tuple[int, int, int], Rows] = {}
+        for t in self.kv:
+            key = t.dst, t.into, t.owner
+            found[key] = found[key] | t.rows if key in found else t.rows
+        return found
+
     def _moved(self, transfers: Sequence[Transfer], row_bytes: int, count: int) -> np.ndarray:
         """Bytes that each rank sends and receives in each step, within its node and between nodes: (t, 2, n, 2)."""
         moved = np.zeros((count, 2, self.n, 2))
@@ -293,12 +342,29 @@ class World:
         seconds = (moved / np.array([self.machine.nvlink_gbs / link.copies, self.machine.node_gbs]) / 1e9).max(axis=-1)
         return seconds + (seconds > 0) * link.latency_us / 1e6
 
-    def _together(self, compute: np.ndarray, moved: np.ndarray) -> list[StepTime]:
+    def _paced(self, compute: np.ndarray, moved: np.ndarray, transfers: Sequence[Transfer]) -> Pass:
+        """With the steps of the rank that ends last."""
         transfer = self._transfer(moved, self.link).max(axis=1)  # (t, n)
-        beside = np.minimum(compute, transfer) * self.link.slowdown
-        total = np.maximum(compute + beside, transfer).max(axis=1)
-        slowest = zip(compute.max(axis=1).tolist(), transfer.max(axis=1).tolist(), total.tolist())
-        return [StepTime(f"step {t}", *seconds) for t, seconds in enumerate(slowest)]
+        busy = compute + np.minimum(compute, transfer) * self.link.slowdown
+        begin = self._begin(busy, transfer, transfers)
+        last = int(begin[-1].argmax())
+        columns = compute[:, last].tolist(), transfer[:, last].tolist(), np.diff(begin[:, last]).tolist()
+        steps = tuple(StepTime(f"step {t}", *seconds) for t, seconds in enumerate(zip(*columns)))
+        free = self._begin(compute, np.zeros_like(transfer), transfers)
+        return Pass(steps, float(begin[-1].max()), float(free[-1].max()))
+
+    def _begin(self, busy: np.ndarray, transfer: np.ndarray, transfers: Sequence[Transfer]) -> np.ndarray:
+        """When each rank begins each step, and at last ends: (t + 1, n)."""
+        ends = np.array([(t.step, t.src, t.dst) for t in transfers], dtype=np.int64).reshape(-1, 3)
+        begin = np.zeros((len(busy) + 1, self.n))
+        for t, now in enumerate(begin[:-1]):
+            _, src, dst = ends[ends[:, 0] == t].T
+            together, longest = now.copy(), transfer[t].copy()
+            for one, other in ((src, dst), (dst, src)):
+                np.maximum.at(together, one, now[other])
+                np.maximum.at(longest, one, transfer[t, other])
+            begin[t + 1] = np.maximum(now + busy[t], together + longest)
+        return begin
 
     def _swap(self, name: str, bytes_a_peer: int) -> list[StepTime]:
         """An all-to-all of the heads axis, and the copies before and after it."""

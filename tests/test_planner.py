@@ -1,4 +1,4 @@
-"""The planner: what it counts is what the schedules do, and what it predicts lies within 15 % of what was measured."""
+"""The planner: what it counts is what the schedules do. `launch/test_bench_fit.py` compares what it predicts with what was measured."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import ringattn as ra
 from ringattn import __main__ as command_line
-from ringattn import timeline
-from ringattn.machine import H200, MACHINES
+from ringattn import local, passes, timeline
+from ringattn.context import Context
+from ringattn.lanes import InOrder
+from ringattn.machine import H200
 from ringattn.planner import held_bytes, options, predict, recommend
 from ringattn.simulation import Option, Work, World, simulate
 from ringattn.steps import make_steps
+from ringattn.transport import Handle, run_ranks
+from ringattn.transport.loopback import LoopbackTransport
 from ringattn.ulysses import kv_copies, ring_layout
+from tests.allocation import Peak
 
 ROOT = Path(__file__).resolve().parent.parent
-MEASURED = json.loads((ROOT / "docs" / "measurements.json").read_text())
 CAUSAL = Work(65536, 32, 8, 128, ra.causal())
 # nothing but bytes over links, and operations over rates
 NOTHING_BESIDES = (
@@ -35,27 +40,6 @@ NOTHING_BESIDES = (
 IDEAL = H200.with_rates(dict.fromkeys(NOTHING_BESIDES, 0))
 SCHEDULES = {"ring": ra.ring(), "gather": ra.gather(), "waves": ra.waves(2), "double ring": ra.double_ring(2)}
 MASKS = {"causal": ra.causal(), "full": ra.full(), "window": ra.sliding_window(150)}
-
-
-@pytest.mark.parametrize("row", MEASURED["rows"], ids=lambda row: f"{row[1]}-{row[0]}")
-def test_within_15_percent_of_what_was_measured(row):
-    tokens, method, forward, both, peak = row
-    assert MEASURED["mask"] == "causal"
-    work = Work(tokens, MEASURED["heads"], MEASURED["kv_heads"], MEASURED["head_dim"], ra.causal())
-    name, _, transport = method.partition("+")
-    assert transport in ("", "symmetric")
-    machine, worlds = MACHINES[MEASURED["machine"]], (MEASURED["gpus"], MEASURED["gpus_per_node"])
-    schedules = {"ring": ra.ring(), "waves-1": ra.waves(1), "waves-2": ra.waves(2), "gather": ra.gather(), "local": ra.ring()}
-    p = predict(machine, work, *worlds, Option(schedules[name], nccl=not transport))
-    if method == "local":
-        assert 1e3 * p.alone_forward == pytest.approx(forward, rel=0.15)
-        assert 1e3 * p.alone == pytest.approx(both, rel=0.15)
-        p = predict(machine, replace(work, tokens=tokens // worlds[0]), 1, 1, Option(schedules[name]))
-    else:
-        assert 1e3 * p.forward == pytest.approx(forward, rel=0.15)
-        assert 1e3 * p.total == pytest.approx(both, rel=0.15)
-    # what is held is counted, not fitted
-    assert p.peak / 2**30 == pytest.approx(peak, rel=0.003)
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
@@ -82,6 +66,67 @@ def test_counts_are_those_of_the_steps(schedule, mask, u):
         # q twice, dq, out and dout, k and v twice, dk and dv, and five fp32 statistics, each to the one other rank of the heads axis
         swapped = own * (item * (5 * (8 // u) * 16 + 3 * heads * d) + 5 * 4 * (8 // u))
     assert world.sent.sum(axis=1) == pytest.approx(heads * d * (2 * item * kv + 4 * grads) + swapped)
+
+
+class Sums:
+    """dQ's sums as the kernels keep them: let go of once they are rounded."""
+
+    def __init__(self, q):
+        self.sums = torch.empty(q.shape, dtype=torch.float32)
+
+    def finish(self, dtype):
+        out, self.sums = torch.empty(self.sums.shape, dtype=dtype), None
+        return out
+
+
+class Sizes(LoopbackTransport):
+    """Messages that hold their memory on their way and are never copied: a transport's own is not counted."""
+
+    def exchange(self, sends, receives, *, at_rest=False):
+        for peer, x in sends:
+            self._mailboxes.box(self.rank, peer, "data").put(x.shape)
+        return Sent(self, list(sends), list(receives))
+
+
+class Sent(Handle):
+    def __init__(self, transport, sends, receives):
+        self.transport, self.sends, self.receives = transport, sends, receives
+
+    def wait(self):
+        for peer, x in self.receives:
+            assert self.transport._mailboxes.box(peer, self.transport.rank, "data").get(timeout=60) == x.shape
+        self.sends = self.receives = ()
+
+
+@pytest.mark.parametrize("layout", ["own", "zigzag", "striped"])
+@pytest.mark.parametrize(
+    "mask",
+    [ra.causal(), ra.sliding_window(500), ra.documents(lengths=[3000, 1500, 1000, 750, 600, 500, 842])],
+    ids=["causal", "window", "documents"],
+)
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_peak_is_what_a_backward_pass_allocates(ranks, mask, layout, monkeypatch):
+    n, h, hk, d = 8192, 4, 1, 64
+    layout = ra.default_layout(mask, n, ranks) if layout == "own" else getattr(ra, layout)(n, ranks)
+    monkeypatch.setattr(local, "lanes", lambda *args: InOrder())
+    monkeypatch.setattr(local, "query_sums", lambda q, score, dtype: Sums(q))
+    monkeypatch.setattr(local, "backward", lambda queries, *args, **kwargs: [torch.empty(2 * queries.row_max.numel())].clear())
+
+    for schedule in (ra.ring(), ra.gather(), ra.waves(2)):
+
+        def peak(transport, schedule=schedule):
+            transport.__class__ = Sizes
+            rows = layout.lengths[transport.rank]
+            q, dout, k, v = (torch.empty(1, rows, heads, d, dtype=torch.bfloat16) for heads in (h, h, hk, hk))
+            work = Context(transport).route(layout, mask, schedule).work
+            with Peak(q, dout, k, v) as peak:
+                queries = local.Queries(q, dout, *(torch.empty(1, h, rows) for _ in range(3)))
+                passes.backward(transport, work.steps, None, queries, k, v)
+            return peak.peak - 2 * rows * (h + 2 * hk) * d
+
+        world = World(H200, Work(n, h, hk, d, mask), ranks, 8, Option(schedule), layout)
+        # but for indices of scattered rows
+        assert world.peak_bytes() == pytest.approx(max(run_ranks(ranks, peak)), rel=0.01)
 
 
 def test_bytes_of_a_ring():
