@@ -23,6 +23,7 @@ from ..layout import Layout, shard
 from ..mask import Documents, documents
 from ..transport import Ranks
 from .causal_lm import IGNORE, shift_labels
+from .hf_options import packed_documents
 
 __all__ = ["ShardedBatches", "pack", "shard_batch"]
 
@@ -82,25 +83,34 @@ def shard_batch(batch: Mapping[str, Any], layout: Layout, rank: int) -> Batch:
     """This rank's rows of a batch of whole sequences: what an attached model and the losses take.
 
     - Tensors with `layout.seq_len` columns, (b, s) or (b, s, ...), are cut along them; `position_ids` also where they are (3, b, s).
-    - `labels` are shifted over the whole sequence first, and come back as `shift_labels`; with packed documents (their bounds, or
-      `position_ids` that restart at 0), across no bound, and none past the last one.
+    - `labels` are shifted over the whole sequence first, and come back as `shift_labels`, int64; with packed documents (their bounds, or
+      `position_ids` that restart), across no bound, and none past the last one.
     - `position_ids` are added where missing: global ones, or restarting at documents.
     - `cu_seq_lens_q` and `cu_seq_lens_k`, `max_length_q` and `max_length_k`, which are of the whole, and what is no tensor, stay;
       NumPy's arrays of numbers become tensors.
     - `attention_mask` of ones is dropped.
 
-    Raises ValueError for tokens that are no tensor of sequences, for a tensor of another length, for labels that are not one a token, for
-    both `labels` and `shift_labels`, and for an `attention_mask` with zeros or with the numbers of documents.
+    Raises ValueError for tokens that are no tensor of sequences, for a tensor of another length, for labels that are not one integer a
+    token, for both `labels` and `shift_labels`, for bounds that are none of this sequence, for `position_ids` that are not one a token, and
+    for an `attention_mask` with zeros, with the numbers of documents, or in other than two dimensions.
     """
     check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
     out = {name: torch.from_numpy(value) if _is_numeric(value) else value for name, value in batch.items()}
     tokens = tokens_of(out)
-    packed = _packed(out)
+    packed = packed_documents(out)
+    if packed is not None and packed.cu_seqlens[-1] > layout.seq_len:
+        raise ValueError(
+            f"cu_seq_lens_q ends with {packed.cu_seqlens[-1]}, but the sequence has {layout.seq_len} tokens: give the bounds within a row; "
+            "all rows of a batch have the same"
+        )
     _check_mask(out.pop("attention_mask", None))
+    _check_positions(out.get("position_ids"))
     if out.get("labels") is not None:
         if out.get("shift_labels") is not None:
             raise ValueError("the batch has both labels and shift_labels: give one of them")
-        out["shift_labels"] = _shifted(out.pop("labels"), tokens, packed, out.get("position_ids"))
+        out["shift_labels"] = _shifted(_targets("labels", out.pop("labels"), tokens), packed, out.get("position_ids"))
+    elif out.get("shift_labels") is not None:
+        out["shift_labels"] = _targets("shift_labels", out["shift_labels"], tokens)
     here = layout.positions(rank)
     if out.get("position_ids") is None:
         positions = here if packed is None else packed_positions(packed, here)
@@ -215,6 +225,11 @@ def _check_mask(mask: Any) -> None:
     if mask is None:
         return
     mask = torch.as_tensor(mask)
+    if mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}, but is dropped where it is (batch, tokens) and all ones: leave it out, and "
+            "attach(model, mask=...) what is live"
+        )
     if not bool(mask.all()):
         raise ValueError(
             "attention_mask hides tokens (padding): cut them off, or pack the sequences with pack(...), which needs no padding"
@@ -226,17 +241,32 @@ def _check_mask(mask: Any) -> None:
         )
 
 
-def _shifted(labels: Any, tokens: torch.Tensor, packed: Documents | None, position_ids: torch.Tensor | None) -> torch.Tensor:
-    """The labels (b, s) shifted within their documents."""
+def _check_positions(position_ids: Any) -> None:
+    if position_ids is not None and not (isinstance(position_ids, torch.Tensor) and position_ids.dim() in (2, 3)):
+        raise ValueError(
+            f"position_ids are {_shown(position_ids)}, but must be a tensor (batch, tokens), or (kinds, batch, tokens) of several kinds: "
+            "give one a token, or leave them out"
+        )
+
+
+def _targets(name: str, labels: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Labels (b, s) in int64."""
     if not isinstance(labels, torch.Tensor) or labels.shape != tokens.shape[:2]:
-        raise ValueError(f"labels are {_shown(labels)}, but must be a tensor of shape {tuple(tokens.shape[:2])}, one a token")
+        raise ValueError(f"{name} are {_shown(labels)}, but must be a tensor of shape {tuple(tokens.shape[:2])}, one a token")
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"{name} are of {labels.dtype}, but must be integers, the ids of tokens")
+    return labels.to(torch.int64)
+
+
+def _shifted(labels: torch.Tensor, packed: Documents | None, position_ids: torch.Tensor | None) -> torch.Tensor:
+    """The labels (b, s) shifted within their documents."""
     shifted = shift_labels(labels)
     if packed is not None:
         ends = torch.tensor(packed.cu_seqlens[1:]) - 1
         shifted[:, ends[ends >= 0]] = IGNORE
         shifted[:, packed.cu_seqlens[-1] :] = IGNORE
     elif position_ids is not None and position_ids.dim() == 2:
-        shifted[:, :-1].masked_fill_(position_ids[:, 1:] == 0, IGNORE)
+        shifted[:, :-1].masked_fill_(position_ids[:, 1:] <= position_ids[:, :-1], IGNORE)
     return shifted
 
 
@@ -246,13 +276,3 @@ def _is_numeric(value: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return f"of shape {tuple(value.shape)}" if isinstance(value, (torch.Tensor, np.ndarray)) else f"a {type(value).__name__}"
-
-
-def _packed(batch: Batch) -> Documents | None:
-    bounds = batch.get("cu_seq_lens_q")
-    bounds = batch.get("cu_seq_lens_k") if bounds is None else bounds
-    if bounds is None:
-        return None
-    packed = documents(cu_seqlens=bounds)
-    assert isinstance(packed, Documents)
-    return packed

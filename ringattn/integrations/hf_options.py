@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -307,28 +307,33 @@ def check_output(model: nn.Module, output: Any, layout: Layout) -> None:
             )
 
 
+def packed_documents(batch: Mapping[str, Any]) -> Documents | None:
+    """The documents whose bounds are given as `cu_seq_lens_q` and `cu_seq_lens_k`, as for flash attention. Raises ValueError for others."""
+    names = ("cu_seq_lens_q", "cu_seq_lens_k")
+    given = {name: check.integers(name, batch[name]).tolist() for name in names if batch.get(name) is not None}
+    if not given:
+        return None
+    if len(given) == 2 and given[names[0]] != given[names[1]]:
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ, but queries and keys are of the same tokens: give the same")
+    name, bounds = next(iter(given.items()))
+    if bounds[:1] != [0]:
+        raise ValueError(f"{name} starts with {bounds[:1]}, but must start with 0 and give the bounds of all documents")
+    packed = documents(cu_seqlens=bounds)
+    assert isinstance(packed, Documents)
+    return packed
+
+
 def take_documents(kwargs: dict[str, Any]) -> tuple[Documents | None, dict[str, Any]]:
     """The packed documents among a call's arguments, under the names flash attention has for them, and the arguments left."""
-    kwargs = dict(kwargs)
-    bounds = [kwargs.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
-    longest = {name: kwargs.pop(name, None) for name in ("max_length_q", "max_length_k")}
-    given = [check.integers(name, value) for name, value in zip(("cu_seq_lens_q", "cu_seq_lens_k"), bounds) if value is not None]
-    if not given:
-        for name, value in longest.items():
-            if value is not None:
+    packed = packed_documents(kwargs)
+    names = ("max_length_q", "max_length_k")
+    if packed is None:
+        for name in names:
+            if kwargs.get(name) is not None:
                 raise ValueError(
-                    f"{name} is {_shown(value)}, but cu_seq_lens_q and cu_seq_lens_k, which it belongs to, are not given"
+                    f"{name} is {_shown(kwargs[name])}, but cu_seq_lens_q and cu_seq_lens_k, which it belongs to, are not given"
                 )
-        return None, kwargs
-    if len(given) == 2 and given[0].tolist() != given[1].tolist():
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ, but queries and keys are of the same tokens: give the same")
-    if not len(given[0]) or given[0][0] != 0:
-        raise ValueError(
-            f"cu_seq_lens_q starts with {given[0][:1].tolist()}, but must start with 0 and give the bounds of all documents"
-        )
-    packed = documents(cu_seqlens=given[0].tolist())
-    assert isinstance(packed, Documents)
-    return packed, kwargs
+    return packed, {name: value for name, value in kwargs.items() if name not in {"cu_seq_lens_q", "cu_seq_lens_k", *names}}
 
 
 def _sees_ahead(mask_function: Callable[..., Any], rows: int, tokens: int) -> bool:

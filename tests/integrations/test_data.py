@@ -110,11 +110,22 @@ def test_a_loaders_batches_come_with_their_layouts():
         ),
         (dict(input_ids=torch.zeros(1, 6), labels=[[0] * 6]), "labels are a list"),
         (dict(input_ids=[[0] * 6]), "the batch's tokens are a list"),
+        (dict(input_ids=torch.zeros(1, 6), labels=torch.zeros(1, 6)), r"labels are of torch\.float32, but must be integers"),
+        (dict(input_ids=torch.zeros(1, 6), cu_seq_lens_q=[0, 3, 9]), "cu_seq_lens_q ends with 9, but the sequence has 6 tokens"),
+        (dict(input_ids=torch.zeros(1, 6), cu_seq_lens_k=[3, 6]), r"cu_seq_lens_k starts with \[3\]"),
+        (
+            dict(input_ids=torch.zeros(1, 6), cu_seq_lens_q=[0, 6], cu_seq_lens_k=[0, 2, 6]),
+            "cu_seq_lens_q and cu_seq_lens_k differ",
+        ),
+        (dict(input_ids=torch.zeros(1, 6), position_ids=torch.arange(6)), r"position_ids are of shape \(6,\)"),
+        (dict(input_ids=torch.zeros(1, 6), position_ids=[[0] * 6]), "position_ids are a list"),
+        (dict(input_ids=torch.zeros(1, 6), attention_mask=torch.ones(1, 1, 6, 6)), r"attention_mask has shape \(1, 1, 6, 6\)"),
         (dict(input_ids=torch.zeros(6)), r"the batch's tokens are of shape \(6,\)"),
     ],
     ids=[
         *("no tokens", "length", "other length", "padding", "packing mask", "two labels", "a label a row", "list of labels"),
-        *("list", "no batch"),
+        *("list", "float labels", "bounds past the end", "bounds past the start", "two bounds", "positions of no batch"),
+        *("list of positions", "4-D mask", "no batch"),
     ],
 )
 def test_bad_batches_are_named(batch, message):
@@ -124,8 +135,13 @@ def test_bad_batches_are_named(batch, message):
 
 @pytest.mark.parametrize(
     "told",
-    [dict(cu_seq_lens_q=[0, 3, 6]), dict(cu_seq_lens_k=[0, 3, 6]), dict(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 0, 1]]))],
-    ids=lambda told: next(iter(told)),
+    [
+        dict(cu_seq_lens_q=[0, 3, 6]),
+        dict(cu_seq_lens_k=[0, 3, 6]),
+        dict(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 0, 1]])),
+        dict(position_ids=torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2]])),
+    ],
+    ids=["bounds", "bounds of keys", "positions", "positions from 1"],
 )
 def test_labels_cross_no_documents_end(told):
     """Nor does a token after the last document predict anything, where bounds say that it sees nothing."""
@@ -139,6 +155,8 @@ def test_labels_cross_no_documents_end(told):
 def test_tokens_of_few_bits_and_arrays_are_taken(dtype):
     """As they lie in a memory-mapped file: a label that is not counted needs a sign."""
     ids = np.arange(6, dtype=dtype)[None]
+    part = shard_batch(dict(input_ids=ids, shift_labels=ids), ra.contiguous(6, 2), 1)
+    assert part["shift_labels"].dtype == torch.int64
     part = shard_batch(dict(input_ids=ids, labels=ids, names=np.array(["a document"])), ra.contiguous(6, 2), 1)
     assert part["input_ids"].tolist() == [[3, 4, 5]]
     assert part["shift_labels"].tolist() == [[4, 5, IGNORE]]
