@@ -190,7 +190,8 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group | None 
     parameter: one that got no gradient here counts as zero.
     """
     axes = process_groups(group)
-    trained = [parameter for parameter in parameters if parameter.requires_grad] if axes else []
+    # each once, where two modules share it
+    trained = list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad)) if axes else []
     for parameter in trained:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

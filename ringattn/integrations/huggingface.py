@@ -156,7 +156,8 @@ def attach(
     - `cu_seq_lens_q` and `cu_seq_lens_k`, the bounds of packed documents in the whole sequence, do the same without comparing,
       and `position_ids` restart by default. `max_length_q` and `max_length_k` may come with them.
     - Labels must be shifted before the sequence is split, so a causal model's `labels` are refused without `shift_labels`; and on
-      several ranks without `num_items_in_batch`, the tokens counted on all of them, since the mean of one rank's is another.
+      several ranks without `num_items_in_batch`, the tokens counted on all of them, since the mean of one rank's is another; the ranks
+      compare it.
       Those of other heads are refused on several ranks. The same holds for a head around an attached model.
 
     Raises ValueError if the layout is for another number of ranks or leaves one empty, or the model cannot take another
@@ -361,6 +362,8 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
     except ValueError as error:
         _tell(ring, error)
         raise
+    if not within:
+        _agree_on_count(ring, kwargs)
     if getattr(model.config, "use_cache", None):
         kwargs = {**kwargs, "use_cache": False}
     if within:
@@ -383,12 +386,14 @@ def _around(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None
     ring: Ring | None = next((getattr(part, NAME) for part in hf_options.models(model) if hasattr(part, NAME)), None)
     if ring is None or hasattr(model, NAME):
         return
+    kwargs = _named(model, args, kwargs)[1]
     try:
         hf_options.check_head(model)
-        hf_options.check_targets(model, _named(model, args, kwargs)[1], ring.layout, ring.ignored)
+        hf_options.check_targets(model, kwargs, ring.layout, ring.ignored)
     except ValueError as error:
         _tell(ring, error)
         raise
+    _agree_on_count(ring, kwargs)
 
 
 def _named(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -405,6 +410,14 @@ def _unhook(module: nn.Module, ours: tuple) -> None:
             del hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
             module._forward_hooks_always_called.pop(key, None)
+
+
+def _agree_on_count(ring: Ring, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError, on every rank, if the ranks would divide their losses by different numbers of tokens: their own ones."""
+    count, ranks = kwargs.get("num_items_in_batch"), get_context(ring.group).ranks
+    if count is None or ranks.size == 1 or all(kwargs.get(name) is None for name in ("labels", "shift_labels")):
+        return
+    agree(ranks, Facts({"function": "the loss of a model's head", "num_items_in_batch": int(count)}), 0)
 
 
 def _tell(ring: Ring, error: ValueError) -> None:

@@ -86,6 +86,8 @@ def mean_loss(
     scalar, or reduction no `Reduction`.
     """
     check.instance("reduction", reduction, Reduction, "make one with averaged(), deepspeed(...) or summed()")
+    check.instance("summed_loss", summed_loss, torch.Tensor, "give the sum that CausalLMLoss or token_loss returns, before .item()")
+    check.instance("labels", labels, torch.Tensor, "give this rank's shifted labels")
     if summed_loss.dim():
         raise ValueError(f"summed_loss has shape {tuple(summed_loss.shape)}, but must be a scalar: the sum over this rank's tokens")
     counted = (labels != IGNORE).sum().to(summed_loss.device)
@@ -100,6 +102,8 @@ def count_tokens(*labels: torch.Tensor, group: Group | None = None) -> torch.Ten
     """The valid tokens among the labels of all ranks, say of all micro-batches of a step: a float64 scalar; a collective."""
     if not labels:
         raise ValueError("labels is empty: give those of at least one micro-batch")
+    for each in labels:
+        check.instance("labels", each, torch.Tensor, "give one tensor a micro-batch, count_tokens(*labels)")
     return _sum_over(torch.stack([(each != IGNORE).sum() for each in labels]).sum().double(), group)
 
 

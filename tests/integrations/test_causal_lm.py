@@ -65,7 +65,7 @@ def gradients_of_ranks(group, with_missing):
     first.grad = torch.full((3,), float(rank + 1))
     if not (with_missing and rank == 1):
         second.grad = torch.full((3,), 10.0)
-    sum_gradients([first, second, frozen], group)
+    sum_gradients([first, second, frozen, first], group)  # a tied one comes twice
     assert frozen.grad is None
     return first.grad, second.grad
 

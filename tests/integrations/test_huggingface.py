@@ -761,6 +761,8 @@ def mean_of_own_tokens(group):
     ids, labels = (ra.shard(x, layout, group.rank()) for x in (sequence(12), shift_labels(sequence(12))))
     with pytest.raises(ValueError, match="without num_items_in_batch"):
         model(input_ids=ids, labels=labels, shift_labels=labels)
+    with pytest.raises(ValueError, match="num_items_in_batch is 10 on rank 0, but 12 on rank 1: pass the same on every rank"):
+        model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=(labels != -100).sum())
     part = model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=22)
     whole = F.cross_entropy(part.logits.flatten(0, 1), labels.flatten(), reduction="sum") / 22
     torch.testing.assert_close(part.loss.double(), whole, rtol=1e-6, atol=0)

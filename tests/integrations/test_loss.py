@@ -185,11 +185,14 @@ def test_the_factor_is_not_rounded_to_a_narrow_loss():
         (lambda: Reduction(0), "divisor is 0, but must be at least 1"),
         (lambda: deepspeed(1.5), r"data_parallel is 1\.5"),
         (lambda: mean_loss(torch.zeros(3), torch.zeros(1, 3), reduction=summed()), r"summed_loss has shape \(3,\)"),
+        (lambda: mean_loss(0.5, torch.zeros(1, 3), reduction=summed()), r"summed_loss is 0\.5, but must be a Tensor"),
+        (lambda: mean_loss(torch.zeros(()), [0, 1], reduction=summed()), r"labels is \[0, 1\], but must be a Tensor"),
         (lambda: count_tokens(), "labels is empty"),
+        (lambda: count_tokens([torch.zeros(1, 3)]), r"count_tokens\(\*labels\)"),
         (lambda: CausalLMLoss(build().model.model), "has no linear output embedding"),
         (lambda: CausalLMLoss(build()), "CausalLMLoss is no model of transformers: give one before it is wrapped"),
     ],
-    ids=["divisor", "data parallel", "no sum", "no labels", "no head", "wrapped"],
+    ids=["divisor", "data parallel", "no sum", "a number", "a list", "no labels", "a list of labels", "no head", "wrapped"],
 )
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
