@@ -76,18 +76,17 @@ class Parked:
     """A tensor in host memory. While it is copied there or back it is on its device as well."""
 
     def __init__(self, memory: HostMemory, x: torch.Tensor, free: list[torch.Tensor]) -> None:
-        self._memory, self._device, self._free = memory, x.device, free
+        self._memory, self._device = memory, x.device
         # beneath autograd too, the alias is to share x's count of changes in place
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             self._x: torch.Tensor | None = x.detach()
         self._version = x._version
         strides = torch.empty_like(x, device="meta").stride()
-        self._buffer = memory.buffer(x.numel() * x.element_size(), x.device, free)
-        self._host = self._buffer[: x.numel() * x.element_size()].view(x.dtype).as_strided(x.shape, strides)
+        nbytes = x.numel() * x.element_size()
+        buffer = memory.buffer(nbytes, x.device, free)
+        weakref.finalize(self, free.append, buffer).atexit = False
+        self._host = buffer[:nbytes].view(x.dtype).as_strided(x.shape, strides)
         memory.copy(self._host, self._x, x.device)
-
-    def __del__(self) -> None:
-        self._free.append(self._buffer)
 
     def fetch(self) -> None:
         """Begin to copy it back, unless it is still on the device."""
@@ -121,6 +120,7 @@ def _page_locked(nbytes: int) -> torch.Tensor:
     """(nbytes,) uint8 in host memory that copy engines reach; torch's own allocator would round the size up to a power of two."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
+    memory.madvise(mmap.MADV_DONTFORK)  # a data loader's workers would get copies of locked pages
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
     runtime: Any = torch.cuda.cudart()
     result = runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 1)  # for all GPUs

@@ -42,7 +42,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Layer(width, **options) for _ in range(count))
 
     def forward(self, x, share=False):
-        positions, x = torch.arange(x.shape[1], device=x.device) / 100, self.embed(x)
+        positions, x = torch.arange(x.shape[1], device=x.device).to(x) / 100, self.embed(x)
         shared = x.sigmoid() if share else None
         for layer in self.layers:
             x = layer(x, positions, shared=shared)
@@ -365,9 +365,9 @@ def test_the_gpu_waits_for_copies_and_copies_for_the_gpu(monkeypatch, determinis
 def test_device_memory_falls_by_what_is_offloaded():
     """The peak of a step whose host is ahead of its GPU; on the host, not a byte more than the tensors take."""
     count, s, width = 6, 12_345, 256
-    model = build("cuda", count=count, width=width, mask=ra.causal())
-    x = sequence(s, width, "cuda")
-    an_input, stats = x.numel() * 4, 2 * s * 2 * 4 * 2
+    model = build("cuda", count=count, width=width, mask=ra.causal()).bfloat16()
+    x = sequence(s, width, "cuda").bfloat16()
+    an_input, stats = x.numel() * 2, 2 * s * 2 * 4 * 2
     peaks = {}
     for offloaded in (0, 3, 6):
         ra.checkpoint_layers(model.layers, offload=offloaded)
