@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .check import integer
@@ -33,6 +34,8 @@ from .rows import Rows
 WAITING = 1
 # rows of a shard up to which two waves are faster than one: measured on four H200s
 _SHORT = 8192
+# work of the busiest ranks of a ring's steps, over that of the busiest rank in all, from which on waves of two are faster: predicted
+_UNEVEN = 1.25
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,14 +296,26 @@ def default_schedule(plan: Plan, ranks_per_node: int | None = None, copy_engines
 
     Few ranks, windows and documents gather; long causal sequences over many ranks go around the ring. `ranks_per_node` is the
     number of ranks of each node, None for one node. Where `copy_engines` move messages, two owners a wave take the place of a
-    `gather` of more than two shards of at most 8,192 rows: there is too little to compute for their gradients to go home behind.
+    `gather` of more than two shards of at most 8,192 rows: there is too little to compute for their gradients to go home behind. So
+    they do of a `ring` whose ranks have unequal work in each step, as packed documents may give them: each hop would wait for
+    the busiest.
     """
     n = plan.world_size
     shard = max(plan.lengths)
     needed = max(sum(len(plan.needs(rank, owner)) for owner in range(n) if owner != rank) for rank in range(n))
     if needed <= 3 * shard:
         return Waves(2 if copy_engines and shard <= _SHORT and needed > 2 * shard else None)
-    return DoubleRing(ranks_per_node) if ranks_per_node is not None and 1 < ranks_per_node < n else Ring()
+    if ranks_per_node is not None and 1 < ranks_per_node < n:
+        return DoubleRing(ranks_per_node)
+    return Waves(2) if _unevenness(plan) > _UNEVEN else Ring()
+
+
+def _unevenness(plan: Plan) -> float:
+    """Live pairs of the busiest rank of each of a ring's steps, together, over those of the busiest rank in all."""
+    pairs = plan.pairs()
+    ranks = np.arange(plan.world_size)
+    steps = np.stack([pairs[ranks, ranks - hop] for hop in ranks])  # (steps, ranks)
+    return float(steps.max(axis=1).sum() / steps.sum(axis=0).max())
 
 
 def forward_transfers(schedule: Schedule, plan: Plan, transfers: list[Transfer]) -> list[Transfer]:

@@ -186,6 +186,23 @@ def test_an_exchange_of_heads_is_exposed():
     assert p.exposed == pytest.approx(sum(step.transfer for step in swaps))
 
 
+@pytest.mark.parametrize("nccl", [False, True])
+@pytest.mark.parametrize("ranks", [8, 16])
+def test_the_default_of_unequal_steps_beats_the_ring(ranks, nccl):
+    """Packed documents on balanced shards; on average it is a tenth faster, and nowhere slower by more than a fiftieth."""
+    gains = []
+    for seed in range(4):
+        weights = np.random.default_rng(seed).lognormal(0, 1.5, 20 * (1 + seed))
+        lengths = (weights / weights.sum() * ranks * 16384).astype(int).tolist()
+        work = replace(CAUSAL, tokens=sum(lengths), mask=ra.documents(lengths=lengths))
+        plan = ra.make_plan(ra.default_layout(work.mask, work.tokens, ranks), work.mask)
+        chosen = ra.default_schedule(plan, ranks, not nccl)
+        times = [predict(H200, work, ranks, ranks, Option(schedule, nccl=nccl)).total for schedule in (ra.ring(), chosen)]
+        gains.append(times[0] / times[1])
+    assert np.mean(gains) > 1.1
+    assert min(gains) > 0.98
+
+
 def test_flop():
     p = predict(H200, CAUSAL, 8, 8, Option(ra.ring()))
     assert p.flop == pytest.approx(3.5 * 4 * CAUSAL.tokens**2 / 2 * 32 * 128 / 8, rel=1e-4)

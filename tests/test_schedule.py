@@ -514,6 +514,27 @@ def test_default_schedule_over_copy_engines(rows, world_size, mask, wanted):
     assert repr(ra.default_schedule(plan, world_size, copy_engines=True)) == wanted
 
 
+SKEWED = ra.documents(lengths=[11000, 5500, 3600, 2700, 2200, 1800, 1500, 1300, 1200, 1100, 868])
+
+
+@pytest.mark.parametrize(
+    ("layout", "mask", "ranks_per_node", "wanted"),
+    [
+        (ra.balanced(SKEWED, 32768, 8), SKEWED, None, "waves(2)"),
+        (ra.balanced(SKEWED, 32768, 8), SKEWED, 8, "waves(2)"),
+        (ra.balanced(SKEWED, 32768, 8), SKEWED, 4, "double_ring(4)"),
+        (ra.balanced(SKEWED, 32768, 4), SKEWED, None, "gather()"),
+        (ra.zigzag(32768, 8), ra.prefix(9999), None, "ring()"),
+        (ra.contiguous(32768, 8), ra.causal(), None, "ring()"),
+    ],
+    ids=["documents", "one-node", "nodes", "few-ranks", "prefix", "idle-ranks"],
+)
+def test_rings_of_unequal_steps_are_waves_by_default(layout, mask, ranks_per_node, wanted):
+    plan = ra.make_plan(layout, mask)
+    assert repr(ra.default_schedule(plan, ranks_per_node)) == wanted
+    assert repr(ra.default_schedule(plan, ranks_per_node, copy_engines=True)) == wanted
+
+
 @pytest.mark.parametrize(
     ("schedule", "rows", "world_size", "wanted"),
     [
