@@ -121,7 +121,7 @@ def simulate(case):
 @given(cases())
 @example(Case(2, 4096, 2, [{(0, 1): [2091, 1110, 100]}, {(0, 1): [100, 512], (1, 0): [2829]}], 341435123))
 @example(Case(2, 2048, 2, [{(0, 1): [1024, 1024, 1024, 10]}, {(0, 1): [10]}], 5))
-@example(Case(2, 1024, 1, [{(0, 1): [3000]}, {(1, 0): [512, 512, 512]}], serial=True))
+@example(Case(2, 2048, 1, [{(0, 1): [3000]}, {(1, 0): [512, 512, 512]}], serial=True))
 def test_every_message_arrives_whole(case):
     simulate(case)
 
@@ -213,7 +213,7 @@ def replay(case, order=GRAPHS):
 
 @settings(max_examples=60)
 @given(cases(), st.text("ab.", min_size=2, max_size=5))
-@example(Case(2, 1024, 1, [{(0, 1): [3000]}, {(1, 0): [512, 512, 512]}], serial=True), GRAPHS)
+@example(Case(2, 2048, 1, [{(0, 1): [3000]}, {(1, 0): [512, 512, 512]}], serial=True), GRAPHS)
 def test_graphs_run_again_and_again(case, order):
     replay(case, order)
 
@@ -286,7 +286,7 @@ def test_what_is_queued_before_a_wait_comes_before_it_in_a_graph(monkeypatch):
 
 
 def test_a_lock_out_is_told():
-    world = World(2, 1024, policy(0))
+    world = World(2, 2048, policy(0))
     transports = [SimulatedTransport(Rank(rank, 2), world) for rank in range(2)]
     transports[0].exchange([], [Peer(1, torch.empty(4))]).wait()
     with pytest.raises(Deadlock):
@@ -320,7 +320,7 @@ def test_places_in_a_channel(sizes, halves, size):
 
 @pytest.mark.parametrize("size", range(2, 9))
 def test_each_channel_has_a_place_of_its_own(size):
-    """With a third rank, if there is one, and a near one with the sender."""
+    """With a third rank, if there is one, or with the reader, and a near one with the sender."""
     world = World(size, 4096, policy(0))
     places = []
     for src in range(size):
@@ -330,8 +330,8 @@ def test_each_channel_has_a_place_of_its_own(size):
                 ((piece,),) = channel.rounds([torch.empty(1, dtype=torch.uint8)])
                 places.append((piece.keeper, piece.offset))
                 assert 0 <= piece.offset < 4096 * (size - 1)
-                assert piece.keeper == src if channel.near else piece.keeper not in (src, dst)
-            assert [channel.near for channel in transport._channels.out[dst]] == ([False, True] if size > 2 else [True])
+                assert piece.keeper == src if channel.near else piece.keeper not in (src, *([dst] if size > 2 else []))
+            assert [channel.near for channel in transport._channels.out[dst]] == [False, True]
     assert len(set(places)) == len(places)
 
 
@@ -344,7 +344,58 @@ def test_what_is_at_rest_goes_the_near_way_if_there_is_room_for_twice_as_much():
         ([large], True, False),
         ([small] * 2, True, False),
     ):
-        assert staged_module._choose(transport._channels.out[1], tensors, at_rest).near == near
+        far_way, near_way = staged_module._divided(transport._channels.out, 1, tensors, at_rest)
+        assert (near_way if near else far_way) == tensors
+        assert not (far_way if near else near_way)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("nbytes", [700, 9000, 40000])
+def test_nobody_waits_for_the_computation_of_another(monkeypatch, size, nbytes):
+    """Rank 0 computes until the others have all its messages, and copies within it wait for that, as those of a GPU do."""
+    world = World(size, 8192, policy(size))
+    transports = [SimulatedTransport(Rank(rank, size), world) for rank in range(size)]
+    computes, come = [], []
+
+    def patient(queue, target, source):
+        within = queue._rank == queue.keeper == 0
+        queue.run(lambda: target.copy_(source), lambda: not (within and computes))
+
+    messages = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(size)]
+    for name in ("stage", "pull"):
+        kept = getattr(SimulatedQueue, name)
+
+        def one_by_one(queue, pieces, kept=kept):
+            for piece in pieces:
+                queue.keeper = piece.keeper
+                kept(queue, [piece])
+
+        monkeypatch.setattr(SimulatedQueue, name, one_by_one)
+    monkeypatch.setattr(SimulatedQueue, "_copy", patient)
+    for rank, transport in enumerate(transports):
+        sends = [Peer(peer, torch.full((nbytes,), 7, dtype=torch.uint8)) for peer in range(1, size)] if rank == 0 else []
+        handle = transport.exchange(sends, [Peer(0, messages[rank])] if rank else [])
+        if rank == 0:
+            transport.memory.current.run(lambda: computes.append(True))
+            transport.memory.current.run(computes.clear, lambda: len(come) == size - 1)
+        handle.wait()
+        if rank:
+            transport.memory.current.run(lambda: come.append(True))
+    world.finish()
+    assert all((message == 7).all() for message in messages[1:])
+
+
+@given(st.lists(st.integers(0, 9000), max_size=5), st.integers(2, 8))
+def test_what_is_cut_off_fits_and_the_rest_follows(sizes, halves):
+    channel = Channel(0, 1, 2, 1024 * halves, near=True)
+    tensors = [content(0, 1, 0, index, nbytes) for index, nbytes in enumerate(sizes)]
+    channel.rounds([torch.empty(700, dtype=torch.uint8)])
+    before = channel.count
+    first, rest = channel.cut(tensors)
+    nothing = torch.empty(0, dtype=torch.uint8)
+    assert torch.equal(torch.cat([nothing, *first, *rest]), torch.cat([nothing, *tensors]))
+    assert all(piece.needs <= before for of_round in channel.rounds(first) for piece in of_round)
+    assert not rest or sum(-(-x.nbytes // 512) * 512 for x in first) > 1024 * halves // 2 - 512
 
 
 def test_long_messages_are_pulled_while_they_are_staged(monkeypatch):

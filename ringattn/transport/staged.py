@@ -7,9 +7,10 @@ message straight into its target, and raises the sender's count of what is read.
 and waited for by the other, in its own memory.
 
 A channel lies with a third rank where there is one: then both copies are between GPUs, which copy engines do beside kernels that
-fill them; a copy within a GPU needs its multiprocessors. Two ranks have nobody else: there the channel lies with the sender, who
-stages before it computes. So does a second, near channel of each pair, for small messages of an exchange that is at rest: they cross
-the links once, and are with the reader in half the time.
+fill them; a copy within a GPU needs its multiprocessors. A second, near channel of each pair lies with the sender, who stages before
+it computes. It is for small messages of an exchange that is at rest: they cross the links once, and are with the reader in half the
+time. Two ranks have nobody else: there it takes of every exchange what it has room for. What is left goes by a channel that lies with
+the reader, who pulls it when its computation has ended, and never has to wait for the sender's.
 
 All of it is queued: the host waits for nothing. Stages and pulls are queued so that each waits only for what some rank has queued
 before, in the order of exchanges and of rounds within one: ranks that name a message in the same exchange never wait in a circle,
@@ -126,7 +127,8 @@ class Memory(ABC):
 class Channel:
     """Where the pieces of an ordered pair of ranks lie: the same sequence of sizes gives the same places.
 
-    Each rank keeps one channel of each distance, one after the other from byte `begin` of its arena on. `near`: with the sender.
+    Each rank keeps one channel of each distance, one after the other from byte `begin` of its arena on. `near`: with the sender;
+    otherwise with a third rank, or, of two, with the reader.
     """
 
     def __init__(self, src: int, dst: int, size: int, capacity: int, *, near: bool = False, begin: int = 0) -> None:
@@ -134,8 +136,8 @@ class Channel:
         assert self._capacity, capacity
         distance = (dst - src) % size
         third = distance + 1 if distance + 1 < size else 1
-        self.near = near or size == 2
-        self.keeper = src if self.near else (src + third) % size
+        self.near = near
+        self.keeper = src if near else (src + third) % size
         self._base = begin + (distance - 1) * capacity
         self._head = 0
         self._lying: deque[tuple[int, int, int]] = deque()  # (number, begin, end), oldest first
@@ -145,11 +147,26 @@ class Channel:
         """Whether there is room for these messages beside as many others: then none of them waits for another to be read."""
         return sum(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors) <= self._capacity // 2
 
+    def cut(self, tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """As much of these messages as there is room for, with none of it waiting for another part to be read, and the rest."""
+        # behind the last place there may be less room than a piece needs
+        room = self._capacity - self._largest
+        first, rest = [], []
+        for tensor in tensors:
+            if tensor.nbytes <= room:
+                first.append(tensor)
+                room -= -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+                continue
+            content = tensor.view(-1).view(torch.uint8)
+            first += [content[:room]] if room > 0 else []
+            rest.append(content[max(0, room) :])
+            room = 0
+        return first, rest
+
     def rounds(self, tensors: Iterable[torch.Tensor]) -> list[list[Piece]]:
         """Pieces of the next messages. Those of one round lie beside each other: none waits for another to be read."""
         rounds: list[list[Piece]] = []
-        burst = 0
-        largest = min(self._capacity // 2, _BURST)
+        burst, largest = 0, self._largest
         for tensor in tensors:
             total = tensor.numel() * tensor.element_size()
             for begin in range(0, total, largest):
@@ -160,6 +177,11 @@ class Channel:
                     burst = piece.nbytes
                 rounds[-1].append(piece)
         return rounds
+
+    @property
+    def _largest(self) -> int:
+        """Bytes of a piece."""
+        return min(self._capacity // 2, _BURST)
 
     def _place(self, tensor: torch.Tensor, begin: int, nbytes: int) -> Piece:
         padded = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -179,7 +201,7 @@ class Channel:
 
 
 class _Channels:
-    """A rank's channels to and from all others: of each pair the far one, and the near one if they are two."""
+    """A rank's channels to and from all others: of each pair the far and the near one."""
 
     def __init__(self, rank: int, size: int, capacity: int) -> None:
         others = [other for other in range(size) if other != rank]
@@ -195,11 +217,10 @@ class _Channels:
 
 
 def _of_pair(src: int, dst: int, size: int, capacity: int) -> list[Channel]:
-    if size == 2:
-        return [Channel(src, dst, 2, capacity)]
-    half = capacity // 2
-    near = Channel(src, dst, size, half, near=True, begin=half * (size - 1))
-    return [Channel(src, dst, size, half), near]
+    # of two ranks, what goes the far way waits for the reader
+    far = capacity // 2 if size > 2 else max(2, capacity // (4 * _ALIGNMENT)) * _ALIGNMENT
+    near = Channel(src, dst, size, capacity - far, near=True, begin=far * (size - 1))
+    return [Channel(src, dst, size, far), near]
 
 
 class _Pending(Handle):
@@ -258,42 +279,32 @@ class StagedTransport(Transport):
         captured = memory.capturing
         self._captured |= captured
         channels = _Channels(self.rank, self.size, memory.capacity) if captured else self._channels
-        near: dict[int, list[list[Piece]]] = {}
-        out: dict[int, list[list[Piece]]] = {}
-        for dst, tensors in sent.items():
-            channel = _choose(channels.out[dst], tensors, at_rest)
-            (near if channel.near and self.size > 2 else out)[dst] = channel.rounds(tensors)
+        out, near_out = _placed(sent, channels.out, at_rest)
         # nearest first, as in a ring
-        found = sorted(received.items(), key=lambda item: (self.rank - item[0]) % self.size)
-        into = {src: _choose(channels.into[src], tensors, at_rest).rounds(tensors) for src, tensors in found}
-        lanes = {src: self._pulls[(self.rank - src) % self.size % len(self._pulls)] for src in into}
+        found = sorted(received, key=lambda src: (self.rank - src) % self.size)
+        into, near_into = _placed({src: received[src] for src in found}, channels.into, at_rest)
+        lanes = {src: self._pulls[(self.rank - src) % self.size % len(self._pulls)] for src in found}
         used: list[Queue] = list(dict.fromkeys(lanes.values()))
-        used += [queue for queue, staged in ((self._near, near), (self._stages, out)) if staged]
+        used += [queue for queue, staged in ((self._near, near_out), (self._stages, out)) if staged]
         if captured:
             used = [*self._pulls, self._near, self._stages]
         _follow(used, [memory.current])
-        for staged in _transposed(near):
+        for staged in _transposed(near_out):
             self._stage(self._near, staged, channels, captured)
-        if near:
+        if near_out:
             _follow([memory.current], [self._near])
-        # two ranks stage before they compute, as far as that waits for nothing of this exchange
-        before = self.size == 2 and bool(out)
-        first = {dst: rounds[0][0].number for dst, rounds in out.items()}
-        # a round's stages before its pulls: see above
-        for staged, pulled in zip_longest(_transposed(out), _transposed(into), fillvalue={}):
-            if before and any(piece.needs > first[dst] for dst, pieces in staged.items() for piece in pieces):
-                before = False
-                _follow([memory.current], [self._stages])
+        # all stages that nothing of this exchange holds up come first, and a round's stages before its pulls: see above
+        rounds = [({}, pulled) for pulled in _transposed(near_into)]
+        for staged, pulled in (*rounds, *zip_longest(_transposed(out), _transposed(into), fillvalue={})):
             if staged:
                 self._stage(self._stages, staged, channels, captured)
             if captured:
                 _follow(self._pulls, [self._near, self._stages])
             for src, pieces in pulled.items():
-                _pull(lanes[src], src, pieces, captured, last=pieces is into[src][-1])
-        if before:
-            _follow([memory.current], [self._stages])
+                last = any(pieces is of_rank[src][-1] for of_rank in (into, near_into) if src in of_rank)
+                _pull(lanes[src], src, pieces, captured, last)
         if self._captured:
-            for queue, staged in ((self._near, near), (self._stages, out)):
+            for queue, staged in ((self._near, near_out), (self._stages, out)):
                 self._drain(queue, staged, channels, captured)
         return _Pending(memory, [queue.mark() for queue in used], [*sends, *receives], self._outstanding)
 
@@ -345,9 +356,28 @@ def _follow(queues: Sequence[Queue], others: Sequence[Queue]) -> None:
             queue.after(mark)
 
 
-def _choose(channels: list[Channel], tensors: list[torch.Tensor], at_rest: bool) -> Channel:
-    """The near channel, where there are two, for what it holds of an exchange that is at rest."""
-    return channels[-1] if at_rest and channels[-1].holds_two(tensors) else channels[0]
+_Rounds = dict[int, list[list[Piece]]]
+
+
+def _placed(messages: dict[int, list[torch.Tensor]], channels: dict[int, list[Channel]], at_rest: bool) -> tuple[_Rounds, _Rounds]:
+    """The pieces of messages to or from each rank that go the far way, and of those that go the near one."""
+    rounds: tuple[_Rounds, _Rounds] = {}, {}
+    for rank, tensors in messages.items():
+        for channel, part, of_way in zip(channels[rank], _divided(channels, rank, tensors, at_rest), rounds):
+            if part:
+                of_way[rank] = channel.rounds(part)
+    return rounds
+
+
+def _divided(
+    channels: dict[int, list[Channel]], rank: int, tensors: list[torch.Tensor], at_rest: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What of a rank's messages goes the far way, and what the near one: of two ranks what there is room for, else all or nothing."""
+    near = channels[rank][1]
+    if len(channels) == 1:
+        first, rest = near.cut(tensors)
+        return rest, first
+    return ([], tensors) if at_rest and near.holds_two(tensors) else (tensors, [])
 
 
 def _by_rank(peers: Iterable[Peer]) -> dict[int, list[torch.Tensor]]:
