@@ -70,7 +70,8 @@ def build_model(settings: Settings, device: torch.device, vocab: int = 0) -> Cau
     if Path(settings.model).is_dir():
         load_weights(model, Path(settings.model))
     if settings.mlp_tile:
-        tile_mlps(model, settings.mlp_tile)
+        for suffix in ("MLP", "Norm"):
+            tile_mlps(model, settings.mlp_tile, suffix)
     return CausalLMLoss(model, loss=token_loss if settings.deterministic else fused_token_loss)
 
 

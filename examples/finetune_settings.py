@@ -117,7 +117,7 @@ def parse(argv: list[str] | None = None, description: str | None = None) -> Sett
         help="keep the inputs of N layers (without N: of all), and what attention computed in them, in host memory, and recompute the "
         "rest in backward",
     )
-    add("--mlp-tile", type=int, default=0, metavar="N", help="run MLPs over tiles of N tokens (default: all at once)")
+    add("--mlp-tile", type=int, default=0, metavar="N", help="run MLPs and norms over tiles of N tokens (default: whole)")
     add("--deterministic", action="store_true", help="torch's deterministic algorithms: the same bits every time on a GPU too")
     add("--tokens", type=int, help="tokens a step; 0 is the whole document (default: 2048 on a CPU, 0 on GPUs)")
     add(

@@ -1,6 +1,7 @@
 """Modules local to a token, run over tiles of the sequence: their inner activations exist for one tile at a time.
 
-The hidden layer of an MLP is some four times as wide as its input, and of a million tokens on eight GPUs it is what does not fit.
+The hidden layer of an MLP is some four times as wide as its input, and a norm's backward pass takes as much in fp32: of a million tokens
+on eight GPUs they are what does not fit.
 Source: ALST (Bekman et al. 2025, section 3.1, "sequence tiling").
 
 Shapes: b batch, s local tokens, n features.
@@ -43,6 +44,8 @@ class _Tiled(nn.Module):
 
 def tile_mlps(model: nn.Module, rows: int, suffix: str = "MLP") -> list[str]:
     """Let every module whose class name ends in `suffix` run over tiles of `rows` tokens; returns their names.
+
+    `suffix="Norm"` does so with norms, which in transformers keep their input in fp32 and the normalized one beside their output.
 
     Parameters and their names stay. Do it before wrapping in FSDP2; once more changes the rows. Raises ValueError if there is none.
     """

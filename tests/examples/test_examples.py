@@ -315,6 +315,12 @@ def test_model_flops_are_counted(program):
     assert finetune_model.count_flops(model.model.config, model, 10) is None
 
 
+def test_mlps_and_norms_are_tiled(program):
+    model = program.build_model(program.parse([*TOY, "--layers", "2", "--mlp-tile", "8"]), torch.device("cpu"))
+    kinds = [type(module).__name__ for module in model.modules() if getattr(module, "tile_rows", None) == 8]
+    assert sorted(kinds) == ["LlamaMLP"] * 2 + ["LlamaRMSNorm"] * 5
+
+
 def test_a_peer_computes_the_same(program, alone, text, tmp_path):
     """The Ulysses hook for comparisons, all-to-all around torch's attention on two ranks, and the ring on one."""
     arguments = [*TOY, "--text", str(text), "--out", str(tmp_path), "--layout", "contiguous", "--tokens", "60", "--generate", "0"]

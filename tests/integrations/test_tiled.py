@@ -46,6 +46,29 @@ def test_a_models_mlps_are_tiled_in_place():
     assert type(model.model.layers[0].mlp).__name__ == "LlamaMLP"
 
 
+def test_tiled_norms_keep_their_input_alone():
+    """A norm of bf16 keeps it in fp32, and it normalized, where tiles keep views of it; gradients of the weight add up."""
+    torch.manual_seed(0)
+    norm = transformers.models.llama.modeling_llama.LlamaRMSNorm(16).bfloat16()
+    x = torch.randn(1, 11, 16, dtype=torch.bfloat16, requires_grad=True)
+
+    def step(module):
+        kept = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.untyped_storage().data_ptr(): t}) or t, lambda t: t):
+            out = module(x)
+        grads = torch.autograd.grad(out.float().square().sum(), [x, norm.weight])
+        return out, grads, sum(t.untyped_storage().nbytes() for t in kept.values())
+
+    expected, (dx, dweight), whole = step(norm)
+    tile_mlps(nn.ModuleList([norm]), 4, suffix="Norm")
+    out, (tiled_dx, tiled_dweight), kept = step(norm)
+    assert torch.equal(out, expected)
+    assert torch.equal(tiled_dx, dx)
+    torch.testing.assert_close(tiled_dweight, dweight, rtol=2**-7, atol=2**-6)
+    assert kept <= x.nbytes + norm.weight.nbytes
+    assert whole >= 3 * x.nbytes
+
+
 @pytest.mark.gpu
 def test_tiles_take_less_memory_on_a_gpu():
     """Of a hidden layer that is the most there is, an eighth: two tiles of sixteen at a time, forward and backward."""
