@@ -120,7 +120,7 @@ def _figures(p: Prediction) -> str:
 
 
 def _print_world(gpus: int, tokens: int, predictions: list[Prediction], best: Prediction | None, memory: float) -> None:
-    print(f"{gpus} GPUs, {tokens:,} tokens: one layer, predicted\n")
+    print(f"{gpus:,} GPU{'s' * (gpus > 1)}, {tokens:,} token{'s' * (tokens > 1)}: one layer, predicted\n")
     print(f"| schedule | {_COLUMNS} |")
     print("|---" * 9 + "|")
     for p in predictions:

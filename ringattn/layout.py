@@ -26,6 +26,9 @@ from .region import Table, count_pairs
 from .region import common_stride as region_stride
 from .span import Span, Spans, common_stride, fold, refine, span_table
 
+# of the busiest rank's work over the mean, up to which equal chunks are left as they are
+_EVEN = 1.25
+
 
 @dataclass(frozen=True, eq=False)
 class Layout(Digested):
@@ -167,13 +170,16 @@ def balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
 def default_layout(mask: Mask, seq_len: int, world_size: int) -> Layout:
     """The layout that suits a mask.
 
-    `zigzag` for causal and prefix, `contiguous` for full, windows with a limit on both sides and dilated ones, `balanced` for all others.
+    `zigzag` for causal and prefix, `contiguous` for full, windows with a limit on both sides and dilated ones, `balanced` for all others,
+    and for windows that reach so far that the ranks at the ends would have much less to do: over about two fifths of the sequence.
     """
     if isinstance(mask, (Causal, Prefix)):
         return zigzag(seq_len, world_size)
     limited = isinstance(mask, SlidingWindow) and None not in (mask.left, mask.right)
     if limited or isinstance(mask, (Full, DilatedWindow)):
-        return contiguous(seq_len, world_size)
+        flat = contiguous(seq_len, world_size)
+        if flat.balance(mask) <= _EVEN:
+            return flat
     return balanced(mask, seq_len, world_size)
 
 

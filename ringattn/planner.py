@@ -98,7 +98,7 @@ def _reach(mask: Mask) -> int | None:
 
 
 def _smaller_worlds(mask: Mask, schedule: Schedule, n: int, per_node: int, shard: int) -> tuple[int, int] | None:
-    """Ranks of two rings, of whole nodes, larger than the mask's reach and three waves, to stand for one of n; None if n is small.
+    """Ranks of two rings, of whole nodes, larger than twice the mask's reach and three waves, to stand for one of n; None if n is small.
 
     Only full and causal masks and windows look the same in worlds of all sizes.
     """
@@ -108,7 +108,7 @@ def _smaller_worlds(mask: Mask, schedule: Schedule, n: int, per_node: int, shard
     # K/V of one wave and dK/dV of another meet from the third on
     waves_ = schedule.in_forward
     of_waves = 3 * (waves_.width or 0) if isinstance(waves_, Waves) else 0
-    half = per_node * max(2, ceil(max(_RANKS / 2, of_waves, (reach or 0) / shard) / per_node))
+    half = per_node * max(2, ceil(max(_RANKS / 2, of_waves, 2 * (reach or 0) / shard) / per_node))
     return (half, 2 * half) if n > 2 * half else None
 
 

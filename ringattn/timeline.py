@@ -20,7 +20,10 @@ def need_figures() -> Any:
 
 
 def draw(prediction: Prediction, path: str | Path) -> None:
-    """The steps of a forward and a backward pass, saved by the path's suffix. Raises ValueError if matplotlib is not installed."""
+    """The steps of a forward and a backward pass, of the rank that ends last, saved by the path's suffix, a PNG without one.
+
+    Raises ValueError if matplotlib is not installed, or does not know the suffix.
+    """
     Figure = need_figures()
     figure = Figure(figsize=(11, 4.6), layout="constrained", facecolor="white")
     passes = ("forward", prediction.forward_steps), ("backward", prediction.backward_steps)
@@ -40,4 +43,4 @@ def draw(prediction: Prediction, path: str | Path) -> None:
     figure.suptitle(
         f"{prediction.option}: blue computes, orange moves, pink is exposed communication (predicted)", color=_INK, fontsize=11
     )
-    figure.savefig(path, dpi=140)
+    figure.savefig(path, dpi=140, format=Path(path).suffix[1:] or "png")

@@ -245,3 +245,17 @@ def test_refusal(name):
     build, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize(
+    "make", [ra.sliding_window, lambda n: ra.sliding_window(n, n), lambda n: ra.dilated_window((n // 2, 0), 2)]
+)
+def test_wide_windows_are_even_by_default(make, world_size):
+    """Narrow ones keep neighbouring text together; one as wide as the sequence is no worse than a causal mask."""
+    n = 4096
+    for window in (100, n // 8, n // 2, n, 10 * n):
+        mask = make(window)
+        layout = ra.default_layout(mask, n, world_size)
+        assert layout.balance(mask) <= 1.25
+        assert layout.name == "contiguous" or (window >= n // 2 and ra.contiguous(n, world_size).balance(mask) > 1.25)

@@ -380,6 +380,15 @@ def test_the_command_and_its_timeline(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_timeline_lies_where_it_is_said_to(tmp_path, capsys):
+    path = tmp_path / "line"
+    command_line.main(["plan", "--gpus", "1", "--tokens", "1", "--timeline", str(path)])
+    printed = capsys.readouterr()
+    assert printed.out.startswith("1 GPU, 1 token: one layer, predicted")
+    assert printed.err == f"timeline: {path}\n"
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_timeline_needs_matplotlib(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match="a timeline needs matplotlib, which is not installed: pip install matplotlib"):
