@@ -217,8 +217,7 @@ def measure(entries: list[Entry], seconds: float | None) -> list[dict]:
     device = entries[0].case.device
     for entry in entries:
         entry.first_turn()
-    (round_seconds,) = slowest([sum(both + REST for _, both, _ in (entry.times[0] for entry in entries))], device)
-    rounds = 0 if seconds is None or round_seconds > _LONG else min(10, max(2, int(seconds / round_seconds)))
+    rounds = rounds_after([entry.times[0] for entry in entries], seconds, device)
     order, shuffler = list(entries), random.Random(0)
     for _ in range(rounds):
         shuffler.shuffle(order)
@@ -228,6 +227,16 @@ def measure(entries: list[Entry], seconds: float | None) -> list[dict]:
     for entry in entries:
         entry.method = None
     return rows
+
+
+def rounds_after(first: list[tuple[float, float, float]], seconds: float | None, device: str) -> int:
+    """How many rounds follow the first, of which these are the times, in about so many seconds: none if its GPUs took long.
+
+    A GPU that is as slow as its host has waited for kernels to compile.
+    """
+    _, both, host = (sum(column) for column in zip(*first))
+    total, computed = slowest([both + REST * len(first), both - host * (device == "cuda")], device)
+    return 0 if seconds is None or computed > _LONG else min(10, max(2, int(seconds / total)))
 
 
 def _row(entry: Entry, times: list[tuple[float, float, float]]) -> dict:

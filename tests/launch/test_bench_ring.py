@@ -136,6 +136,26 @@ def test_exposed_transfers_are_those_beside_no_computation():
 
 
 @pytest.mark.usefixtures("launch")
+@pytest.mark.parametrize(
+    ("first", "seconds", "device", "rounds"),
+    [
+        ([(0.1, 0.4, 0.01)] * 5, 8, "cuda", 3),
+        ([(0.001, 0.004, 0.002)], 8, "cuda", 10),
+        ([(8.0, 8.5, 8.4), (9.0, 9.5, 9.0)], 1, "cuda", 2),
+        ([(5.0, 20.0, 4.0)], 8, "cuda", 0),
+        ([(5.0, 20.0, 20.0)], 8, "cpu", 0),
+        ([(0.1, 0.4, 0.01)], None, "cuda", 0),
+    ],
+    ids=["short", "shorter", "compiles", "long", "long-on-a-cpu", "memory-alone"],
+)
+def test_a_round_is_repeated_unless_its_gpus_took_long(first, seconds, device, rounds, monkeypatch):
+    import bench_ring
+
+    monkeypatch.setattr(bench_ring, "slowest", lambda values, device: values)
+    assert bench_ring.rounds_after(first, seconds, device) == rounds
+
+
+@pytest.mark.usefixtures("launch")
 def test_a_line_is_fitted_to_peak_memory():
     import ring_report
 
