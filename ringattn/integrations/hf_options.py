@@ -207,7 +207,8 @@ def check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any], layout: 
     for name in ("past_key_values", "use_cache"):
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ValueError(f"{name} is {_shown(kwargs[name])}, but key/value caches are not supported: {_CACHES}")
-    if kwargs.get("output_attentions"):
+    asked = kwargs.get("output_attentions")
+    if getattr(model.config, "output_attentions", False) if asked is None else asked:
         raise ValueError("output_attentions is True, but attention weights are never formed: leave it out")
     for name in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
         if model.training and getattr(model.config, name, 0):
@@ -284,6 +285,32 @@ def check_targets(model: nn.Module, kwargs: dict[str, Any], layout: Layout, igno
             "output_router_logits is True, and the routers' loss would be a mean over this rank's tokens, added once a rank: leave the "
             "labels out, and make both losses from the outputs"
         )
+
+
+class GuardedLoss:
+    """A head's own loss after `check_targets`: PEFT before 0.21 calls a head's forward itself, and so goes around its hooks."""
+
+    def __init__(self, model: Any, loss: Callable[..., Any], layout: Layout) -> None:
+        self.model, self.loss, self.layout = model, loss, layout
+        self.__name__ = getattr(loss, "__name__", "")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            check_targets(self.model, {**dict(zip(("logits", "labels"), args, strict=False)), **kwargs}, self.layout)
+        return self.loss(*args, **kwargs)
+
+
+def guard_loss(model: Any, layout: Layout) -> None:
+    """Put a `GuardedLoss` in the place of the loss function of a model that has one."""
+    release_loss(model)
+    if "loss_function" in forward_names(model):
+        model.loss_function = GuardedLoss(model, model.loss_function, layout)
+
+
+def release_loss(model: Any) -> None:
+    guarded = vars(model).get("_loss_function")
+    if isinstance(guarded, GuardedLoss):
+        model.loss_function = guarded.loss
 
 
 def _loss_function(model: nn.Module) -> str:

@@ -192,6 +192,7 @@ def attach(
             module.register_forward_pre_hook(_enter, with_kwargs=True)
             module.register_forward_hook(_leave, always_call=True)
         setattr(module, NAME, ring)
+        hf_options.guard_loss(module, layout)
     for module in rotary:
         if not hasattr(module, NAME):
             module.register_forward_pre_hook(_add_last, with_kwargs=True)
@@ -222,6 +223,7 @@ def detach(model: PreTrainedModel, attn_implementation: str | None = None) -> No
             _unhook(module, (_around,))
     for module in model.modules():
         vars(module).pop(NAME, None)  # a wrapper such as PEFT's passes attributes on that are not its own
+        hf_options.release_loss(module)
         _unhook(module, _HOOKS)
     if attn_implementation is None:
         before = model.config._attn_implementation if attached is None else attached.before
@@ -272,6 +274,16 @@ def ring_attention_forward(
         known = None if attention_mask is None else attention_mask.is_causal
         looks_back = next(said for said in (known, is_causal, getattr(module, "is_causal", True)) if said is not None)
         window = _window(module, sliding_window, attention_mask, looks_back)
+        if known and is_causal is None and not getattr(module, "is_causal", True) and ring.live.mask is None:
+            raise ValueError(
+                f"is_causal is False in {type(module).__name__}, but its mask is causal: attach(model, mask=...) the one that is meant, "
+                "ringattn.full() or ringattn.causal()"
+            )
+        if attention_mask is not None and attention_mask.live is None:
+            raise ValueError(
+                f"{type(module).__name__} runs in a model that was entered by its forward, around the hooks that give it its positions: "
+                "call the model itself"
+            )
     except ValueError as error:
         if not torch.compiler.is_compiling():
             _tell(ring, error)

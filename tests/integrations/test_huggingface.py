@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import ringattn as ra
 from ringattn.integrations.causal_lm import CausalLMLoss, shift_labels, sum_gradients
 from ringattn.integrations.hf_options import check_targets
-from ringattn.integrations.huggingface import NAME, LiveMask, attach, detach, register, ring_attention_forward
+from ringattn.integrations.huggingface import NAME, Live, LiveMask, attach, detach, register, ring_attention_forward
 
 TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 SIZES = dict(**TINY, num_key_value_heads=2, use_cache=False, bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -664,7 +664,7 @@ def test_windows_that_differ_are_refused():
 def test_a_window_that_only_the_mask_knows_is_honoured():
     module = attached_module()
     q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
-    by_mask, _ = ring_attention_forward(module, q, k, k, LiveMask(None, 2, True))
+    by_mask, _ = ring_attention_forward(module, q, k, k, LiveMask(Live(None), 2, True))
     by_module, _ = ring_attention_forward(module, q, k, k, None, sliding_window=2)
     assert torch.equal(by_mask, by_module)
     assert not torch.equal(by_mask, ring_attention_forward(module, q, k, k, None)[0])
@@ -872,6 +872,46 @@ def test_a_head_around_an_attached_model_is_guarded_too(again):
     detach(model.model)
     assert torch.isfinite(model(input_ids=ids, labels=ids).loss)
     assert not model._forward_pre_hooks
+
+
+def test_a_head_whose_forward_is_called_around_its_hooks_is_guarded():
+    """As PEFT before 0.21 calls it: the model within is entered by a call, and has its positions."""
+    model, ids = build("llama"), sequence(6)
+    before = model(input_ids=ids, labels=ids).loss
+    for _ in range(2):
+        attach(model, layout=ra.zigzag(6, 1))
+    twin = copy.deepcopy(model)
+    for head in (model, twin):
+        with pytest.raises(ValueError, match="labels would be shifted within the shard"):
+            head.forward(input_ids=ids, labels=ids)
+        assert torch.equal(head.forward(input_ids=ids).logits, model(input_ids=ids).logits)
+        assert torch.isfinite(head.forward(input_ids=ids, labels=ids, shift_labels=shift_labels(ids)).loss)
+        with pytest.raises(ValueError, match="LlamaAttention runs in a model that was entered by its forward"):
+            head.model.forward(input_ids=ids)
+    detach(model)
+    assert torch.equal(model(input_ids=ids, labels=ids).loss, before)
+
+
+def test_modules_and_masks_that_disagree_on_what_is_causal_are_refused():
+    """transformers' kinds of attention go by the one or by the other."""
+    model, ids = build("llama"), sequence(6)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    dense = model(input_ids=ids).logits
+    attach(model, layout=ra.zigzag(6, 1))
+    with pytest.raises(ValueError, match="is_causal is False in LlamaAttention, but its mask is causal"):
+        model(input_ids=ids)
+    attach(model, layout=ra.zigzag(6, 1), mask=ra.full() if SINCE_5 else ra.causal())
+    torch.testing.assert_close(model(input_ids=ids).logits, dense, rtol=0, atol=1e-10)
+
+
+def test_attention_weights_that_a_config_asks_for_are_refused():
+    model = build("llama")
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    attach(model, layout=ra.zigzag(6, 1))
+    with pytest.raises(ValueError, match="output_attentions is True"):
+        model(input_ids=sequence(6))
 
 
 def test_a_head_that_pools_around_an_attached_model_is_refused():
