@@ -14,7 +14,7 @@ import ringattn as ra
 from ringattn.transport import Peer, run_ranks
 from ringattn.transport import staged as staged_module
 from ringattn.transport.simulated import Deadlock, SimulatedQueue, SimulatedTransport, World
-from ringattn.transport.staged import Channel, StagedTransport
+from ringattn.transport.staged import Channel, bursts, cut, room
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -147,8 +147,8 @@ def found(cases, run=simulate):
 @busy
 @pytest.mark.parametrize("ready", [True, False], ids=["until it is ready", "until it is read"])
 def test_no_wait_can_be_left_out(monkeypatch, cases, ready):
-    def impatient(queue, counts):
-        wait(queue, [count for count in counts if count.ready != ready])
+    def impatient(queue, values):
+        wait(queue, [(count, value) for count, value in values if count.ready != ready])
 
     wait = SimulatedQueue.wait
     assert found(cases) == 0
@@ -163,8 +163,8 @@ def test_no_wait_can_be_left_out(monkeypatch, cases, ready):
     ids=lambda value: None if isinstance(value, (bool, int)) else value[0].at_rest[0],
 )
 def test_no_wait_can_be_for_another_piece(monkeypatch, cases, ready, off):
-    def wrong(queue, counts):
-        wait(queue, [count._replace(value=count.value + off * (count.ready == ready)) for count in counts])
+    def wrong(queue, values):
+        wait(queue, [(count, value + off * (count.ready == ready)) for count, value in values])
 
     wait = SimulatedQueue.wait
     monkeypatch.setattr(SimulatedQueue, "wait", wrong)
@@ -238,8 +238,8 @@ def test_what_is_ready_must_be_set_back_before_all_is_read(monkeypatch, cases):
         late.extend((queue, count) for count in counts if count.ready)
         set_back(queue, [count for count in counts if not count.ready])
 
-    def raise_to(queue, counts):
-        raise_first(queue, counts)
+    def raise_to(queue, values):
+        raise_first(queue, values)
         for of_queue, count in [pair for pair in late if pair[0] is queue]:
             late.remove((of_queue, count))
             set_back(queue, [count])
@@ -254,21 +254,21 @@ def test_what_is_ready_must_be_set_back_before_all_is_read(monkeypatch, cases):
 @pytest.mark.parametrize("order", [GRAPHS, ".a.a.a."], ids=["graphs", "between others"])
 @pytest.mark.parametrize("captured", [True, False], ids=["captured", "not captured"])
 def test_senders_must_wait_until_all_is_read(monkeypatch, cases, order, captured):
-    def drain(transport, queue, staged, channels, in_graph):
+    def drain(queue, channels, in_graph, pulls):
         if in_graph != captured:
-            kept(transport, queue, staged, channels, in_graph)
+            kept(queue, channels, in_graph, pulls)
         elif in_graph:
             # the count is set back, when nobody has waited for it
             with monkeypatch.context() as patch:
-                patch.setattr(SimulatedQueue, "wait", lambda queue, counts: None)
-                kept(transport, queue, staged, channels, in_graph)
+                patch.setattr(SimulatedQueue, "wait", lambda queue, values: None)
+                kept(queue, channels, in_graph, pulls)
 
     def run(case):
         replay(case, order)
 
     assert found(cases[:5], run) == 0
-    kept = StagedTransport._drain
-    monkeypatch.setattr(StagedTransport, "_drain", drain)
+    kept = staged_module._drain
+    monkeypatch.setattr(staged_module, "_drain", drain)
     assert (found(cases[:12], run) > 0) == (captured or "." in order)
 
 
@@ -293,29 +293,36 @@ def test_a_lock_out_is_told():
         world.finish()
 
 
-@given(st.lists(st.integers(1, 5000), max_size=40), st.integers(1, 6), st.integers(2, 5))
-def test_places_in_a_channel(sizes, halves, size):
-    """Pieces cover the messages in order; no piece lies where one does that need not have been read."""
+def messages(sizes):
+    return [(number, 0, nbytes) for number, nbytes in enumerate(sizes)]
+
+
+@given(st.lists(st.lists(st.integers(1, 5000), min_size=1, max_size=4), max_size=10), st.integers(1, 6), st.integers(2, 5))
+def test_places_in_a_channel(exchanges, halves, size):
+    """Bursts cover the messages in order; none lies where one does that need not have been read."""
     capacity = halves * 1024 + 300
-    channel = Channel(1, 0, size, capacity)
+    channel = Channel(1, 0, size, capacity, sends=True)
     base = (size - 2) * capacity
     lying = []
-    for at in range(0, len(sizes), 4):
-        tensors = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in sizes[at : at + 4]]
-        pieces = []
-        for of_round in channel.rounds(tensors):
-            assert all(piece.needs <= of_round[0].number for piece in of_round)
-            pieces += of_round
-        for piece in pieces:
-            assert base <= piece.offset and piece.offset + piece.nbytes <= base + capacity
-            assert piece.offset % 512 == base % 512
-            lying = [old for old in lying if old.number >= piece.needs]
-            ends = piece.offset + piece.nbytes
-            assert all(old.offset + old.nbytes <= piece.offset or ends <= old.offset for old in lying)
-            lying.append(piece)
-        assert [piece.number for piece in lying] == sorted(piece.number for piece in lying)
-        joined = [(id(piece.tensor), piece.begin + i) for piece in pieces for i in range(piece.nbytes)]
-        assert joined == [(id(x), i) for x in tensors for i in range(len(x))]
+    for sizes in exchanges:
+        joined = []
+        for burst in bursts(messages(sizes), room(capacity)):
+            end = 0
+            for part in burst.parts:
+                assert part.offset == -(-end // 512) * 512
+                end = part.offset + part.nbytes
+                joined += [(part.number, part.begin + i) for i in range(part.nbytes)]
+            load = channel.place(burst, ())
+            assert end <= burst.nbytes < end + 512
+            assert load.parts == burst.parts
+            assert base <= load.offset and load.offset + burst.nbytes <= base + capacity
+            assert load.offset % 512 == base % 512
+            assert load.needs < channel.count
+            lying = [(number, old, stop) for number, old, stop in lying if number >= load.needs]
+            stop = load.offset + burst.nbytes
+            assert all(other <= load.offset or stop <= begin for _, begin, other in lying)
+            lying.append((channel.count - 1, load.offset, stop))
+        assert joined == [(number, i) for number, nbytes in enumerate(sizes) for i in range(nbytes)]
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -327,11 +334,11 @@ def test_each_channel_has_a_place_of_its_own(size):
         transport = SimulatedTransport(Rank(src, size), world)
         for dst in {*range(size)} - {src}:
             for channel in transport._channels.out[dst]:
-                ((piece,),) = channel.rounds([torch.empty(1, dtype=torch.uint8)])
-                places.append((piece.keeper, piece.offset))
-                assert 0 <= piece.offset < 4096 * (size - 1)
-                assert piece.keeper == src if channel.near else piece.keeper not in (src, *([dst] if size > 2 else []))
-            assert [channel.near for channel in transport._channels.out[dst]] == [False, True]
+                load = channel.place(*bursts(messages([1]), 512), ())
+                places.append((load.keeper, load.offset))
+                assert 0 <= load.offset < 4096 * (size - 1)
+                assert load.keeper == src if channel.ready.near else load.keeper not in (src, *([dst] if size > 2 else []))
+            assert [channel.ready.near for channel in transport._channels.out[dst]] == [False, True]
     assert len(set(places)) == len(places)
 
 
@@ -344,9 +351,10 @@ def test_what_is_at_rest_goes_the_near_way_if_there_is_room_for_twice_as_much():
         ([large], True, False),
         ([small] * 2, True, False),
     ):
-        far_way, near_way = staged_module._divided(transport._channels.out, 1, tensors, at_rest)
-        assert (near_way if near else far_way) == tensors
-        assert not (far_way if near else near_way)
+        before = [channel.count for channel in transport._channels.out[1]]
+        transport.exchange([Peer(1, x) for x in tensors], [], at_rest=at_rest)
+        after = [channel.count for channel in transport._channels.out[1]]
+        assert [later > earlier for earlier, later in zip(before, after)] == [not near, near]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -365,10 +373,10 @@ def test_nobody_waits_for_the_computation_of_another(monkeypatch, size, nbytes):
     for name in ("stage", "pull"):
         kept = getattr(SimulatedQueue, name)
 
-        def one_by_one(queue, pieces, kept=kept):
-            for piece in pieces:
-                queue.keeper = piece.keeper
-                kept(queue, [piece])
+        def one_by_one(queue, loads, kept=kept):
+            for load in loads:
+                queue.keeper = load.keeper
+                kept(queue, [load])
 
         monkeypatch.setattr(SimulatedQueue, name, one_by_one)
     monkeypatch.setattr(SimulatedQueue, "_copy", patient)
@@ -385,23 +393,21 @@ def test_nobody_waits_for_the_computation_of_another(monkeypatch, size, nbytes):
     assert all((message == 7).all() for message in messages[1:])
 
 
-@given(st.lists(st.integers(0, 9000), max_size=5), st.integers(2, 8))
+@given(st.lists(st.integers(1, 9000), max_size=5), st.integers(2, 8))
 def test_what_is_cut_off_fits_and_the_rest_follows(sizes, halves):
-    channel = Channel(0, 1, 2, 1024 * halves, near=True)
-    tensors = [content(0, 1, 0, index, nbytes) for index, nbytes in enumerate(sizes)]
-    channel.rounds([torch.empty(700, dtype=torch.uint8)])
-    before = channel.count
-    first, rest = channel.cut(tensors)
-    nothing = torch.empty(0, dtype=torch.uint8)
-    assert torch.equal(torch.cat([nothing, *first, *rest]), torch.cat([nothing, *tensors]))
-    assert all(piece.needs <= before for of_round in channel.rounds(first) for piece in of_round)
-    assert not rest or sum(-(-x.nbytes // 512) * 512 for x in first) > 1024 * halves // 2 - 512
+    capacity, largest = 1024 * halves, 512 * halves
+    channel = Channel(0, 1, 2, capacity, sends=True, near=True)
+    channel.place(*bursts(messages([700]), largest), ())
+    first, rest = cut(messages(sizes), capacity, largest)
+    covered = [(number, begin + i) for number, begin, nbytes in (*first, *rest) for i in range(nbytes)]
+    assert sorted(covered) == [(number, i) for number, nbytes in enumerate(sizes) for i in range(nbytes)]
+    assert all(channel.place(burst, ()).needs <= 1 for burst in bursts(first, largest))
+    assert not rest or sum(-(-nbytes // 512) * 512 for *_, nbytes in first) > largest - 512
 
 
-def test_long_messages_are_pulled_while_they_are_staged(monkeypatch):
-    monkeypatch.setattr(staged_module, "_BURST", 1024)
-    rounds = Channel(0, 1, 2, 16384).rounds([torch.empty(2000, dtype=torch.uint8), torch.empty(100, dtype=torch.uint8)])
-    assert [[(piece.begin, piece.nbytes) for piece in pieces] for pieces in rounds] == [[(0, 1024)], [(1024, 976)], [(0, 100)]]
+def test_long_messages_are_pulled_while_they_are_staged():
+    found = bursts(messages([2000, 100, 400]), 1024)
+    assert [[part[:3] for part in burst.parts] for burst in found] == [[(0, 0, 1024)], [(0, 1024, 976)], [(1, 0, 100), (2, 0, 400)]]
 
 
 @pytest.mark.parametrize("schedule", [ra.ring(), ra.gather()], ids=str)

@@ -21,7 +21,7 @@ class Handle(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return once the tensors may be used: on a GPU the current stream waits, not the host."""
+        """Return once the tensors may be used: on a GPU the current stream waits, which is that of the transfer's start, not the host."""
 
 
 class Ranks(ABC):

@@ -14,33 +14,24 @@ import ctypes
 import functools
 import itertools
 import os
+import struct
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from .meeting import Meeting, MeetingStore
-from .staged import Count, Mark, Memory, Piece, Queue
+from .staged import Count, Load, Mark, Memory, Queue, Values
 
 _LINE = 128  # bytes between two counts
 _NUMBERS = itertools.count()
 _kept: list[tuple] = []  # what could not be unmapped when its owner went
 
 
-class _StreamOperation(ctypes.Structure):
-    """CUstreamBatchMemOpParams, of a wait or a write."""
-
-    _fields_ = (
-        ("operation", ctypes.c_uint32),
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint32),
-        ("alias", ctypes.c_uint64),
-        ("pad", ctypes.c_uint64),
-    )
-
-    WAIT, WRITE = 1, 2
-    # as flags of a wait: until value <= what is there, cyclically; of a write: after all memory operations before it
-    AT_LEAST, IN_ORDER = 0, 0
+# CUstreamBatchMemOpParams, of a wait or a write: operation, address, value, flags
+_OPERATION = struct.Struct("=I4xQQI20x")
+WAIT, WRITE = 1, 2
+# as flags of a wait: until value <= what is there, cyclically; of a write: after all memory operations before it
+_FLAGS = 0
 
 
 class _CopyAttributes(ctypes.Structure):
@@ -63,12 +54,11 @@ class Driver:
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
         self._operate = self._library.cuStreamBatchMemOp_v2
-        self._operate.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.POINTER(_StreamOperation), ctypes.c_uint)
+        self._operate.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_char_p, ctypes.c_uint)
         self._copy = self._library.cuMemcpyBatchAsync  # as of CUDA 12.8; later versions have names of their own
-        addresses, sizes = ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_size_t)
-        attributes = ctypes.POINTER(_CopyAttributes)
+        numbers, sizes, attributes = ctypes.c_char_p, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(_CopyAttributes)
         self._copy.argtypes = (
-            *(addresses, addresses, sizes, ctypes.c_size_t, attributes, sizes, ctypes.c_size_t, sizes, ctypes.c_void_p),
+            *(numbers, numbers, numbers, ctypes.c_size_t, attributes, sizes, ctypes.c_size_t, sizes, ctypes.c_void_p),
         )
         self._attributes = (_CopyAttributes * 1)(
             _CopyAttributes(_CopyAttributes.STREAM_ORDER, flags=_CopyAttributes.PREFER_OVERLAP_WITH_COMPUTE)
@@ -78,47 +68,32 @@ class Driver:
         self._first = (ctypes.c_size_t * 1)(0)
         self._failed = (ctypes.c_size_t * 1)(0)
 
-    def wait(self, stream: int, counts: Sequence[tuple[int, int]]) -> None:
-        """The stream waits until the 32 bits at each address have come to a value."""
-        self._operations(stream, _StreamOperation.WAIT, _StreamOperation.AT_LEAST, counts)
-
-    def write(self, stream: int, counts: Sequence[tuple[int, int]]) -> None:
-        """The stream writes each value, of 32 bits, to its address."""
-        self._operations(stream, _StreamOperation.WRITE, _StreamOperation.IN_ORDER, counts)
-
-    def _operations(self, stream: int, operation: int, flags: int, counts: Sequence[tuple[int, int]]) -> None:
-        operations = (_StreamOperation * len(counts))(
-            *(_StreamOperation(operation, address, value & 0xFFFFFFFF, flags) for address, value in counts)
-        )
-        self._check(self._operate(stream, len(counts), operations, 0), "cuStreamBatchMemOp")
+    def operate(self, stream: int, operation: int, values: Sequence[tuple[int, int]]) -> None:
+        """The stream waits until the 32 bits at each address have come to a value (`WAIT`), or writes them there (`WRITE`)."""
+        packed = b"".join([_OPERATION.pack(operation, address, value & 0xFFFFFFFF, _FLAGS) for address, value in values])
+        result = self._operate(stream, len(values), packed, 0)
+        if result:
+            raise self._error(result, "cuStreamBatchMemOp")
 
     def copy(self, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
         """The stream copies from (target, source, bytes), in no order among them."""
         n = len(copies)
-        targets, sources, sizes = zip(*copies)
-        result = self._copy(
-            (ctypes.c_uint64 * n)(*targets),
-            (ctypes.c_uint64 * n)(*sources),
-            (ctypes.c_size_t * n)(*sizes),
-            n,
-            self._attributes,
-            self._first,
-            1,
-            self._failed,
-            stream,
-        )
-        self._check(result, "cuMemcpyBatchAsync")
+        targets, sources, sizes = [struct.pack(f"={n}Q", *numbers) for numbers in zip(*copies)]
+        result = self._copy(targets, sources, sizes, n, self._attributes, self._first, 1, self._failed, stream)
+        if result:
+            raise self._error(result, "cuMemcpyBatchAsync")
 
     def copy_captured(self, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
         """The same for a stream that is captured, which takes no batches; one after the other."""
         for target, source, nbytes in copies:
-            self._check(self._copy_one(target, source, nbytes, stream), "cuMemcpyAsync")
+            result = self._copy_one(target, source, nbytes, stream)
+            if result:
+                raise self._error(result, "cuMemcpyAsync")
 
-    def _check(self, result: int, function: str) -> None:
-        if result:
-            name = ctypes.c_char_p()
-            self._library.cuGetErrorName(result, ctypes.byref(name))
-            raise RuntimeError(f"{function} failed with {(name.value or b'an unknown error').decode()} ({result})")
+    def _error(self, result: int, function: str) -> RuntimeError:
+        name = ctypes.c_char_p()
+        self._library.cuGetErrorName(result, ctypes.byref(name))
+        return RuntimeError(f"{function} failed with {(name.value or b'an unknown error').decode()} ({result})")
 
 
 @functools.cache
@@ -184,7 +159,19 @@ class CudaMemory(Memory):
         assert not getattr(handle, "multicast_ptr", 0)
         self._handle = handle  # they stay mapped as long as it lives
         shape = self._arena.shape
-        self._bases = [handle.get_buffer(rank, shape, torch.uint8).data_ptr() for rank in range(self.size)]
+        self._note_addresses([handle.get_buffer(rank, shape, torch.uint8).data_ptr() for rank in range(self.size)])
+
+    def _note_addresses(self, bases: list[int]) -> None:
+        """Where, in the arenas of all ranks, their places begin, and each count lies here and at its peer."""
+        self.places = [base + self._counts for base in bases]
+        self.own: dict[Count, int] = {}
+        self.theirs: dict[Count, int] = {}
+        for number, kind in enumerate(itertools.product((False, True), repeat=3)):
+            captured, near, ready = kind
+            for peer in range(self.size):
+                count = Count(near, ready, peer, captured)
+                self.own[count] = bases[self.rank] + (number * self.size + peer) * _LINE
+                self.theirs[count] = bases[peer] + (number * self.size + self.rank) * _LINE
 
     def __del__(self) -> None:
         # the device is waited for where memory is unmapped, which ends a capture; and garbage is collected at any time
@@ -202,14 +189,6 @@ class CudaMemory(Memory):
     def queue(self) -> CudaQueue:
         return CudaQueue(self, torch.cuda.Stream(self.device, priority=-1))
 
-    def place(self, piece: Piece) -> int:
-        """Address of a piece in its keeper's arena."""
-        return self._bases[piece.keeper] + self._counts + piece.offset
-
-    def count(self, keeper: int, count: Count, peer: int) -> int:
-        """Address of a count that `keeper` keeps of its channel from or to `peer`."""
-        return self._bases[keeper] + ((4 * count.captured + 2 * count.near + count.ready) * self.size + peer) * _LINE
-
 
 class CudaQueue(Queue):
     """A stream."""
@@ -218,36 +197,40 @@ class CudaQueue(Queue):
         self._memory = memory
         self._driver = memory.driver
         self._stream = stream
+        self._handle = stream.cuda_stream
 
     def mark(self) -> Mark:
         return self._stream.record_event()
 
     def after(self, mark: Mark) -> None:
-        self._stream.wait_event(mark)
+        mark.wait(self._stream)
 
-    def wait(self, counts: Sequence[Count]) -> None:
-        self._driver.wait(self._stream.cuda_stream, self._own(counts))
+    def wait(self, values: Values) -> None:
+        own = self._memory.own
+        self._driver.operate(self._handle, WAIT, [(own[count], value) for count, value in values])
 
-    def stage(self, pieces: Sequence[Piece]) -> None:
-        self._copy([(self._memory.place(p), _address(p), p.nbytes) for p in pieces])
+    def stage(self, loads: Sequence[Load]) -> None:
+        self._copy([(place, address, nbytes) for address, place, nbytes in self._ends(loads)])
 
-    def pull(self, pieces: Sequence[Piece]) -> None:
-        self._copy([(_address(p), self._memory.place(p), p.nbytes) for p in pieces])
+    def pull(self, loads: Sequence[Load]) -> None:
+        self._copy(self._ends(loads))
 
-    def raise_to(self, counts: Sequence[Count]) -> None:
-        memory = self._memory
-        self._driver.write(self._stream.cuda_stream, [(memory.count(c.peer, c, memory.rank), c.value) for c in counts])
+    def raise_to(self, values: Values) -> None:
+        theirs = self._memory.theirs
+        self._driver.operate(self._handle, WRITE, [(theirs[count], value) for count, value in values])
 
     def set_back(self, counts: Sequence[Count]) -> None:
-        self._driver.write(self._stream.cuda_stream, self._own(counts))
+        own = self._memory.own
+        self._driver.operate(self._handle, WRITE, [(own[count], 0) for count in counts])
 
-    def _own(self, counts: Sequence[Count]) -> list[tuple[int, int]]:
-        return [(self._memory.count(self._memory.rank, c, c.peer), c.value) for c in counts]
+    def _ends(self, loads: Sequence[Load]) -> list[tuple[int, int, int]]:
+        """Of each part of a tensor its address, that of its place, and its bytes."""
+        return [
+            (tensors[number].data_ptr() + begin, self._memory.places[keeper] + offset + behind, nbytes)
+            for tensors, parts, keeper, offset, _ in loads
+            for number, begin, nbytes, behind in parts
+        ]
 
     def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
         copy = self._driver.copy_captured if self._memory.capturing else self._driver.copy
-        copy(self._stream.cuda_stream, copies)
-
-
-def _address(piece: Piece) -> int:
-    return piece.tensor.data_ptr() + piece.begin
+        copy(self._handle, copies)

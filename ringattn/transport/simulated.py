@@ -15,11 +15,11 @@ from contextlib import contextmanager
 import torch
 
 from .base import Ranks
-from .staged import Count, Mark, Memory, Piece, Queue, StagedTransport
+from .staged import Count, Load, Mark, Memory, Part, Queue, StagedTransport, Values
 
 _TIMEOUT = 60.0
 
-_Key = tuple[int, Count]  # the rank that keeps a count, and which it is, its value left out
+_Key = tuple[int, Count]  # the rank that keeps a count, and which it is
 
 
 class Deadlock(AssertionError):
@@ -156,26 +156,26 @@ class SimulatedQueue(Queue):
         else:
             self.run(lambda: None, lambda: bool(mark))
 
-    def wait(self, counts: Sequence[Count]) -> None:
+    def wait(self, values: Values) -> None:
         have = self._world.counts
-        self.run(lambda: None, lambda: all(have.get((self._rank, count._replace(value=0)), 0) >= count.value for count in counts))
+        self.run(lambda: None, lambda: all(have.get((self._rank, count), 0) >= value for count, value in values))
 
-    def stage(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            self._copy(_place(self._world, piece), _bytes(piece))
+    def stage(self, loads: Sequence[Load]) -> None:
+        for load, part in _parts(loads):
+            self._copy(_place(self._world, load, part), _bytes(load, part))
 
-    def pull(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            self._copy(_bytes(piece), _place(self._world, piece))
+    def pull(self, loads: Sequence[Load]) -> None:
+        for load, part in _parts(loads):
+            self._copy(_bytes(load, part), _place(self._world, load, part))
 
-    def raise_to(self, counts: Sequence[Count]) -> None:
-        for count in counts:
-            key = count.peer, count._replace(peer=self._rank, value=0)
-            self.run(lambda key=key, value=count.value: self._raise(key, value))
+    def raise_to(self, values: Values) -> None:
+        for count, value in values:
+            key = count.peer, count._replace(peer=self._rank)
+            self.run(lambda key=key, value=value: self._raise(key, value))
 
     def set_back(self, counts: Sequence[Count]) -> None:
         for count in counts:
-            assert count.captured and not count.value
+            assert count.captured
             self.run(lambda key=(self._rank, count): self._world.counts.update({key: 0}))
 
     def _raise(self, key: _Key, value: int) -> None:
@@ -247,9 +247,14 @@ class SimulatedTransport(StagedTransport):
         self._use(self.memory)
 
 
-def _bytes(piece: Piece) -> torch.Tensor:
-    return piece.tensor.view(-1).view(torch.uint8)[piece.begin : piece.begin + piece.nbytes]
+def _parts(loads: Sequence[Load]) -> Iterator[tuple[Load, Part]]:
+    return ((load, part) for load in loads for part in load.parts)
 
 
-def _place(world: World, piece: Piece) -> torch.Tensor:
-    return world.arenas[piece.keeper][piece.offset : piece.offset + piece.nbytes]
+def _bytes(load: Load, part: Part) -> torch.Tensor:
+    return load.tensors[part.number].view(-1).view(torch.uint8)[part.begin : part.begin + part.nbytes]
+
+
+def _place(world: World, load: Load, part: Part) -> torch.Tensor:
+    begin = load.offset + part.offset
+    return world.arenas[load.keeper][begin : begin + part.nbytes]

@@ -26,9 +26,11 @@ what must be queued before a wait, lies before it along edges.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -37,28 +39,40 @@ import torch
 from .base import Done, Handle, Peer, Ranks, Transport
 
 _ALIGNMENT = 512  # bytes
-_BURST = 16 << 20  # bytes of a message that are staged before the first of them are pulled
+_BURST = 16 << 20  # bytes of messages that are staged before the first of them are pulled
+_KEPT = 1024  # plans of exchanges
 
 Mark = Any  # a point in a queue
 
 
-class Piece(NamedTuple):
-    """`nbytes` of a tensor from byte `begin`, as the `number`-th piece of a channel, at `offset` in the keeper's arena.
+class Part(NamedTuple):
+    """`nbytes` from byte `begin` of the tensor with a number, of those that an exchange sends or receives, at `offset` in their burst."""
 
-    Its place is free once the reader has read the channel's first `needs` pieces.
-    """
-
-    tensor: torch.Tensor
+    number: int
     begin: int
     nbytes: int
-    number: int
+    offset: int
+
+
+class Burst(NamedTuple):
+    """Messages, or parts of them, that lie beside each other in a channel: `nbytes` in all, and counted as one."""
+
+    parts: tuple[Part, ...]
+    nbytes: int
+
+
+class Load(NamedTuple):
+    """Parts of some tensors, at `offset` in the keeper's arena, once the reader has read the channel's first `needs` bursts."""
+
+    tensors: Sequence[torch.Tensor]
+    parts: tuple[Part, ...]
     keeper: int
     offset: int
     needs: int
 
 
 class Count(NamedTuple):
-    """How many pieces of a channel, `near` or not, are `ready`, kept by the reader, or read, kept by the sender, to or from a `peer`.
+    """How many bursts of a channel, `near` or not, are `ready`, kept by the reader, or read, kept by the sender, to or from a `peer`.
 
     Captured exchanges have counts apart from those of others.
     """
@@ -66,8 +80,10 @@ class Count(NamedTuple):
     near: bool
     ready: bool
     peer: int
-    value: int
     captured: bool = False
+
+
+Values = Sequence[tuple[Count, int]]
 
 
 class Queue(ABC):
@@ -82,19 +98,19 @@ class Queue(ABC):
         """Go on when another queue has come to a mark."""
 
     @abstractmethod
-    def wait(self, counts: Sequence[Count]) -> None:
+    def wait(self, values: Values) -> None:
         """Go on when this rank's counts have come to these values, or beyond."""
 
     @abstractmethod
-    def stage(self, pieces: Sequence[Piece]) -> None:
+    def stage(self, loads: Sequence[Load]) -> None:
         """Copy from tensors to their places."""
 
     @abstractmethod
-    def pull(self, pieces: Sequence[Piece]) -> None:
+    def pull(self, loads: Sequence[Load]) -> None:
         """Copy from places to tensors."""
 
     @abstractmethod
-    def raise_to(self, counts: Sequence[Count]) -> None:
+    def raise_to(self, values: Values) -> None:
         """Set these counts at their peers, when all before has been done."""
 
     @abstractmethod
@@ -125,109 +141,221 @@ class Memory(ABC):
 
 
 class Channel:
-    """Where the pieces of an ordered pair of ranks lie: the same sequence of sizes gives the same places.
+    """Where the bursts that a rank sends to a peer, or receives from it, lie: the same sequence of sizes gives the same places.
 
     Each rank keeps one channel of each distance, one after the other from byte `begin` of its arena on. `near`: with the sender;
     otherwise with a third rank, or, of two, with the reader.
     """
 
-    def __init__(self, src: int, dst: int, size: int, capacity: int, *, near: bool = False, begin: int = 0) -> None:
-        self._capacity = capacity // (2 * _ALIGNMENT) * (2 * _ALIGNMENT)
-        assert self._capacity, capacity
+    def __init__(
+        self,
+        rank: int,
+        peer: int,
+        size: int,
+        capacity: int,
+        *,
+        sends: bool,
+        near: bool = False,
+        begin: int = 0,
+        captured: bool = False,
+    ) -> None:
+        self._capacity = room(capacity)
+        src, dst = (rank, peer) if sends else (peer, rank)
         distance = (dst - src) % size
         third = distance + 1 if distance + 1 < size else 1
-        self.near = near
         self.keeper = src if near else (src + third) % size
+        self.ready, self.read = Count(near, True, peer, captured), Count(near, False, peer, captured)
+        self.known = 0  # the value of `read` that stages already wait for
+        self.count = 0  # of bursts so far
         self._base = begin + (distance - 1) * capacity
         self._head = 0
         self._lying: deque[tuple[int, int, int]] = deque()  # (number, begin, end), oldest first
-        self.count = 0
 
-    def holds_two(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether there is room for these messages beside as many others: then none of them waits for another to be read."""
-        return sum(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors) <= self._capacity // 2
-
-    def cut(self, tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """As much of these messages as there is room for, with none of it waiting for another part to be read, and the rest."""
-        # behind the last place there may be less room than a piece needs
-        room = self._capacity - self._largest
-        first, rest = [], []
-        for tensor in tensors:
-            if tensor.nbytes <= room:
-                first.append(tensor)
-                room -= -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-                continue
-            content = tensor.view(-1).view(torch.uint8)
-            first += [content[:room]] if room > 0 else []
-            rest.append(content[max(0, room) :])
-            room = 0
-        return first, rest
-
-    def rounds(self, tensors: Iterable[torch.Tensor]) -> list[list[Piece]]:
-        """Pieces of the next messages. Those of one round lie beside each other: none waits for another to be read."""
-        rounds: list[list[Piece]] = []
-        burst, largest = 0, self._largest
-        for tensor in tensors:
-            total = tensor.numel() * tensor.element_size()
-            for begin in range(0, total, largest):
-                piece = self._place(tensor, begin, min(largest, total - begin))
-                burst += piece.nbytes
-                if not rounds or piece.needs > rounds[-1][0].number or burst > _BURST:
-                    rounds.append([])
-                    burst = piece.nbytes
-                rounds[-1].append(piece)
-        return rounds
-
-    @property
-    def _largest(self) -> int:
-        """Bytes of a piece."""
-        return min(self._capacity // 2, _BURST)
-
-    def _place(self, tensor: torch.Tensor, begin: int, nbytes: int) -> Piece:
-        padded = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        needs = 0
-        if self._head + padded > self._capacity:
+    def place(self, burst: Burst, tensors: Sequence[torch.Tensor]) -> Load:
+        """The next burst, and where it lies."""
+        needs, lying, first = 0, self._lying, self._head
+        if first + burst.nbytes > self._capacity:
             # leave what lies behind: it is older than all that lies from the start on
-            while self._lying and self._lying[0][1] >= self._head:
-                needs = self._lying.popleft()[0] + 1
-            self._head = 0
-        first, self._head = self._head, self._head + padded
-        while self._lying and self._lying[0][1] < self._head and self._lying[0][2] > first:
-            needs = self._lying.popleft()[0] + 1
-        piece = Piece(tensor, begin, nbytes, self.count, self.keeper, self._base + first, needs)
-        self._lying.append((piece.number, first, self._head))
+            while lying and lying[0][1] >= first:
+                needs = lying.popleft()[0] + 1
+            first = 0
+        self._head = end = first + burst.nbytes
+        while lying and lying[0][1] < end and lying[0][2] > first:
+            needs = lying.popleft()[0] + 1
+        lying.append((self.count, first, end))
         self.count += 1
-        return piece
+        return Load(tensors, burst.parts, self.keeper, self._base + first, needs)
+
+
+def room(capacity: int) -> int:
+    """Bytes of a channel that are used: two halves of aligned places."""
+    used = capacity // (2 * _ALIGNMENT) * (2 * _ALIGNMENT)
+    assert used, capacity
+    return used
+
+
+def padded(nbytes: int) -> int:
+    """The bytes that a part of a message takes in a channel."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+Messages = Sequence[tuple[int, int, int]]  # or parts of them: the tensor's number, first byte, bytes
+
+
+def cut(messages: Messages, capacity: int, largest: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    """As much as a channel has room for in bursts of at most `largest` bytes, with none waiting for another to be read; and the rest."""
+    # behind the last place there may be less room than a burst needs
+    free = capacity - largest
+    first, rest = [], []
+    for number, begin, nbytes in messages:
+        fits = min(nbytes, free)
+        free -= padded(fits)
+        if fits:
+            first.append((number, begin, fits))
+        if fits < nbytes:
+            rest.append((number, begin + fits, nbytes - fits))
+    return first, rest
+
+
+def bursts(messages: Messages, largest: int) -> list[Burst]:
+    """Messages in bursts of at most so many bytes."""
+    found: list[list[Part]] = []
+    end = largest  # of the last burst
+    for number, first, nbytes in messages:
+        for begin in range(0, nbytes, largest):
+            part = min(largest, nbytes - begin)
+            if end + padded(part) > largest:
+                found.append([])
+                end = 0
+            found[-1].append(Part(number, first + begin, part, end))
+            end += padded(part)
+    return [Burst(tuple(parts), parts[-1].offset + padded(parts[-1].nbytes)) for parts in found]
 
 
 class _Channels:
     """A rank's channels to and from all others: of each pair the far and the near one."""
 
-    def __init__(self, rank: int, size: int, capacity: int) -> None:
+    def __init__(self, rank: int, size: int, capacity: int, *, captured: bool = False) -> None:
+        far, near = _shares(size, capacity)
+
+        def of_pair(peer: int, sends: bool) -> tuple[Channel, Channel]:
+            return (
+                Channel(rank, peer, size, far, sends=sends, captured=captured),
+                Channel(rank, peer, size, near, sends=sends, captured=captured, near=True, begin=far * (size - 1)),
+            )
+
         others = [other for other in range(size) if other != rank]
-        self.out = {dst: _of_pair(rank, dst, size, capacity) for dst in others}
-        self.into = {src: _of_pair(src, rank, size, capacity) for src in others}
-        # of each channel out, the count that stages already wait for
-        self.read = {channel: 0 for channels in self.out.values() for channel in channels}
-        self._rank = rank
-
-    def of_piece(self, dst: int, piece: Piece) -> Channel:
-        """The one of the channels to a rank that a piece lies in."""
-        return self.out[dst][-1 if piece.keeper == self._rank else 0]
+        self.out = {dst: of_pair(dst, True) for dst in others}
+        self.into = {src: of_pair(src, False) for src in others}
 
 
-def _of_pair(src: int, dst: int, size: int, capacity: int) -> list[Channel]:
-    # of two ranks, what goes the far way waits for the reader
+def _shares(size: int, capacity: int) -> tuple[int, int]:
+    """Bytes of a pair's far and near channel. Of two ranks, what goes the far way waits for the reader."""
     far = capacity // 2 if size > 2 else max(2, capacity // (4 * _ALIGNMENT)) * _ALIGNMENT
-    near = Channel(src, dst, size, capacity - far, near=True, begin=far * (size - 1))
-    return [Channel(src, dst, size, far), near]
+    return far, capacity - far
+
+
+class _Stage(NamedTuple):
+    """A burst for a rank, through the far or the near channel."""
+
+    dst: int
+    near: bool
+    burst: Burst
+
+
+class _Pull(NamedTuple):
+    """A burst from a rank, likewise, the `last` of its channel or not, in one of the lanes."""
+
+    src: int
+    near: bool
+    burst: Burst
+    lane: int
+    last: bool
+
+
+Sizes = tuple[tuple[int, int], ...]  # of messages: rank, bytes
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What an exchange of messages of some sizes stages near, one burst a rank at a time, and its rounds after that: stages, then pulls.
+
+    `first_near` and `first` are the first stages of each kind, and `lanes` those that pull.
+    """
+
+    near: tuple[tuple[_Stage, ...], ...]
+    rounds: tuple[tuple[tuple[_Stage, ...], tuple[_Pull, ...]], ...]
+    first_near: tuple[_Stage, ...]
+    first: tuple[_Stage, ...]
+    lanes: tuple[int, ...]
+
+
+@functools.lru_cache(_KEPT)
+def _make_plan(rank: int, size: int, capacity: int, sends: Sizes, receives: Sizes, at_rest: bool, lanes: int) -> _Plan:
+    rooms = [room(share) for share in _shares(size, capacity)]
+    # in bursts of half of a near channel, little of it stays empty at its end
+    largest = min(rooms[0], _BURST), min(rooms[1] // 2, _BURST)
+
+    def divided(messages: Messages) -> Iterable[tuple[bool, list[Burst]]]:
+        """What goes the far way, and what the near one: of two ranks what there is room for, else all or nothing."""
+        if size == 2:
+            near, far = cut(messages, rooms[1], largest[1])
+        else:
+            # with room for as much again, none of it waits for another to be read
+            fits = at_rest and sum(padded(nbytes) for *_, nbytes in messages) <= rooms[1] // 2
+            near, far = (messages, []) if fits else ([], messages)
+        return zip((False, True), map(bursts, (far, near), largest))
+
+    stages = [
+        [_Stage(dst, near, burst) for burst in found]
+        for dst, messages in _by_rank(sends).items()
+        for near, found in divided(messages)
+    ]
+    pulls = []
+    # nearest first, as in a ring
+    for src, messages in sorted(_by_rank(receives).items(), key=lambda item: (rank - item[0]) % size):
+        lane = (rank - src) % size % lanes
+        for near, found in divided(messages):
+            pulls.append([_Pull(src, near, burst, lane, burst is found[-1]) for burst in found])
+    far_out, near_out = _by_way(stages)
+    far_into, near_into = _by_way(pulls)
+    # all stages that nothing of this exchange holds up come first, and a round's stages before its pulls: see above
+    rounds = [((), pulled) for pulled in _transposed(near_into)]
+    rounds += zip_longest(_transposed(far_out), _transposed(far_into), fillvalue=())
+    return _Plan(
+        near=tuple(_transposed(near_out)),
+        rounds=tuple(rounds),
+        first_near=tuple(found[0] for found in near_out),
+        first=tuple(found[0] for found in far_out),
+        lanes=tuple(dict.fromkeys(pull.lane for found in pulls for pull in found)),
+    )
+
+
+def _by_rank(sizes: Sizes) -> dict[int, list[tuple[int, int, int]]]:
+    """Each rank's messages that are not empty, in order."""
+    messages: dict[int, list[tuple[int, int, int]]] = {}
+    for number, (rank, nbytes) in enumerate(sizes):
+        if nbytes:
+            messages.setdefault(rank, []).append((number, 0, nbytes))
+    return messages
+
+
+def _by_way(of_channels: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Those of far channels and those of near ones that are used."""
+    far, near = ([found for found in of_channels if found and found[0].near == way] for way in (False, True))
+    return far, near
+
+
+def _transposed(of_channels: list[list[Any]]) -> list[tuple[Any, ...]]:
+    """What is first of each channel, what is second of those that have one, and so on."""
+    return [tuple(one for one in row if one is not None) for row in zip_longest(*of_channels)]
 
 
 class _Pending(Handle):
-    def __init__(self, memory: Memory, marks: list[Mark], peers: list[Peer], outstanding: set[Handle]) -> None:
-        self._memory = memory
+    def __init__(self, current: Queue, marks: list[Mark], tensors: Sequence[torch.Tensor], outstanding: set[Handle]) -> None:
+        self._current = current
         self._marks = marks
-        self._peers = peers
+        self._tensors = tensors
         # so that their tensors live until the current queue waits for the transfer, whatever becomes of this handle
         self._outstanding = outstanding
         outstanding.add(self)
@@ -235,9 +363,9 @@ class _Pending(Handle):
     def wait(self) -> None:
         if self in self._outstanding:
             for mark in self._marks:
-                self._memory.current.after(mark)
+                self._current.after(mark)
             self._outstanding.remove(self)
-            self._peers.clear()
+            self._tensors = ()
 
 
 class StagedTransport(Transport):
@@ -271,82 +399,81 @@ class StagedTransport(Transport):
         self._pulls = [memory.queue() for _ in range(min(self._LANES, self.size - 1))]
 
     def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
-        sent, received = _by_rank(sends), _by_rank(receives)
-        if not sent and not received:
+        if not sends and not receives:
             return Done()
         memory = self._memory
         assert memory is not None, "connect comes first"
+        sent, received = [x for _, x in sends], [x for _, x in receives]
+        assert all(map(torch.Tensor.is_contiguous, sent + received))
+        sizes = tuple([(rank, x.nbytes) for rank, x in sends]), tuple([(rank, x.nbytes) for rank, x in receives])
+        plan = _make_plan(self.rank, self.size, memory.capacity, *sizes, at_rest, len(self._pulls))
         captured = memory.capturing
         self._captured |= captured
-        channels = _Channels(self.rank, self.size, memory.capacity) if captured else self._channels
-        out, near_out = _placed(sent, channels.out, at_rest)
-        # nearest first, as in a ring
-        found = sorted(received, key=lambda src: (self.rank - src) % self.size)
-        into, near_into = _placed({src: received[src] for src in found}, channels.into, at_rest)
-        lanes = {src: self._pulls[(self.rank - src) % self.size % len(self._pulls)] for src in found}
-        used: list[Queue] = list(dict.fromkeys(lanes.values()))
-        used += [queue for queue, staged in ((self._near, near_out), (self._stages, out)) if staged]
-        if captured:
-            used = [*self._pulls, self._near, self._stages]
-        _follow(used, [memory.current])
-        for staged in _transposed(near_out):
-            self._stage(self._near, staged, channels, captured)
-        if near_out:
-            _follow([memory.current], [self._near])
-        # all stages that nothing of this exchange holds up come first, and a round's stages before its pulls: see above
-        rounds = [({}, pulled) for pulled in _transposed(near_into)]
-        for staged, pulled in (*rounds, *zip_longest(_transposed(out), _transposed(into), fillvalue={})):
+        channels = _Channels(self.rank, self.size, memory.capacity, captured=True) if captured else self._channels
+        current, stages, near = memory.current, self._stages, self._near
+        pulls = self._pulls if captured else [self._pulls[lane] for lane in plan.lanes]
+        used = [*pulls, *([near] if plan.near or captured else []), *([stages] if plan.first or captured else [])]
+        _follow(used, [current])
+        for staged in plan.near:
+            _stage(near, _load(channels, staged, sent), captured, self._pulls)
+        if plan.near:
+            _follow([current], [near])
+        for staged, pulled in plan.rounds:
             if staged:
-                self._stage(self._stages, staged, channels, captured)
+                _stage(stages, _load(channels, staged, sent), captured, self._pulls)
             if captured:
-                _follow(self._pulls, [self._near, self._stages])
-            for src, pieces in pulled.items():
-                last = any(pieces is of_rank[src][-1] for of_rank in (into, near_into) if src in of_rank)
-                _pull(lanes[src], src, pieces, captured, last)
+                _follow(self._pulls, [near, stages])
+            for src, way, burst, lane, last in pulled:
+                _pull(self._pulls[lane], channels.into[src][way], burst, received, captured and last)
         if self._captured:
-            for queue, staged in ((self._near, near_out), (self._stages, out)):
-                self._drain(queue, staged, channels, captured)
-        return _Pending(memory, [queue.mark() for queue in used], [*sends, *receives], self._outstanding)
-
-    def _stage(self, queue: Queue, staged: dict[int, list[Piece]], channels: _Channels, captured: bool) -> None:
-        waits, done = [], []
-        for dst, pieces in staged.items():
-            channel = channels.of_piece(dst, pieces[0])
-            needs = max(piece.needs for piece in pieces)
-            if needs > channels.read[channel]:
-                channels.read[channel] = needs
-                waits.append(Count(channel.near, False, dst, needs, captured))
-            done.append(Count(channel.near, True, dst, pieces[-1].number + 1, captured))
-        if waits:
-            if captured:
-                _follow([queue], self._pulls)
-            queue.wait(waits)
-        queue.stage([piece for pieces in staged.values() for piece in pieces])
-        queue.raise_to(done)
-
-    def _drain(self, queue: Queue, staged: dict[int, list[list[Piece]]], channels: _Channels, captured: bool) -> None:
-        """Wait until all that an exchange has staged is read."""
-        last = [(channels.of_piece(dst, rounds[-1][-1]), dst) for dst, rounds in staged.items()]
-        read = [Count(channel.near, False, dst, channel.count, captured) for channel, dst in last]
-        if not read:
-            return
-        if captured:
-            _follow([queue], self._pulls)
-        queue.wait(read)
-        if captured:
-            queue.set_back([count._replace(value=0) for count in read])
+            for queue, staged in ((near, plan.first_near), (stages, plan.first)):
+                _drain(queue, [channels.out[dst][way] for dst, way, _ in staged], captured, self._pulls)
         else:
-            channels.read.update((channel, channel.count) for channel, _ in last)
+            # what is staged near comes before what is computed next already
+            used = [queue for queue in used if queue is not near]
+        return _Pending(current, [queue.mark() for queue in used], sent + received, self._outstanding)
 
 
-def _pull(lane: Queue, src: int, pieces: list[Piece], captured: bool, last: bool) -> None:
-    """A round of a rank's pieces, the exchange's `last` one or not."""
-    done, near = pieces[-1].number + 1, pieces[-1].keeper == src
-    lane.wait([Count(near, True, src, done, captured)])
-    if captured and last:
-        lane.set_back([Count(near, True, src, 0, captured)])
-    lane.pull(pieces)
-    lane.raise_to([Count(near, False, src, done, captured)])
+def _load(channels: _Channels, staged: Sequence[_Stage], sent: list[torch.Tensor]) -> list[tuple[Channel, Load]]:
+    """The places of the next bursts."""
+    ends = [(channels.out[dst][way], burst) for dst, way, burst in staged]
+    return [(channel, channel.place(burst, sent)) for channel, burst in ends]
+
+
+def _stage(queue: Queue, loads: list[tuple[Channel, Load]], captured: bool, pulls: Sequence[Queue]) -> None:
+    waits = []
+    for channel, load in loads:
+        if load.needs > channel.known:
+            channel.known = load.needs
+            waits.append((channel.read, load.needs))
+    if waits:
+        if captured:
+            _follow([queue], pulls)
+        queue.wait(waits)
+    queue.stage([load for _, load in loads])
+    queue.raise_to([(channel.ready, channel.count) for channel, _ in loads])
+
+
+def _pull(lane: Queue, channel: Channel, burst: Burst, received: list[torch.Tensor], set_back: bool) -> None:
+    load = channel.place(burst, received)
+    lane.wait([(channel.ready, channel.count)])
+    if set_back:
+        lane.set_back([channel.ready])
+    lane.pull([load])
+    lane.raise_to([(channel.read, channel.count)])
+
+
+def _drain(queue: Queue, channels: list[Channel], captured: bool, pulls: Sequence[Queue]) -> None:
+    """Wait until all that has been staged is read."""
+    if not channels:
+        return
+    if captured:
+        _follow([queue], pulls)
+    queue.wait([(channel.read, channel.count) for channel in channels])
+    if captured:
+        queue.set_back([channel.read for channel in channels])
+    for channel in channels:
+        channel.known = channel.count
 
 
 def _follow(queues: Sequence[Queue], others: Sequence[Queue]) -> None:
@@ -354,43 +481,3 @@ def _follow(queues: Sequence[Queue], others: Sequence[Queue]) -> None:
     for mark in [other.mark() for other in others]:
         for queue in queues:
             queue.after(mark)
-
-
-_Rounds = dict[int, list[list[Piece]]]
-
-
-def _placed(messages: dict[int, list[torch.Tensor]], channels: dict[int, list[Channel]], at_rest: bool) -> tuple[_Rounds, _Rounds]:
-    """The pieces of messages to or from each rank that go the far way, and of those that go the near one."""
-    rounds: tuple[_Rounds, _Rounds] = {}, {}
-    for rank, tensors in messages.items():
-        for channel, part, of_way in zip(channels[rank], _divided(channels, rank, tensors, at_rest), rounds):
-            if part:
-                of_way[rank] = channel.rounds(part)
-    return rounds
-
-
-def _divided(
-    channels: dict[int, list[Channel]], rank: int, tensors: list[torch.Tensor], at_rest: bool
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What of a rank's messages goes the far way, and what the near one: of two ranks what there is room for, else all or nothing."""
-    near = channels[rank][1]
-    if len(channels) == 1:
-        first, rest = near.cut(tensors)
-        return rest, first
-    return ([], tensors) if at_rest and near.holds_two(tensors) else (tensors, [])
-
-
-def _by_rank(peers: Iterable[Peer]) -> dict[int, list[torch.Tensor]]:
-    """Each rank's tensors that are not empty, in order."""
-    tensors: dict[int, list[torch.Tensor]] = {}
-    for rank, tensor in peers:
-        assert tensor.is_contiguous()
-        if tensor.numel():
-            tensors.setdefault(rank, []).append(tensor)
-    return tensors
-
-
-def _transposed(rounds: dict[int, list[list[Piece]]]) -> list[dict[int, list[Piece]]]:
-    """For each round, the pieces of each rank that has one."""
-    count = max((len(of_rank) for of_rank in rounds.values()), default=0)
-    return [{rank: of_rank[i] for rank, of_rank in rounds.items() if i < len(of_rank)} for i in range(count)]

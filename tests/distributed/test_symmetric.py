@@ -208,7 +208,7 @@ def delayed(group, where, wait_for_readers, cycles=CYCLES):
     if where == "pull" and rank % 2:
         CudaQueue.pull = late(pull)
     if not wait_for_readers:
-        CudaQueue.wait = lambda queue, counts: wait(queue, ready) if (ready := [c for c in counts if c.ready]) else None
+        CudaQueue.wait = lambda queue, values: wait(queue, ready) if (ready := [one for one in values if one[0].ready]) else None
     try:
         got = []
         for seed in range(3):
