@@ -121,7 +121,8 @@ def get_context(group: Group | None) -> Context:
     """
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return _alone
-    group = _ranks(group)
+    if not isinstance(group, (Transport, Hybrid)):
+        group = _ranks(group)
     if isinstance(group, (Transport, Hybrid)):
         # kept with the ranks themselves: a weak key that its value holds would stay for ever
         group.context = group.context or Context(group)

@@ -72,33 +72,53 @@ class SideBySide(Lanes):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._current = torch.cuda.current_stream(device)
+        self._home = torch.cuda.current_stream(device)
         self._streams = _streams(device)
-        self._between, self._lane, self._other = self._streams
+        between, *lanes = self._streams
+        self._between = _On(between, self._home)
+        self._lane, self._other = (_On(lane, self._home) for lane in lanes)
+        self._start, self._end = torch.cuda.Event(), torch.cuda.Event()
 
     def __enter__(self) -> Lanes:
-        self._start = self._current.record_event()
+        self._start.record(self._home)
         for stream in self._streams:
             stream.wait_event(self._start)
         return self
 
     def __exit__(self, *exception: object) -> None:
         for stream in self._streams:
-            self._current.wait_stream(stream)
+            self._come_after(self._home, stream)
 
     def launch(self) -> AbstractContextManager:
         self._lane, self._other = self._other, self._lane
-        self._lane.wait_event(self._start)
-        return torch.cuda.stream(self._lane)
+        self._lane.stream.wait_event(self._start)
+        return self._lane
 
     def between(self) -> AbstractContextManager:
-        return torch.cuda.stream(self._between)
+        return self._between
 
     def join(self) -> None:
-        self._between.wait_stream(self._lane)
+        self._come_after(self._between.stream, self._lane.stream)
 
     def go_on(self) -> None:
-        self._start = self._between.record_event()
+        self._start.record(self._between.stream)
+
+    def _come_after(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+        self._end.record(other)
+        stream.wait_event(self._end)
+
+
+class _On(AbstractContextManager):
+    """Makes a stream the current one, and then that which is so outside: known beforehand, which saves to look for it."""
+
+    def __init__(self, stream: torch.cuda.Stream, home: torch.cuda.Stream) -> None:
+        self.stream, self._home = stream, home
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self.stream)
+
+    def __exit__(self, *exception: object) -> None:
+        torch.cuda.set_stream(self._home)
 
 
 @functools.cache

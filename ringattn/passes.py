@@ -35,10 +35,11 @@ def forward(
     state = None
     for t, step in enumerate(steps.forward):
         _open(step.opens, buffers)
-        handle = _exchange(transport, step, buffers)
+        handle = _exchange(transport, step, buffers) if step.moves else None
         if len(step.tiles) or t == steps.last == 0:
             state = local.forward(q, *_keys(step, buffers), step.tiles, score, state=state, final=final and t == steps.last)
-        handle.wait()
+        if handle is not None:
+            handle.wait()
         _close(step.closes, buffers)
     assert state is not None
     return state
@@ -70,21 +71,25 @@ def backward(
         for step in steps.backward:
             _open(step.grads_opens, grads)
             lanes.join()
-            with lanes.between():
-                _add(step.sums, grads)
+            if step.sums:
+                with lanes.between():
+                    _add(step.sums, grads)
             _close(closes, buffers)
             _close(step.boxes_close, grads)
             _open(step.opens, buffers)
             _open(step.box_opens, grads)
-            with lanes.between():
-                handle = _exchange(transport, step, buffers, grads)
+            handle = None
+            if step.moves:
+                with lanes.between():
+                    handle = _exchange(transport, step, buffers, grads)
             if step.collects:
                 dk, dv = grads[step.buffer].part(step.begin, step.begin + step.tiles.k_rows)
                 with lanes.launch():
                     local.backward(queries, *_keys(step, buffers), step.tiles, score, dq=dq, dk=dk, dv=dv, add=step.adds)
                 del dk, dv  # a step without a launch may let go of them
-            with lanes.between():
-                handle.wait()
+            if handle is not None:
+                with lanes.between():
+                    handle.wait()
             lanes.go_on()
             _close(step.grads_close, grads)
             closes = step.closes

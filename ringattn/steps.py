@@ -77,6 +77,11 @@ class Step:
     boxes_close: tuple[int, ...] = ()
     at_rest: bool = False  # see `Transport.exchange`
 
+    @cached_property
+    def moves(self) -> bool:
+        """Whether there is anything to exchange."""
+        return bool(self.sends or self.receives or self.grads_out or self.boxes)
+
 
 @dataclass(frozen=True, eq=False)
 class Steps:
