@@ -59,10 +59,9 @@ def lanes(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, til
     """
     if isinstance(dq, blocked.QuerySums) or not side_by_side or not len(tiles):
         return InOrder()
-    from ringattn_kernels.dispatch import Kernels, choose_backward
+    from ringattn_kernels.dispatch import Kernels, look_up_backward
 
-    choice = choose_backward(queries.q, k, v, queries.dout, tiles.kernel_table)
-    if choice.kernels != Kernels.HOPPER_FUSED:
+    if look_up_backward(queries.q, k, v, queries.dout, tiles.kernel_table) != Kernels.HOPPER_FUSED:
         return InOrder()
     # made before all of them
     dq.permuted()

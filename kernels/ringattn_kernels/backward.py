@@ -14,15 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from . import hopper
+from . import hopper, launches
 from .bands import load_rows
 from .config import Launch, architecture, descriptor, launch_for, padded, precision
-from .dispatch import Kernels, choose_backward
+from .dispatch import Kernels, look_up_backward
 from .forward import LOG2_E
 from .gradients import dkdv_kernel, dq_kernel
 from .inputs import Inputs
 from .query_sums import QuerySums
-from .splits import key_splits, partial_gradients, query_splits
+from .splits import add_partials, key_splits, partial_gradients, query_splits
 from .table import BlockTable, TileTable
 from .units import to_base2
 
@@ -33,10 +33,14 @@ def delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     result = torch.empty(b, h, sq, device=out.device, dtype=torch.float32)
     assert out.shape == dout.shape and out.stride(3) == dout.stride(3) == 1
     block = 16 if out.device.type == "cpu" else 64
+
+    def make() -> tuple[int, dict]:
+        strides = {f"stride_{x}{dim}": y.stride(i) for x, y in (("o", out), ("g", dout)) for i, dim in enumerate("bsh")}
+        sizes = dict(heads=h, q_rows=sq, V_DIM=dv, BLOCK_DV=padded(dv), BLOCK_Q=block)
+        return b * h * triton.cdiv(sq, block), dict(out_ptr=out, dout_ptr=dout, delta_ptr=result) | strides | sizes
+
     if result.numel() > 0:
-        delta_kernel[(b * h * triton.cdiv(sq, block),)](
-            out, dout, result, *out.stride()[:3], *dout.stride()[:3], h, sq, V_DIM=dv, BLOCK_DV=padded(dv), BLOCK_Q=block
-        )
+        launches.launch(delta_kernel, None, (block,), dict(out_ptr=out, dout_ptr=dout, delta_ptr=result), make, num_warps=4)
     return result
 
 
@@ -73,14 +77,14 @@ def backward(
     deterministic: whether the same inputs must give the same bits, at some cost in speed; dk and dv always do. By default what
     `torch.use_deterministic_algorithms` has been told.
     """
-    choice = choose_backward(q, k, v, dout, table, kernels, deterministic)
+    chosen = look_up_backward(q, k, v, dout, table, kernels, deterministic)
     inputs = Inputs(q, k, v, dout, row_max, row_sum, delta, table, softmax_scale)
     if isinstance(dq, QuerySums):
         assert dq.q.shape == q.shape and dq.softmax_scale == softmax_scale
-    if choice.kernels in (Kernels.HOPPER, Kernels.HOPPER_ORDERED) and splits not in (None, 1):
-        raise ValueError(f"splits is {splits}, but {choice.kernels} splits no block: pass 1 or none")
-    if choice.kernels in (Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED):
-        ordered = choice.kernels == Kernels.HOPPER_ORDERED
+    if chosen in (Kernels.HOPPER, Kernels.HOPPER_ORDERED) and splits not in (None, 1):
+        raise ValueError(f"splits is {splits}, but {chosen} splits no block: pass 1 or none")
+    if chosen in (Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED):
+        ordered = chosen == Kernels.HOPPER_ORDERED
         sums = dq.permuted() if isinstance(dq, QuerySums) else hopper.fused.zero_sums(q)
         how = key_splits(
             table,
@@ -91,13 +95,14 @@ def backward(
             1 if ordered else splits,
         )
         prepared = dq.prepared(inputs.statistics) if isinstance(dq, QuerySums) and not ordered else None
-        with partial_gradients(how, add, dk, dv) as (add_kv, (dk_part, dv_part)):
-            hopper.fused.backward(inputs, prepared=prepared, sums=sums, dk=dk_part, dv=dv_part, add=add_kv, ordered=ordered)
+        add_kv, (dk_part, dv_part) = partial_gradients(how, add, dk, dv)
+        hopper.fused.backward(inputs, prepared=prepared, sums=sums, dk=dk_part, dv=dv_part, add=add_kv, ordered=ordered)
+        add_partials(how, table, add, (dk_part, dv_part), (dk, dv))
         if isinstance(dq, torch.Tensor):
             hopper.fused.finish(sums, dq, softmax_scale, add)
         return
     rows, add_q = dq.rows() if isinstance(dq, QuerySums) else (dq, add)
-    if choice.kernels == Kernels.PLAIN:
+    if chosen == Kernels.PLAIN:
         _plain_backward(inputs, dq=rows, dk=dk, dv=dv, add_q=add_q, add_kv=add, splits=splits)
         return
     run = hopper.wide.backward if q.shape[3] in hopper.wide.KEY_LAUNCHES else hopper.backward.backward
@@ -117,17 +122,19 @@ def _plain_backward(
     launch = launch_for("dkdv", arch, head_dim, q.dtype)
     how = key_splits(table, launch.block, launch.step, b * hk, h // hk, q.device, splits)
     blocks = table.key_blocks(launch.block, launch.step, q.device, how.most)
-    with partial_gradients(how, add_kv, dk, dv) as (add, parts):
-        count = blocks.touched if add else len(blocks)
-        if b * hk * count > 0:
-            dkdv_kernel[(b * hk * count,)](**dkdv_arguments(inputs, *rows, blocks, count, *parts, add, launch, arch))
+    add, parts = partial_gradients(how, add_kv, dk, dv)
+    count = blocks.touched if add else len(blocks)
+    if b * hk * count > 0:
+        dkdv_kernel[(b * hk * count,)](**dkdv_arguments(inputs, *rows, blocks, count, *parts, add, launch, arch))
+    add_partials(how, table, add_kv, parts, (dk, dv))
     launch = launch_for("dq", arch, head_dim, q.dtype)
     how = query_splits(table, launch.block, launch.step, b * h, q.device, splits)
     blocks = table.query_blocks(launch.block, launch.step, q.device, how.most)
-    with partial_gradients(how, add_q, dq) as (add, parts):
-        count = blocks.touched if add else len(blocks)
-        if b * h * count > 0:
-            dq_kernel[(b * h * count,)](**dq_arguments(inputs, *rows, blocks, count, *parts, add, launch, arch))
+    add, parts = partial_gradients(how, add_q, dq)
+    count = blocks.touched if add else len(blocks)
+    if b * h * count > 0:
+        dq_kernel[(b * h * count,)](**dq_arguments(inputs, *rows, blocks, count, *parts, add, launch, arch))
+    add_partials(how, table, add_q, parts, (dq,))
 
 
 def pivots(row_max: torch.Tensor, row_sum: torch.Tensor, weighted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

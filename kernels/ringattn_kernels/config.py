@@ -86,7 +86,7 @@ def launch_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> Lau
 
 def padded(head_dim: int) -> int:
     """The power of two that a block holds a head dim in; 16 is the least that the matrix units take."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def precision(dtype: torch.dtype, arch: str) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from . import hopper
 from .config import architecture
-from .table import TileTable
+from .table import TileTable, kind
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,30 @@ def choose_backward(
         return Choice(there_are[0], "sm_90")
 
     return _choose("backward", q.device, kernels, on_hopper)
+
+
+def look_up_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, softmax_scale: float, kernels: Kernels | None
+) -> Kernels:
+    """Those that `choose_forward` chooses, kept with the table."""
+    key = ("forward kernels", kind(q), kind(k), kind(v), q.device, softmax_scale, kernels)
+    return table.derived(key, lambda: choose_forward(q, k, v, softmax_scale, kernels).kernels)
+
+
+def look_up_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    table: TileTable,
+    kernels: Kernels | None = None,
+    deterministic: bool | None = None,
+) -> Kernels:
+    """Those that `choose_backward` chooses, kept with the table."""
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    key = ("backward kernels", kind(q), kind(k), kind(v), kind(dout), q.device, kernels, deterministic)
+    return table.derived(key, lambda: choose_backward(q, k, v, dout, table, kernels, deterministic).kernels)
 
 
 @functools.cache

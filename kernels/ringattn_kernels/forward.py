@@ -17,7 +17,7 @@ import triton.language as tl
 from . import hopper
 from .bands import edge_count, edge_start, live_columns, load_block, load_rows, load_segment
 from .config import Launch, architecture, descriptor, launch_for, padded, precision
-from .dispatch import Kernels, choose_forward
+from .dispatch import Kernels, look_up_forward
 from .splits import State, merge, partials, query_splits
 from .table import TileTable
 from .units import to_base2, to_natural
@@ -56,7 +56,7 @@ def forward(
         assert out.dtype == torch.float32 and out.is_contiguous() and row_max.is_contiguous() and row_sum.is_contiguous()
         if final:
             out = torch.empty(out.shape, device=q.device, dtype=q.dtype)
-    if choose_forward(q, k, v, softmax_scale, kernels).kernels == Kernels.HOPPER:
+    if look_up_forward(q, k, v, table, softmax_scale, kernels) == Kernels.HOPPER:
         config, run = hopper.forward.launch_for(q, v, table, splits), hopper.forward.launch
     else:
         config, run = launch_for("forward", architecture(q.device), max(q.shape[3], v.shape[3]), q.dtype), _plain_forward

@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from . import launches
 from .gluon_words import async_load, plain_layout, reinterpret
 from .hopper_panels import allocate_panels, load_panels, main_descriptor, panel_bytes
 from .inputs import Inputs, Statistics
@@ -574,16 +575,28 @@ def prepare(
     assert row_max.is_contiguous() and row_sum.is_contiguous() and delta.is_contiguous()
     b, h, q_rows = row_max.shape
     padded_rows = whole_blocks(q_rows)
-    pivot, padded_delta = torch.empty(2, b * h, padded_rows, device=row_max.device, dtype=torch.float32)
-    prepare_kernel[(b * h * padded_rows // BLOCK.value,)](
-        row_max, row_sum, delta, pivot, padded_delta, first, counters, q_rows, padded_rows, ROWS=BLOCK.value, SIGN=sign, STEP=step
+    pivot, padded_delta = torch.empty(2, b * h, padded_rows, device=row_max.device, dtype=torch.float32).unbind()
+    moving = dict(
+        row_max_ptr=row_max,
+        row_sum_ptr=row_sum,
+        delta_ptr=delta,
+        pivot_ptr=pivot,
+        padded_delta_ptr=padded_delta,
+        first_ptr=first,
+        counters_ptr=counters,
     )
+
+    def make() -> tuple[int, dict]:
+        sizes = dict(q_rows=q_rows, padded_rows=padded_rows, ROWS=BLOCK.value, SIGN=sign, STEP=step)
+        return b * h * padded_rows // BLOCK.value, moving | sizes
+
+    launches.launch(prepare_kernel, None, (sign, step), moving, make, num_warps=4)
     return pivot, padded_delta
 
 
 def whole_blocks(rows: int) -> int:
     """The rows and those that fill their last block."""
-    return triton.cdiv(rows, BLOCK.value) * BLOCK.value
+    return -(-rows // BLOCK.value) * BLOCK.value
 
 
 def key_arguments(

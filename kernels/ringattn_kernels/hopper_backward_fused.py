@@ -42,6 +42,7 @@ from .hopper_backward import (
     write_rows,
 )
 from .hopper_panels import (
+    has_rest,
     join_columns,
     main_columns,
     matrix,
@@ -629,9 +630,14 @@ def finish(sums: torch.Tensor, dq: torch.Tensor, softmax_scale: float, add: bool
     b, q_rows, h, d = dq.shape
     assert sums.shape == (b * h, whole_blocks(q_rows), d) and dq.stride(3) == 1
     assert not add or dq.dtype == torch.float32
-    finish_kernel[(sums.shape[0] * sums.shape[1] // ROWS.value,)](
-        sums, dq, *dq.stride()[:3], h, q_rows, sums.shape[1], softmax_scale, HEAD_DIM=d, BLOCK_D=padded(d), ADD=add
-    )
+    moving = dict(sums_ptr=sums, dq_ptr=dq, softmax_scale=softmax_scale)
+
+    def make() -> tuple[int, dict]:
+        strides = dict(zip(("stride_b", "stride_s", "stride_h"), dq.stride()))
+        sizes = dict(heads=h, q_rows=q_rows, padded_rows=sums.shape[1], HEAD_DIM=d, BLOCK_D=padded(d))
+        return sums.shape[0] * sums.shape[1] // ROWS.value, moving | strides | sizes | dict(ADD=add)
+
+    launches.launch(finish_kernel, None, (add,), moving, make, num_warps=4)
 
 
 def sums_descriptor(sums: torch.Tensor, columns: int) -> TensorDescriptor:
@@ -677,9 +683,9 @@ def backward(
         softmax_scale=inputs.softmax_scale,
     )
     # second panels, where there are
-    if d > main_columns(d):
+    if has_rest(d):
         moving |= dict(q_rest=inputs.q, k_rest=inputs.k, sums_rest=sums)
-    if inputs.v.shape[3] > main_columns(inputs.v.shape[3]):
+    if has_rest(inputs.v.shape[3]):
         moving |= dict(v_rest=inputs.v, dout_rest=inputs.dout)
 
     def make() -> tuple[int, dict]:

@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
 
 from . import launches
 from .config import padded
@@ -115,7 +116,7 @@ def work_counter(device: torch.device) -> torch.Tensor:
     if torch.cuda.is_current_stream_capturing():
         # a graph may be replayed on any stream: it has a counter of its own for each of its launches
         return torch.zeros(1, dtype=torch.int32, device=device)
-    return stream_counter(device, torch.cuda.current_stream(device).cuda_stream)
+    return stream_counter(device, driver.active.get_current_stream(device.index))
 
 
 # head dims of Q and K and of V up to these -> launches, measured on an H200; of several the first is the fastest where all multiprocessors

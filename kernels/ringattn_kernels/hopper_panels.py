@@ -6,6 +6,8 @@ each of its elements have an accumulator a panel. Buffers, tiles and accumulator
 buffer a panel; the forward, which has room, takes the panels of 96 columns from blocks of 128.
 """
 
+import functools
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,6 +33,12 @@ def rest_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor | None:
 def main_columns(head_dim: int) -> int:
     """Columns of the main panel: the largest power of two within the head dim."""
     return 1 << (head_dim.bit_length() - 1)
+
+
+@functools.cache
+def has_rest(head_dim: int) -> bool:
+    """Whether there is a second panel."""
+    return head_dim > main_columns(head_dim)
 
 
 @gluon.jit

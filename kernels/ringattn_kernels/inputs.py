@@ -3,7 +3,7 @@
 Shapes: as in `backward`.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +13,7 @@ from .table import TileTable
 Statistics = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
+class Inputs(NamedTuple):
     """The tensors of one call of `backward`, the pairs that are live, and the scale."""
 
     q: torch.Tensor

@@ -5,6 +5,8 @@ Shapes: q, dq (b, sq, h, d).
 
 from __future__ import annotations
 
+import operator
+
 import torch
 
 from . import hopper
@@ -46,7 +48,7 @@ class QuerySums:
 
     def prepared(self, statistics: Statistics) -> hopper.fused.Prepared:
         """What the fused kernel reads of the queries' statistics: made once for all launches with the same tensors."""
-        if self._prepared is None or any(x is not y for x, y in zip(self._prepared[0], statistics)):
+        if self._prepared is None or not all(map(operator.is_, self._prepared[0], statistics)):
             self._prepared = statistics, hopper.fused.prepare(statistics)
         return self._prepared[1]
 

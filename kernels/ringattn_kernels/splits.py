@@ -11,9 +11,7 @@ of the same queries over disjoint keys, with m = row_max and l = row_sum (the bl
 Shapes: out (b, sq, h, dv), row_max and row_sum (b, h, sq), gradients (b, rows, heads, d); of partials, splits * b instead of b.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import launches
 from .config import padded
 from .table import TileTable, split, steps_of
 from .units import to_base2, to_natural
@@ -35,7 +34,7 @@ ROWS, TOGETHER, WARPS = 2, 4, 1  # of a program that merges: rows, partials that
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # looked up in every launch, by identity
 class Splits:
     """How the blocks of a table are split, of queries or of keys.
 
@@ -224,21 +223,33 @@ def merge_kernel(
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-@contextlib.contextmanager
-def partial_gradients(splits: Splits, add: bool, *outputs: torch.Tensor) -> Iterator[tuple[bool, tuple[torch.Tensor, ...]]]:
-    """Whether to add, and to what, instead of to fp32 `outputs` (b, rows, heads, d), or of overwriting them: partials, which are then
-    added up in a fixed order, or, where no block is split, the same."""
+def partial_gradients(splits: Splits, add: bool, *outputs: torch.Tensor) -> tuple[bool, tuple[torch.Tensor, ...]]:
+    """Whether to add, and to what, instead of to fp32 `outputs` (b, rows, heads, d), or of overwriting them: partials, for
+    `add_partials`, or, where no block is split, the same."""
     if splits.most == 1:
-        yield add, outputs
+        return add, outputs
+    shapes = [(splits.most * x.shape[0], *x.shape[1:]) for x in outputs]
+    return False, tuple([x.new_empty(shape, dtype=torch.float32) for x, shape in zip(outputs, shapes)])
+
+
+def add_partials(
+    splits: Splits, table: TileTable, add: bool, partials: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]
+) -> None:
+    """Add up what was computed in the partials, in a fixed order."""
+    if splits.most == 1:
         return
-    partials = [torch.empty(splits.most * len(x), *x.shape[1:], device=x.device, dtype=torch.float32) for x in outputs]
-    yield False, tuple(partials)
     # a block without a split still has something to write, unless it is added to
-    count = splits.touched if add else len(splits.blocks)
+    count = splits.touched if add else splits.blocks.shape[0]
     for out, partial in zip(outputs, partials):
         if count * out.numel() > 0:
-            grid, arguments = sum_arguments(splits, count, partial, out, add)
-            sum_kernel[grid](**arguments)
+            launches.launch(
+                sum_kernel,
+                table,
+                (splits, add),
+                {"partial_ptr": partial, "out_ptr": out},
+                functools.partial(sum_arguments, splits, count, partial, out, add),
+                num_warps=WARPS,
+            )
 
 
 def sum_arguments(splits: Splits, count: int, partial: torch.Tensor, out: torch.Tensor, add: bool) -> tuple[tuple, dict]:
@@ -261,7 +272,6 @@ def sum_arguments(splits: Splits, count: int, partial: torch.Tensor, out: torch.
         ROWS=_rows(splits),
         TOGETHER=TOGETHER,
         ADD=add,
-        num_warps=WARPS,
     )
 
 

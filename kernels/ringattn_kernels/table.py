@@ -96,6 +96,11 @@ class TileTable:
         return f"TileTable({len(self.tiles)} tiles, {self.q_rows} x {self.k_rows} rows)"
 
 
+def kind(x: torch.Tensor) -> tuple:
+    """All that a launch may depend on of a tensor, but its address."""
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0
+
+
 def cut(tiles: np.ndarray, rows: int, block: int, step: int) -> tuple[np.ndarray, np.ndarray]:
     """Items and segments (see `BlockTable`) of `tiles`, whose first axis of `rows` rows is cut into blocks of `block`."""
     begin, end, lo, hi = tiles[:, 0], tiles[:, 1], tiles[:, 4], tiles[:, 5]

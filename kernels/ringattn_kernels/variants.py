@@ -122,7 +122,7 @@ def launch_arguments(variant: Variant, launch: Launch | None = None) -> tuple[tr
 
     how = splits.Splits(1, torch.empty(4, 2, dtype=torch.int32), 4, 64)
     if variant.kernel == "sum":
-        return splits.sum_kernel, splits.sum_arguments(how, 4, q.float(), q, False)[1]
+        return splits.sum_kernel, splits.sum_arguments(how, 4, q.float(), q, False)[1] | {"num_warps": splits.WARPS}
     if variant.kernel.startswith("merge"):
         partial = (q.float(), statistics, statistics)
         state = partial if variant.kernel.endswith("from state") else None

@@ -193,9 +193,9 @@ def deterministic_torch():
 
 def launch_anew(kernel, table, facts, moving, make, *, num_warps):
     """`launches.launch`, but that nothing is made ready."""
-    programs, arguments = make()
+    grid, arguments = make()
     check(arguments, moving)
-    kernel[(programs,)](**arguments, num_warps=num_warps)
+    kernel[grid if isinstance(grid, tuple) else (grid,)](**arguments, num_warps=num_warps)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import ringattn_kernels as rk
-from ringattn_kernels import hopper_backward, hopper_backward_fused, hopper_forward, launches
+from ringattn_kernels import hopper_backward, hopper_backward_fused, hopper_forward, launches, splits
 from ringattn_kernels.inputs import Inputs
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
@@ -57,7 +57,7 @@ def device(monkeypatch):
         if programs:
             variant, grid, arguments = device.launched.pop()
             assert variant == (kernel.fn, found_by(kernel, expected), num_warps, device.number)
-            assert grid == (programs, 1, 1)
+            assert grid == (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
             for name, x in expected.items():
                 assert same(arguments[name], x), name
         assert not device.launched
@@ -65,6 +65,7 @@ def device(monkeypatch):
     monkeypatch.setattr(JITFunction, "warmup", lambda kernel, **options: device.warmup(kernel, **options))
     monkeypatch.setattr(launches, "launch", compared)
     monkeypatch.setattr(launches, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: device.number)))
+    launches._place.cache_clear()
     monkeypatch.setattr(hopper_backward, "prepare", lambda statistics, *_: torch.empty(2, statistics[0].shape[1] * 2, 384).unbind())
     monkeypatch.setattr(hopper_forward, "work_counter", lambda device: torch.zeros(1, dtype=torch.int32))
     return device
@@ -183,6 +184,51 @@ def test_calls_of_a_kind_share_a_launch_that_keeps_none_of_their_tensors(call, d
     device.number = 1
     call(device)
     assert device.compiled == 2
+
+
+def delta(device, rows=300, **options):
+    out, dout = make(2, rows, 4, 64, **options), make(2, rows, 4, 64)
+    rk.delta(out, dout)
+    return [weakref.ref(x) for x in (out, dout)]
+
+
+def finish(device, rows=300, dtype=torch.bfloat16, scale=0.1, **options):
+    sums, dq = torch.empty(8, -(-rows // 128) * 128, 64), make(2, rows, 4, 64, dtype=dtype, **options)
+    hopper_backward_fused.finish(sums, dq, scale, dtype == torch.float32)
+    return [weakref.ref(x) for x in (sums, dq)]
+
+
+def partials(device, most=2, dtype=torch.float32, **options):
+    table = device.tables["all"]
+    how = splits.key_splits(table, 128, 64, 4, 2, torch.device("cpu"), most)
+    outputs = (make(2, 700, 2, 64, dtype=dtype, **options),)
+    add, found = splits.partial_gradients(how, dtype == torch.float32, *outputs)
+    splits.add_partials(how, table, not add and dtype == torch.float32, found, outputs)
+    return [weakref.ref(x) for x in (*outputs, *found)]
+
+
+OTHERS = {
+    delta: [dict(rows=299), dict(offset=1), dict(rows_first=True), dict(gap=8), dict(dtype=torch.float16)],
+    finish: [dict(rows=301), dict(offset=1), dict(rows_first=True), dict(dtype=torch.float32), dict(scale=1)],
+    partials: [dict(most=3), dict(offset=1), dict(rows_first=True), dict(gap=4), dict(dtype=torch.bfloat16)],
+}
+
+
+@pytest.mark.parametrize("call", OTHERS, ids=lambda call: call.__name__)
+def test_small_kernels_are_made_ready_once_too(call, device):
+    for _ in range(2):
+        assert not any(x() is not None for x in call(device))
+    assert device.compiled == 1
+    for _ in range(2):
+        for kind in OTHERS[call]:
+            call(device, **kind)
+    assert device.compiled == 1 + len(OTHERS[call])
+
+
+def test_what_few_launches_have_in_common_is_forgotten(device):
+    for rows in range(1, launches._KEPT + 2):
+        delta(device, rows)
+    assert launches._place.cache_info().currsize == launches._KEPT
 
 
 @triton.jit
