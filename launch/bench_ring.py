@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from ring_methods import PEER_METHODS, Case, Method, Ranks, count_sent, make_method
+from ring_methods import check as check_method
 from timing import REST, spread
 
 import ringattn as ra
@@ -67,7 +68,26 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.tokens is None:
         counts = (1,) if arguments.scaling else (1, 2, 3, 4, 6, 8) if arguments.memory else (1, 2, 8, 16)
         arguments.tokens = [n << 16 for n in counts]
+    try:
+        check(arguments)
+    except ValueError as error:
+        raise SystemExit(f"bench.py ring: {error}") from None
     launch(run_rank, arguments)
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for what no rank could run, before any is started."""
+    for name in ("heads", "kv_heads", "head_dim", "world_size", "budget", "tokens"):
+        given = getattr(arguments, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, but must be at least 1")
+    if arguments.heads % arguments.kv_heads:
+        raise ValueError(f"kv_heads is {arguments.kv_heads}, which does not divide the {arguments.heads} heads")
+    for tokens in arguments.tokens:
+        parse_mask(arguments.mask, tokens)
+    for name in arguments.methods or ():
+        check_method(name, arguments.device, arguments.mask)
 
 
 def launch(function: Callable[[argparse.Namespace], None], arguments: argparse.Namespace) -> None:
@@ -152,12 +172,14 @@ def _default_methods(arguments: argparse.Namespace) -> list[str]:
 def parse_mask(text: str, tokens: int) -> ra.Mask:
     """`documents:N`: the n-th of N documents is proportional to 1 / n, so that the first is long and most are short."""
     word, _, number = text.partition(":")
+    if word in ("documents", "window") and not (number.isdigit() and int(number) > 0):
+        raise ValueError(f"mask is {text!r}, but must be causal, full, window:TOKENS or documents:NUMBER, such as {word}:32")
     if word == "documents":
         weights = [1 / (n + 1) for n in range(int(number))]
         lengths = [int(tokens * weight / sum(weights)) for weight in weights]
         return ra.documents(lengths=[tokens - sum(lengths[1:]), *lengths[1:]]) & ra.causal()
     makers = {"causal": ra.causal, "full": ra.full, "window": lambda: ra.sliding_window(int(number) - 1, 0)}
-    if word not in makers:
+    if word not in makers or (number and word != "window"):
         raise ValueError(f"mask is {text!r}, but must be causal, full, window:TOKENS or documents:NUMBER")
     return makers[word]()
 

@@ -12,6 +12,7 @@ captured in a CUDA graph and replayed. `@` and a layout may follow (`ring@balanc
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -95,14 +96,14 @@ class Case:
         return torch.randn(1, tokens, heads, self.head_dim, device=self.device, dtype=self.dtype, generator=generator)
 
 
+LAYOUTS = ("balanced", "zigzag", "striped", "contiguous")
+
+
 def make_layout(kind: str, mask: ra.Mask, tokens: int, ranks: int) -> ra.Layout:
     """The layout of a method's word for it."""
     if kind == "balanced":
         return ra.balanced(mask, tokens, ranks)
-    makers = {"": ra.zigzag, "zigzag": ra.zigzag, "striped": ra.striped, "contiguous": ra.contiguous}
-    if kind not in makers:
-        raise ValueError(f"layout {kind!r} is not one of balanced, {', '.join(filter(None, makers))}")
-    return makers[kind](tokens, ranks)
+    return {"": ra.zigzag, "zigzag": ra.zigzag, "striped": ra.striped, "contiguous": ra.contiguous}[kind](tokens, ranks)
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,30 @@ def schedule(word: str) -> ra.Schedule | None:
     makers = {"default": lambda: None, "ring": ra.ring, "gather": ra.gather, "waves": ra.waves, "double_ring": ra.double_ring}
     if kind not in makers:
         raise ValueError(f"method {word!r} is not one of {', '.join((*makers, 'local', *PEER_METHODS))}")
+    if number and not (number.isdigit() and kind in ("waves", "double_ring")):
+        raise ValueError(f"method {word!r}: only waves and double_ring take a number, such as waves-2")
     return makers[kind](int(number)) if number else makers[kind]()
+
+
+def check(name: str, device: str, mask: str) -> None:
+    """Raise ValueError for a name that is no method here, or a peer that does not know the mask."""
+    word, at, layout = name.partition("@")
+    if at and layout not in LAYOUTS:
+        raise ValueError(f"layout {layout!r} of method {name!r} is not one of {', '.join(LAYOUTS)}")
+    if name in PEER_METHODS:
+        if mask != "causal":
+            raise ValueError(f"method {name!r} is measured with a causal mask only, but mask is {mask!r}")
+        if name == "ring_flash_attn" and not importlib.util.find_spec(name):
+            raise ValueError(f"method {name!r} needs the package of that name, which is not installed")
+        return
+    if word == "local":
+        return
+    kind, _, transport = word.removesuffix("+graph").partition("+")
+    schedule(kind)
+    if transport not in ("", "symmetric"):
+        raise ValueError(f"method {name!r} has the transport {transport!r}, but must have none (NCCL, gloo) or symmetric")
+    if device == "cpu" and "+" in word:
+        raise ValueError(f"method {name!r} needs GPUs: on a CPU a method has no transport and no graph")
 
 
 class _AllToAll(torch.autograd.Function):

@@ -1,6 +1,8 @@
 """The ring benchmark: its parts, and a run at toy size over gloo."""
 
+import argparse
 import json
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -153,6 +155,35 @@ def test_a_round_is_repeated_unless_its_gpus_took_long(first, seconds, device, r
 
     monkeypatch.setattr(bench_ring, "slowest", lambda values, device: values)
     assert bench_ring.rounds_after(first, seconds, device) == rounds
+
+
+ERRORS = {
+    "method": (["--methods", "rng"], "method 'rng' is not one of default, ring, gather"),
+    "number": (["--methods", "waves-x"], "method 'waves-x': only waves and double_ring take a number, such as waves-2"),
+    "width": (["--methods", "waves-0"], "width is 0, but must be at least 1"),
+    "layout": (["--methods", "ring@tiled"], "layout 'tiled' of method 'ring@tiled' is not one of balanced, zigzag"),
+    "transport": (["--methods", "ring+ipc"], "method 'ring+ipc' has the transport 'ipc', but must have none"),
+    "GPUs": (["--methods", "ring+symmetric"], "method 'ring+symmetric' needs GPUs"),
+    "peer's mask": (["--methods", "ulysses", "--mask", "full"], "method 'ulysses' is measured with a causal mask only"),
+    "mask": (["--mask", "documents:x"], "mask is 'documents:x', but must be causal, full, window:TOKENS or documents:NUMBER"),
+    "window": (["--mask", "window:0"], "mask is 'window:0', but must be causal"),
+    "mask's number": (["--mask", "causal:3"], "mask is 'causal:3', but must be causal"),
+    "tokens": (["--tokens", "64", "0"], "tokens is 0, but must be at least 1"),
+    "ranks": (["--world-size", "0"], "world_size is 0, but must be at least 1"),
+    "heads": (["--heads", "3", "--kv-heads", "2"], "kv_heads is 2, which does not divide the 3 heads"),
+}
+
+
+@pytest.mark.usefixtures("launch")
+@pytest.mark.parametrize(("given", "message"), ERRORS.values(), ids=ERRORS)
+def test_bad_arguments_are_told_before_any_rank_starts(given, message, monkeypatch):
+    import bench_ring
+
+    parser = argparse.ArgumentParser()
+    bench_ring.add_arguments(parser)
+    monkeypatch.setattr(bench_ring, "launch", lambda *args: pytest.fail("a rank was started"))
+    with pytest.raises(SystemExit, match=re.escape(f"bench.py ring: {message}")):
+        bench_ring.main(parser.parse_args(["--device", "cpu", *given]))
 
 
 @pytest.mark.usefixtures("launch")
