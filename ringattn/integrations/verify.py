@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import check
 from ..context import Group, get_context, process_groups
 from ..layout import Layout, zigzag
-from ..mask import Mask, causal, documents, sliding_window
+from ..mask import Mask, documents, sliding_window
 from .causal_lm import IGNORE
 from .data import shard_batch, tokens_of
 
@@ -293,7 +293,7 @@ def _masked(model: Any, inputs: Mapping[str, Any], mask: Mask | None, seq_len: i
             ~dense, torch.finfo(parameter.dtype).min
         )
 
-    within = mask if window is None else mask & sliding_window(window - 1, None) & causal()
+    within = mask if window is None else mask & sliding_window(window - 1, None)
     if kinds <= {"full_attention"} and "full_attention" in kinds:
         within = mask
     if "sliding_attention" in kinds:

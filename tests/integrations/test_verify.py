@@ -99,8 +99,9 @@ def shifted_within_shards(batch, layout, rank):
         ("gpt-oss", dict(packed=True)),
         ("llama", dict(mask=ra.prefix(9))),
         ("mistral", dict(mask=ra.documents(lengths=[20, 17]))),
+        ("mistral", dict(mask=ra.prefix(9))),
     ],
-    ids=["llama", "mistral packed", "gemma3", "gpt-oss packed", "llama prefix", "mistral documents"],
+    ids=["llama", "mistral packed", "gemma3", "gpt-oss packed", "llama prefix", "mistral documents", "mistral prefix"],
 )
 def test_right_models_pass(gloo, name, options):
     first, second = gloo.run(2, report_of, name, None, *[options.get(key) for key in ("packed", "mask")], timeout=120)
