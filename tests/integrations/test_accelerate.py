@@ -53,6 +53,17 @@ def step_of_one_process(replicas, accumulation, smoothing=0.0):
     return loss.item(), {name: p.detach() for name, p in run.named_parameters()}
 
 
+def mean_of(state, replicas):
+    """The mean loss over all tokens of the replicas' first batches, by these weights."""
+    model = make_model()
+    model.load_state_dict(state)
+    batches = [batch(replica, 0) for replica in range(replicas)]
+    with torch.no_grad():
+        return sum(CausalLMLoss(model)(**one).item() for one in batches) / sum(
+            int((one["shift_labels"] != IGNORE).sum()) for one in batches
+        )
+
+
 def summed_loss(outputs, labels, smoothing):
     logits = outputs.logits.flatten(0, -2)
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
@@ -122,6 +133,9 @@ def step_under_the_trainer(group, accumulation, replicas, folder, smoothing=0.0,
         def get_train_dataloader(self):
             return DataLoader(self.train_dataset, collate_fn=cut)
 
+        def get_eval_dataloader(self, eval_dataset=None):
+            return DataLoader(self.eval_dataset, collate_fn=cut)
+
     arguments = TrainingArguments(
         folder, per_device_train_batch_size=1, gradient_accumulation_steps=accumulation, max_steps=1, max_grad_norm=CLIP, optim="sgd",
         learning_rate=LR, lr_scheduler_type="constant", use_cpu=True, ddp_backend="gloo", report_to=[], save_strategy="no",
@@ -133,7 +147,11 @@ def step_under_the_trainer(group, accumulation, replicas, folder, smoothing=0.0,
         return summed_loss(outputs, labels, smoothing) / num_items_in_batch
 
     trainer = RingTrainer(
-        model, arguments, train_dataset=dataset, compute_loss_func=smoothed if smoothing and not by_the_trainer else None
+        model,
+        arguments,
+        train_dataset=dataset,
+        eval_dataset=dataset[:1],
+        compute_loss_func=smoothed if smoothing and not by_the_trainer else None,
     )
     if by_the_trainer:
         with pytest.raises(ValueError) as raised:
@@ -142,6 +160,8 @@ def step_under_the_trainer(group, accumulation, replicas, folder, smoothing=0.0,
         return str(raised.value)
     mean = torch.tensor(trainer.train().training_loss, dtype=torch.float64)  # of this rank's tokens, times the number of ranks
     dist.all_reduce(mean)
+    if not smoothing:
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(mean_of(model.state_dict(), replicas), rel=1e-5)
     AcceleratorState._reset_state(reset_partial_state=True)
     return mean.item() / world_size, {f"model.{name}": p.detach() for name, p in model.named_parameters()}
 
