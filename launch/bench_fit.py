@@ -167,8 +167,9 @@ def run_of(record: dict) -> dict:
         if row["method"] not in PEER_METHODS and "+graph" not in row["method"]:
             figures = row["forward_ms"], row["forward_backward_ms"], row["peak_bytes_beyond_inputs"] / 2**30
             rows.append([row["tokens"], row["method"], *(float(f"{figure:.5g}") for figure in figures)])
-    shape = {key: record[key] for key in ("command", "heads", "kv_heads", "head_dim", "mask")}
-    return {"machine": machine, "gpus": record["world_size"], "date": str(date.today()), **shape, "rows": rows}
+    command = re.sub(r" --out \S+", "", record["command"])
+    shape = {key: record[key] for key in ("heads", "kv_heads", "head_dim", "mask")}
+    return {"machine": machine, "gpus": record["world_size"], "date": str(date.today()), "command": command, **shape, "rows": rows}
 
 
 def joined(runs: Sequence[dict], new: dict) -> list[dict]:

@@ -59,8 +59,8 @@ class Machine:
 # nominally 450 GB/s over NVLink and 50 between nodes a third and a fifth go to protocols.
 H200 = Machine(
     name="h200",
-    forward_tflops=650,
-    backward_tflops=615,
+    forward_tflops=705,
+    backward_tflops=635,
     forward_launch_us=10,
     backward_launch_us=30,
     hbm_gbs=4200,
