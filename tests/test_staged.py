@@ -408,6 +408,11 @@ def test_what_is_cut_off_fits_and_the_rest_follows(sizes, halves):
 def test_long_messages_are_pulled_while_they_are_staged():
     found = bursts(messages([2000, 100, 400]), 1024)
     assert [[part[:3] for part in burst.parts] for burst in found] == [[(0, 0, 1024)], [(0, 1024, 976)], [(1, 0, 100), (2, 0, 400)]]
+    # eight ranks' arena: the way by a third rank holds a burst that is pulled beside one that is staged
+    capacity = 36 << 20
+    (far, *_), *_ = staged_module._make_plan(0, 8, capacity, ((1, 64 << 20),), (), False, 1).rounds
+    channel = Channel(0, 1, 8, capacity // 2, sends=True)
+    assert [channel.place(far[0].burst, ()).needs for _ in range(4)] == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("schedule", [ra.ring(), ra.gather()], ids=str)

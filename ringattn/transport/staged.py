@@ -293,8 +293,8 @@ class _Plan:
 @functools.lru_cache(_KEPT)
 def _make_plan(rank: int, size: int, capacity: int, sends: Sizes, receives: Sizes, at_rest: bool, lanes: int) -> _Plan:
     rooms = [room(share) for share in _shares(size, capacity)]
-    # in bursts of half of a near channel, little of it stays empty at its end
-    largest = min(rooms[0], _BURST), min(rooms[1] // 2, _BURST)
+    # two bursts lie in a channel side by side: one is pulled while the next is staged
+    largest = [min(space // 2, _BURST) for space in rooms]
 
     def divided(messages: Messages) -> Iterable[tuple[bool, list[Burst]]]:
         """What goes the far way, and what the near one: of two ranks what there is room for, else all or nothing."""
