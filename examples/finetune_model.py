@@ -21,7 +21,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from ringattn import zigzag
 from ringattn.integrations.causal_lm import CausalLMLoss, fused_token_loss, token_loss
 from ringattn.integrations.huggingface import attach
-from ringattn.integrations.tiled import tile_mlps
+from ringattn.integrations.tiled import tile_modules
 
 
 def make_config(settings: Settings, vocab: int) -> PretrainedConfig:
@@ -71,7 +71,7 @@ def build_model(settings: Settings, device: torch.device, vocab: int = 0) -> Cau
         load_weights(model, Path(settings.model))
     if settings.mlp_tile:
         for suffix in ("MLP", "Norm"):
-            tile_mlps(model, settings.mlp_tile, suffix)
+            tile_modules(model, settings.mlp_tile, suffix)
     return CausalLMLoss(model, loss=token_loss if settings.deterministic else fused_token_loss)
 
 

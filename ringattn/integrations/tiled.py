@@ -42,7 +42,7 @@ class _Tiled(nn.Module):
         return tiled(super().forward, x, self.tile_rows)
 
 
-def tile_mlps(model: nn.Module, rows: int, suffix: str = "MLP") -> list[str]:
+def tile_modules(model: nn.Module, rows: int, suffix: str = "MLP") -> list[str]:
     """Let every module whose class name ends in `suffix` run over tiles of `rows` tokens; returns their names.
 
     `suffix="Norm"` does so with norms, which in transformers keep their input in fp32 and the normalized one beside their output.

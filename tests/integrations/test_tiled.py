@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from ringattn.integrations.tiled import tile_mlps, tiled
+from ringattn.integrations.tiled import tile_modules, tiled
 
 
 @pytest.mark.parametrize("rows", [1, 4, 7, 13, 100])
@@ -35,8 +35,8 @@ def test_a_models_mlps_are_tiled_in_place():
     model = transformers.LlamaForCausalLM(config)
     ids = torch.randint(61, (1, 11))
     before, names = model(input_ids=ids).logits, list(model.state_dict())
-    assert tile_mlps(model, 8) == ["model.layers.0.mlp", "model.layers.1.mlp"]
-    assert tile_mlps(model, 3) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert tile_modules(model, 8) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert tile_modules(model, 3) == ["model.layers.0.mlp", "model.layers.1.mlp"]
     seen = []
     twin = copy.deepcopy(model)
     twin.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
@@ -60,7 +60,7 @@ def test_tiled_norms_keep_their_input_alone():
         return out, grads, sum(t.untyped_storage().nbytes() for t in kept.values())
 
     expected, (dx, dweight), whole = step(norm)
-    tile_mlps(nn.ModuleList([norm]), 4, suffix="Norm")
+    tile_modules(nn.ModuleList([norm]), 4, suffix="Norm")
     out, (tiled_dx, tiled_dweight), kept = step(norm)
     assert torch.equal(out, expected)
     assert torch.equal(tiled_dx, dx)
@@ -103,4 +103,4 @@ def test_what_cannot_be_tiled_is_named():
     with pytest.raises(ValueError, match="the module gives a tuple for a tile"):
         tiled(lambda x: (x, x), torch.zeros(1, 4, 2), 2)
     with pytest.raises(ValueError, match="Identity has no module whose class name ends in 'MLP'"):
-        tile_mlps(nn.Identity(), 4)
+        tile_modules(nn.Identity(), 4)
