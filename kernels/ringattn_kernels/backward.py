@@ -21,6 +21,7 @@ from .dispatch import Kernels, look_up_backward
 from .forward import LOG2_E
 from .gradients import dkdv_kernel, dq_kernel
 from .inputs import Inputs
+from .launches import strides
 from .query_sums import QuerySums
 from .splits import add_partials, key_splits, partial_gradients, query_splits
 from .table import BlockTable, TileTable
@@ -172,18 +173,7 @@ def _shared_arguments(
         delta_ptr=delta,
         items_ptr=blocks.items,
         segments_ptr=blocks.segments,
-        stride_qb=q.stride(0),
-        stride_qs=q.stride(1),
-        stride_qh=q.stride(2),
-        stride_kb=k.stride(0),
-        stride_ks=k.stride(1),
-        stride_kh=k.stride(2),
-        stride_vb=v.stride(0),
-        stride_vs=v.stride(1),
-        stride_vh=v.stride(2),
-        stride_ob=dout.stride(0),
-        stride_os=dout.stride(1),
-        stride_oh=dout.stride(2),
+        **strides(q=q, k=k, v=v, o=dout),
         item_count=count,
         group=q.shape[2] // hk,
         q_rows=table.q_rows,
@@ -215,12 +205,7 @@ def dkdv_arguments(
         dout_desc=descriptor(inputs.dout, launch.step, arch),
         dk_ptr=dk,
         dv_ptr=dv,
-        stride_dkb=dk.stride(0),
-        stride_dks=dk.stride(1),
-        stride_dkh=dk.stride(2),
-        stride_dvb=dv.stride(0),
-        stride_dvs=dv.stride(1),
-        stride_dvh=dv.stride(2),
+        **strides(dk=dk, dv=dv),
         kv_heads=inputs.k.shape[2],
         k_rows=inputs.table.k_rows,
         BLOCK_K=launch.block,
@@ -240,9 +225,7 @@ def dq_arguments(
         k_desc=descriptor(inputs.k, launch.step, arch),
         v_desc=descriptor(inputs.v, launch.step, arch),
         dq_ptr=dq,
-        stride_dqb=dq.stride(0),
-        stride_dqs=dq.stride(1),
-        stride_dqh=dq.stride(2),
+        **strides(dq=dq),
         heads=inputs.q.shape[2],
         BLOCK_Q=launch.block,
         BLOCK_K=launch.step,

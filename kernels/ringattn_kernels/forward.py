@@ -18,6 +18,7 @@ from . import hopper
 from .bands import edge_count, edge_start, live_columns, load_block, load_rows, load_segment
 from .config import Launch, architecture, descriptor, launch_for, padded, precision
 from .dispatch import Kernels, look_up_forward
+from .launches import strides
 from .splits import State, merge, partials, query_splits
 from .table import TileTable
 from .units import to_base2, to_natural
@@ -105,15 +106,7 @@ def forward_arguments(
         row_sum_ptr=row_sum,
         items_ptr=blocks.items,
         segments_ptr=blocks.segments,
-        stride_qb=q.stride(0),
-        stride_qs=q.stride(1),
-        stride_qh=q.stride(2),
-        stride_kb=k.stride(0),
-        stride_ks=k.stride(1),
-        stride_kh=k.stride(2),
-        stride_vb=v.stride(0),
-        stride_vs=v.stride(1),
-        stride_vh=v.stride(2),
+        **strides(q=q, k=k, v=v),
         item_count=count,
         heads=h,
         group=h // hk,

@@ -28,6 +28,7 @@ from . import launches
 from .gluon_words import async_load, plain_layout, reinterpret
 from .hopper_panels import allocate_panels, load_panels, main_descriptor, panel_bytes
 from .inputs import Inputs, Statistics
+from .launches import strides
 from .table import TileTable
 from .units import LOG2_E, to_base2
 
@@ -628,12 +629,7 @@ def key_arguments(
         dv_ptr=dv,
         items_ptr=blocks.items,
         segments_ptr=blocks.segments,
-        stride_dkb=dk.stride(0),
-        stride_dks=dk.stride(1),
-        stride_dkh=dk.stride(2),
-        stride_dvb=dv.stride(0),
-        stride_dvs=dv.stride(1),
-        stride_dvh=dv.stride(2),
+        **strides(dk=dk, dv=dv),
         item_count=count,
         kv_heads=hk,
         group=h // hk,
@@ -668,9 +664,7 @@ def query_arguments(inputs: Inputs, pivot, delta, dq, add: bool) -> tuple[int, d
         dq_ptr=dq,
         items_ptr=blocks.items,
         segments_ptr=blocks.segments,
-        stride_dqb=dq.stride(0),
-        stride_dqs=dq.stride(1),
-        stride_dqh=dq.stride(2),
+        **strides(dq=dq),
         item_count=count,
         heads=h,
         group=h // k.shape[2],

@@ -21,6 +21,11 @@ Grid = int | tuple[int, ...]
 _KEPT = 256  # launches that are of no table
 
 
+def strides(**tensors: torch.Tensor) -> dict[str, int]:
+    """`stride_qb`, `stride_qs` and `stride_qh` of q (b, s, h, d), and so on: arguments of a kernel."""
+    return {f"stride_{name}{axis}": stride for name, x in tensors.items() for axis, stride in zip("bsh", x.stride())}
+
+
 def launch(
     kernel: triton.JITFunction,
     table: TileTable | None,

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from . import launches
 from .config import padded
+from .launches import strides
 from .table import TileTable, split, steps_of
 from .units import to_base2, to_natural
 
@@ -261,9 +262,7 @@ def sum_arguments(splits: Splits, count: int, partial: torch.Tensor, out: torch.
         partial_ptr=partial,
         out_ptr=out,
         blocks_ptr=splits.blocks,
-        stride_ob=out.stride(0),
-        stride_os=out.stride(1),
-        stride_oh=out.stride(2),
+        **strides(o=out),
         heads=heads,
         rows=rows,
         DIM=d,
