@@ -172,16 +172,16 @@ def _default_methods(arguments: argparse.Namespace) -> list[str]:
 def parse_mask(text: str, tokens: int) -> ra.Mask:
     """`documents:N`: the n-th of N documents is proportional to 1 / n, so that the first is long and most are short."""
     word, _, number = text.partition(":")
-    if word in ("documents", "window") and not (number.isdigit() and int(number) > 0):
-        raise ValueError(f"mask is {text!r}, but must be causal, full, window:TOKENS or documents:NUMBER, such as {word}:32")
+    counted = number.isdigit() and int(number) > 0
+    if not (counted if word in ("window", "documents") else word in ("causal", "full") and not number):
+        raise ValueError(f"mask is {text!r}, but must be causal, full, window:TOKENS or documents:NUMBER, such as window:4096")
     if word == "documents":
         weights = [1 / (n + 1) for n in range(int(number))]
         lengths = [int(tokens * weight / sum(weights)) for weight in weights]
         return ra.documents(lengths=[tokens - sum(lengths[1:]), *lengths[1:]]) & ra.causal()
-    makers = {"causal": ra.causal, "full": ra.full, "window": lambda: ra.sliding_window(int(number) - 1, 0)}
-    if word not in makers or (number and word != "window"):
-        raise ValueError(f"mask is {text!r}, but must be causal, full, window:TOKENS or documents:NUMBER")
-    return makers[word]()
+    if word == "window":
+        return ra.sliding_window(int(number) - 1, 0)
+    return ra.causal() if word == "causal" else ra.full()
 
 
 def compare(case: Case, names: list[str]) -> dict[str, float]:

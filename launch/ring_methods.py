@@ -96,14 +96,18 @@ class Case:
         return torch.randn(1, tokens, heads, self.head_dim, device=self.device, dtype=self.dtype, generator=generator)
 
 
-LAYOUTS = ("balanced", "zigzag", "striped", "contiguous")
+# of (mask, tokens, ranks)
+LAYOUTS: dict[str, Callable[[ra.Mask, int, int], ra.Layout]] = {
+    "balanced": ra.balanced,
+    "zigzag": lambda _, *sizes: ra.zigzag(*sizes),
+    "striped": lambda _, *sizes: ra.striped(*sizes),
+    "contiguous": lambda _, *sizes: ra.contiguous(*sizes),
+}
 
 
 def make_layout(kind: str, mask: ra.Mask, tokens: int, ranks: int) -> ra.Layout:
-    """The layout of a method's word for it."""
-    if kind == "balanced":
-        return ra.balanced(mask, tokens, ranks)
-    return {"": ra.zigzag, "zigzag": ra.zigzag, "striped": ra.striped, "contiguous": ra.contiguous}[kind](tokens, ranks)
+    """The layout of a method's word for it, zigzag without one."""
+    return LAYOUTS[kind or "zigzag"](mask, tokens, ranks)
 
 
 @dataclass(frozen=True)

@@ -121,8 +121,7 @@ def get_context(group: Group | None) -> Context:
     """
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return _alone
-    if not isinstance(group, (Transport, Hybrid)):
-        group = _ranks(group)
+    group = _ranks(group)
     if isinstance(group, (Transport, Hybrid)):
         # kept with the ranks themselves: a weak key that its value holds would stay for ever
         group.context = group.context or Context(group)
@@ -174,6 +173,8 @@ def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
 
 def _ranks(group: Group | None) -> dist.ProcessGroup | Transport | Hybrid:
     """What is meant by `group`, which holds this rank."""
+    if isinstance(group, (Transport, Hybrid)):
+        return group
     if group is None:
         group = dist.group.WORLD
     if isinstance(group, DeviceMesh):

@@ -54,6 +54,20 @@ def nccl(_gpus):
     return _gpus
 
 
+@pytest.fixture
+def llama():
+    """A tiny Llama of transformers, attached to a ring of one rank, for 12 tokens below 31."""
+    transformers = pytest.importorskip("transformers")
+    import ringattn as ra
+    from ringattn.integrations.huggingface import attach
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=31, **sizes)).train()
+    attach(model, layout=ra.zigzag(12, 1))
+    return model
+
+
 @pytest.fixture(params=[1, 2, 4, 8], ids="{}gpus".format)
 def world_size(request):
     """A number of GPUs; skips where there are fewer."""

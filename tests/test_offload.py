@@ -276,15 +276,8 @@ def test_what_cannot_be_checkpointed_is_named():
     assert type(layers[0]) is Layer
 
 
-def test_layers_of_transformers(forwards):
-    transformers = pytest.importorskip("transformers")
-    from ringattn.integrations.huggingface import attach
-
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=31, **sizes)).train()
-    attach(model, layout=ra.zigzag(12, 1))
-    found = []
+def test_layers_of_transformers(forwards, llama):
+    model, found = llama, []
     for count in (None, 0, 1, 3):
         if count is not None:
             ra.checkpoint_layers(model.model.layers, offload=count)

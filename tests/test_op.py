@@ -313,15 +313,8 @@ def test_inputs_of_checkpointed_blocks_may_wait_in_host_memory(launches):
     assert launches == {"forward": 2, "backward": 2}
 
 
-def test_transformers_checkpoints_by_the_policy(launches):
-    transformers = pytest.importorskip("transformers")
-    from ringattn.integrations.huggingface import attach
-
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=31, **sizes)).train()
-    attach(model, layout=ra.zigzag(12, 1))
-    found = []
+def test_transformers_checkpoints_by_the_policy(launches, llama):
+    model, found = llama, []
     for options, forwards in (
         (None, 3),
         ({"use_reentrant": False}, 6),

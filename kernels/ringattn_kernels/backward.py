@@ -34,14 +34,14 @@ def delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     result = torch.empty(b, h, sq, device=out.device, dtype=torch.float32)
     assert out.shape == dout.shape and out.stride(3) == dout.stride(3) == 1
     block = 16 if out.device.type == "cpu" else 64
+    moving = dict(out_ptr=out, dout_ptr=dout, delta_ptr=result)
 
     def make() -> tuple[int, dict]:
-        strides = {f"stride_{x}{dim}": y.stride(i) for x, y in (("o", out), ("g", dout)) for i, dim in enumerate("bsh")}
         sizes = dict(heads=h, q_rows=sq, V_DIM=dv, BLOCK_DV=padded(dv), BLOCK_Q=block)
-        return b * h * triton.cdiv(sq, block), dict(out_ptr=out, dout_ptr=dout, delta_ptr=result) | strides | sizes
+        return b * h * triton.cdiv(sq, block), moving | strides(o=out, g=dout) | sizes
 
     if result.numel() > 0:
-        launches.launch(delta_kernel, None, (block,), dict(out_ptr=out, dout_ptr=dout, delta_ptr=result), make, num_warps=4)
+        launches.launch(delta_kernel, None, (block,), moving, make, num_warps=4)
     return result
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .base import Done, Handle, Peer, Ranks, Transport
+from .base import Handle, Peer, Ranks, Transport
 from .cuda_memory import CudaMemory, load_driver, unmap_kept
 from .meeting import Meeting
 from .process_group import ProcessGroupTransport
@@ -86,8 +86,6 @@ class SymmetricTransport(StagedTransport):
 
     def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
         unmap_kept()
-        if not sends and not receives:
-            return Done()
         # the driver's functions work on this thread's device
         with torch.cuda.device(self._device):
             return super().exchange(sends, receives, at_rest=at_rest)
