@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
 from ringattn.integrations.deepspeed import DeepSpeedParallel
-from ringattn.integrations.loss import mean_loss
+from ringattn.training.loss import mean_loss
 
 VOCAB = 32
 

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 import ringattn as ra
-from ringattn import picture
+from ringattn.geometry import picture
 
 
 def masks(seq_len: int) -> dict[str, ra.Mask]:

@@ -12,8 +12,8 @@ from finetune_settings import DTYPES, Settings
 from finetune_trainer import Trainer, make_optimizer
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringattn.integrations.causal_lm import CausalLMLoss
 from ringattn.integrations.deepspeed import DeepSpeedParallel
+from ringattn.training.causal_lm import CausalLMLoss
 
 
 class DeepSpeedTrainer(Trainer):

@@ -41,8 +41,8 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import ringattn as ra
-from ringattn.integrations.causal_lm import CausalLMLoss, shift_labels
 from ringattn.integrations.huggingface import attach
+from ringattn.training.causal_lm import CausalLMLoss, shift_labels
 
 
 def window(tokens: torch.Tensor, seq_len: int, settings: Settings, step: int) -> dict[str, torch.Tensor]:

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from ringattn import zigzag
-from ringattn.integrations.causal_lm import CausalLMLoss, fused_token_loss, token_loss
 from ringattn.integrations.huggingface import attach
-from ringattn.integrations.tiled import tile_modules
+from ringattn.training.causal_lm import CausalLMLoss, fused_token_loss, token_loss
+from ringattn.training.tiled import tile_modules
 
 
 def make_config(settings: Settings, vocab: int) -> PretrainedConfig:

@@ -11,10 +11,10 @@ from finetune_peers import attach_peer
 from finetune_settings import Settings
 
 import ringattn as ra
-from ringattn.integrations.causal_lm import CausalLMLoss, shift_labels, sum_gradients
-from ringattn.integrations.data import shard_batch
 from ringattn.integrations.huggingface import attach
-from ringattn.integrations.loss import averaged, mean_loss, summed
+from ringattn.training.causal_lm import CausalLMLoss, shift_labels, sum_gradients
+from ringattn.training.data import shard_batch
+from ringattn.training.loss import averaged, mean_loss, summed
 
 LAYOUTS = {"zigzag": ra.zigzag, "striped": ra.striped, "contiguous": ra.contiguous}
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ringattn as ra
-from ringattn.integrations.causal_lm import CausalLMLoss, sum_gradients
-from ringattn.integrations.data import pack, shard_batch
 from ringattn.integrations.huggingface import attach
-from ringattn.integrations.loss import mean_loss, summed
+from ringattn.training.causal_lm import CausalLMLoss, sum_gradients
+from ringattn.training.data import pack, shard_batch
+from ringattn.training.loss import mean_loss, summed
 
 device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
 if device.type == "cuda":

@@ -22,10 +22,10 @@ import numpy as np
 from bench_ring import parse_mask
 from ring_methods import PEER_METHODS, make_layout, schedule
 
-from ringattn.machine import MACHINES, Machine
-from ringattn.plan import make_plan
-from ringattn.schedule import default_schedule, ring
-from ringattn.simulation import Option, Work, World
+from ringattn.geometry.plan import make_plan
+from ringattn.predict.machine import MACHINES, Machine
+from ringattn.predict.simulation import Option, Simulation, Workload
+from ringattn.schedule.schedules import default_schedule, ring
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASUREMENTS = ROOT / "docs" / "measurements.json"
@@ -81,8 +81,8 @@ class Row:
     forward_ms: float
     both_ms: float
     peak_gib: float | None
-    world: World
-    holds: World
+    world: Simulation
+    holds: Simulation
     rates: Mapping[str, float]
 
     def predicted_ms(self, machine: Machine) -> tuple[float, float]:
@@ -119,7 +119,7 @@ def rows_of(runs: Sequence[dict]) -> list[Row]:
     return found
 
 
-def _world(run: dict, tokens: int, method: str) -> World:
+def _world(run: dict, tokens: int, method: str) -> Simulation:
     gpus, (word, _, kind) = run["gpus"], method.partition("@")
     name, _, transport = word.partition("+")
     mask = parse_mask(run["mask"], tokens)
@@ -127,8 +127,8 @@ def _world(run: dict, tokens: int, method: str) -> World:
     chosen = ring() if name == "local" else schedule(name)
     if chosen is None:
         chosen = default_schedule(make_plan(layout, mask), copy_engines=transport == "symmetric")
-    work = Work(tokens, run["heads"], run["kv_heads"], run["head_dim"], mask)
-    return World(MACHINES[run["machine"]], work, gpus, _GPUS_PER_NODE, Option(chosen, nccl=not transport), layout)
+    work = Workload(tokens, run["heads"], run["kv_heads"], run["head_dim"], mask)
+    return Simulation(MACHINES[run["machine"]], work, gpus, _GPUS_PER_NODE, Option(chosen, nccl=not transport), layout)
 
 
 def fit(machine: Machine, rows: Sequence[Row]) -> dict[str, float]:

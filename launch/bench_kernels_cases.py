@@ -13,8 +13,8 @@ from functools import cached_property
 import numpy as np
 
 import ringattn as ra
-from ringattn.plan import Tiles, move_keys
-from ringattn.rows import Rows
+from ringattn.geometry.plan import Tiles, move_keys
+from ringattn.geometry.rows import Rows
 
 SEQUENCES = (4096, 8192, 16384, 32768, 65536)
 HEAD_DIMS = ("128", "64", "96", "256", "192/128")

@@ -23,7 +23,7 @@ from bench_ring import launch, make_case, slowest
 from ring_methods import Method, Ranks, make_method
 
 import ringattn as ra
-from ringattn import local
+from ringattn.device import local
 from ringattn.transport import Handle, Peer, Transport
 
 _BUSY = 40_000_000  # clock cycles, about twenty milliseconds

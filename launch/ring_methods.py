@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringattn as ra
-from ringattn import local
-from ringattn.plan import Tiles, move_keys
-from ringattn.rows import Rows
+from ringattn.device import local
+from ringattn.geometry.plan import Tiles, move_keys
+from ringattn.geometry.rows import Rows
 from ringattn.score import Score
 from ringattn.transport import Transport
 

@@ -6,16 +6,14 @@
 torch.Size([1, 16, 2, 8])
 """
 
-from . import reference
+import sys
+
+from . import integrations, reference, verification
 from ._version import __version__
 from .attention import attend, ring_attention
-from .checkpoint import checkpoint_contexts, checkpoint_layers, checkpoint_policy
 from .collective import unshard
-from .context import hybrid, process_group, symmetric
-from .integrations.replace import replace_attention
-from .integrations.verify import Report, verify
-from .layout import Layout, balanced, contiguous, default_layout, shard, striped, zigzag
-from .mask import (
+from .geometry.layout import Layout, balanced, contiguous, default_layout, shard, striped, zigzag
+from .geometry.mask import (
     Mask,
     bigbird,
     block_sparse,
@@ -27,10 +25,15 @@ from .mask import (
     prefix,
     sliding_window,
 )
+from .geometry.plan import Plan, make_plan
+from .geometry.span import Span
+from .integrations.replace import replace_attention
 from .partial import Partial, Stats, finish, merge
-from .plan import Plan, make_plan
-from .schedule import Schedule, default_schedule, double_ring, gather, ring, waves
-from .span import Span
+from .runtime.groups import hybrid, process_group, symmetric
+from .schedule.schedules import Schedule, default_schedule, double_ring, gather, ring, waves
+from .training import causal_lm, data, loss, tiled
+from .training.checkpoint import checkpoint_contexts, checkpoint_layers, checkpoint_policy
+from .verification import Report, verify
 
 __all__ = [
     "Layout",
@@ -78,3 +81,9 @@ __all__ = [
     "waves",
     "zigzag",
 ]
+
+# names under which these modules were documented before they had folders of their own
+_FORMER = {"causal_lm": causal_lm, "data": data, "loss": loss, "tiled": tiled, "verify": verification}
+for _name, _module in _FORMER.items():
+    sys.modules[f"{__name__}.integrations.{_name}"] = _module
+    setattr(integrations, _name, _module)

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from itertools import product
 from math import inf
 
-from . import timeline
-from .machine import MACHINES, Machine
-from .mask import Mask, causal, full, sliding_window
-from .planner import check_work, held_bytes, options, predict, recommend
-from .simulation import Prediction, Work
+from .geometry.mask import Mask, causal, full, sliding_window
+from .predict import timeline
+from .predict.machine import MACHINES, Machine
+from .predict.planner import check_work, held_bytes, options, predict, recommend
+from .predict.simulation import Prediction, Workload
 
 _GIB = 1 << 30
 _COLUMNS = (
@@ -63,7 +63,7 @@ def _plan(given: argparse.Namespace) -> None:
         timeline.need_figures()
     found = []
     for gpus, tokens in worlds:
-        work = Work(tokens, given.heads, given.kv_heads, given.head_dim, mask)
+        work = Workload(tokens, given.heads, given.kv_heads, given.head_dim, mask)
         check_work(work, gpus, given.gpus_per_node)
         memory = _budget(given.memory_gib, machine, work, gpus)
         predictions = [
@@ -104,7 +104,7 @@ def _rate(text: str) -> tuple[str, float]:
         raise ValueError(f"--rates has {text!r}, but takes NAME=VALUE, such as node_gbs=90") from None
 
 
-def _budget(memory_gib: float | None, machine: Machine, work: Work, gpus: int) -> float:
+def _budget(memory_gib: float | None, machine: Machine, work: Workload, gpus: int) -> float:
     """Bytes for attention beyond what it is given and returns."""
     if memory_gib is not None:
         if not 0 < memory_gib < inf:

@@ -10,18 +10,18 @@ from typing import Literal, overload
 import torch
 
 from . import check
-from .agree import refuse
-from .context import Group, get_context, group_names
-from .layout import Layout
-from .mask import Mask, causal
-from .op import attention
+from .geometry.layout import Layout
+from .geometry.mask import Mask, causal
+from .geometry.plan import make_local_plan
 from .partial import Partial, Stats
-from .plan import make_local_plan
-from .run import LocalRun, RingRun, compiled_run
-from .schedule import Schedule
-from .steps import local_steps
+from .runtime.agree import refuse
+from .runtime.calls import LocalCall, RingCall, compiled_call
+from .runtime.groups import Group, get_context, group_names
+from .runtime.op import attention
+from .runtime.rank_attention import RankAttention
+from .schedule.program import local_steps
+from .schedule.schedules import Schedule
 from .transport import Alone
-from .work import Work
 
 _DEFAULT_MASK = causal()
 _STATS = "True for out and its statistics"
@@ -107,7 +107,7 @@ def ring_attention(
         check.instance("return_stats", return_stats, bool, _STATS)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         digests = (None if x is None else x.digest for x in (layout, mask, schedule))
-        out, *stats = attention(q, k, v, compiled_run(group_names(group), *digests), scale)
+        out, *stats = attention(q, k, v, compiled_call(group_names(group), *digests), scale)
         return (out, Stats(*stats)) if return_stats else out
     context = get_context(group)
     mask = _DEFAULT_MASK if mask is None else mask
@@ -125,7 +125,7 @@ def ring_attention(
         if context.ranks.size > 1:
             refuse(context.ranks, error)
         raise
-    run = RingRun(context, layout, mask, schedule)
+    run = RingCall(context, layout, mask, schedule)
     out, *stats = attention(q, k, v, run.number, scale)
     return (out, Stats(*stats)) if return_stats else out
 
@@ -160,5 +160,5 @@ def attend(
     keys = check.positions("k_positions", k_positions, k.shape[1], "k")
     seq_len = max([mask.min_length] + [int(p.max()) + 1 for p in (queries, keys) if len(p)])
     tiles, q_order, k_order = make_local_plan(queries, keys, mask, seq_len)
-    run = LocalRun(Work(Alone(), local_steps(tiles), q_order, k_order))
+    run = LocalCall(RankAttention(Alone(), local_steps(tiles), q_order, k_order))
     return Partial(*attention(q, k, v, run.number, scale))

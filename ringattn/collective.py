@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from . import check
-from .agree import Facts, agree, refuse
-from .context import Group, get_context
-from .layout import Layout, shard
+from .geometry.layout import Layout, shard
+from .runtime.agree import Facts, agree, refuse
+from .runtime.groups import Group, get_context
+from .runtime.ulysses import ring_layout
 from .transport import Peer, Transport
-from .ulysses import ring_layout
 
 
 def unshard(x_local: torch.Tensor, layout: Layout, group: Group | None = None, dim: int = 1) -> torch.Tensor:

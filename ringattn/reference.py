@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from . import check
-from .mask import Mask, causal
+from .geometry.mask import Mask, causal
 from .partial import Stats
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
 import ringattn as ra
-from ringattn.context import _kept
+from ringattn.runtime.context import _kept
 from ringattn.transport import run_ranks
 from tests.allocation import Peak
 

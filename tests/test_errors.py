@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 import ringattn as ra
-from ringattn.integrations.data import shard_batch
 from ringattn.integrations.huggingface import attach
-from ringattn.integrations.loss import mean_loss
+from ringattn.training.data import shard_batch
+from ringattn.training.loss import mean_loss
 
 
 def tensor(*shape, **options):

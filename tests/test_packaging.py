@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,63 @@ def test_the_wheel_holds_both_packages(tmp_path):
     assert wanted <= names
     tops = {name.split("/")[0] for name in names}
     assert tops == {"ringattn", "ringattn_kernels", f"ringattn-{ringattn.__version__}.dist-info"}
+
+
+def test_modules_are_found_under_their_former_names():
+    code = (
+        "from ringattn.integrations.data import shard_batch;"
+        "import ringattn.integrations.loss, ringattn.training.loss, ringattn.training.data;"
+        "from ringattn.integrations import causal_lm, tiled, verify;"
+        "assert ringattn.integrations.loss is ringattn.training.loss;"
+        "assert shard_batch is ringattn.training.data.shard_batch;"
+        "assert verify.verify is ringattn.verify and callable(ringattn.verify)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_module_imports_one_that_imports_it():
+    """Imports run one way, those within functions and for type checkers included."""
+    imports = {name: sorted(imported(name, path)) for name, path in MODULES.items()}
+    open_, closed = [], set()
+
+    def visit(name):
+        assert name not in open_, f"a circle of imports: {' -> '.join([*open_[open_.index(name) :], name])}"
+        if name not in closed:
+            open_.append(name)
+            for other in imports[name]:
+                visit(other)
+            closed.add(open_.pop())
+
+    for name in imports:
+        visit(name)
+
+
+def test_no_two_classes_share_a_name():
+    names = [
+        node.name.lstrip("_")
+        for folder in ("ringattn", "kernels", "launch")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert sorted(name for name, count in Counter(names).items() if count > 1) == []
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted((ROOT / "ringattn").rglob("*.py"))}
+
+
+def imported(name, path):
+    """The modules of the package that a file names in an import anywhere in it."""
+    found = set()
+    package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+            found |= {f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base for alias in node.names}
+    return found & MODULES.keys() - {name}

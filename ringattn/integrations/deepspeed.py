@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .loss import Reduction
-from .loss import deepspeed as divided_by
+from ..training.loss import Reduction
+from ..training.loss import deepspeed as divided_by
 
 Group = dist.ProcessGroup
 

@@ -1,4 +1,4 @@
-"""Ring attention in Hugging Face transformers, through its `AttentionInterface` (transformers 4.57 and 5).
+"""Attachment attention in Hugging Face transformers, through its `AttentionInterface` (transformers 4.57 and 5).
 
     attach(model, layout=ra.zigzag(seq_len, world_size))            # once a layout
     logits = model(input_ids=ra.shard(tokens, layout, rank)).logits  # this rank's rows
@@ -7,7 +7,7 @@
 positions the ranks hold, what is live and who the ranks are. Every rank then runs the model on its own shard of the
 sequence; everything but attention is local to a token. Position ids default to the shard's global positions.
 
-Whatever a model asks of its attention is honoured or refused by name (`hf_options.py`). A sliding window, packed documents
+Whatever a model asks of its attention is honoured or refused by name (`huggingface_checks.py`). A sliding window, packed documents
 and attention sinks are honoured; a padding mask, dropout, a softcap, a key/value cache, position bias, chunked attention and
 attention weights as output raise ValueError, and so does any option that is not known here.
 
@@ -28,13 +28,13 @@ import torch
 from torch import nn
 
 from .. import check
-from ..agree import Facts, agree, refuse
 from ..attention import ring_attention
-from ..context import Group, get_context
-from ..layout import Layout
-from ..mask import Documents, Mask, causal, documents, full, sliding_window
-from . import hf_options
-from .data import documents_of_positions, packed_positions
+from ..geometry.layout import Layout
+from ..geometry.mask import Documents, Mask, causal, documents, full, sliding_window
+from ..runtime.agree import Facts, agree, refuse
+from ..runtime.groups import Group, get_context
+from ..training.data import documents_of_positions, packed_positions
+from . import huggingface_checks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,7 +91,7 @@ class LiveMask:
 
 
 @dataclass(frozen=True, eq=False)
-class Ring:
+class Attachment:
     """What an attention module needs to know: who holds what, what is live, and among whom."""
 
     layout: Layout
@@ -102,12 +102,12 @@ class Ring:
     before: str | None
     wants_last: bool  # rotary frequencies depend on the largest position of the sequence
 
-    def __deepcopy__(self, memo: dict) -> Ring:
+    def __deepcopy__(self, memo: dict) -> Attachment:
         return self  # a process group has no copy, and a copied model is on the same ring
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class ModelCall:
     """A call of an attached model under way: of which model, and what is live in it."""
 
     model: nn.Module
@@ -124,7 +124,7 @@ def _between_graphs(function: _Function) -> _Function:
 
 
 # for the mask function, which transformers calls within, and models within the model
-_call: ContextVar[Call | None] = ContextVar("ringattn_call", default=None)
+_call: ContextVar[ModelCall | None] = ContextVar("ringattn_call", default=None)
 
 
 def register() -> None:
@@ -176,29 +176,29 @@ def attach(
             f"{layout!r} leaves rank {layout.lengths.index(0)} without tokens, which transformers' models cannot run on: "
             "use fewer ranks or a longer sequence"
         )
-    hf_options.check_model(model)
+    huggingface_checks.check_model(model)
     modules = [module for module in model.modules() if _ATTENTION.search(type(module).__name__)]
     if not modules:
         raise ValueError(f"{type(model).__name__} has no module with Attention or MLA in its class name")
     register()
-    attached: Ring | None = getattr(model, NAME, None)
+    attached: Attachment | None = getattr(model, NAME, None)
     before = model.config._attn_implementation if attached is None else attached.before
     before = None if before == NAME else before  # loaded with it, but never attached
-    rotary = hf_options.dynamic_rotary(model)
-    ring = Ring(layout, Live(mask), group, ranks.rank, frozenset(ignore), before, bool(rotary))
+    rotary = huggingface_checks.dynamic_rotary(model)
+    ring = Attachment(layout, Live(mask), group, ranks.rank, frozenset(ignore), before, bool(rotary))
     # a model with a head holds one without: whichever is called gets its positions
-    for module in hf_options.models(model):
+    for module in huggingface_checks.models(model):
         if not hasattr(module, NAME):
             module.register_forward_pre_hook(_enter, with_kwargs=True)
             module.register_forward_hook(_leave, always_call=True)
         setattr(module, NAME, ring)
-        hf_options.guard_loss(module, layout)
+        huggingface_checks.guard_loss(module, layout)
     for module in rotary:
         if not hasattr(module, NAME):
             module.register_forward_pre_hook(_add_last, with_kwargs=True)
             module.register_forward_hook(_drop_last)
     if attached is None:
-        for module in hf_options.models_around(model):
+        for module in huggingface_checks.models_around(model):
             if _around not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_around, with_kwargs=True)
     for module in [*modules, *rotary]:
@@ -217,13 +217,15 @@ def attach(
 
 def detach(model: PreTrainedModel, attn_implementation: str | None = None) -> None:
     """Undo `attach`: the model runs on whole sequences again, with the attention it had before, or another of transformers'."""
-    attached: Ring | None = getattr(model, NAME, None)
-    for module in hf_options.models_around(model):
-        if not any(hasattr(part, NAME) for part in hf_options.models(module) if part not in hf_options.models(model)):
+    attached: Attachment | None = getattr(model, NAME, None)
+    for module in huggingface_checks.models_around(model):
+        if not any(
+            hasattr(part, NAME) for part in huggingface_checks.models(module) if part not in huggingface_checks.models(model)
+        ):
             _unhook(module, (_around,))
     for module in model.modules():
         vars(module).pop(NAME, None)  # a wrapper such as PEFT's passes attributes on that are not its own
-        hf_options.release_loss(module)
+        huggingface_checks.release_loss(module)
         _unhook(module, _HOOKS)
     if attn_implementation is None:
         before = model.config._attn_implementation if attached is None else attached.before
@@ -248,7 +250,7 @@ def ring_attention_forward(
 
     `s_aux` (h,) are attention sinks: a score a head that takes part in every softmax and brings no value.
     """
-    ring: Ring | None = getattr(module, NAME, None)
+    ring: Attachment | None = getattr(module, NAME, None)
     if ring is None:
         raise ValueError(
             f"{type(module).__name__} is set to {NAME!r} but has no layout: call ringattn.integrations.huggingface.attach"
@@ -258,7 +260,7 @@ def ring_attention_forward(
             raise ValueError(
                 "attention_mask is given, but ring attention takes its mask over global positions: attach(model, mask=...) it"
             )
-        hf_options.check_attention(dropout, options, ring.ignored)
+        huggingface_checks.check_attention(dropout, options, ring.ignored)
         # a mask that is there knows of its documents; torch.compile follows no ContextVar
         call = None if attention_mask is not None else _call.get()
         if call is not None and call.live.documents is not None:
@@ -340,7 +342,7 @@ def _live_mask(*args: Any, local_size: int | None = None, **options: Any) -> Liv
     """transformers' mask function: no tensor, but what is live; refuses a mask that asks for more."""
     call = _call.get()
     try:
-        is_causal = hf_options.check_mask(**options)
+        is_causal = huggingface_checks.check_mask(**options)
     except ValueError as error:
         if call is not None:
             _tell(getattr(call.model, NAME), error)
@@ -356,7 +358,7 @@ def _live_mask(*args: Any, local_size: int | None = None, **options: Any) -> Liv
 @_between_graphs
 def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Before the model runs: the shard must be the layout's, positions are global, documents known, labels shifted already."""
-    ring: Ring = model.ringattn  # pyright: ignore[reportAssignmentType]
+    ring: Attachment = model.ringattn  # pyright: ignore[reportAssignmentType]
     call = _call.get()
     within = call is not None and call.model is not model  # a model that has done the rest
     given = None
@@ -367,10 +369,10 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
                 f"{type(model).__name__} is attached, but its attention was set to {model.config._attn_implementation!r} since, which "
                 "would attend within the shard: attach it again, or detach it"
             )
-        tokens = hf_options.check_inputs(model, args, kwargs, ring.layout, ring.rank)
+        tokens = huggingface_checks.check_inputs(model, args, kwargs, ring.layout, ring.rank)
         if not within:
-            hf_options.check_targets(model, kwargs, ring.layout, ring.ignored)
-            given, kwargs = hf_options.take_documents(kwargs)
+            huggingface_checks.check_targets(model, kwargs, ring.layout, ring.ignored)
+            given, kwargs = huggingface_checks.take_documents(kwargs)
     except ValueError as error:
         _tell(ring, error)
         raise
@@ -388,20 +390,20 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
         positions = (here if given is None else packed_positions(given, here))[None]
         kwargs["position_ids"] = positions.to(tokens.device)
     last = max(agree(get_context(ring.group).ranks, _LAST_POSITION, int(positions.max()))) if ring.wants_last else None
-    _call.set(Call(model, ring.live if given is None else Live(ring.live.mask, given), last))
+    _call.set(ModelCall(model, ring.live if given is None else Live(ring.live.mask, given), last))
     return args, kwargs
 
 
 @_between_graphs
 def _around(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
     """Before a head runs that is not attached, around a model that is: it would take a shard for the whole like one that is."""
-    ring: Ring | None = next((getattr(part, NAME) for part in hf_options.models(model) if hasattr(part, NAME)), None)
+    ring: Attachment | None = next((getattr(part, NAME) for part in huggingface_checks.models(model) if hasattr(part, NAME)), None)
     if ring is None or hasattr(model, NAME):
         return
     kwargs = _named(model, args, kwargs)[1]
     try:
-        hf_options.check_head(model)
-        hf_options.check_targets(model, kwargs, ring.layout, ring.ignored)
+        huggingface_checks.check_head(model)
+        huggingface_checks.check_targets(model, kwargs, ring.layout, ring.ignored)
     except ValueError as error:
         _tell(ring, error)
         raise
@@ -424,7 +426,7 @@ def _unhook(module: nn.Module, ours: tuple) -> None:
             module._forward_hooks_always_called.pop(key, None)
 
 
-def _agree_on_count(ring: Ring, kwargs: dict[str, Any]) -> None:
+def _agree_on_count(ring: Attachment, kwargs: dict[str, Any]) -> None:
     """Raise ValueError, on every rank, if the ranks would divide their losses by different numbers of tokens: their own ones."""
     count, ranks = kwargs.get("num_items_in_batch"), get_context(ring.group).ranks
     if count is None or ranks.size == 1 or all(kwargs.get(name) is None for name in ("labels", "shift_labels")):
@@ -432,7 +434,7 @@ def _agree_on_count(ring: Ring, kwargs: dict[str, Any]) -> None:
     agree(ranks, Facts({"function": "the loss of a model's head", "num_items_in_batch": int(count)}), 0)
 
 
-def _tell(ring: Ring, error: ValueError) -> None:
+def _tell(ring: Attachment, error: ValueError) -> None:
     """Tell the other ranks what this one is refused for: they may have taken their input, and would wait."""
     ranks = get_context(ring.group).ranks
     if ranks.size > 1:
@@ -444,7 +446,7 @@ def _leave(model: PreTrainedModel, args: tuple, output: Any) -> None:
     call = _call.get()
     if call is not None and call.model is model:
         _call.set(None)
-        hf_options.check_output(model, output, getattr(model, NAME).layout)
+        huggingface_checks.check_output(model, output, getattr(model, NAME).layout)
 
 
 @_between_graphs

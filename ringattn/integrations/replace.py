@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from .. import check
 from ..attention import ring_attention
-from ..context import Group, get_context
-from ..layout import Layout
-from ..mask import Mask, causal, full
+from ..geometry.layout import Layout
+from ..geometry.mask import Mask, causal, full
+from ..runtime.groups import Group, get_context
 
 _ORIGINAL = torch.nn.functional.scaled_dot_product_attention
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
-from ringattn import agree, check
+from ringattn import check
+from ringattn.runtime import agree
 
 N = 24
 

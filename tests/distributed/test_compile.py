@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
-from ringattn import passes
+from ringattn.runtime import passes
 from tests.distributed import dense
 
 N = 37

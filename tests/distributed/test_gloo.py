@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
-from ringattn import context
+from ringattn.runtime import groups
 from tests.distributed import dense
 from tests.distributed.dense import MASKS, difference, inputs
 
@@ -274,8 +274,8 @@ def many_lengths(group, calls):
     for n in range(calls):
         q = torch.ones(1, len(range(dist.get_rank(group), n, world_size)), 1, 2)
         ra.ring_attention(q, q, q, layout=ra.striped(n, world_size), group=group)
-    kept = context.get_context(group)
-    return len(kept._facts), len(kept._routes), len(kept._layouts)
+    kept = groups.get_context(group)
+    return len(kept._facts), len(kept._attentions), len(kept._layouts)
 
 
 def test_plans_kept_are_bounded(gloo):
@@ -287,18 +287,18 @@ def test_plans_kept_are_bounded(gloo):
 
 def come_and_go(group):
     """What is kept for groups that have come, been used and gone, on all 8 ranks; a group's name comes back each time."""
-    before = len(context._contexts)
+    before = len(groups._contexts)
     for members in [(0, 1, 2), (1, 2, 3), (0, 1, 2), (0, 4)] * 2:
         made = dist.new_group(members)
         if dist.get_rank() in members:
             q = torch.ones(1, 3, 1, 2, requires_grad=True)
             ra.ring_attention(q, q, q, group=made).sum().backward()
-            kept = weakref.ref(context.get_context(made))
+            kept = weakref.ref(groups.get_context(made))
             dist.destroy_process_group(made)
             del made
             gc.collect()
             assert kept() is None
-    return len(context._contexts) - before
+    return len(groups._contexts) - before
 
 
 def threads_at_once(group):

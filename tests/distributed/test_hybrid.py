@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
-from ringattn import context, passes
-from ringattn.op import BACKWARD, FORWARD
-from ringattn.run import RingRun
+from ringattn.runtime import groups, passes
+from ringattn.runtime.calls import RingCall
+from ringattn.runtime.op import BACKWARD, FORWARD
 from tests.distributed import dense
 from tests.distributed.dense import inputs
 
@@ -155,7 +155,7 @@ def keep_contract(group, mask, layout, heads):
     layout = LAYOUTS[layout](23, pair.size)
     q, k, v, dout, dlse = inputs(23, 0, heads, batch=2)
     leaves = [ra.shard(x, layout, pair.rank).requires_grad_() for x in (q, k, v)]
-    run = RingRun(context.get_context(pair), layout, MASKS[mask](23), None)
+    run = RingCall(groups.get_context(pair), layout, MASKS[mask](23), None)
     torch.library.opcheck(FORWARD, (*leaves, run.number, 0.3, True))
     saved = [x.detach() for x in (*leaves, *FORWARD(*leaves, run.number, 0.3, True))]
     dout, dsum = ra.shard(dout, layout, pair.rank), ra.shard(dlse, layout, pair.rank, dim=2)
@@ -317,7 +317,7 @@ def test_a_rank_outside_the_mesh(gloo):
 
 def come_and_go(group):
     """Nothing stays of grids whose groups are gone, and a new mesh of the same ranks works."""
-    before = len(context._hybrids)
+    before = len(groups._hybrids)
     for _ in range(3):
         mesh = DeviceMesh("cpu", [[0, 1, 2, 3], [4, 5, 6, 7]], mesh_dim_names=("ring", "heads"))
         kept = weakref.ref(ra.hybrid(mesh))
@@ -328,7 +328,7 @@ def come_and_go(group):
         del mesh, made
         gc.collect()
         assert kept() is None
-    return len(context._hybrids) - before
+    return len(groups._hybrids) - before
 
 
 def test_grids_go_with_their_groups(gloo):

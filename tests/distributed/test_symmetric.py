@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 
 import ringattn as ra
-from ringattn import local
-from ringattn.context import get_context
-from ringattn.lanes import InOrder, SideBySide
-from ringattn.steps import make_steps
+from ringattn.device import local
+from ringattn.device.streams import InOrder, SideBySide
+from ringattn.runtime.groups import get_context
+from ringattn.schedule.program import make_steps
 from ringattn.transport import Peer
 from ringattn.transport.cuda_memory import CudaQueue
 from ringattn.transport.symmetric import SymmetricTransport

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from ringattn.offload import HostMemory
+from ringattn.training.offload import HostMemory
 from tests.examples.programs import EXAMPLES, TORCHRUN, figures, needs_deepspeed, start, succeed
 
 SHORT = ["--device", "cpu", "--vocab", "300", "--tokens", "61", "--steps", "4", "--warmup", "1", "--generate", "3"]

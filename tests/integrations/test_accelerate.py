@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
-from ringattn.integrations.causal_lm import IGNORE, CausalLMLoss, shift_labels
-from ringattn.integrations.data import shard_batch
 from ringattn.integrations.huggingface import attach
-from ringattn.integrations.loss import Reduction, count_tokens, mean_loss
+from ringattn.training.causal_lm import IGNORE, CausalLMLoss, shift_labels
+from ringattn.training.data import shard_batch
+from ringattn.training.loss import Reduction, count_tokens, mean_loss
 
 # `make test` installs it, but for a GPU host without network
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
 from ringattn.integrations.deepspeed import DeepSpeedParallel
-from ringattn.integrations.loss import count_tokens, mean_loss
+from ringattn.training.loss import count_tokens, mean_loss
 
 # `make test` installs it, but for a GPU host without network
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")

@@ -16,9 +16,9 @@ from torch._functorch.aot_autograd import make_boxed_func
 from transformers.masking_utils import AttentionMaskInterface
 
 import ringattn as ra
-from ringattn.integrations.causal_lm import CausalLMLoss, shift_labels, sum_gradients
-from ringattn.integrations.hf_options import check_targets
 from ringattn.integrations.huggingface import NAME, Live, LiveMask, attach, detach, register, ring_attention_forward
+from ringattn.integrations.huggingface_checks import check_targets
+from ringattn.training.causal_lm import CausalLMLoss, shift_labels, sum_gradients
 
 TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 SIZES = dict(**TINY, num_key_value_heads=2, use_cache=False, bos_token_id=None, eos_token_id=None, pad_token_id=None)

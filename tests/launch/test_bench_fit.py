@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ringattn.machine import H200, MACHINES
+from ringattn.predict.machine import H200, MACHINES
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = json.loads((ROOT / "docs" / "measurements.json").read_text())["runs"]

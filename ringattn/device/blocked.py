@@ -1,0 +1,186 @@
+"""Attention over a set of tiles in plain torch: the path of devices without Triton kernels, and of fp64.
+
+The same functions, statistics and in-place rules as the kernels. Works block by block (FlashAttention, Dao et al. 2022,
+algorithms 1 and 4), so that memory grows with tokens and not with their square; computes in fp32, or fp64 for fp64 input.
+
+Shapes: b batch, sq and sk rows of q and of the k/v buffer, h query heads, hk key/value heads, g = h / hk, d and d_v head dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..geometry.plan import Tiles
+
+_BLOCK_Q = 256
+_BLOCK_K = 512
+
+State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """Rows of q and what the backward pass reads of each beside them; statistics are those of all keys."""
+
+    q: torch.Tensor  # (b, sq, h, d)
+    dout: torch.Tensor  # (b, sq, h, d_v)
+    row_max: torch.Tensor  # (b, h, sq)
+    row_sum: torch.Tensor  # (b, h, sq)
+    delta: torch.Tensor  # (b, h, sq)
+
+
+class _Block(NamedTuple):
+    """Rows of q and k, and which of their pairs are live: (rows of q, rows of k) bool, or None if all are."""
+
+    q: slice
+    k: slice
+    live: torch.Tensor | None
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tiles: Tiles,
+    *,
+    softmax_scale: float,
+    state: State | None = None,
+    final: bool = True,
+) -> State:
+    """Attention of q (b, sq, h, d) over the tiles' pairs with k (b, sk, hk, d) and v (b, sk, hk, d_v).
+
+    `state` is (out (b, sq, h, d_v), row_max (b, h, sq), row_sum (b, h, sq)) of other keys, updated in place. Returns the state;
+    with `final`, out in q's dtype.
+    """
+    b, sq, h, _ = q.shape
+    hk, d_v = k.shape[2], v.shape[3]
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    if state is None:
+        out = torch.zeros(b, sq, h, d_v, dtype=acc_dtype, device=q.device)
+        row_max = torch.full((b, h, sq), float("-inf"), dtype=acc_dtype, device=q.device)
+        row_sum = torch.zeros(b, h, sq, dtype=acc_dtype, device=q.device)
+    else:
+        out, row_max, row_sum = state
+    for block in _blocks(tiles, q.device):
+        # (b, hk, g, rows, ...) throughout
+        scores = _product(_grouped(q, block.q, hk, acc_dtype), _rows(k, block.k, acc_dtype).transpose(-1, -2)) * softmax_scale
+        if block.live is not None:
+            scores.masked_fill_(~block.live, float("-inf"))
+        old_max = row_max[:, :, block.q].unflatten(1, (hk, -1))
+        new_max = torch.maximum(old_max, scores.amax(-1))
+        # a row with nothing live yet has row_max = -inf: avoid inf - inf
+        pivot = torch.where(new_max == float("-inf"), 0.0, new_max)
+        weights = scores.sub_(pivot.unsqueeze(-1)).exp_()
+        kept = row_sum[:, :, block.q].unflatten(1, (hk, -1)) * (old_max - pivot).exp()
+        total = kept + weights.sum(-1)
+        scale = 1 / torch.where(total > 0, total, 1)
+        fresh = _product(weights, _rows(v, block.k, acc_dtype)) * scale.unsqueeze(-1)
+        part = out[:, block.q].unflatten(2, (hk, -1))  # (b, rows, hk, g, d_v)
+        part *= (kept * scale).permute(0, 3, 1, 2).unsqueeze(-1)
+        part += fresh.permute(0, 3, 1, 2, 4)
+        row_max[:, :, block.q] = new_max.flatten(1, 2)
+        row_sum[:, :, block.q] = total.flatten(1, 2)
+    return (out.to(q.dtype) if final else out), row_max, row_sum
+
+
+def delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+    """rowsum(dout * out): (b, h, sq)."""
+    acc_dtype = torch.promote_types(out.dtype, torch.float32)
+    return (out.to(acc_dtype) * dout.to(acc_dtype)).sum(-1).transpose(1, 2).contiguous()
+
+
+class QuerySums:
+    """dQ of one backward pass, in fp32 (fp64): shaped as q (b, sq, h, d)."""
+
+    def __init__(self, q: torch.Tensor) -> None:
+        self.total = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
+
+    def finish(self, dtype: torch.dtype) -> torch.Tensor:
+        """dQ in `dtype`."""
+        return self.total.to(dtype)
+
+
+def backward(
+    queries: Queries,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tiles: Tiles,
+    *,
+    softmax_scale: float,
+    dq: QuerySums,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    add: bool = True,
+) -> None:
+    """Adds the gradients of the tiles' pairs to dq, dk and dv, in place:
+
+    P = exp(S - row_max) / row_sum, dV += P^T dout, dS = P (dout V^T - delta), dQ += scale dS K, dK += scale dS^T Q.
+
+    With add=False, overwrites all of dk and dv, of any dtype, whatever they held; their sums are fp32 (fp64) in any case.
+    """
+    q, dout, hk = queries.q, queries.dout, k.shape[2]
+    acc_dtype = dq.total.dtype
+    outputs = dk, dv
+    if not add:
+        dk, dv = (torch.zeros_like(x, dtype=acc_dtype) if x.dtype != acc_dtype else x.zero_() for x in outputs)
+    pivot = torch.where(queries.row_max == float("-inf"), 0.0, queries.row_max)
+    norm = torch.where(queries.row_sum > 0, 1 / queries.row_sum, 0.0)
+    for block in _blocks(tiles, q.device):
+        q_rows, k_rows = _grouped(q, block.q, hk, acc_dtype), _rows(k, block.k, acc_dtype)
+        v_rows, dout_rows = _rows(v, block.k, acc_dtype), _grouped(dout, block.q, hk, acc_dtype)
+        scores = _product(q_rows, k_rows.transpose(-1, -2)) * softmax_scale
+        if block.live is not None:
+            scores.masked_fill_(~block.live, float("-inf"))
+        weights = scores.sub_(_per_row(pivot, block.q, hk)).exp_() * _per_row(norm, block.q, hk)
+        dweights = _product(dout_rows, v_rows.transpose(-1, -2))
+        dscores = (dweights - _per_row(queries.delta, block.q, hk)) * weights * softmax_scale
+        dv[:, block.k] += _product_t(weights, dout_rows).transpose(1, 2)
+        dk[:, block.k] += _product_t(dscores, q_rows).transpose(1, 2)
+        dq.total[:, block.q].unflatten(2, (hk, -1)).add_(_product(dscores, k_rows).permute(0, 3, 1, 2, 4))
+    for x, total in zip(outputs, (dk, dv), strict=True):
+        if x is not total:
+            x.copy_(total)
+
+
+def _blocks(tiles: Tiles, device: torch.device) -> Iterator[_Block]:
+    for q_begin, q_end, k_begin, k_end, lo, hi in tiles.rows:
+        for q0 in range(q_begin, q_end, _BLOCK_Q):
+            q1 = min(q0 + _BLOCK_Q, q_end)
+            # the keys that some row of the block sees
+            first, last = max(k_begin, q0 - hi), min(k_end, q1 - lo)
+            for k0 in range(first, last, _BLOCK_K):
+                k1 = min(k0 + _BLOCK_K, last)
+                live = None
+                if lo > q0 - k1 + 1 or hi < q1 - 1 - k0:
+                    distance = torch.arange(q0, q1, device=device)[:, None] - torch.arange(k0, k1, device=device)
+                    live = (lo <= distance) & (distance <= hi)
+                yield _Block(slice(q0, q1), slice(k0, k1), live)
+
+
+def _grouped(x: torch.Tensor, rows: slice, hk: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of (b, s, h, d) as (b, hk, g, rows, d)."""
+    return x[:, rows].to(dtype).unflatten(2, (hk, -1)).permute(0, 2, 3, 1, 4)
+
+
+def _rows(x: torch.Tensor, rows: slice, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of (b, s, hk, d) as (b, hk, rows, d)."""
+    return x[:, rows].to(dtype).transpose(1, 2)
+
+
+def _per_row(x: torch.Tensor, rows: slice, hk: int) -> torch.Tensor:
+    """Rows of (b, h, s) as (b, hk, g, rows, 1)."""
+    return x[:, :, rows].unflatten(1, (hk, -1)).unsqueeze(-1)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """(b, hk, g, m, n) @ (b, hk, n, p) -> (b, hk, g, m, p), with the group's rows in one matrix."""
+    return (a.flatten(2, 3) @ b).unflatten(2, a.shape[2:4])
+
+
+def _product_t(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """sum over the group of a^T b: (b, hk, g, m, n), (b, hk, g, m, p) -> (b, hk, n, p)."""
+    return a.flatten(2, 3).transpose(-1, -2) @ b.flatten(2, 3)

@@ -1,0 +1,98 @@
+"""Runs a set of tiles on this device: the Triton kernels on a GPU, plain torch elsewhere. The one place that chooses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..geometry.plan import Tiles
+from ..score import Score
+from . import blocked
+from .streams import InOrder, Lanes, SideBySide
+
+if TYPE_CHECKING:
+    import ringattn_kernels
+
+    QuerySums = blocked.QuerySums | ringattn_kernels.QuerySums
+
+Queries = blocked.Queries
+State = blocked.State
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, score: Score, *, state: State | None, final: bool
+) -> State:
+    """Attention of q over the tiles' pairs, on top of `state`: (out, row_max, row_sum). See `blocked.forward`."""
+    if q.is_cuda and q.numel():
+        import ringattn_kernels
+
+        return ringattn_kernels.forward(q, k, v, tiles.kernel_table, softmax_scale=score.softmax_scale, state=state, final=final)
+    return blocked.forward(q, k, v, tiles, softmax_scale=score.softmax_scale, state=state, final=final)
+
+
+def delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+    """rowsum(dout * out): (b, h, s), in the statistics' dtype."""
+    if out.is_cuda and out.numel():
+        import ringattn_kernels
+
+        return ringattn_kernels.delta(out, dout)
+    return blocked.delta(out, dout)
+
+
+def query_sums(q: torch.Tensor, score: Score, dtype: torch.dtype) -> QuerySums:
+    """What the launches of one backward pass with q add dQ to; `finish(dtype)` gives it, once.
+
+    dtype: fp32 (fp64), or, for a single launch, the one that dQ will have.
+    """
+    if q.is_cuda:
+        import ringattn_kernels
+
+        return ringattn_kernels.QuerySums(q, score.softmax_scale, dtype)
+    return blocked.QuerySums(q)
+
+
+def lanes(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, tiles: Tiles, side_by_side: bool) -> Lanes:
+    """Where the launches of a backward pass run: if wanted, side by side, where the kernels that run add to dq in any order.
+
+    k, v, tiles: the rank's own, as a launch is given them; others' K/V are new tensors of the same kind.
+    """
+    if isinstance(dq, blocked.QuerySums) or not side_by_side or not len(tiles):
+        return InOrder()
+    from ringattn_kernels.dispatch import Kernels, look_up_backward
+
+    if look_up_backward(queries.q, k, v, queries.dout, tiles.kernel_table) != Kernels.HOPPER_FUSED:
+        return InOrder()
+    # made before all of them
+    dq.permuted()
+    dq.prepared((queries.row_max, queries.row_sum, queries.delta))
+    return SideBySide(queries.q.device)
+
+
+def backward(
+    queries: Queries,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tiles: Tiles,
+    score: Score,
+    *,
+    dq: QuerySums,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    add: bool,
+) -> None:
+    """Adds the gradients of the tiles' pairs to dq, dk and dv, in place. See `blocked.backward`.
+
+    With add=False, overwrites all of dk and dv, of any dtype, whatever they held; dq is added to nevertheless.
+    """
+    scale = score.softmax_scale
+    if not len(tiles):
+        for x in () if add else (dk, dv):
+            x.zero_()
+    elif isinstance(dq, blocked.QuerySums):
+        blocked.backward(queries, k, v, tiles, softmax_scale=scale, dq=dq, dk=dk, dv=dv, add=add)
+    else:
+        import ringattn_kernels
+
+        inputs = queries.q, k, v, queries.dout, queries.row_max, queries.row_sum, queries.delta
+        ringattn_kernels.backward(*inputs, tiles.kernel_table, softmax_scale=scale, dq=dq, dk=dk, dv=dv, add=add)

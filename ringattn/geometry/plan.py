@@ -1,0 +1,219 @@
+"""The plan: layout x mask -> the tiles each rank computes per owner, and the rows of K/V it needs for them.
+
+A tile is six integers, `(q_begin, q_end, k_begin, k_end, lo, hi)`: rows i of a rank's Q and rows j of an owner's K/V are live where
+`lo <= i - j <= hi`. Spans' starts and strides are folded in, so that nothing later hears of positions. Every live pair lies in
+exactly one tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..check import BUILD_A_LAYOUT, BUILD_A_MASK, instance
+from .layout import Layout
+from .mask import Mask
+from .region import Table, count_pairs, trim
+from .region import common_stride as region_stride
+from .rows import Order, Rows, joined
+from .span import Span, Spans, common_stride, fold, refine, span_table
+
+if TYPE_CHECKING:
+    from ringattn_kernels import TileTable
+
+# rows between needed ones that move along: fewer would cost more to leave out, for a copy would gather the others
+_GAP = 64
+
+
+class Tiles:
+    """The tiles of one launch: an (n, 6) table over `q_rows` of Q and `k_rows` of a K/V buffer. Immutable."""
+
+    def __init__(self, table: Table, q_rows: int, k_rows: int) -> None:
+        self.table = merge_full(table)
+        self.q_rows = q_rows
+        self.k_rows = k_rows
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @cached_property
+    def pairs(self) -> int:
+        """Live pairs."""
+        return int(count_pairs(*self.table.T).sum())
+
+    def pairs_before(self, end: int) -> int:
+        """Live pairs with the first `end` keys."""
+        q_begin, q_end, k_begin, k_end, lo, hi = self.table.T
+        return int(count_pairs(q_begin, q_end, k_begin, np.minimum(k_end, end), lo, hi).sum())
+
+    def of_keys(self, begin: int, end: int) -> Tiles:
+        """The part of the tiles that lies in rows [begin, end) of the buffer, over these rows."""
+        k_begin, k_end = np.clip(self.table[:, 2:4].T, begin, end) - begin
+        q_begin, q_end, _, _, lo, hi = self.table.T
+        *table, live = trim(q_begin, q_end, k_begin, k_end, lo + begin, hi + begin)
+        return Tiles(np.stack(table, axis=1)[live], self.q_rows, end - begin)
+
+    @cached_property
+    def rows(self) -> list[list[int]]:
+        """The tiles as lists of integers."""
+        return self.table.tolist()
+
+    @cached_property
+    def kernel_table(self) -> TileTable:
+        """The same for the Triton kernels, which keep their device tables in it."""
+        from ringattn_kernels import TileTable
+
+        return TileTable(self.table, self.q_rows, self.k_rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All tiles of a layout and a mask, sorted by rank and owner, and the rows of each owner that each rank needs.
+
+    `order[rank]` lists a rank's local rows in the order in which tiles count them, or is None where that is their own order
+    (always, unless a dilated mask or mixed strides make the plan sort rows by residue).
+    """
+
+    world_size: int
+    lengths: tuple[int, ...]
+    order: tuple[Order | None, ...]
+    table: Table  # (n, 6)
+    starts: np.ndarray  # (world_size * world_size + 1): tiles of (rank, owner) begin at starts[rank * world_size + owner]
+
+    def tiles(self, rank: int, owner: int) -> Table:
+        """The (n, 6) tiles of a rank's queries with an owner's keys."""
+        at = rank * self.world_size + owner
+        return self.table[self.starts[at] : self.starts[at + 1]]
+
+    def needs(self, rank: int, owner: int) -> Rows:
+        """The rows of an owner's K/V that a rank's queries see, and small gaps between them."""
+        return self._needs[rank * self.world_size + owner]
+
+    @cached_property
+    def _needs(self) -> list[Rows]:
+        # all pairs at once: the rows of one lie too far from those of the next to be joined with them
+        apart = max(self.lengths) + _GAP + 1
+        pairs = len(self.starts) - 1
+        base = apart * np.repeat(np.arange(pairs), np.diff(self.starts))
+        ranges = joined(self.table[:, 2:4] + base[:, None], _GAP)
+        cuts = np.searchsorted(ranges[:, 0], apart * np.arange(pairs + 1))
+        return [Rows(ranges[a:b] - apart * pair) for pair, (a, b) in enumerate(pairwise(cuts.tolist()))]
+
+    def pairs(self) -> np.ndarray:
+        """Live pairs of each (rank, owner): (world_size, world_size) int64."""
+        total = np.concatenate([[0], np.cumsum(count_pairs(*self.table.T))])[self.starts]
+        return np.diff(total).reshape(self.world_size, self.world_size)
+
+
+def make_plan(layout: Layout, mask: Mask) -> Plan:
+    """The plan of a layout and a mask. Raises ValueError if the mask does not fit the layout's sequence."""
+    instance("layout", layout, Layout, BUILD_A_LAYOUT)
+    instance("mask", mask, Mask, BUILD_A_MASK)
+    return _plan(layout.spans, layout.spans, mask, layout.seq_len)
+
+
+def make_local_plan(
+    q_positions: torch.Tensor, k_positions: torch.Tensor, mask: Mask, seq_len: int
+) -> tuple[Tiles, Order | None, Order | None]:
+    """Tiles of one device's queries with its keys, and the order in which they count the rows of each (None: as they come)."""
+    (queries, q_rows), (keys, k_rows) = spans_of(q_positions), spans_of(k_positions)
+    plan = _plan((queries,), (keys,), mask, seq_len)
+    q_order, k_order = (_then(rows, order) for rows, order in zip((q_rows, k_rows), plan.order))
+    return Tiles(plan.table, len(q_positions), len(k_positions)), q_order, k_order
+
+
+def _then(rows: np.ndarray | None, order: Order | None) -> Order | None:
+    """One permutation of rows after another; None is the one that changes nothing."""
+    if rows is None:
+        return order
+    return Order(rows if order is None else rows[order.rows])
+
+
+def _plan(query_shards: Sequence[Spans], key_shards: Sequence[Spans], mask: Mask, seq_len: int) -> Plan:
+    regions = mask.regions(seq_len)
+    stride = common_stride(*query_shards, *key_shards, at_least=region_stride(regions))
+    fine_queries = [refine(spans, stride) for spans in query_shards]
+    same = query_shards is key_shards
+    fine_keys = fine_queries if same else [refine(spans, stride) for spans in key_shards]
+    queries, rank_of = span_table([spans for spans, _ in fine_queries])
+    keys, owner_of = span_table([spans for spans, _ in fine_keys])
+    tiles, q_of, k_of = fold(queries, keys, regions, stride)
+    pair = rank_of[q_of] * len(key_shards) + owner_of[k_of]
+    pairs = len(query_shards) * len(key_shards)
+    # numpy sorts small integers by counting
+    by_pair = np.argsort(pair.astype(np.min_scalar_type(pairs)), kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(pair, minlength=pairs))])
+    fine = fine_queries if same else fine_queries + fine_keys
+    order = tuple(None if rows is None else Order(rows) for _, rows in fine)
+    lengths = tuple(sum(span.length for span in spans) for spans in key_shards)
+    return Plan(len(key_shards), lengths, order, tiles[by_pair], starts)
+
+
+def move_keys(tiles: Table, rows: Rows, base: int) -> Table:
+    """Tiles over an owner's rows as tiles over a buffer that holds `rows` of it one after the other from row `base` on."""
+    if not len(tiles):
+        return tiles
+    shift = base + rows.rank_of(tiles[:, 2]) - tiles[:, 2]
+    out = tiles.copy()
+    out[:, 2:4] += shift[:, None]
+    out[:, 4:6] -= shift[:, None]
+    return out
+
+
+def is_full(tiles: Table) -> np.ndarray:
+    """Which tiles are wholly live."""
+    return (tiles[:, 4] <= tiles[:, 0] - tiles[:, 3] + 1) & (tiles[:, 5] >= tiles[:, 1] - 1 - tiles[:, 2])
+
+
+def merge_full(tiles: Table) -> Table:
+    """Join wholly live neighbours, first along the keys and then along the queries: fewer rows, the same pairs."""
+    full = is_full(tiles)
+    boxes = tiles[full, :4]
+    for axis in (2, 0):
+        boxes = _join(boxes, axis)
+    q_begin, q_end, k_begin, k_end = boxes.T
+    joined = np.stack([q_begin, q_end, k_begin, k_end, q_begin - k_end + 1, q_end - 1 - k_begin], axis=1)
+    return np.concatenate([tiles[~full], joined])
+
+
+def _join(boxes: Table, axis: int) -> Table:
+    """Join boxes (q_begin, q_end, k_begin, k_end) that touch along one axis (0 queries, 2 keys) and agree along the other."""
+    if len(boxes) < 2:
+        return boxes
+    other = 2 - axis
+    boxes = boxes[np.lexsort((boxes[:, axis], boxes[:, other + 1], boxes[:, other]))]
+    apart = (boxes[1:, axis] != boxes[:-1, axis + 1]) | (boxes[1:, other : other + 2] != boxes[:-1, other : other + 2]).any(axis=1)
+    first = np.flatnonzero(np.concatenate([[True], apart]))
+    last = np.append(first[1:], len(boxes)) - 1
+    out = boxes[first].copy()
+    out[:, axis + 1] = boxes[last, axis + 1]
+    return out
+
+
+def spans_of(positions: torch.Tensor) -> tuple[Spans, np.ndarray | None]:
+    """Positions as spans, in ascending order if that makes fewer of them, and the row of each position then (None: as they come)."""
+    given = positions.detach().cpu().numpy().astype(np.int64)
+    spans = _runs(given)
+    if (given[1:] < given[:-1]).any():
+        rows = np.argsort(given, kind="stable")
+        ascending = _runs(given[rows])
+        if len(ascending) < len(spans):
+            return ascending, rows
+    return spans, None
+
+
+def _runs(p: np.ndarray) -> Spans:
+    """Positions as spans of one stride: the commonest step between neighbours."""
+    if not len(p):
+        return ()
+    steps = np.diff(p)
+    ahead = steps[steps > 0]
+    stride = int(np.bincount(ahead).argmax()) if len(ahead) and ahead.max() < 1 << 20 else 1
+    edges = np.concatenate([[0], np.flatnonzero(steps != stride) + 1, [len(p)]])
+    return tuple(Span(int(p[a]), int(b - a), stride if b - a > 1 else 1) for a, b in pairwise(edges))

@@ -1,0 +1,1 @@
+"""Predicts time, communication and memory of every schedule on many GPUs."""

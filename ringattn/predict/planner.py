@@ -1,0 +1,116 @@
+"""Predicts time, exposed communication and memory of a layer's attention on many GPUs, for every schedule: `python -m ringattn plan`.
+
+The work is counted, not guessed (`simulation.py`): live pairs of each rank and owner come from the plan, rows of each message from
+the schedule's own transfers. What the machine makes of them is a model of a few constants, `Machine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import ceil
+
+from ..check import MAX_HEAD_DIM
+from ..geometry.mask import Mask
+from ..schedule.schedules import Schedule, Waves, double_ring, gather, ring, waves
+from .machine import Machine
+from .simulation import ITEM, Option, Prediction, Workload, simulate
+
+# a ring of more ranks than this (or than four nodes or six waves have) is not simulated: the figures of two smaller ones, with
+# shards of the same size, are continued, for every further rank adds the same
+_RANKS = 32
+MAX_TOKENS = 1 << 30  # twice the square of it is still an int64
+
+
+def predict(machine: Machine, work: Workload, gpus: int, gpus_per_node: int, option: Option) -> Prediction:
+    """One option on so many GPUs; those of a node are next to each other. Raises ValueError if work or option do not fit them."""
+    check_work(work, gpus, gpus_per_node)
+    u, gpus_per_node = option.heads_axis, min(gpus, gpus_per_node)
+    if gpus % u or work.heads % u:
+        raise ValueError(f"the heads axis is {u}, but must divide the {gpus} GPUs and the {work.heads} heads")
+    if gpus_per_node % u and u % gpus_per_node:
+        raise ValueError(f"the heads axis is {u}, but must divide the {gpus_per_node} GPUs of a node, or be a multiple of them")
+    n, shard = gpus // u, ceil(work.tokens / gpus)
+    worlds = _smaller_worlds(work.mask, option.schedule, n, max(1, gpus_per_node // u), shard * u)
+    if worlds is None:
+        return simulate(machine, work, gpus, gpus_per_node, option)
+    small, large = (
+        simulate(machine, replace(work, tokens=shard * ranks * u), ranks * u, gpus_per_node, option) for ranks in worlds
+    )
+    if work.mask.reach is None:
+        return _continued(small, large, (n - worlds[1]) / (worlds[1] - worlds[0]))
+    # the ranks that do most do no more in larger worlds; the mean lacks ever less of what the first positions do not see
+    further = (worlds[1] / n - 1) / (1 - worlds[1] / worlds[0])
+    return replace(large, flop=large.flop + (large.flop - small.flop) * further)
+
+
+def options(work: Workload, gpus: int, gpus_per_node: int, *, nccl: bool = False) -> list[Option]:
+    """The ways worth comparing; with `nccl`, without copy engines. Heads axes lie within nodes, or hold all GPUs."""
+    gpus_per_node = min(gpus, gpus_per_node)
+    axes = [u for u in range(1, gpus_per_node + 1) if gpus_per_node % u == 0]
+    if gpus > gpus_per_node:
+        axes.append(gpus)
+    found = []
+    for u in axes:
+        if work.heads % u:
+            continue
+        ranks, per_node = gpus // u, max(1, gpus_per_node // u)
+        found.append(Option(ring(), u, nccl))
+        if u == 1:
+            found += [Option(waves(width), u, nccl) for width in (1, 2, 4, 8) if width < ranks - 1]
+        if ranks > 2:
+            found.append(Option(gather(), u, nccl))
+        if 1 < per_node < ranks:
+            found.append(Option(double_ring(per_node), u, nccl))
+    return found
+
+
+def recommend(predictions: Iterable[Prediction], memory: float) -> Prediction | None:
+    """The fastest, forward and backward, of those that take at most so many bytes beyond inputs, output and gradients."""
+    return min((p for p in predictions if p.peak <= memory), key=lambda p: p.total, default=None)
+
+
+def held_bytes(work: Workload, gpus: int) -> int:
+    """What a GPU holds of q, k, v, out and the gradients of all four."""
+    return ceil(work.tokens / gpus) * work.head_dim * 4 * (work.heads + work.kv_heads) * ITEM
+
+
+def check_work(work: Workload, gpus: int, gpus_per_node: int) -> None:
+    """Raise ValueError for what is no attention, or no world."""
+    figures = {"gpus": gpus, "gpus_per_node": gpus_per_node, "tokens": work.tokens, "head_dim": work.head_dim}
+    figures |= {"heads": work.heads, "kv_heads": work.kv_heads}
+    for name, value in figures.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}, but must be at least 1")
+    for name, most in (("tokens", MAX_TOKENS), ("head_dim", MAX_HEAD_DIM)):
+        if figures[name] > most:
+            raise ValueError(f"{name} is {figures[name]}, but must be at most {most}")
+    if gpus > gpus_per_node and gpus % gpus_per_node:
+        raise ValueError(f"gpus is {gpus}, but must be a multiple of the {gpus_per_node} of a node, or fewer")
+    if work.heads % work.kv_heads:
+        raise ValueError(f"kv_heads is {work.kv_heads}, which does not divide the {work.heads} heads")
+    work.mask.check_length(work.tokens)
+
+
+def _smaller_worlds(mask: Mask, schedule: Schedule, n: int, per_node: int, shard: int) -> tuple[int, int] | None:
+    """Ranks of two rings, of whole nodes, larger than twice the mask's reach and three waves, to stand for one of n; None if n is small.
+
+    Only full and causal masks and windows look the same in worlds of all sizes.
+    """
+    if not mask.scales:
+        return None
+    # K/V of one wave and dK/dV of another meet from the third on
+    waves_ = schedule.in_forward
+    of_waves = 3 * (waves_.width or 0) if isinstance(waves_, Waves) else 0
+    half = per_node * max(2, ceil(max(_RANKS / 2, of_waves, 2 * (mask.reach or 0) / shard) / per_node))
+    return (half, 2 * half) if n > 2 * half else None
+
+
+def _continued(small: Prediction, large: Prediction, further: float) -> Prediction:
+    """The line through two predictions, so many of their distances beyond the second."""
+    names = ["forward", "backward", "exposed", "alone_forward", "alone_backward", "flop", "sent", "sent_between_nodes"]
+    if len(small.backward_steps) == len(large.backward_steps):
+        # larger steps; more steps hold as much each
+        names.append("peak")
+    ends = {name: (getattr(small, name), getattr(large, name)) for name in names}
+    return replace(large, **{name: high + (high - low) * further for name, (low, high) in ends.items()})

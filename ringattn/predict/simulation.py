@@ -1,0 +1,401 @@
+"""One layer's attention on a model of a machine, step by step.
+
+Each rank goes through its steps at its own pace: a step lasts as long as its computation or its exchange, which run beside each other,
+and an exchange begins when all whom the rank swaps messages with in it have come to that step. Pairs are those of the plan, messages
+those of the schedule, for all ranks. An all-to-all of a heads axis has nothing beside it.
+
+Shapes: n ranks of the ring, t steps; h query heads and hk key/value heads of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..geometry.layout import Layout, default_layout
+from ..geometry.mask import Mask
+from ..geometry.plan import make_plan
+from ..geometry.rows import Rows
+from ..runtime.ulysses import kv_copies, ring_layout
+from ..schedule.schedules import WAITING, Schedule, Transfer, forward_transfers, gradient_transfers
+from .machine import Link, Machine
+
+ITEM = 2  # bytes of an element of q, k, v
+_SUM = 4  # of sums: states between steps, and gradients
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A layer's attention over a whole sequence: batch 1, 16-bit inputs, the default layout of the mask."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mask: Mask
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to run it: a schedule around the ring, beside a heads axis of `heads_axis` ranks (1: none).
+
+    An axis whose ranks share a node moves messages by copy engines, as groups do by themselves, or over NCCL; any other over NCCL.
+    """
+
+    schedule: Schedule
+    heads_axis: int = 1
+    nccl: bool = False
+
+    def __str__(self) -> str:
+        return repr(self.schedule) if self.heads_axis == 1 else f"heads {self.heads_axis}, {self.schedule!r}"
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step of the rank that is last: of its computation, of its exchange by itself, and of the step with what it waits for."""
+
+    name: str
+    compute: float
+    transfer: float
+    total: float
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass's steps, its seconds, and those that it would take if communication were free."""
+
+    steps: tuple[StepTime, ...]
+    seconds: float
+    free: float
+
+    def between(self, before: Sequence[StepTime], after: Sequence[StepTime]) -> Pass:
+        """The same with steps that have nothing beside them."""
+        around = (*before, *after)
+        seconds, free = (sum(getattr(step, name) for step in around) for name in ("total", "compute"))
+        return Pass((*before, *self.steps, *after), self.seconds + seconds, self.free + free)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of a layer, and bytes a GPU, of the one that has most."""
+
+    option: Option
+    forward: float
+    backward: float
+    exposed: float  # what free communication would save
+    alone_forward: float  # in one launch, without communication: the kernels' rate on the same work
+    alone_backward: float
+    flop: float  # forward and backward
+    sent: float  # forward and backward
+    sent_between_nodes: float
+    peak: float  # beyond inputs, output and gradients
+    forward_steps: tuple[StepTime, ...]  # of a smaller world where figures are continued
+    backward_steps: tuple[StepTime, ...]
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def alone(self) -> float:
+        return self.alone_forward + self.alone_backward
+
+    @property
+    def tflops(self) -> float:
+        return self.flop / self.total / 1e12
+
+
+def simulate(machine: Machine, work: Workload, gpus: int, gpus_per_node: int, option: Option) -> Prediction:
+    """All ranks and steps of one option."""
+    world = Simulation(machine, work, gpus, gpus_per_node, option)
+    forward, backward = world.forward(), world.backward()
+    alone = [float(world.kernel(world.pairs.sum(axis=1), backward).max()) for backward in (False, True)]
+    sent = world.sent
+    return Prediction(
+        option=option,
+        forward=forward.seconds,
+        backward=backward.seconds,
+        exposed=forward.seconds - forward.free + backward.seconds - backward.free,
+        alone_forward=alone[0],
+        alone_backward=alone[1],
+        flop=3.5 * 4 * float(world.pairs.sum()) / world.n * world.h * world.d,
+        sent=float(sent.sum(axis=1).max()),
+        sent_between_nodes=float(sent[:, 1].max()),
+        peak=world.peak_bytes(),
+        forward_steps=forward.steps,
+        backward_steps=backward.steps,
+    )
+
+
+class Simulation:
+    """One option on some GPUs: what each rank computes, moves and holds in each step. The layout is by default the mask's."""
+
+    def __init__(
+        self, machine: Machine, work: Workload, gpus: int, gpus_per_node: int, option: Option, layout: Layout | None = None
+    ) -> None:
+        self.machine, self.option, self.u = machine, option, option.heads_axis
+        self.gpus_per_node = gpus_per_node
+        self.n = gpus // self.u
+        layout = default_layout(work.mask, work.tokens, gpus) if layout is None else layout
+        plan = make_plan(ring_layout(layout, self.u), work.mask)
+        self.pairs = plan.pairs()  # (n, n)
+        self.rows = max(plan.lengths)
+        self.own_rows = max(layout.lengths)
+        self.copies = kv_copies(work.heads, work.kv_heads, self.u)
+        self.h, self.hk, self.d = work.heads // self.u, work.kv_heads * self.copies // self.u, work.head_dim
+        self.node = np.arange(self.n) * self.u // gpus_per_node
+
+        # ranks of a heads axis on this node and on others, but for itself
+        inside = min(self.u, gpus_per_node)
+        self.peers = np.array([inside - 1, self.u - inside])
+        self.kv = option.schedule.transfers(plan)
+        self.forward_kv = forward_transfers(option.schedule, plan, self.kv)
+        self.forward_steps = 1 + max((t.into for t in self.forward_kv), default=0)
+        self.grads = gradient_transfers(option.schedule, plan, self.kv)
+        self.steps = 1 + max((t.into for t in self.kv), default=0)
+
+    @property
+    def link(self) -> Link:
+        """What moves the messages of the ring."""
+        return self._link(self.n, self.n * self.u)
+
+    @property
+    def heads_link(self) -> Link:
+        return self._link(self.u, self.u)
+
+    def _link(self, ranks: int, among: int) -> Link:
+        """Of an axis of so many ranks, which lie within `among` consecutive ones."""
+        by_copy_engines = among <= self.gpus_per_node and not self.option.nccl
+        return self.machine.copy_engines(ranks) if by_copy_engines else self.machine.nccl
+
+    @property
+    def kv_row(self) -> int:
+        return 2 * self.hk * self.d * ITEM
+
+    @property
+    def grad_row(self) -> int:
+        return 2 * self.hk * self.d * _SUM
+
+    def kernel(self, pairs: np.ndarray, backward: bool) -> np.ndarray:
+        """Seconds of launches by themselves."""
+        machine = self.machine
+        rate, launch = machine.forward_tflops, machine.forward_launch_us
+        flop = 4.0 * pairs * self.h * self.d
+        if backward:
+            rate, launch, flop = machine.backward_tflops, machine.backward_launch_us, 2.5 * flop
+        return (pairs > 0) * (launch / 1e6 + flop / rate / 1e12)
+
+    def forward(self) -> Pass:
+        pairs = self.forward_pairs()
+        # the state is written for, and read from, each other step
+        computes = pairs > 0
+        resumed = computes & (np.cumsum(computes, axis=0) > 1)
+        left = computes & (np.cumsum(computes[::-1], axis=0)[::-1] > 1)
+        state = (resumed * 1.0 + left) * self.rows * self.h * self.d * _SUM
+        compute = self.kernel(pairs, backward=False) + state / self.machine.hbm_gbs / 1e9
+        moved = self._moved(self.forward_kv, self.kv_row, self.forward_steps)
+        there, back = self._swap("q, k, v to heads", self._qkv), self._swap("out to rows", self._out + 2 * self._stat)
+        return self._paced(compute, moved, self.forward_kv).between(there, back)
+
+    def backward(self) -> Pass:
+        pairs = self.backward_pairs()
+        count = len(pairs)
+        received = self._rows(self.grads, count, at="dst")
+        computes = pairs > 0
+        resumed = computes & (np.cumsum(computes, axis=0) > 1)
+        touched = (computes * 1.0 + resumed) * self.rows * self.h * self.d * _SUM + 3 * received * self.grad_row
+        compute = self.kernel(pairs, backward=True) + touched / self.machine.hbm_gbs / 1e9
+        moved = self._moved(self.kv, self.kv_row, count) + self._moved(self.grads, self.grad_row, count)
+        there = self._swap("q, k, v, dout to heads", self._qkv + self._out + 3 * self._stat)
+        back = self._swap("dq, dk, dv to rows", self._dqkv)
+        return self._paced(compute, moved, [*self.kv, *self.grads]).between(there, back)
+
+    @cached_property
+    def sent(self) -> np.ndarray:
+        """Bytes that each rank sends within its node and between nodes, forward and backward: (n, 2)."""
+        swapped = 2 * (self._qkv + self._out) + 5 * self._stat + self._dqkv
+        count = self.steps + 1
+        ring = 2 * self._moved(self.kv, self.kv_row, count) + self._moved(self.grads, self.grad_row, count)
+        return ring[:, 0].sum(axis=0) + swapped * self.peers
+
+    def peak_bytes(self) -> float:
+        """Of the backward pass, beyond inputs, output and gradients: sums of all gradients, statistics, others' K/V and dK/dV at hand.
+
+        The most is held by a launch, when the gradients to return have no room yet, or when sums become those, or, around an all-to-all,
+        by dq, dk and dv before and after they come back, beside q, k, v, dout and the statistics of a rank's heads. Rows that are
+        copied before they leave count until they have.
+        """
+        stat = self.rows * self.h * _SUM
+        state = 3 * stat  # row_max, row_sum, delta
+        if self.u > 1:
+            state += 3 * self.u * self._stat + (2 * self.h + 2 * self.hk) * self.d * ITEM * self.rows
+        returned = self.u * self.own_rows * self.h * self.d * ITEM + self.own_rows * self.kv_row * self.u // self.copies
+        query_sums = self.rows * self.h * self.d * _SUM
+        # sums of dq are let go of before dk and dv are rounded
+        dq = self.rows * self.h * self.d * ITEM
+        if self.kv:
+            others = self.others_bytes(beside_launch=2 * stat)
+            most = query_sums + self.rows * self.grad_row + max(others, dq)
+        else:
+            most = query_sums + self.rows * self._dkv_row + max(2 * stat, dq)
+        if self.u > 1:
+            most = max(most, 2 * self.u * self._dqkv)
+        return state + most - returned
+
+    def others_bytes(self, beside_launch: float = 0) -> float:
+        """The most of others' K/V and dK/dV that a rank holds at a time in the backward pass, with what a launch has besides."""
+        kv, grads = self._alive()
+        came, home = (self._rows(among, len(kv), at="dst") for among in (self.grads, [t for t in self.grads if t.into == 0]))
+        # in boxes when a step begins; the oldest that came home are added then, but for the last step
+        waiting = _after(came - home, 1) + sum(_after(home, 1 + n) for n in range(1 + WAITING))
+        oldest = _after(home, 1 + WAITING)
+        oldest[self.steps] = 0
+        added = oldest + _after(came - home, 1)
+        kv_copies, grad_copies = (self._copied(among, len(kv)) for among in (self.kv, self.grads))
+        begin = _after(kv, 1) * self.kv_row + (grads + waiting) * self.grad_row
+        launch = (kv + kv_copies) * self.kv_row + (grads + grad_copies + waiting - added + came) * self.grad_row + beside_launch
+        return float(np.maximum(begin, launch).max())
+
+    def _alive(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of others' K/V, and of others' dK/dV, that a rank holds in each step of the backward pass: (t, n)."""
+        rows: dict[tuple[int, int], int] = {}
+        spans: dict[tuple[int, int], tuple[int, int]] = {}
+        for t in self.kv:
+            buffer = t.dst, t.into
+            rows[buffer] = rows.get(buffer, 0) + len(t.rows)
+            first, last = spans.get(buffer, (t.step, t.into))
+            spans[buffer] = min(first, t.step), last
+        for t in self.kv:
+            if t.held:
+                first, last = spans[t.src, t.held]
+                spans[t.src, t.held] = first, max(last, t.step)
+        # sums leave until so late
+        leave = {(t.src, t.held): t.step for t in sorted(self.grads, key=lambda t: t.step)}
+        kv, grads = (np.zeros((self.steps + 2, self.n)) for _ in range(2))
+        for (rank, number), size in rows.items():
+            first, last = spans[rank, number]
+            kv[first : last + 1, rank] += size
+            grads[number : leave.get((rank, number), number) + 1, rank] += size
+        return kv, grads
+
+    def forward_pairs(self) -> np.ndarray:
+        """Live pairs that each rank computes in each step of the forward pass: (t, n)."""
+        return self._step_pairs(self.forward_kv, self.forward_steps)
+
+    def backward_pairs(self) -> np.ndarray:
+        """The same in the backward pass: half of a rank's own pairs wait for the last step, in which otherwise only gradients travel."""
+        pairs = self._step_pairs(self.kv, self.steps)
+        if self.steps == 1:
+            return pairs
+        pairs = np.concatenate([pairs, np.zeros((1, self.n))])
+        travels = sum(self._rows(self.grads, len(pairs), at)[-1] for at in ("src", "dst")) > 0
+        pairs[-1] = travels * pairs[0] / 2
+        pairs[0] -= pairs[-1]
+        return pairs
+
+    def _step_pairs(self, transfers: Sequence[Transfer], steps: int) -> np.ndarray:
+        pairs = np.zeros((steps, self.n))
+        pairs[0] = self.pairs.diagonal()
+        for into, dst, owner in {(t.into, t.dst, t.owner) for t in transfers}:
+            pairs[into, dst] += self.pairs[dst, owner]
+        return pairs
+
+    def _rows(self, transfers: Sequence[Transfer], count: int, at: str) -> np.ndarray:
+        """Rows that leave ("src"), or come to ("dst"), each rank in each step: (t, n)."""
+        rows = np.zeros((count, self.n))
+        np.add.at(rows, ([t.step for t in transfers], [getattr(t, at) for t in transfers]), [len(t.rows) for t in transfers])
+        return rows
+
+    def _copied(self, transfers: Sequence[Transfer], count: int) -> np.ndarray:
+        """Rows that leave each rank in each step by way of a copy, for they are not one range of their buffer: (t, n)."""
+        copied = np.zeros((count, self.n))
+        for t in transfers:
+            slots = t.rows.within(self._held[t.src, t.held, t.owner]) if t.held else t.rows
+            if len(slots.ranges) > 1:
+                copied[t.step, t.src] += len(slots)
+        return copied
+
+    @cached_property
+    def _held(self) -> dict[tuple[int, int, int], Rows]:
+        """The rows of each owner in the buffers of each rank that are not its own: (rank, step, owner)."""
+        found: dict[tuple[int, int, int], Rows] = {}
+        for t in self.kv:
+            key = t.dst, t.into, t.owner
+            found[key] = found[key] | t.rows if key in found else t.rows
+        return found
+
+    def _moved(self, transfers: Sequence[Transfer], row_bytes: int, count: int) -> np.ndarray:
+        """Bytes that each rank sends and receives in each step, within its node and between nodes: (t, 2, n, 2)."""
+        moved = np.zeros((count, 2, self.n, 2))
+        if transfers:
+            step, src, dst, rows = np.array([(t.step, t.src, t.dst, len(t.rows)) for t in transfers]).T
+            between = (self.node[src] != self.node[dst]).astype(int)
+            for way, rank in enumerate((src, dst)):
+                np.add.at(moved, (step, way, rank, between), rows * row_bytes)
+        return moved
+
+    def _transfer(self, moved: np.ndarray, link: Link) -> np.ndarray:
+        """Seconds of exchanges: links within nodes and between them, and both directions, work at once. (..., 2) to (...)."""
+        seconds = (moved / np.array([self.machine.nvlink_gbs / link.copies, self.machine.node_gbs]) / 1e9).max(axis=-1)
+        return seconds + (seconds > 0) * link.latency_us / 1e6
+
+    def _paced(self, compute: np.ndarray, moved: np.ndarray, transfers: Sequence[Transfer]) -> Pass:
+        """With the steps of the rank that ends last."""
+        transfer = self._transfer(moved, self.link).max(axis=1)  # (t, n)
+        busy = compute + np.minimum(compute, transfer) * self.link.slowdown
+        begin = self._begin(busy, transfer, transfers)
+        last = int(begin[-1].argmax())
+        columns = compute[:, last].tolist(), transfer[:, last].tolist(), np.diff(begin[:, last]).tolist()
+        steps = tuple(StepTime(f"step {t}", *seconds) for t, seconds in enumerate(zip(*columns)))
+        free = self._begin(compute, np.zeros_like(transfer), transfers)
+        return Pass(steps, float(begin[-1].max()), float(free[-1].max()))
+
+    def _begin(self, busy: np.ndarray, transfer: np.ndarray, transfers: Sequence[Transfer]) -> np.ndarray:
+        """When each rank begins each step, and at last ends: (t + 1, n)."""
+        ends = np.array([(t.step, t.src, t.dst) for t in transfers], dtype=np.int64).reshape(-1, 3)
+        begin = np.zeros((len(busy) + 1, self.n))
+        for t, now in enumerate(begin[:-1]):
+            _, src, dst = ends[ends[:, 0] == t].T
+            together, longest = now.copy(), transfer[t].copy()
+            for one, other in ((src, dst), (dst, src)):
+                np.maximum.at(together, one, now[other])
+                np.maximum.at(longest, one, transfer[t, other])
+            begin[t + 1] = np.maximum(now + busy[t], together + longest)
+        return begin
+
+    def _swap(self, name: str, bytes_a_peer: int) -> list[StepTime]:
+        """An all-to-all of the heads axis, and the copies before and after it."""
+        if self.u == 1:
+            return []
+        transfer = float(self._transfer(bytes_a_peer * self.peers, self.heads_link))
+        copies = 4 * self.u * bytes_a_peer / self.machine.hbm_gbs / 1e9
+        return [StepTime(name, copies, transfer, copies + transfer)]
+
+    @property
+    def _qkv(self) -> int:
+        return self.own_rows * (self.h * self.d * ITEM + self.kv_row)
+
+    @property
+    def _out(self) -> int:
+        return self.own_rows * self.h * self.d * ITEM
+
+    @property
+    def _stat(self) -> int:
+        return self.own_rows * self.h * _SUM
+
+    @property
+    def _dqkv(self) -> int:
+        return self.own_rows * (self.h * self.d * ITEM + self._dkv_row)
+
+    @property
+    def _dkv_row(self) -> int:
+        # those of copies are yet to be added
+        return self.grad_row if self.copies > 1 else self.kv_row
+
+
+def _after(rows: np.ndarray, steps: int) -> np.ndarray:
+    """Rows of each step, (t, n), so many steps later."""
+    return np.concatenate([np.zeros((steps, *rows.shape[1:])), rows[:-steps]])

@@ -1,0 +1,1 @@
+"""What happens in a call: the operators, the ranks' agreement, and the passes that run a rank's program."""

@@ -1,0 +1,207 @@
+"""Calls: what attention needs besides tensors, each known to the operators of `op.py` by a number.
+
+A run lives for a call and its backward pass, or, in a compiled graph, as long as the group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from abc import ABC, abstractmethod
+from weakref import WeakValueDictionary
+
+import torch
+
+from .. import check
+from ..digest import constant, find
+from ..geometry.layout import Layout
+from ..geometry.mask import Mask, causal
+from ..schedule.schedules import RowBytes, Schedule
+from ..transport import Ranks
+from .agree import Facts, agree, refuse
+from .context import Context
+from .groups import named_context
+from .rank_attention import RankAttention
+
+
+class Call(ABC):
+    """What an operator needs besides tensors; `number` finds it while it is alive. `final`: out is to be in q's dtype."""
+
+    final: bool
+
+    def __init__(self, number: int | None = None) -> None:
+        self.number = next(_numbers) if number is None else number
+        _calls[self.number] = self
+
+    @abstractmethod
+    def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> int:
+        """Check the input, agree with the other ranks, and return the length of the whole sequence."""
+
+    @abstractmethod
+    def rank_attention(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> RankAttention:
+        """What this rank does for a sequence of that length."""
+
+    def check_backward(self, captured: bool, forward_captured: bool) -> None:  # noqa: B027 - alone, a rank may capture what it likes
+        """Raise ValueError if one pass alone is captured, of which other ranks do not hear."""
+
+
+class LocalCall(Call):
+    """Tiles of one device, without communication."""
+
+    final = False
+
+    def __init__(self, rank_attention: RankAttention) -> None:
+        super().__init__()
+        self._rank_attention = rank_attention
+
+    def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> int:
+        return q.shape[1]
+
+    def rank_attention(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> RankAttention:
+        return self._rank_attention
+
+
+class RingCall(Call):
+    """A group's ranks, a mask, and a layout and a schedule or None for the defaults."""
+
+    final = True
+
+    def __init__(
+        self,
+        context: Context,
+        layout: Layout | None,
+        mask: Mask,
+        schedule: Schedule | None,
+        *,
+        number: int | None = None,
+    ) -> None:
+        super().__init__(number)
+        self.context = context
+        self.layout = layout
+        self.mask = mask
+        self.schedule = schedule
+
+    def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> int:
+        ranks = self.context.ranks
+        layout, schedule = self.layout, self.schedule
+        named = layout if layout is None else layout.digest, self.mask.digest, schedule if schedule is None else schedule.digest
+        shapes, kinds = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+        key = *named, *shapes, *kinds, softmax_scale, needs_grad
+        captured = check.captured(q)
+        try:
+            if captured and ranks.size > 1 and not self.context.has_facts((*key, False)):
+                raise ValueError(
+                    "this call is captured in a CUDA graph, and the first of its kind: make the same call once before, with its backward "
+                    "pass if it has one, for kernels, tables and the memory that ranks share are made in it"
+                )
+            facts = self.context.facts((*key, captured), lambda: self._checked(q, k, v, softmax_scale, needs_grad, captured))
+        except ValueError as error:
+            if ranks.size > 1:
+                refuse(ranks, error)
+            raise
+        tokens = (q.shape[1],)
+        if ranks.size > 1:
+            tokens = agree(ranks, facts, q.shape[1])
+            ranks.connect(q.device)
+        if self.layout is None:
+            _check_default_layout(self.context.default_layout(self.mask, sum(tokens)), self.mask, tokens)
+        return sum(tokens)
+
+    def rank_attention(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> RankAttention:
+        layout = self.context.default_layout(self.mask, seq_len) if self.layout is None else self.layout
+        row_bytes = None
+        if self.schedule is not None and self.schedule.by_memory:
+            hybrid = self.context.hybrid
+            row_bytes = RowBytes.of(k, v, k.shape[2] if hybrid is None else hybrid.kv_heads(q.shape[2], k.shape[2]))
+        return self.context.rank_attention(layout, self.mask, self.schedule, row_bytes)
+
+    def check_backward(self, captured: bool, forward_captured: bool) -> None:
+        if captured != forward_captured and self.context.ranks.size > 1:
+            one, other = ("backward", "forward") if captured else ("forward", "backward")
+            raise ValueError(f"the {one} pass is captured in a CUDA graph, but the {other} pass was not: capture both, or neither")
+
+    def _checked(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool, captured: bool
+    ) -> Facts:
+        """What must be equal on all ranks, of input that this one does not refuse."""
+        layout, mask = self.layout, self.mask
+        ranks, hybrid = self.context.ranks, self.context.hybrid
+        check.fit(q, k, v)
+        check.same_tokens(q, k)
+        if layout is not None:
+            _check_layout(layout, mask, ranks, q.shape[1])
+        softmax_scale = check.softmax_scale(softmax_scale, q.shape[3])
+        if hybrid is not None:
+            hybrid.check_heads(q.shape[2])
+        ranks.check_device(q.device)
+        facts = {
+            "function": "ring_attention",
+            "batch size": q.shape[0],
+            "number of query heads": q.shape[2],
+            "number of key/value heads": k.shape[2],
+            "head_dim": q.shape[3],
+            "v's head_dim": v.shape[3],
+            "dtype": q.dtype,
+            "device": q.device.type,
+            "softmax_scale": softmax_scale,
+            "schedule": self.schedule,
+            "requires_grad": needs_grad,
+            "captured in a CUDA graph": captured,
+            "mask": f"{mask!r} ({mask.digest[:8]})",
+            "layout": "the default" if layout is None else f"{layout!r} ({layout.digest[:8]})",
+            "ranks per node": ranks.ranks_per_node,
+        }
+        return Facts(facts if hybrid is None else facts | hybrid.facts)
+
+
+@constant
+def compiled_call(group: tuple[str, ...], layout: str | None, mask: str | None, schedule: str | None) -> int:
+    """The number of a `RingCall` given by a group's names and digests (None: the defaults), kept as long as the group.
+
+    torch.compile calls it while it traces and puts the number into the graph. It follows from the arguments, so that graphs of
+    equal calls are equal, in caches too.
+    """
+    context = named_context(group)
+    text = repr((group, layout, mask, schedule)).encode()
+    # above all numbers of other runs, below the greatest int64
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2 | 1 << 62
+    live = causal() if mask is None else find(mask)
+    context.compiled[number] = RingCall(context, find(layout), live, find(schedule), number=number)
+    return number
+
+
+def find_call(number: int) -> Call:
+    """The run with a number. Raises ValueError if it is gone."""
+    run = _calls.get(number)
+    if run is None:
+        raise ValueError(
+            "attention was compiled for a process group that is gone: call torch.compiler.reset() after making a new one"
+        )
+    return run
+
+
+_numbers = itertools.count()
+_calls: WeakValueDictionary[int, Call] = WeakValueDictionary()
+
+
+def _check_layout(layout: Layout, mask: Mask, ranks: Ranks, tokens: int) -> None:
+    if layout.world_size != ranks.size:
+        raise ValueError(
+            f"layout {layout!r} is for {layout.world_size} ranks, but the group has {ranks.size}: build it for the group"
+        )
+    held = layout.lengths[ranks.rank]
+    if held != tokens:
+        raise ValueError(
+            f"q has {tokens} tokens, but rank {ranks.rank} of layout {layout!r} holds {held}: "
+            "shard q, k and v with shard(x, layout, rank), or build the layout for this sequence length"
+        )
+    mask.check_length(layout.seq_len)
+
+
+def _check_default_layout(layout: Layout, mask: Mask, tokens: tuple[int, ...]) -> None:
+    if layout.lengths != tokens:
+        odd = next(rank for rank, (held, got) in enumerate(zip(layout.lengths, tokens, strict=True)) if held != got)
+        raise ValueError(
+            f"q has {tokens[odd]} tokens on rank {odd}, but the default layout of {mask!r}, {layout!r}, "
+            f"holds {layout.lengths[odd]} there: pass the layout that the shards were made with"
+        )

@@ -1,0 +1,85 @@
+"""`Context`: what is kept for one group of ranks: its transport, its plans, and what its calls were checked for."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..geometry.layout import Layout, default_layout
+from ..geometry.mask import Mask
+from ..geometry.plan import make_plan
+from ..schedule.program import make_steps
+from ..schedule.schedules import RowBytes, Schedule, default_schedule
+from ..transport import Ranks, Transport
+from .agree import Facts
+from .rank_attention import RankAttention
+from .ulysses import HeadExchange, Hybrid, ring_layout
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+_KEPT = 64
+
+
+class Context:
+    """A group's ranks, the transport of their ring, and what was found and made for them, newest kept."""
+
+    def __init__(self, ranks: Transport | Hybrid) -> None:
+        self.ranks: Ranks = ranks
+        self.hybrid = ranks if isinstance(ranks, Hybrid) else None
+        self.transport = ranks.ring if isinstance(ranks, Hybrid) else ranks
+        self._facts: OrderedDict[tuple, Facts] = OrderedDict()
+        self._attentions: OrderedDict[tuple[str, str, str | None, RowBytes | None], RankAttention] = OrderedDict()
+        self._layouts: OrderedDict[tuple[str, int], Layout] = OrderedDict()
+        self.compiled: dict[int, object] = {}  # what compiled graphs find by number, see run.py
+
+    def facts(self, key: tuple, check: Callable[[], Facts]) -> Facts:
+        """The facts of calls with this key, which tells all that they and their checks depend on; checked once."""
+        return _kept(self._facts, key, check)
+
+    def has_facts(self, key: tuple) -> bool:
+        """Whether a call with this key has been checked before."""
+        return key in self._facts
+
+    def rank_attention(
+        self, layout: Layout, mask: Mask, schedule: Schedule | None, row_bytes: RowBytes | None = None
+    ) -> RankAttention:
+        """What this rank does for a layout, a mask and a schedule (None: chosen by the plan), made once.
+
+        `row_bytes` is for schedules by memory alone. Raises ValueError if the schedule does not fit the group or its memory.
+        """
+        key = (layout.digest, mask.digest, None if schedule is None else schedule.digest, row_bytes)
+        return _kept(self._attentions, key, lambda: self._make_rank_attention(layout, mask, schedule, row_bytes))
+
+    def default_layout(self, mask: Mask, seq_len: int) -> Layout:
+        """`layout.default_layout` for this group, made once."""
+        return _kept(self._layouts, (mask.digest, seq_len), lambda: default_layout(mask, seq_len, self.ranks.size))
+
+    def _make_rank_attention(
+        self, layout: Layout, mask: Mask, schedule: Schedule | None, row_bytes: RowBytes | None
+    ) -> RankAttention:
+        exchange = None
+        if self.hybrid is not None and self.hybrid.heads.size > 1:
+            exchange = HeadExchange(self.hybrid.heads, self.hybrid.rows(layout))
+            layout = ring_layout(layout, self.hybrid.heads.size)
+        plan = make_plan(layout, mask)
+        ranks_per_node = self.transport.ranks_per_node
+        chosen = default_schedule(plan, ranks_per_node, self.transport.copy_engines) if schedule is None else schedule
+        chosen = chosen.resolve(plan, ranks_per_node, row_bytes)
+        order = plan.order[self.transport.rank]
+        order = order if exchange is None else exchange.own_order(order)
+        steps = make_steps(chosen, plan, self.transport.rank)
+        return RankAttention(self.transport, steps, order, order, exchange)
+
+
+def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
+    """The cache's value for a key, made if need be; the least recently used goes when the cache is full."""
+    # threads may share a cache, that of no group for one: each step leaves it whole
+    value = cache.pop(key, None)
+    if value is None:
+        value = make()
+    cache[key] = value
+    if len(cache) > _KEPT:
+        cache.popitem(last=False)
+    return value

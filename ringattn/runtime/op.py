@@ -1,0 +1,163 @@
+"""Attention as two operators of torch, `ringattn::forward` and `ringattn::backward`.
+
+To torch.compile, selective checkpointing and fake tensors each is one call whose result has a known shape; what happens inside,
+from the ranks' agreement to the last hop, is theirs alone. Operators take tensors and numbers; all else is a `Call`, found by its
+number.
+
+Shapes: b batch, s local tokens, h query heads, hk key/value heads, d head dim, d_v value head dim.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from .. import check
+from ..device import local
+from ..score import Score
+from .calls import find_call
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: int, softmax_scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out (b, s, h, d_v), row_max and row_sum (b, h, s) of the `Call` with a number: differentiable."""
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    out, row_max, row_sum, _ = FORWARD(q, k, v, run, softmax_scale, needs_grad)
+    return out, row_max, row_sum
+
+
+_library = torch.library.Library("ringattn", "DEF")
+# torch.compile's own CUDA graphs leave them out: ranks agree in every call, and what is made in the first call lives on (torch 2.8 on)
+_TAGS = [torch.Tag.pt2_compliant_tag, *([torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else [])]
+_library.define(
+    "forward(Tensor q, Tensor k, Tensor v, int run, float softmax_scale, bool needs_grad)"
+    " -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor seq_len)",
+    tags=_TAGS,
+)
+_library.define(
+    "backward(Tensor? dout, Tensor? drow_sum, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, Tensor row_sum,"
+    " Tensor seq_len, int run, float softmax_scale) -> (Tensor dq, Tensor dk, Tensor dv)",
+    tags=_TAGS,
+)
+FORWARD = torch.ops.ringattn.forward.default
+BACKWARD = torch.ops.ringattn.backward.default
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, softmax_scale: float, needs_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    run = find_call(number)
+    seq_len = run.begin(q, k, v, softmax_scale, needs_grad)
+    rank_attention = run.rank_attention(seq_len, q, k, v)
+    # autocast would round the states and gradients between hops
+    with _without_autocast(q.device.type):
+        out, row_max, row_sum = rank_attention.forward(Score(softmax_scale), q, k, v, final=run.final)
+    # the length is what the ranks agreed on, and the backward pass makes its plan from it
+    return out.contiguous(), row_max, row_sum, torch.scalar_tensor(seq_len, dtype=torch.int64)
+
+
+def _forward_shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, softmax_scale: float, needs_grad: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    b, s, h, _ = q.shape
+    stats = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(b, s, h, v.shape[3], dtype=q.dtype if find_call(number).final else stats)
+    row_max, row_sum = (q.new_empty(b, h, s, dtype=stats) for _ in range(2))
+    return out, row_max, row_sum, torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _backward(
+    dout: torch.Tensor | None,
+    drow_sum: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    row_max: torch.Tensor,
+    row_sum: torch.Tensor,
+    seq_len: torch.Tensor,
+    number: int,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rank_attention = find_call(number).rank_attention(int(seq_len), q, k, v)
+    strides = _gradient_strides(q, k, v)
+    dout = torch.zeros_like(out) if dout is None else dout
+    with _without_autocast(q.device.type):
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        delta = local.delta(out, dout)
+        if drow_sum is not None:
+            # d lse = d row_sum * row_sum enters dS = P (dP - delta) as P d lse
+            delta = delta - drow_sum * row_sum
+        dq, dk, dv = rank_attention.backward(Score(softmax_scale), local.Queries(q, dout, row_max, row_sum, delta), k, v)
+    dq, dk, dv = (_with_strides(x, wanted) for x, wanted in zip((dq, dk, dv), strides, strict=True))
+    return dq, dk, dv
+
+
+def _backward_shapes(
+    dout: torch.Tensor | None, drow_sum: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    strides = _gradient_strides(q, k, v)
+    dq, dk, dv = (x.new_empty_strided(x.shape, wanted) for x, wanted in zip((q, k, v), strides, strict=True))
+    return dq, dk, dv
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, softmax_scale: float, needs_grad: bool
+    ) -> tuple[torch.Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            output = FORWARD(q, k, v, number, softmax_scale, needs_grad)
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.call, ctx.softmax_scale, ctx.captured = find_call(number), softmax_scale, check.captured(q)
+        ctx.mark_non_differentiable(output[1], output[3])
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ValueError("ring attention has no second derivative: call backward without create_graph=True")
+        dout, _, drow_sum, _ = grads
+        saved = ctx.saved_tensors
+        ctx.call.check_backward(check.captured(saved[0]), ctx.captured)
+        return *BACKWARD(dout, drow_sum, *saved, ctx.call.number, ctx.softmax_scale), None, None, None
+
+
+def _forward_autograd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, softmax_scale: float, needs_grad: bool
+) -> tuple[torch.Tensor, ...]:
+    # what torch.library.register_autograd makes, in a third of the time a call
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Attention.apply(q, k, v, number, softmax_scale, needs_grad)  # pyright: ignore[reportReturnType]
+    with torch._C._AutoDispatchBelowAutograd():
+        return FORWARD(q, k, v, number, softmax_scale, needs_grad)
+
+
+_library.impl("forward", _forward, "CompositeExplicitAutograd")
+_library.impl("forward", _forward_autograd, "Autograd")
+_library.impl("backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("ringattn::forward", _forward_shapes, lib=_library)
+torch.library.register_fake("ringattn::backward", _backward_shapes, lib=_library)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager:
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+
+
+def _gradient_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[tuple[int, ...]]:
+    """The strides that the passes leave gradients in: dq as q, dk and dv with their rows first."""
+    strides = [(torch.empty_like(q, device="meta") if q.stride(-1) == 1 else q.new_empty(q.shape, device="meta")).stride()]
+    strides += [(hk * d, b * hk * d, d, 1) for b, _, hk, d in (k.shape, v.shape)]
+    return strides
+
+
+def _with_strides(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """x with these strides, which a compiled graph counts on; those of dimensions of size 1 do not matter."""
+    if x.stride() == strides or not x.numel():
+        return x
+    same = all(size == 1 or has == wanted for size, has, wanted in zip(x.shape, x.stride(), strides, strict=True))
+    return x if same else x.new_empty_strided(x.shape, strides).copy_(x)

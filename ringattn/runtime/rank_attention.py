@@ -1,0 +1,103 @@
+"""`RankAttention`: one rank's attention, from its own rows to its own rows.
+
+Around the passes lie the order in which the plan counts rows, and on a grid of ranks the all-to-all between rows and heads; the
+backward pass is the forward pass's mirror.
+
+Shapes: b batch, s local tokens, h query heads, hk key/value heads, d head dim, d_v value head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..device import local
+from ..geometry.rows import Order
+from ..schedule.program import Steps
+from ..score import Score
+from ..transport import Transport
+from . import passes
+from .ulysses import HeadExchange, kv_copies
+
+
+@dataclass(frozen=True, eq=False)
+class RankAttention:
+    """What one rank does: steps along a transport, the orders in which its plan counts the rows of q and of k and v (None: as they
+    come), and the exchange of heads around the steps, where there is one."""
+
+    transport: Transport
+    steps: Steps
+    q_order: Order | None = None
+    k_order: Order | None = None
+    exchange: HeadExchange | None = None
+
+    def forward(self, score: Score, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, final: bool) -> local.State:
+        """out (b, s, h, d_v), row_max and row_sum (b, h, s); with `final`, out in q's dtype."""
+        q, k, v = _sorted(q, self.q_order), _sorted(k, self.k_order), _sorted(v, self.k_order)
+        if self.exchange is not None:
+            copies = self._kv_copies(q, k)
+            q, k, v = self.exchange.to_heads(q, _repeated(k, copies), _repeated(v, copies))
+        out, row_max, row_sum = passes.forward(self.transport, self.steps, score, q, k, v, final=final)
+        if self.exchange is not None:
+            out, stats = self.exchange.to_rows(out, _as_rows(row_max, row_sum))
+            row_max, row_sum = _as_stats(stats)
+        return _restored(out, self.q_order), _restored(row_max, self.q_order, dim=2), _restored(row_sum, self.q_order, dim=2)
+
+    def backward(
+        self, score: Score, queries: local.Queries, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk, dv in the inputs' dtypes."""
+        q, dout = _sorted(queries.q, self.q_order), _sorted(queries.dout, self.q_order)
+        k, v = _sorted(k, self.k_order), _sorted(v, self.k_order)
+        stats = queries.row_max, queries.row_sum, queries.delta
+        if self.q_order is not None:
+            stats = tuple(self.q_order.sort(x, dim=2) for x in stats)
+        kv_dtype, copies = k.dtype, 1
+        if self.exchange is not None:
+            copies = self._kv_copies(q, k)
+            # the gradients of copies are added before they are rounded
+            kv_dtype = k.dtype if copies == 1 else queries.row_sum.dtype
+            found = self.exchange.to_heads(q, _repeated(k, copies), _repeated(v, copies), dout, _as_rows(*stats))
+            stats = _as_stats(found.pop())
+            q, k, v, dout = found
+        queries = local.Queries(q, dout, *stats)
+        dq, dk, dv = passes.backward(self.transport, self.steps, score, queries, k, v, kv_dtype=kv_dtype)
+        if self.exchange is not None:
+            dq, dk, dv = self.exchange.to_rows(dq, dk, dv)
+            dk, dv = _summed(dk, copies, k.dtype), _summed(dv, copies, v.dtype)
+        return _restored(dq, self.q_order), _restored(dk, self.k_order), _restored(dv, self.k_order)
+
+    def _kv_copies(self, q: torch.Tensor, k: torch.Tensor) -> int:
+        assert self.exchange is not None
+        return kv_copies(q.shape[2], k.shape[2], self.exchange.transport.size)
+
+
+def _sorted(x: torch.Tensor, order: Order | None) -> torch.Tensor:
+    """Rows in the order in which the plan counts them, the last dimension contiguous."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x if order is None else order.sort(x, dim=1)
+
+
+def _restored(x: torch.Tensor, order: Order | None, dim: int = 1) -> torch.Tensor:
+    """Rows in the order in which they came."""
+    return x if order is None else order.restore(x, dim=dim)
+
+
+def _repeated(x: torch.Tensor, copies: int) -> torch.Tensor:
+    return x if copies == 1 else x.repeat_interleave(copies, dim=2)
+
+
+def _summed(dx: torch.Tensor, copies: int, dtype: torch.dtype) -> torch.Tensor:
+    """The gradients of a head's copies as one, in a fixed order, rounded once."""
+    return dx if copies == 1 else dx.unflatten(2, (-1, copies)).sum(3).to(dtype)
+
+
+def _as_rows(*stats: torch.Tensor) -> torch.Tensor:
+    """Each (b, h, s), together as (b, s, h, how many): one message."""
+    return torch.stack(stats, dim=-1).transpose(1, 2)
+
+
+def _as_stats(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The inverse; an operator's results must not share memory."""
+    return tuple(x.transpose(1, 2).clone(memory_format=torch.contiguous_format) for x in rows.unbind(-1))

@@ -1,0 +1,1 @@
+"""What training on sharded sequences needs beside attention: batches, losses, tiles, checkpoints, host memory."""

@@ -1,0 +1,254 @@
+"""What training a causal language model on a sharded sequence needs beside ring attention.
+
+Labels are shifted over the whole sequence, before it is split: the token after a shard's last one is on another rank.
+The loss is a sum over local tokens divided by the count over all ranks, so that summing it, and its gradients, over the
+ranks gives the mean over all tokens, however uneven the shards.
+
+Shapes: b batch, s local tokens, n features, vocab tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ..runtime.groups import Group, process_groups
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+IGNORE = -100  # the label of a token that is not counted
+
+
+def forward_names(model: nn.Module) -> set[str]:
+    """The names that a model's own forward pass uses: attributes, strings and variables."""
+    function = inspect.unwrap(model.forward)
+    code = (function if hasattr(function, "__code__") else inspect.unwrap(type(model).forward)).__code__
+    return {name for name in (*code.co_names, *code.co_varnames, *code.co_consts) if isinstance(name, str)}
+
+
+def shift_labels(tokens: torch.Tensor) -> torch.Tensor:
+    """The label of each token of whole sequences, the token after it; the last has none (`IGNORE`): (b, s) -> (b, s) int64."""
+    return F.pad(tokens[..., 1:].to(torch.int64), (0, 1), value=IGNORE)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What turns hidden states into logits beside the weight: softcap * tanh(x / softcap) of x = scale * hidden @ weight.T + bias.
+
+    bias: (vocab,) or None. softcap: None for none. The scale is not applied to the bias, as it is applied to hidden.
+    """
+
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """(..., n), (vocab, n) -> (..., vocab), fp32 or wider."""
+        logits = F.linear(hidden if self.scale == 1.0 else hidden * self.scale, weight, self.bias)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
+
+
+def token_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int = 512, *, head: Head | None = None
+) -> torch.Tensor:
+    """Summed cross-entropy of local tokens under logits `hidden @ weight.T`, `chunk` tokens at a time, fp32 or wider.
+
+    Logits of a chunk are formed, reduced and dropped, and formed again in backward: those of a long shard never exist whole.
+
+    Args:
+        hidden: (b, s, n), the model's last hidden states.
+        weight: (vocab, n), the output embedding.
+        labels: (b, s) int64, `IGNORE` where a token is not counted.
+        chunk: tokens whose logits exist at a time.
+        head: a bias, a scale and a softcap of the logits; none of them by default.
+
+    Returns a scalar; 0 for an empty shard, with zero gradients. Divide it by the tokens counted on all ranks.
+    Raises ValueError if the shapes do not fit.
+    """
+    head = Head() if head is None else head
+    _check_shapes(hidden, weight, labels)
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}, but must be at least 1")
+    total = _nothing(hidden, weight, head) if not labels.numel() else None
+    for rows, targets in zip(hidden.flatten(0, -2).split(chunk), labels.flatten().split(chunk), strict=True):
+        part = checkpoint(_chunk_loss, rows, weight, targets, head, use_reentrant=False)
+        total = part if total is None else total + part
+    assert isinstance(total, torch.Tensor)
+    return total
+
+
+def fused_token_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int = 512, *, head: Head | None = None
+) -> torch.Tensor:
+    """`token_loss` by Liger's fused kernel where there is a GPU and `liger_kernel` is installed, by chunks of torch elsewhere.
+
+    Same arguments and result. The kernel forms gradients in the forward pass, with the weight's summed in fp32 ("Liger Kernel",
+    Hsu et al. 2024, section 3.2), so no logits are formed twice; `chunk` is its own affair.
+    """
+    if not hidden.is_cuda or not hidden.numel() or importlib.util.find_spec("liger_kernel") is None:
+        return token_loss(hidden, weight, labels, chunk, head=head)
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    head = Head() if head is None else head
+    _check_shapes(hidden, weight, labels)
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    rows = hidden.flatten(0, -2)
+    bias = None if head.bias is None else head.bias.to(rows.dtype)
+    loss = liger_fused_linear_cross_entropy(
+        rows if head.scale == 1.0 else rows * head.scale,
+        weight,
+        labels.flatten(),
+        bias,
+        ignore_index=IGNORE,
+        reduction="sum",
+        softcap=head.softcap,
+        accum_dtype=torch.float32,
+    )
+    assert isinstance(loss, torch.Tensor)
+    return loss.float()
+
+
+class CausalLMLoss(nn.Module):
+    """A transformers causal model with its summed loss as output: wrap this, not the model, in FSDP2, DDP or DeepSpeed.
+
+    Logits of a shard never exist whole, and the output embedding is used within the wrapper's forward pass, where a sharded one is at hand.
+
+        summed = CausalLMLoss(model)(**shard_batch(batch, layout, rank))
+
+    Args:
+        model: a causal model of transformers, attached or not, within PEFT's adapters or not. What it does to its logits is read from
+            its config: a final softcap (Gemma 2), a logit scale (Cohere), a logit divisor (Granite), where its forward pass uses them.
+            `ringattn.verify` compares with the model's own logits. A head with further layers (BERT's) is refused, and so are an adapter
+            on the output embedding (PEFT's `modules_to_save` is honoured) and losses of routers (`output_router_logits`).
+        loss: `fused_token_loss` (the default) or `token_loss`.
+
+    Calling it returns the cross-entropy summed over this rank's tokens: a scalar in fp32 (fp64 for fp64), for `mean_loss`.
+    """
+
+    def __init__(self, model: PreTrainedModel, loss: Callable[..., torch.Tensor] = fused_token_loss) -> None:
+        super().__init__()
+        if not hasattr(model, "get_output_embeddings"):
+            raise ValueError(
+                f"{type(model).__name__} is no model of transformers: give one before it is wrapped, and wrap this instead; for a "
+                "model of your own see token_loss"
+            )
+        output = _output_embedding(model)
+        if not isinstance(output, nn.Linear) and isinstance(getattr(output, "base_layer", None), nn.Linear):
+            raise ValueError(
+                f"{type(model).__name__} has an adapter on its output embedding, which this loss would leave out: take it out of "
+                "target_modules, train the whole embedding by modules_to_save, or make the loss from the logits"
+            )
+        if not isinstance(output, nn.Linear) or _without_head(model) is model:
+            raise ValueError(
+                f"{type(model).__name__} has no linear output embedding on a model without head: give a causal language model"
+            )
+        parts: list[Any] = [_without_head(model), model.get_output_embeddings()]
+        used = {id(parameter) for part in parts for parameter in part.parameters()}
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in used:
+                raise ValueError(
+                    f"{type(model).__name__} has {name} beside its output embedding and the model without head, as BERT's heads "
+                    "have layers of their own, which this loss would leave out: make the loss from the logits"
+                )
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError(
+                f"{type(model).__name__} puts learned tokens before each sequence, which this loss would leave out: use LoRA"
+            )
+        self.model = model
+        self.loss = loss
+        config: Any = model.config.get_text_config()
+        divisor = float(_setting(model, config, "logits_scaling") or 1.0)
+        if config.model_type == "hyperclovax":  # multiplies by what Granite divides by
+            divisor = 1 / divisor
+        factors = (_setting(model, config, name) for name in ("logit_scale", "output_multiplier"))
+        self._scale = math.prod(float(factor or 1.0) for factor in factors) / divisor
+        self._softcap = _setting(model, config, "final_logit_softcapping")
+
+    def forward(self, shift_labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        asked = getattr(self.model.config.get_text_config(), "output_router_logits", False)
+        if inputs.get("output_router_logits", asked):
+            raise ValueError(
+                "output_router_logits is True, but this loss is of the logits alone: set it to False, or make both losses from the "
+                "model's outputs"
+            )
+        hidden = _without_head(self.model)(**inputs)[0]
+        output = _output_embedding(self.model)
+        return self.loss(hidden, output.weight, shift_labels, head=Head(output.bias, self._scale, self._softcap))
+
+
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group | None = None) -> None:
+    """Replace each gradient by its sum over the ranks: the gradient of the summed loss. A collective; alone it does nothing.
+
+    group: a process group, a mesh of any dimensions, a hybrid, or None for all ranks. Every rank takes part for every trainable
+    parameter: one that got no gradient here counts as zero.
+    """
+    axes = process_groups(group)
+    # each once, where two modules share it
+    trained = list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad)) if axes else []
+    for parameter in trained:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    for axis in axes:
+        pending = [dist.all_reduce(parameter.grad, group=axis, async_op=True) for parameter in trained]
+        for work in pending:
+            assert work is not None
+            work.wait()
+
+
+def _without_head(model: Any) -> Any:
+    """The model that gives hidden states; itself if there is none within. Some versions know it as the base model, some as the decoder."""
+    if hasattr(model, "get_base_model"):  # PEFT's, whose adapters are in the model's own layers
+        model = model.get_base_model()
+    return model.get_decoder() if model.base_model is model else model.base_model
+
+
+def _output_embedding(model: Any) -> Any:
+    """The module that makes logits: where PEFT trains a copy of it (`modules_to_save`), the one in use."""
+    output = model.get_output_embeddings()
+    copies = getattr(output, "modules_to_save", None)
+    if copies is None:
+        return output
+    return output.original_module if output.disable_adapters else copies[output.active_adapters[0]]
+
+
+def _setting(model: Any, config: Any, name: str) -> Any:
+    """What the config says of the logits. Raises ValueError if the model's forward pass does not look at it."""
+    value = getattr(config, name, None)
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if value not in (None, 1.0) and name not in forward_names(whole):
+        raise ValueError(
+            f"{name} is {value} in the config, but {type(whole).__name__} does not use it where it makes its logits: make the loss from "
+            "the logits"
+        )
+    return value
+
+
+def _check_shapes(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> None:
+    if hidden.shape[:-1] != labels.shape:
+        raise ValueError(f"hidden has the tokens {tuple(hidden.shape[:-1])} and labels {tuple(labels.shape)}: give one a token")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, but must be (vocab, {hidden.shape[-1]}), hidden's features")
+
+
+def _nothing(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
+    """0, with zero gradients for all that a loss depends on."""
+    zero = (hidden.sum() + weight.sum()) * 0
+    return zero if head.bias is None else zero + head.bias.sum() * 0
+
+
+def _chunk_loss(rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, head: Head) -> torch.Tensor:
+    return F.cross_entropy(head.logits(rows, weight), targets, ignore_index=IGNORE, reduction="sum")

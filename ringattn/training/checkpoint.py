@@ -1,0 +1,192 @@
+"""Activation checkpointing that keeps what attention computed, so that the forward pass of attention runs once and not twice.
+
+Selective checkpointing (torch.utils.checkpoint) recomputes a block in the backward pass but for the operators that a policy saves.
+Attention is the part whose recomputation grows with the square of the sequence; what there is to save, out and two fp32 statistics
+a head, grows with the sequence, and is about as large as the block's input. Both may wait in host memory (`offload.py`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from .. import check
+from ..runtime.op import FORWARD
+from .offload import HostMemory, Parked
+
+
+def checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Save attention's output and statistics, recompute all else: for `create_selective_checkpoint_contexts`, alone or within
+    a policy of your own."""
+    return CheckpointPolicy.MUST_SAVE if op is FORWARD else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpoint_contexts() -> Any:
+    """The `context_fn` of `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` that follows `checkpoint_policy`.
+
+    >>> import torch, ringattn as ra
+    >>> from torch.utils.checkpoint import checkpoint
+    >>> x = torch.randn(1, 16, 2, 8, requires_grad=True)
+    >>> out = checkpoint(lambda x: ra.ring_attention(x, x, x), x, use_reentrant=False, context_fn=ra.checkpoint_contexts)
+    >>> out.sum().backward()
+    """
+    return create_selective_checkpoint_contexts(checkpoint_policy)
+
+
+def checkpoint_layers(layers: Iterable[nn.Module], offload: int = 0) -> None:
+    """Let each layer keep nothing but its inputs and what attention computed, and compute the rest again in the backward pass.
+
+    The first `offload` layers keep both in host memory: page-locked, copied there beside the device's own work, copied back one layer
+    ahead of the backward pass, and used again in every step.
+
+    >>> import torch, ringattn as ra
+    >>> class Layer(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         return x + ra.ring_attention(x, x, x)
+    >>> layers = torch.nn.ModuleList(Layer() for _ in range(3))
+    >>> ra.checkpoint_layers(layers, offload=2)
+    >>> x = torch.randn(1, 16, 2, 8, requires_grad=True)
+    >>> for layer in layers:
+    ...     x = layer(x)
+    >>> x.sum().backward()
+
+    Args:
+        layers: modules that run one after the other, such as `model.model.layers` of a transformers model. Names, parameters and
+            hooks stay. Before or after DDP, FSDP2 and DeepSpeed wrap the model; once more changes `offload`.
+        offload: how many layers, counted from the first, use host memory; the last ones are wanted first, and best stay on the device. A
+            layer's inputs are the tensors it is called with, by position or by name, that gradients flow through; one that the layers
+            share is copied once. 0 for none.
+
+    All ranks of a group must checkpoint alike. Raises ValueError for what is not a layer, for layers that transformers checkpoints
+    too, and where an offloaded layer is compiled by torch.compile; RuntimeError where a layer's input, or attention's output in it, is
+    changed in place after it was copied.
+    """
+    if isinstance(layers, nn.Module) and not hasattr(layers, "__iter__"):
+        raise ValueError(f"layers is a {type(layers).__name__}, one module: give a list of its layers, such as model.model.layers")
+    layers = list(layers)
+    for layer in layers:
+        if not isinstance(layer, nn.Module):
+            raise ValueError(f"layers holds a {type(layer).__name__}, but must hold modules")
+    if len({id(layer) for layer in layers}) != len(layers):
+        raise ValueError("layers holds a module twice: give each once")
+    if check.integer("offload", offload) > len(layers):
+        raise ValueError(f"offload is {offload}, but must be at most {len(layers)}, the number of layers")
+    memory = HostMemory() if offload else None
+    classes: dict[type, type] = {}
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, _Checkpointed):
+            # a class of the layer's own keeps copies and wrappers right, where a patched forward would not
+            made = classes.get(type(layer)) or type(type(layer).__name__, (_Checkpointed, type(layer)), {})
+            classes[type(layer)] = layer.__class__ = made
+        object.__setattr__(layer, "host_memory", memory)
+        object.__setattr__(layer, "offloads", index < offload)
+
+
+class _Checkpointed(nn.Module):
+    """A mixin: the layer's own forward, checkpointed."""
+
+    host_memory: HostMemory | None
+    offloads: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if getattr(self, "gradient_checkpointing", False):
+            raise ValueError(
+                f"{type(self).__name__} is checkpointed by transformers too: call the model's gradient_checkpointing_disable(), or "
+                "leave checkpoint_layers out"
+            )
+        count, names = len(args), tuple(kwargs)
+
+        def run(*values: Any) -> Any:
+            return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+        values = (*args, *kwargs.values())
+        if self.host_memory is not None and not torch.compiler.is_compiling():
+            self.host_memory.settle()
+        if not self.offloads:
+            return checkpoint(run, *values, use_reentrant=False, context_fn=checkpoint_contexts)
+        if torch.compiler.is_compiling():
+            raise ValueError("checkpoint_layers does not work under torch.compile where offload is above 0: use offload=0 there")
+        assert self.host_memory is not None
+        return _Offloaded(self.host_memory).checkpoint(run, values)
+
+
+class _Offloaded:
+    """What one call of a layer keeps in host memory: its inputs, and the results of each call of attention in it."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
+        self.before = memory.latest
+        memory.latest = weakref.ref(self)
+        self.inputs: list[Parked] = []
+        self.results: list[list[Parked | torch.Tensor]] = []
+
+    def checkpoint(self, run: Callable[..., Any], values: tuple[Any, ...]) -> Any:
+        # checkpoint saves the tensors among the values beneath these hooks, and what `run` saves beneath hooks of its own
+        with saved_tensors_hooks(self._pack, _unpack):
+            return checkpoint(run, *values, use_reentrant=False, context_fn=lambda: (_Park(self), _Fetch(self)))
+
+    def park_results(self, results: Iterable[torch.Tensor]) -> None:
+        # the length, a scalar, is on the host already
+        call = len(self.results)
+        self.results.append([self._memory.park(x, ("result", call, i)) if x.dim() else x for i, x in enumerate(results)])
+
+    def _pack(self, x: torch.Tensor) -> Parked | torch.Tensor:
+        # a leaf, a mask or positions, or what the layers share stays with its owner anyway
+        if x.grad_fn is None or not self._memory.first_seen(x):
+            return x
+        self.inputs.append(self._memory.park(x, ("input", len(self.inputs))))
+        return self.inputs[-1]
+
+
+def _unpack(kept: Parked | torch.Tensor) -> torch.Tensor:
+    return kept.take() if isinstance(kept, Parked) else kept
+
+
+class _Park(TorchDispatchMode):
+    """Forward: attention's results go to host memory as well."""
+
+    def __init__(self, layer: _Offloaded) -> None:
+        super().__init__()
+        self._layer = layer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is FORWARD:
+            self._layer.park_results(result)
+        return result
+
+
+class _Fetch(TorchDispatchMode):
+    """Recomputation: attention's results come from host memory, in the order of its calls; the layer before's inputs follow."""
+
+    def __init__(self, layer: _Offloaded) -> None:
+        super().__init__()
+        self._layer = layer
+        self._calls: list[list[Parked | torch.Tensor]] = []
+
+    def __enter__(self) -> Any:
+        self._calls = self._layer.results[::-1]
+        for x in (x for results in self._calls for x in results if isinstance(x, Parked)):
+            x.fetch()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        before = self._layer.before()
+        for x in [] if before is None else before.inputs:
+            x.fetch()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not FORWARD:
+            return func(*args, **(kwargs or {}))
+        return tuple(_unpack(x) for x in self._calls.pop())

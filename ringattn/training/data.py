@@ -1,0 +1,293 @@
+"""Batches: packed documents in one sequence, each seeing itself only, and each rank's rows of a batch.
+
+    batch = pack([[5, 6, 7], [8, 9]])                     # one sequence of 5 tokens
+    batch = shard_batch(batch, layout, rank)               # this rank's rows of it
+    loss = ... model(**batch)                              # an attached transformers model takes it as it is
+
+Shapes: b batch, s tokens of the whole sequence, s_local those of this rank.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import check
+from ..geometry.layout import Layout, shard
+from ..geometry.mask import Documents, documents
+from ..runtime.agree import Facts, agree, refuse
+from ..transport import Ranks
+from .causal_lm import IGNORE, shift_labels
+
+__all__ = ["ShardedBatches", "pack", "shard_batch"]
+
+Batch = dict[str, Any]
+
+# of the whole sequence on every rank, whatever their shape
+_WHOLE = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch"})
+
+
+def pack(
+    tokens: Sequence[Sequence[int] | torch.Tensor], labels: Sequence[Sequence[int] | torch.Tensor] | None = None, *, to: int = 0
+) -> Batch:
+    """Documents of any lengths as one sequence: a batch of whole tensors, for `shard_batch`.
+
+    Args:
+        tokens: the documents, each a list or 1-D tensor of token ids; empty ones are left out.
+        labels: of the same lengths, not shifted; the tokens by default. Where one is `IGNORE`, no token is predicted.
+        to: fill up to this many tokens with one more document of token 0 whose labels are all `IGNORE`.
+
+    Returns `input_ids`, `shift_labels`, `position_ids` (1, s), int64, and the documents' bounds as `cu_seq_lens_q` and
+    `cu_seq_lens_k` (documents + 1), int32, under the names that transformers has for them. The last token of a document
+    predicts nothing: `shift_labels` is `IGNORE` there. Raises ValueError if nothing is left, or it does not fit `to`.
+
+    >>> from ringattn.training.data import pack
+    >>> pack([[5, 6, 7], [8, 9]])["shift_labels"]
+    tensor([[   6,    7, -100,    9, -100]])
+    """
+    parts = [torch.as_tensor(check.integers(f"tokens[{i}]", part)) for i, part in enumerate(tokens)]
+    targets = parts if labels is None else [torch.as_tensor(check.integers(f"labels[{i}]", part)) for i, part in enumerate(labels)]
+    if [len(part) for part in parts] != [len(part) for part in targets]:
+        raise ValueError(
+            f"labels have the lengths {[len(part) for part in targets]} and tokens {[len(part) for part in parts]}: give one a token"
+        )
+    lengths = [len(part) for part in parts if len(part)]
+    total = sum(lengths)
+    if not total:
+        raise ValueError(f"tokens holds {len(parts)} documents without a token: give at least one token")
+    fill = check.integer("to", to) - total
+    if to and fill < 0:
+        raise ValueError(f"the documents have {total} tokens, but to is {to}: give fewer documents, or a larger to")
+    shifted = [shift_labels(part[None])[0] for part in targets if len(part)]
+    if to and fill:
+        lengths.append(fill)
+        parts.append(torch.zeros(fill, dtype=torch.int64))
+        shifted.append(torch.full((fill,), IGNORE))
+    bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    ids = torch.cat(parts)[None]
+    packed = documents(lengths=lengths)
+    assert isinstance(packed, Documents)
+    positions = packed_positions(packed, torch.arange(ids.shape[1]))[None]
+    return dict(
+        input_ids=ids, shift_labels=torch.cat(shifted)[None], position_ids=positions, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds
+    )
+
+
+def shard_batch(batch: Mapping[str, Any], layout: Layout, rank: int) -> Batch:
+    """This rank's rows of a batch of whole sequences: what an attached model and the losses take.
+
+    - Tensors with `layout.seq_len` columns, (b, s) or (b, s, ...), are cut along them; `position_ids` also where they are (3, b, s).
+    - `labels` are shifted over the whole sequence first, and come back as `shift_labels`, int64; with packed documents (their bounds, or
+      `position_ids` that restart), across no bound, and none past the last one.
+    - `position_ids` are added where missing: global ones, or restarting at documents.
+    - `cu_seq_lens_q` and `cu_seq_lens_k`, `max_length_q` and `max_length_k`, which are of the whole, and what is no tensor, stay;
+      NumPy's arrays of numbers become tensors.
+    - `attention_mask` of ones is dropped.
+
+    Raises ValueError for tokens that are no tensor of sequences, for a tensor of another length, for labels that are not one integer a
+    token, for both `labels` and `shift_labels`, for bounds that are none of this sequence, for `position_ids` that are not one a token, and
+    for an `attention_mask` with zeros, with the numbers of documents, or in other than two dimensions.
+    """
+    check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
+    out = {name: torch.from_numpy(value) if _is_numeric(value) else value for name, value in batch.items()}
+    tokens = tokens_of(out)
+    packed = packed_documents(out)
+    if packed is not None and packed.cu_seqlens[-1] > layout.seq_len:
+        raise ValueError(
+            f"cu_seq_lens_q ends with {packed.cu_seqlens[-1]}, but the sequence has {layout.seq_len} tokens: give the bounds within a row; "
+            "all rows of a batch have the same"
+        )
+    _check_mask(out.pop("attention_mask", None))
+    _check_positions(out.get("position_ids"))
+    if out.get("labels") is not None:
+        if out.get("shift_labels") is not None:
+            raise ValueError("the batch has both labels and shift_labels: give one of them")
+        out["shift_labels"] = _shifted(_targets("labels", out.pop("labels"), tokens), packed, out.get("position_ids"))
+    elif out.get("shift_labels") is not None:
+        out["shift_labels"] = _targets("shift_labels", out["shift_labels"], tokens)
+    here = layout.positions(rank)
+    if out.get("position_ids") is None:
+        positions = here if packed is None else packed_positions(packed, here)
+        out["position_ids"] = positions.to(tokens.device).expand(tokens.shape[0], -1)
+        skipped = _WHOLE | {"position_ids"}
+    else:
+        skipped = _WHOLE
+    for name, value in out.items():
+        if name in skipped or not isinstance(value, torch.Tensor) or value.dim() < 2:
+            continue
+        dim = 2 if name == "position_ids" and value.dim() == 3 else 1
+        if value.shape[dim] != layout.seq_len:
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}, but {layout!r} is for {layout.seq_len} tokens in dim {dim}: "
+                "give the whole sequence, before it is split"
+            )
+        out[name] = shard(value, layout, rank, dim)
+    return out
+
+
+@dataclass(frozen=True)
+class ShardedBatches:
+    """A data loader's batches, each cut to this rank's rows with `shard_batch`. Every rank of a ring iterates over the same loader.
+
+    `layouts` gives the layout for a batch's number of tokens: `lambda tokens: ra.zigzag(tokens, world_size)`. Each batch is
+    yielded with its layout, for `attach`.
+    """
+
+    loader: Iterable[Mapping[str, Any]]
+    layouts: Callable[[int], Layout]
+    rank: int
+
+    def __iter__(self) -> Iterator[tuple[Layout, Batch]]:
+        for batch in self.loader:
+            layout = self.layouts(tokens_of(batch).shape[1])
+            yield layout, shard_batch(batch, layout, self.rank)
+
+
+def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
+    """`input_ids` (b, s), or else `inputs_embeds` (b, s, n). Raises ValueError for a batch with neither, or with another shape."""
+    found = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
+    if found is None:
+        raise ValueError(f"the batch has {sorted(batch)}, but neither input_ids nor inputs_embeds")
+    found = torch.from_numpy(found) if _is_numeric(found) else found
+    if not isinstance(found, torch.Tensor) or found.dim() < 2:
+        raise ValueError(f"the batch's tokens are {_shown(found)}, but must be a tensor (batch, tokens) of whole sequences")
+    return found
+
+
+def packed_positions(packed: Documents, positions: torch.Tensor) -> torch.Tensor:
+    """Positions (s_local,) within their documents, of global ones; past the last document they go on from its end."""
+    starts = torch.tensor(sorted(set(packed.cu_seqlens)))
+    return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+
+
+def documents_of_positions(position_ids: torch.Tensor, layout: Layout, ranks: Ranks) -> Documents | None:
+    """The documents at whose starts `position_ids` (b, s_local) restart, or None if they are the global positions; a collective.
+
+    A token at global position p with position id i belongs to the document that starts at p - i: each rank knows the starts of
+    its own tokens' documents, and the ranks swap them over the hosts. Raises ValueError, on every rank, for ids that are neither.
+    """
+    here = layout.positions(ranks.rank)
+    try:
+        starts = _starts(position_ids, here)
+    except ValueError as error:
+        if ranks.size > 1:
+            refuse(ranks, error)
+        raise
+    facts = Facts({"function": "position_ids of packed documents"})
+    counts = agree(ranks, facts, len(starts)) if ranks.size > 1 else (len(starts),)
+    room = struct.calcsize("<q") * max(counts)
+    records = ranks.all_gather_control(starts.astype("<i8").tobytes().ljust(room, b"\0"))
+    assert records is not None
+    listed = [np.frombuffer(record, dtype="<i8")[:count] for record, count in zip(records, counts, strict=True)]
+    every = np.unique(np.concatenate(listed))
+    bounds = [*every.tolist(), layout.seq_len]
+    packed = documents(cu_seqlens=bounds)
+    assert isinstance(packed, Documents)
+    if every[0] != 0 or not torch.equal(packed_positions(packed, here), position_ids[0].cpu().to(torch.int64)):
+        error = ValueError(
+            "position_ids neither are the global positions nor restart at packed documents only: attach(model, mask=...) what is live, "
+            "and they serve as positions alone"
+        )
+        if ranks.size > 1:
+            refuse(ranks, error)
+        raise error
+    return None if len(every) == 1 else packed
+
+
+def packed_documents(batch: Mapping[str, Any]) -> Documents | None:
+    """The documents whose bounds are given as `cu_seq_lens_q` and `cu_seq_lens_k`, as for flash attention. Raises ValueError for others."""
+    names = ("cu_seq_lens_q", "cu_seq_lens_k")
+    given = {name: check.integers(name, batch[name]).tolist() for name in names if batch.get(name) is not None}
+    if not given:
+        return None
+    if len(given) == 2 and given[names[0]] != given[names[1]]:
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ, but queries and keys are of the same tokens: give the same")
+    name, bounds = next(iter(given.items()))
+    if bounds[:1] != [0]:
+        raise ValueError(f"{name} starts with {bounds[:1]}, but must start with 0 and give the bounds of all documents")
+    packed = documents(cu_seqlens=bounds)
+    assert isinstance(packed, Documents)
+    return packed
+
+
+def _starts(position_ids: torch.Tensor, here: torch.Tensor) -> np.ndarray:
+    """The starts of the documents of this rank's tokens, ascending."""
+    if position_ids.dim() != 2 or position_ids.shape[1] != len(here):
+        raise ValueError(
+            f"position_ids have shape {tuple(position_ids.shape)}, but must be (batch, {len(here)}), one a token of this rank; for "
+            "several kinds of positions attach(model, mask=...) what is live"
+        )
+    if not bool((position_ids == position_ids[:1]).all()):
+        raise ValueError(
+            "position_ids differ between the rows of the batch, but the ring has one mask for all: give one row a call"
+        )
+    starts = np.unique((here - position_ids[0].cpu()).numpy())
+    if starts[0] < 0:
+        raise ValueError(
+            "position_ids run ahead of the global positions, so they are no positions within packed documents: attach(model, mask=...) "
+            "what is live, and they serve as positions alone"
+        )
+    return starts
+
+
+def _check_mask(mask: Any) -> None:
+    """Raise ValueError for an attention_mask that says more than that there is no padding."""
+    if mask is None:
+        return
+    mask = torch.as_tensor(mask)
+    if mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}, but is dropped where it is (batch, tokens) and all ones: leave it out, and "
+            "attach(model, mask=...) what is live"
+        )
+    if not bool(mask.all()):
+        raise ValueError(
+            "attention_mask hides tokens (padding): cut them off, or pack the sequences with pack(...), which needs no padding"
+        )
+    if mask.max() > 1:
+        raise ValueError(
+            f"attention_mask counts to {int(mask.max())}, as for packed documents: give their bounds as cu_seq_lens_q and "
+            "cu_seq_lens_k, or position_ids that restart"
+        )
+
+
+def _check_positions(position_ids: Any) -> None:
+    if position_ids is not None and not (isinstance(position_ids, torch.Tensor) and position_ids.dim() in (2, 3)):
+        raise ValueError(
+            f"position_ids are {_shown(position_ids)}, but must be a tensor (batch, tokens), or (kinds, batch, tokens) of several kinds: "
+            "give one a token, or leave them out"
+        )
+
+
+def _targets(name: str, labels: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Labels (b, s) in int64."""
+    if not isinstance(labels, torch.Tensor) or labels.shape != tokens.shape[:2]:
+        raise ValueError(f"{name} are {_shown(labels)}, but must be a tensor of shape {tuple(tokens.shape[:2])}, one a token")
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"{name} are of {labels.dtype}, but must be integers, the ids of tokens")
+    return labels.to(torch.int64)
+
+
+def _shifted(labels: torch.Tensor, packed: Documents | None, position_ids: torch.Tensor | None) -> torch.Tensor:
+    """The labels (b, s) shifted within their documents."""
+    shifted = shift_labels(labels)
+    if packed is not None:
+        ends = torch.tensor(packed.cu_seqlens[1:]) - 1
+        shifted[:, ends[ends >= 0]] = IGNORE
+        shifted[:, packed.cu_seqlens[-1] :] = IGNORE
+    elif position_ids is not None and position_ids.dim() == 2:
+        shifted[:, :-1].masked_fill_(position_ids[:, 1:] <= position_ids[:, :-1], IGNORE)
+    return shifted
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
+
+
+def _shown(value: Any) -> str:
+    return f"of shape {tuple(value.shape)}" if isinstance(value, (torch.Tensor, np.ndarray)) else f"a {type(value).__name__}"

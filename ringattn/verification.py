@@ -1,0 +1,356 @@
+"""One training step with the sequence sharded against the same step whole, on a user's own model: the loss and every gradient.
+
+The reference is the whole step in fp64 on rank 0. Beside the ring stands the same whole step in the ring's own precision: in the loss
+the ring may be twice as far from the reference, in a gradient three times, or as close as `FLOOR`, where rounding decides. In a
+gradient of few numbers it may be farther, for how close the whole step comes to these is a matter of chance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from . import check
+from .geometry.layout import Layout, zigzag
+from .geometry.mask import Mask, documents, sliding_window
+from .runtime.groups import Group, get_context, process_groups
+from .training.causal_lm import IGNORE
+from .training.data import shard_batch, tokens_of
+
+FLOOR = {torch.float64: 2e-6, torch.float32: 2e-6, torch.bfloat16: 1e-4, torch.float16: 1e-4}
+_LOSS_BOUND, _GRADIENT_BOUND = 2.0, 3.0
+_MANY = 32  # numbers whose rounding errors are no matter of chance
+_CLOSE = 0.5  # whatever chance may do, a gradient is closer than that: one that is missing is at 1
+
+Loss = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far the sharded step and the same whole step are from the reference, relative (L2), and how far the first may be."""
+
+    name: str
+    sharded: float
+    whole: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.sharded <= self.limit  # false for NaN
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found, the same on every rank; `print(report)` gives the table, with the worst layer of each kind."""
+
+    layout: Layout
+    loss: float
+    whole_loss: float
+    differences: tuple[Difference, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the loss and every gradient are within their bounds."""
+        return all(row.passed for row in self.differences)
+
+    def __str__(self) -> str:
+        worst: dict[str, Difference] = {}
+        for row in self.differences:
+            kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", row.name)
+            if kind not in worst or not row.sharded / row.limit <= worst[kind].sharded / worst[kind].limit:
+                worst[kind] = row
+        rows = {row.name if row is self.differences[0] else f"gradient of {row.name}": row for row in worst.values()}
+        width = max(map(len, rows))
+        lines = [
+            f"{self.layout!r}, against the whole sequence in fp64; differences are relative (L2), of like layers the worst",
+            f"{'':{width}} {'sharded':>9} {'whole':>9} {'limit':>9}",
+        ]
+        for what, row in rows.items():
+            lines.append(f"{what:{width}} {row.sharded:9.1e} {row.whole:9.1e} {row.limit:9.1e}  {'ok' if row.passed else 'FAILED'}")
+        verdict = "all within bounds" if self.passed else "NOT within bounds"
+        lines.append(f"loss {self.loss:.6f} sharded, {self.whole_loss:.6f} whole: {verdict}")
+        return "\n".join(lines)
+
+
+def verify(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    layout: Layout | None = None,
+    mask: Mask | None = None,
+    group: Group | None = None,
+    loss: Loss | None = None,
+    whole: nn.Module | None = None,
+    autocast: torch.dtype | None = None,
+) -> Report:
+    """Compare a step of `model` on shards with the step whole: loss and all gradients. A collective; changes neither weights nor `.grad`.
+
+    Args:
+        model: the same weights on every rank, not yet wrapped (FSDP2, DDP, DeepSpeed). A transformers model is attached for the
+            step and then left as it was; another must be sharded by itself, for `layout`.
+        batch: whole sequences, the same on every rank: `input_ids` (b, s) and what else `shard_batch` takes. Without labels, the
+            tokens are their own. Short ones: rank 0 also runs them whole, in fp64, with dense attention.
+        layout: who holds what; zigzag over the group by default.
+        mask: what is live, as for `attach`.
+        group: the ranks of the ring, as for `attach`.
+        loss: `loss(model, inputs)`, the summed loss of the tokens given, shards or whole; by default the cross-entropy of
+            `model(**inputs).logits` with `shift_labels`.
+        whole: for a model that is not of transformers, a copy of it that runs whole sequences with dense attention.
+        autocast: run in this precision under autocast, all but the reference.
+
+    Returns a `Report`: `assert report.passed, report`. Raises ValueError if the ranks' weights or batches differ, a dropout is on or the
+    step draws other random numbers, no label counts, nothing is trainable, the weights are sharded, or the model is neither of
+    transformers nor given with `whole`.
+
+    >>> report = ringattn.verify(model, {"input_ids": tokens})  # doctest: +SKIP
+    """
+    ranks, axes = get_context(group).ranks, process_groups(group)
+    _check_unwrapped(model)
+    layout = zigzag(tokens_of(batch).shape[1], ranks.size) if layout is None else layout
+    check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
+    if batch.get("labels") is None and batch.get("shift_labels") is None:
+        if batch.get("input_ids") is None:
+            raise ValueError(f"the batch has {sorted(batch)}, but neither labels nor input_ids to take them from: give labels")
+        batch = {**batch, "labels": batch["input_ids"]}
+    if whole is None and not hasattr(model, "set_attn_implementation"):
+        raise ValueError(
+            f"{type(model).__name__} is not a transformers model, so that nothing is known of how it runs whole sequences: "
+            "give whole=, a copy of it with dense attention"
+        )
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not names:
+        raise ValueError(
+            f"{type(model).__name__} has no parameter that requires gradients: there is nothing to compare but the loss"
+        )
+    if not torch.is_grad_enabled():
+        raise ValueError(
+            "gradients are off, and they are what is compared: call verify outside of torch.no_grad and inference_mode"
+        )
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"autocast is {autocast!r}, but must be torch.bfloat16 or torch.float16")
+    device = next(model.parameters()).device
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.training and module.p:
+            raise ValueError(f"{name} drops {module.p} of its input at random, so no two steps are alike: call model.eval() first")
+    _check_weights(model, axes)
+    _check_batches(batch, axes, device)
+    loss = _summed_cross_entropy if loss is None else loss
+    # a layout of one rank holds positions in order: the same labels and positions for the whole sequence
+    everything = shard_batch(batch, zigzag(layout.seq_len, 1), 0)
+    inputs = _on(shard_batch(batch, layout, ranks.rank), device)
+    counted = int((everything["shift_labels"] != IGNORE).sum())
+    if not counted:
+        raise ValueError(f"all labels are {IGNORE}, so that there is no loss to compare: give some that count")
+    before = _random_states(device)
+    with _attached(model, layout, mask, group):
+        ours = _step(model, loss, inputs, counted, autocast)
+    if not all(map(torch.equal, before, _random_states(device))):
+        raise ValueError("the step draws random numbers (dropout, noise), so no two steps are alike: call model.eval() first")
+    for value in ours:
+        _reduce(value, axes)
+    # relative differences of (sharded, whole), and the whole's loss, all of them the first rank's; NaN, which passes nowhere, if it fails
+    found = torch.full((len(ours) + 1, 2), float("nan") if ranks.rank == 0 else 0.0, dtype=torch.float64)
+    try:
+        if ranks.rank == 0:
+            dense = _dense(model) if whole is None else whole
+            same = _step(dense, loss, _whole_inputs(dense, everything, mask, layout, whole is None), counted, autocast)
+            dense = _in_fp64(dense)
+            exact = _step(dense, loss, _whole_inputs(dense, everything, mask, layout, whole is None), counted, None)
+            rows = [[_distance(a, e), _distance(b, e)] for a, b, e in zip(ours, same, exact, strict=True)]
+            found = torch.tensor([*rows, [exact[0].item()] * 2], dtype=torch.float64)
+    finally:
+        found = _reduce(found.to(device), axes)
+    *rows, (whole_loss, _) = found.tolist()
+    dtype = next(model.parameters()).dtype if autocast is None else autocast
+    (loss_row, *gradient_rows), (_, *gradients) = rows, ours
+    limits = [max(FLOOR[dtype], _LOSS_BOUND * loss_row[1])]
+    limits += [max(FLOOR[dtype], gradient_limit(row[1], x.numel())) for row, x in zip(gradient_rows, gradients, strict=True)]
+    differences = tuple(
+        Difference(name, sharded, theirs, limit)
+        for name, (sharded, theirs), limit in zip(["loss", *names], rows, limits, strict=True)
+    )
+    return Report(layout, ours[0].item(), whole_loss, differences)
+
+
+def gradient_limit(theirs: float, numbers: int) -> float:
+    """How far a gradient of so many numbers may be from the reference, where the whole step is at `theirs`.
+
+    Rounding errors of n numbers have a norm that varies by about 1/sqrt(n) of itself, and that of a few may be next to nothing.
+    """
+    chance = max(1.0, (_MANY / max(1, numbers)) ** 0.5)
+    return max(_GRADIENT_BOUND * theirs, min(_GRADIENT_BOUND * chance * theirs, _CLOSE))
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    """What the next random numbers depend on, of the host and the device."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _summed_cross_entropy(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    inputs = dict(inputs)
+    labels = inputs.pop("shift_labels")
+    logits = model(**inputs).logits
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def _step(
+    model: nn.Module, loss: Loss, inputs: Mapping[str, Any], counted: int, autocast: torch.dtype | None
+) -> list[torch.Tensor]:
+    """The loss and each trainable parameter's gradient, fp64, of the tokens given."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with torch.autocast(parameters[0].device.type, autocast) if autocast is not None else contextlib.nullcontext():
+        value = loss(model, inputs) / max(1, counted)
+    gradients = torch.autograd.grad(value, parameters, allow_unused=True)
+    filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
+    return [value.detach().double(), *(gradient.double() for gradient in filled)]
+
+
+@contextlib.contextmanager
+def _attached(model: Any, layout: Layout, mask: Mask | None, group: Group | None):
+    """The model on its ring, if it is of transformers; afterwards as it was."""
+    if not hasattr(model, "set_attn_implementation"):
+        yield
+        return
+    from .integrations.huggingface import NAME, attach, detach
+
+    part = _attached_part(model)
+    before = getattr(part, NAME, None)
+    attach(model, layout=layout, mask=mask, group=group, ignore=() if before is None else before.ignored)
+    try:
+        yield
+    finally:
+        if part is not model:
+            detach(model)
+        if before is not None:
+            attach(part, layout=before.layout, mask=before.live.mask, group=before.group, ignore=before.ignored)
+
+
+def _attached_part(model: nn.Module) -> Any:
+    """The outermost model of transformers within that is attached, if there is one: the model itself, as a rule."""
+    from .integrations.huggingface import NAME
+
+    return next((module for module in model.modules() if NAME in vars(module)), None)
+
+
+def _dense(model: Any) -> nn.Module:
+    """A copy with transformers' own attention."""
+    from .integrations.huggingface import detach
+
+    dense = copy.deepcopy(model)
+    if _attached_part(dense) is not None:
+        detach(dense)
+    return dense
+
+
+def _in_fp64(model: Any) -> nn.Module:
+    model = copy.deepcopy(model).double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped matrix products take no fp64
+    return model
+
+
+def _whole_inputs(model: Any, batch: Mapping[str, Any], mask: Mask | None, layout: Layout, of_transformers: bool) -> dict[str, Any]:
+    """The inputs of a dense model, in its precision; of transformers, with a tensor for a mask or packed documents."""
+    parameter = next(model.parameters())
+    inputs = {
+        name: value.to(parameter.dtype) if _is_float(value) else value for name, value in _on(batch, parameter.device).items()
+    }
+    return _masked(model, inputs, mask, layout.seq_len) if of_transformers else inputs
+
+
+def _masked(model: Any, inputs: Mapping[str, Any], mask: Mask | None, seq_len: int) -> dict[str, Any]:
+    """Without a mask and documents, transformers makes its own masks."""
+    inputs = {name: value for name, value in inputs.items() if not name.startswith("max_length_")}
+    bounds = [inputs.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    if bounds[0] is not None:
+        packed = documents(cu_seqlens=bounds[0], causal=mask is None)
+        mask = packed if mask is None else mask & packed
+    inputs["use_cache"] = False
+    if mask is None:
+        return inputs
+    parameter = next(model.parameters())
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = set(getattr(config, "layer_types", None) or ())
+
+    def added(live: Mask) -> torch.Tensor:
+        dense = live.dense(seq_len).to(parameter.device)[None, None]
+        # transformers adds the mask to the scores
+        return torch.zeros(dense.shape, dtype=parameter.dtype, device=parameter.device).masked_fill(
+            ~dense, torch.finfo(parameter.dtype).min
+        )
+
+    within = mask if window is None else mask & sliding_window(window - 1, None)
+    if kinds <= {"full_attention"} and "full_attention" in kinds:
+        within = mask
+    if "sliding_attention" in kinds:
+        inputs["attention_mask"] = {"full_attention": added(mask), "sliding_attention": added(within)}
+    else:
+        inputs["attention_mask"] = added(within)
+    return inputs
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    from torch.distributed.tensor import DTensor  # a second of imports
+
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("the model is wrapped in DistributedDataParallel: verify it before, or pass its .module")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
+            raise ValueError(f"the weights are sharded, for one {name}: verify the model before FSDP2 or DeepSpeed shards it")
+
+
+def _check_batches(batch: Mapping[str, Any], axes: list[dist.ProcessGroup], device: torch.device) -> None:
+    """Raise ValueError, on every rank, if the ranks' batches differ."""
+    digest = hashlib.blake2b(digest_size=6)
+    for name in sorted(batch):
+        value = torch.as_tensor(batch[name]).cpu() if isinstance(batch[name], (torch.Tensor, np.ndarray)) else batch[name]
+        digest.update(
+            repr((name, value.shape, value.flatten().tolist()) if isinstance(value, torch.Tensor) else (name, value)).encode()
+        )
+    own = float(int.from_bytes(digest.digest(), "little"))  # 48 bits, exact
+    highest, lowest = _reduce(torch.tensor([own, -own], dtype=torch.float64, device=device), axes, dist.ReduceOp.MAX).tolist()
+    if highest != -lowest:
+        raise ValueError("the ranks have different batches: verify takes whole sequences, the same ones on every rank of the ring")
+
+
+def _check_weights(model: nn.Module, axes: list[dist.ProcessGroup]) -> None:
+    """Raise ValueError, on every rank, if the ranks' weights differ."""
+    sums = torch.stack([parameter.detach().double().sum() for parameter in model.parameters()])
+    highest, lowest = (_reduce(value, axes, dist.ReduceOp.MAX) for value in (sums.clone(), -sums))
+    different = [name for (name, _), high, low in zip(model.named_parameters(), highest, lowest) if high != -low]
+    if different:
+        raise ValueError(f"the ranks have different weights, for one in {different[0]}: seed them alike, or load the same ones")
+
+
+def _reduce(value: torch.Tensor, axes: list[dist.ProcessGroup], operation: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    """In place, over all ranks of the ring."""
+    for axis in axes:
+        dist.all_reduce(value, operation, group=axis)
+    return value
+
+
+def _on(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _distance(value: torch.Tensor, exact: torch.Tensor) -> float:
+    """The norm of the difference over the norm of the exact value; absolute where that is 0."""
+    return float((value - exact).norm() / (exact.norm() if exact.any() else 1.0))

@@ -1,0 +1,92 @@
+"""Launches side by side: a pass gives the same bits however late each is computed, and on a GPU as one after another."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import ringattn as ra
+from ringattn.device import local, streams
+from ringattn.transport import run_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SCHEDULES = [ra.ring(), ra.gather(), ra.waves(1), ra.waves(2), ra.double_ring(2)]
+
+
+class Late(streams.InOrder):
+    """Computes a launch when something that is said to come after it comes."""
+
+    current = threading.local()
+
+    def __init__(self):
+        self.waiting = []
+        self.current.lanes = self
+
+    @contextmanager
+    def launch(self):
+        self.recording = True
+        yield
+        self.recording = False
+
+    recording = False
+
+    def join(self):
+        for compute in self.waiting:
+            compute()
+        self.waiting.clear()
+
+    def __exit__(self, *exception):
+        self.join()
+        self.current.lanes = None
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Backward passes on `Late` lanes."""
+    compute = local.backward
+
+    def backward(*arguments, **options):
+        assert Late.current.lanes.recording
+        Late.current.lanes.waiting.append(lambda: compute(*arguments, **options))
+
+    monkeypatch.setattr(local, "lanes", lambda *arguments: Late())
+    monkeypatch.setattr(local, "backward", backward)
+
+
+def gradients(schedule, mask, layout):
+    def work(transport):
+        generator = torch.Generator().manual_seed(0)
+        whole = [torch.randn(1, layout.seq_len, h, 4, generator=generator) for h in (4, 2, 2, 4)]
+        q, k, v, dout = (ra.shard(x, layout, transport.rank) for x in whole)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = ra.ring_attention(*leaves, layout=layout, mask=mask, group=transport, schedule=schedule)
+        return torch.autograd.grad(out, leaves, dout)
+
+    return run_ranks(layout.world_size, work)
+
+
+@pytest.fixture
+def in_order(request):
+    schedule, mask, layout = request.param
+    return *request.param, gradients(schedule, mask, layout)
+
+
+@pytest.mark.parametrize(
+    "in_order",
+    [
+        *((schedule, ra.causal(), ra.zigzag(61, 4)) for schedule in SCHEDULES),
+        *((schedule, ra.full(), ra.contiguous(64, 4)) for schedule in SCHEDULES),
+        (ra.waves(1), ra.sliding_window(9), ra.striped(40, 6)),
+        (ra.ring(), ra.documents([30, 10, 60]) & ra.causal(), ra.contiguous(100, 6)),
+    ],
+    ids=lambda case: f"{case[0]}-{case[1]}",
+    indirect=True,
+)
+def test_however_late_a_launch_is(in_order, late):
+    schedule, mask, layout, wanted = in_order
+    for got, expected in zip(gradients(schedule, mask, layout), wanted, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))

@@ -1,0 +1,319 @@
+"""`ringattn.verify`: right models pass, and each mistake that people make does not."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from ringattn.integrations.verify import Difference, gradient_limit
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ringattn as ra
+from ringattn.integrations import huggingface
+from ringattn.training.causal_lm import IGNORE, CausalLMLoss
+from ringattn.training.data import pack
+
+SIZES = dict(
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=8, bos_token_id=None, eos_token_id=None, pad_token_id=None, attention_dropout=0.0,
+)  # fmt: skip
+KINDS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def build(name: str, seed: int = 0, **changes) -> nn.Module:
+    torch.manual_seed(seed)
+    sizes = {**SIZES, **changes}
+    if name == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    if name == "mistral":
+        return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=7))
+    if name == "gemma3":
+        return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes, **KINDS, final_logit_softcapping=2.0))
+    return transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**{"num_experts_per_tok": 1, **sizes}, **KINDS, num_local_experts=2)
+    )
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(61, (2, 37), generator=torch.Generator().manual_seed(1))
+
+
+def report_of(
+    group,
+    name: str,
+    mistake: str | None = None,
+    packed: bool = False,
+    mask: ra.Mask | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    autocast: torch.dtype | None = None,
+) -> ra.Report:
+    torch.set_num_threads(1)
+    # sizes of which GPUs run their fastest kernels; with both experts for every token rounding chooses none
+    sizes = {} if device == "cpu" else dict(hidden_size=256, head_dim=64, num_experts_per_tok=2)
+    model = build(name, dist.get_rank() if mistake == "weights" else 0, **sizes).to(device, dtype)
+    batch = dict(input_ids=tokens())
+    if packed:
+        batch = pack([tokens()[0, :11], tokens()[0, 11:30], tokens()[1, :7]])
+    patch = pytest.MonkeyPatch()
+    if mistake == "positions":
+        # with a mask attached they are positions alone: without, the ring itself would refuse them
+        mask, truth = ra.causal(), ra.Layout.positions
+        patch.setattr(ra.Layout, "positions", lambda self, rank: truth(self, rank) * self.world_size)
+    elif mistake == "documents":
+        patch.setattr(huggingface, "documents", lambda **options: ra.causal())
+    elif mistake == "sinks":
+        patch.setattr(huggingface, "_with_sinks", lambda out, lse, sinks: out + 0 * sinks.sum())
+    elif mistake == "labels":
+        batch = {**batch, "shift_labels": batch["input_ids"]}
+        patch.setattr(ra.integrations.verify, "shard_batch", shifted_within_shards)
+    with patch.context():
+        try:
+            report = ra.verify(model, batch, group=group, mask=mask, autocast=autocast)
+        finally:
+            patch.undo()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not hasattr(model, huggingface.NAME)
+    return report
+
+
+def shifted_within_shards(batch, layout, rank):
+    from ringattn.training.data import shard_batch
+
+    part = shard_batch({"input_ids": batch["input_ids"], "labels": batch["input_ids"]}, layout, rank)
+    return {**part, "shift_labels": torch.cat([part["input_ids"][:, 1:], torch.full((2, 1), -100)], dim=1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {}),
+        ("mistral", dict(packed=True)),
+        ("gemma3", {}),
+        ("gpt-oss", dict(packed=True)),
+        ("llama", dict(mask=ra.prefix(9))),
+        ("mistral", dict(mask=ra.documents(lengths=[20, 17]))),
+        ("mistral", dict(mask=ra.prefix(9))),
+    ],
+    ids=["llama", "mistral packed", "gemma3", "gpt-oss packed", "llama prefix", "mistral documents", "mistral prefix"],
+)
+def test_right_models_pass(gloo, name, options):
+    first, second = gloo.run(2, report_of, name, None, *[options.get(key) for key in ("packed", "mask")], timeout=120)
+    assert first == second
+    assert first.passed, str(first)
+    assert len(first.differences) == 1 + len(list(build(name).parameters()))
+    assert str(first).endswith("all within bounds")
+    assert re.search(r"gradient of model\.layers\.\d\.self_attn\.q_proj\.weight", str(first))
+
+
+def test_what_of_a_model_is_attached_stays_so():
+    model = build("llama")
+    layout = ra.zigzag(20, 1)
+    huggingface.attach(model.model, layout=layout, ignore=["temperature"])
+    report = ra.verify(model, dict(input_ids=tokens()))
+    assert report.passed, report
+    assert not hasattr(model, huggingface.NAME)
+    assert (model.model.ringattn.layout, model.model.ringattn.ignored) == (layout, {"temperature"})
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake", "packed"),
+    [("llama", "positions", False), ("llama", "labels", False), ("llama", "documents", True), ("gpt-oss", "sinks", False)],
+)
+def test_mistakes_do_not_pass(gloo, name, mistake, packed):
+    for report in gloo.run(2, report_of, name, mistake, packed, timeout=120):
+        assert not report.passed
+        assert "NOT within bounds" in str(report)
+        assert "FAILED" in str(report)
+
+
+GPU_MODELS = {
+    "llama autocast": ("llama", False, torch.float32, torch.bfloat16),
+    "mistral packed": ("mistral", True, torch.bfloat16, None),
+    "gpt-oss": ("gpt-oss", False, torch.bfloat16, None),
+    "gpt-oss fp32": ("gpt-oss", True, torch.float32, None),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "packed", "dtype", "autocast"), GPU_MODELS.values(), ids=GPU_MODELS)
+def test_right_models_pass_on_gpus(nccl, name, packed, dtype, autocast):
+    """Grouped heads, windows, packed documents and sinks, in low precision: the loss and all gradients against one process."""
+    first, *others = nccl.run(torch.cuda.device_count(), report_of, name, None, packed, None, "cuda", dtype, autocast, timeout=120)
+    assert all(other == first for other in others)
+    assert first.passed, str(first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "mistake", "packed"), [("llama", "documents", True), ("gpt-oss", "sinks", False)])
+def test_mistakes_do_not_pass_on_gpus(nccl, name, mistake, packed):
+    for report in nccl.run(torch.cuda.device_count(), report_of, name, mistake, packed, None, "cuda", torch.bfloat16, timeout=120):
+        assert not report.passed
+
+
+@pytest.mark.parametrize(
+    ("theirs", "numbers", "limit"),
+    [(1e-2, 4096, 3e-2), (1e-2, 32, 3e-2), (1e-2, 8, 6e-2), (0.1, 2, 0.5), (0.3, 2, 0.9), (0.0, 1, 0.0)],
+)
+def test_gradients_of_few_numbers_may_be_farther_but_not_missing(theirs, numbers, limit):
+    """One number's rounding error may be next to nothing in one run and not in another."""
+    assert gradient_limit(theirs, numbers) == pytest.approx(limit)
+
+
+def test_weights_that_differ_are_named(gloo):
+    with pytest.raises(AssertionError, match=r"the ranks have different weights, for one in model.embed_tokens.weight"):
+        gloo.run(2, report_of, "llama", "weights", timeout=120)
+
+
+def reports_of_grid(group):
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("ring", "heads"))
+    if mesh.get_coordinate() is None:
+        return None
+    group = ra.hybrid(mesh)
+    with pytest.raises(ValueError, match="the ranks have different weights"):
+        report_of(group, "llama", "weights")
+    assert not report_of(group, "llama", "documents", packed=True).passed
+    return [ra.verify(build("llama"), dict(input_ids=tokens()), group=where) for where in (mesh, group)]
+
+
+def test_a_grid_is_verified_as_a_ring_is(gloo):
+    found = gloo.run(8, reports_of_grid, timeout=120)[:4]
+    assert all(report == found[0][0] and report.passed for reports in found for report in reports)
+
+
+def other_batches(group):
+    ids = (tokens() + group.rank()) % 61
+    # on one rank no label counts, which alone would be an error there only
+    labels = ids if group.rank() else torch.full_like(ids, IGNORE)
+    for batch in (dict(input_ids=ids), dict(input_ids=tokens(), labels=labels)):
+        with pytest.raises(ValueError, match="the ranks have different batches"):
+            ra.verify(build("llama"), batch, group=group)
+
+
+def test_batches_that_differ_are_refused_on_all_ranks(gloo):
+    gloo.run(2, other_batches, timeout=60)
+
+
+def sharded(group):
+    model = build("llama")
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    with pytest.raises(ValueError, match=r"the weights are sharded, for one model\.embed_tokens\.weight: verify the model before"):
+        ra.verify(model, dict(input_ids=tokens()), group=group)
+    with pytest.raises(ValueError, match=r"wrapped in DistributedDataParallel: verify it before, or pass its \.module"):
+        ra.verify(DistributedDataParallel(build("llama"), process_group=group), dict(input_ids=tokens()), group=group)
+
+
+def test_wrapped_models_are_refused(gloo):
+    gloo.run(2, sharded, timeout=60)
+
+
+def test_a_step_without_gradients_or_with_another_autocast_is_refused():
+    with pytest.raises(ValueError, match="gradients are off"), torch.no_grad():
+        ra.verify(build("llama"), dict(input_ids=tokens()))
+    with pytest.raises(ValueError, match=r"autocast is 'bfloat16', but must be torch\.bfloat16"):
+        ra.verify(build("llama"), dict(input_ids=tokens()), autocast="bfloat16")
+
+
+def test_a_loss_of_ones_own_and_autocast():
+    def loss(model, inputs):
+        return CausalLMLoss(model)(**inputs)
+
+    for name, autocast in (("llama", torch.bfloat16), ("gemma3", None)):
+        report = ra.verify(build(name), dict(input_ids=tokens()), loss=loss, autocast=autocast)
+        assert report.passed, report
+
+
+class Plain(nn.Module):
+    """A module without transformers: one layer of attention, around a ring or dense."""
+
+    def __init__(self, layout: ra.Layout | None, scale: float = 0.5) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 24)
+        self.qkv = nn.Linear(24, 72)
+        self.out = nn.Linear(24, 61)
+        self.layout = layout
+        self.scale = scale
+
+    def forward(self, input_ids, **unused):
+        q, k, v = self.qkv(self.embed(input_ids)).view(*input_ids.shape, 3, 3, 8).unbind(2)
+        if self.layout is None:
+            out = ra.reference.attention(q, k, v, softmax_scale=0.5)
+        else:
+            out = ra.ring_attention(q, k, v, layout=self.layout, softmax_scale=self.scale)
+        return transformers.modeling_outputs.CausalLMOutput(logits=self.out(out.flatten(2)))
+
+
+def test_a_plain_module_is_compared_with_its_twin():
+    layout = ra.zigzag(37, 1)
+    whole = Plain(None)
+    for scale in (0.5, 0.6):
+        model = Plain(layout, scale)
+        model.load_state_dict(whole.state_dict())
+        assert ra.verify(model, dict(input_ids=tokens()), layout=layout, whole=whole).passed == (scale == 0.5)
+    with pytest.raises(ValueError, match="Plain is not a transformers model"):
+        ra.verify(model, dict(input_ids=tokens()), layout=layout)
+
+
+def test_a_report_is_a_table_whatever_the_names_lengths():
+    rows = (Difference("loss", 0.0, 0.0, 1.0), Difference("layers.0." + 60 * "w", 0.0, 0.0, 1.0), Difference("b", 0.0, 0.0, 1.0))
+    _, head, *lines, _ = str(ra.Report(ra.zigzag(8, 1), 1.0, 1.0, rows)).split("\n")
+    assert len(lines) == 3
+    assert {line.index("  0.0e+00") for line in lines} == {head.index("sharded") - 2}
+
+
+def test_a_report_names_the_worst_of_like_layers():
+    rows = [Difference(f"layers.{n}.weight", error, 0.0, 1.0) for n, error in enumerate((0.1, 3.0, 0.2))]
+    table = str(ra.Report(ra.zigzag(8, 1), 1.0, 1.0, (Difference("loss", 0.0, 0.0, 1.0), *rows)))
+    assert "gradient of layers.1.weight   3.0e+00" in table
+    assert "layers.0" not in table
+    assert "layers.2" not in table
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (dict(inputs_embeds=torch.zeros(1, 6, 24)), r"the batch has \['inputs_embeds'\], but neither labels nor input_ids"),
+        (dict(labels=torch.zeros(1, 6)), r"the batch has \['labels'\], but neither input_ids nor inputs_embeds"),
+    ],
+    ids=["no labels", "no tokens"],
+)
+def test_a_batch_without_tokens_or_labels_is_refused(batch, message):
+    with pytest.raises(ValueError, match=message):
+        ra.verify(Plain(None), batch)
+
+
+def test_dropout_is_refused():
+    model = transformers.PhiForCausalLM(transformers.PhiConfig(**{**SIZES, "resid_pdrop": 0.1})).train()
+    with pytest.raises(ValueError, match=r"resid_dropout drops 0\.1 of its input"):
+        ra.verify(model, dict(input_ids=tokens()))
+
+
+def test_random_numbers_other_than_a_dropout_modules_are_refused():
+    """A step of them would pass, as the whole step is as far from its reference."""
+    model = build("llama")
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: nn.functional.dropout(out, 0.5))
+    with pytest.raises(ValueError, match="the step draws random numbers"):
+        ra.verify(model, {"input_ids": torch.arange(12)[None]})
+
+
+def test_steps_that_show_nothing_are_refused():
+    model, ids = build("llama"), torch.arange(12)[None]
+    with pytest.raises(ValueError, match="all labels are -100, so that there is no loss to compare"):
+        ra.verify(model, {"input_ids": ids, "labels": torch.full_like(ids, IGNORE)})
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no parameter that requires gradients"):
+        ra.verify(model.requires_grad_(False), {"input_ids": ids})
+
+
+def plain_without_a_twin(group):
+    with pytest.raises(ValueError, match="Plain is not a transformers model"):
+        ra.verify(Plain(ra.zigzag(12, 2)), {"input_ids": torch.arange(12)[None]}, group=group)
+
+
+def test_a_model_without_a_twin_is_refused_on_all_ranks(gloo):
+    gloo.run(2, plain_without_a_twin)

@@ -1,0 +1,196 @@
+"""`ringattn.training.data`: packed documents, each rank's rows of a batch, and documents told from positions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import ringattn as ra
+from ringattn.runtime.groups import get_context
+from ringattn.training.causal_lm import IGNORE
+from ringattn.training.data import ShardedBatches, documents_of_positions, pack, packed_positions, shard_batch
+
+LAYOUTS = {"zigzag": ra.zigzag, "contiguous": ra.contiguous, "striped": ra.striped}
+
+
+def together(parts: list[torch.Tensor], layout: ra.Layout) -> torch.Tensor:
+    """The whole (b, s) of all ranks' rows."""
+    whole = parts[0].new_empty(parts[0].shape[0], layout.seq_len)
+    for rank, part in enumerate(parts):
+        whole[:, layout.positions(rank)] = part
+    return whole
+
+
+def test_packed_documents_keep_to_themselves():
+    batch = pack([[5, 6, 7], [], torch.tensor([8]), [9, 10]])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10]]
+    assert batch["shift_labels"].tolist() == [[6, 7, IGNORE, IGNORE, 10, IGNORE]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 4, 6]
+
+
+def test_packing_fills_up_and_takes_labels():
+    batch = pack([[5, 6, 7]], labels=[[IGNORE, IGNORE, 3]], to=5)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 0, 0]]
+    assert batch["shift_labels"].tolist() == [[IGNORE, 3, IGNORE, IGNORE, IGNORE]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5]
+    assert pack([[5, 6, 7]], to=3)["cu_seq_lens_q"].tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("seq_len", "world_size"), [(11, 3), (8, 4), (3, 1)])
+def test_shards_of_a_batch_are_the_rows_of_the_layout(name, seq_len, world_size):
+    layout = LAYOUTS[name](seq_len, world_size)
+    ids = torch.arange(2 * seq_len).view(2, seq_len)
+    batch = dict(
+        input_ids=ids,
+        labels=ids,
+        attention_mask=torch.ones_like(ids),
+        weights=ids[..., None].expand(-1, -1, 3),
+        name="a batch",
+        row=ids[:, 0],
+    )
+    parts = [shard_batch(batch, layout, rank) for rank in range(world_size)]
+    assert all(set(part) == {"input_ids", "shift_labels", "position_ids", "weights", "name", "row"} for part in parts)
+    assert torch.equal(together([part["input_ids"] for part in parts], layout), ids)
+    assert torch.equal(together([part["position_ids"] for part in parts], layout), torch.arange(seq_len).expand(2, -1))
+    shifted = together([part["shift_labels"] for part in parts], layout)
+    assert torch.equal(shifted[:, :-1], ids[:, 1:])
+    assert (shifted[:, -1] == IGNORE).all()
+    assert all(torch.equal(part["weights"][..., 1], part["input_ids"]) for part in parts)
+    assert all(torch.equal(part["row"], ids[:, 0]) for part in parts)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_shards_of_packed_documents(world_size):
+    whole = pack([list(range(1, 8)), [20], list(range(30, 36))])
+    layout = ra.zigzag(14, world_size)
+    given = {name: whole[name] for name in ("input_ids", "cu_seq_lens_q", "cu_seq_lens_k")} | dict(
+        labels=whole["input_ids"], max_length_q=7
+    )
+    for batch in (whole, given):
+        parts = [shard_batch(batch, layout, rank) for rank in range(world_size)]
+        for name in ("input_ids", "shift_labels", "position_ids"):
+            assert torch.equal(together([part[name] for part in parts], layout), whole[name]), name
+        assert all(torch.equal(part["cu_seq_lens_q"], whole["cu_seq_lens_q"]) for part in parts)
+
+
+def test_three_kinds_of_positions_are_cut_too():
+    layout = ra.contiguous(6, 2)
+    positions = torch.arange(18).view(3, 1, 6)
+    part = shard_batch(dict(input_ids=torch.zeros(1, 6).long(), position_ids=positions), layout, 1)
+    assert torch.equal(part["position_ids"], positions[:, :, 3:])
+
+
+def test_a_loaders_batches_come_with_their_layouts():
+    loader = [dict(input_ids=torch.arange(n)[None]) for n in (7, 4)]
+    seen = list(ShardedBatches(loader, lambda tokens: ra.contiguous(tokens, 2), rank=1))
+    assert [layout.seq_len for layout, _ in seen] == [7, 4]
+    assert [batch["input_ids"].tolist() for _, batch in seen] == [[[3, 4, 5, 6]], [[2, 3]]]
+    assert len(list(ShardedBatches(loader, lambda tokens: ra.contiguous(tokens, 2), rank=0))) == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (dict(labels=torch.zeros(1, 6)), r"the batch has \['labels'\], but neither"),
+        (dict(input_ids=torch.zeros(1, 5)), r"input_ids has shape \(1, 5\), but zigzag\(seq_len=6, world_size=2\) is for 6"),
+        (dict(input_ids=torch.zeros(1, 6), token_type_ids=torch.zeros(1, 3)), r"token_type_ids has shape \(1, 3\)"),
+        (dict(input_ids=torch.zeros(1, 6), attention_mask=torch.tensor([[1, 1, 1, 1, 1, 0]])), "attention_mask hides tokens"),
+        (dict(input_ids=torch.zeros(1, 6), attention_mask=torch.tensor([[1, 1, 2, 2, 2, 2]])), "attention_mask counts to 2"),
+        (
+            dict(input_ids=torch.zeros(1, 6), labels=torch.zeros(1, 6), shift_labels=torch.zeros(1, 6)),
+            "both labels and shift_labels",
+        ),
+        (
+            dict(input_ids=torch.zeros(6, 6), labels=torch.zeros(6)),
+            r"labels are of shape \(6,\), but must be a tensor of shape \(6, 6\)",
+        ),
+        (dict(input_ids=torch.zeros(1, 6), labels=[[0] * 6]), "labels are a list"),
+        (dict(input_ids=[[0] * 6]), "the batch's tokens are a list"),
+        (dict(input_ids=torch.zeros(1, 6), labels=torch.zeros(1, 6)), r"labels are of torch\.float32, but must be integers"),
+        (dict(input_ids=torch.zeros(1, 6), cu_seq_lens_q=[0, 3, 9]), "cu_seq_lens_q ends with 9, but the sequence has 6 tokens"),
+        (dict(input_ids=torch.zeros(1, 6), cu_seq_lens_k=[3, 6]), r"cu_seq_lens_k starts with \[3\]"),
+        (
+            dict(input_ids=torch.zeros(1, 6), cu_seq_lens_q=[0, 6], cu_seq_lens_k=[0, 2, 6]),
+            "cu_seq_lens_q and cu_seq_lens_k differ",
+        ),
+        (dict(input_ids=torch.zeros(1, 6), position_ids=torch.arange(6)), r"position_ids are of shape \(6,\)"),
+        (dict(input_ids=torch.zeros(1, 6), position_ids=[[0] * 6]), "position_ids are a list"),
+        (dict(input_ids=torch.zeros(1, 6), attention_mask=torch.ones(1, 1, 6, 6)), r"attention_mask has shape \(1, 1, 6, 6\)"),
+        (dict(input_ids=torch.zeros(6)), r"the batch's tokens are of shape \(6,\)"),
+    ],
+    ids=[
+        *("no tokens", "length", "other length", "padding", "packing mask", "two labels", "a label a row", "list of labels"),
+        *("list", "float labels", "bounds past the end", "bounds past the start", "two bounds", "positions of no batch"),
+        *("list of positions", "4-D mask", "no batch"),
+    ],
+)
+def test_bad_batches_are_named(batch, message):
+    with pytest.raises(ValueError, match=message):
+        shard_batch(batch, ra.zigzag(6, 2), 0)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        dict(cu_seq_lens_q=[0, 3, 6]),
+        dict(cu_seq_lens_k=[0, 3, 6]),
+        dict(position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 0, 1]])),
+        dict(position_ids=torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2]])),
+    ],
+    ids=["bounds", "bounds of keys", "positions", "positions from 1"],
+)
+def test_labels_cross_no_documents_end(told):
+    """Nor does a token after the last document predict anything, where bounds say that it sees nothing."""
+    ids = torch.arange(8)[None]
+    after = 7 if "position_ids" in told else IGNORE
+    part = shard_batch(dict(input_ids=ids, labels=ids, **told), ra.contiguous(8, 1), 0)
+    assert part["shift_labels"].tolist() == [[1, 2, IGNORE, 4, 5, IGNORE, after, IGNORE]]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
+def test_tokens_of_few_bits_and_arrays_are_taken(dtype):
+    """As they lie in a memory-mapped file: a label that is not counted needs a sign."""
+    ids = np.arange(6, dtype=dtype)[None]
+    part = shard_batch(dict(input_ids=ids, shift_labels=ids), ra.contiguous(6, 2), 1)
+    assert part["shift_labels"].dtype == torch.int64
+    part = shard_batch(dict(input_ids=ids, labels=ids, names=np.array(["a document"])), ra.contiguous(6, 2), 1)
+    assert part["input_ids"].tolist() == [[3, 4, 5]]
+    assert part["shift_labels"].tolist() == [[4, 5, IGNORE]]
+    assert part["shift_labels"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (([[], []],), {}, "tokens holds 2 documents without a token"),
+        (([[1, 2], [3]],), dict(to=2), "the documents have 3 tokens, but to is 2"),
+        (([[1, 2], [3]],), dict(labels=[[1, 2], []]), r"labels have the lengths \[2, 0\] and tokens \[2, 1\]"),
+        (([[1.5]],), {}, r"tokens\[0\] has dtype float64"),
+    ],
+    ids=["nothing", "too long", "labels", "floats"],
+)
+def test_bad_documents_are_named(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        pack(*arguments, **options)
+
+
+def test_positions_after_the_last_document_go_on():
+    packed = ra.documents(lengths=[3, 0, 2])
+    assert packed_positions(packed, torch.arange(8)).tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+
+
+def documents_here(group, layout, bounds):
+    positions = packed_positions(ra.documents(cu_seqlens=bounds), layout.positions(group.rank()))
+    found = documents_of_positions(positions.expand(2, -1), layout, get_context(group).ranks)
+    return None if found is None else list(found.cu_seqlens)
+
+
+@pytest.mark.parametrize("bounds", [[0, 13], [0, 5, 6, 13], [0, *range(1, 14)]], ids=["one", "three", "each its own"])
+@pytest.mark.parametrize(("name", "world_size"), [("contiguous", 3), ("striped", 4)])
+def test_documents_are_told_from_positions(gloo, name, world_size, bounds):
+    found = gloo.run(world_size, documents_here, LAYOUTS[name](13, world_size), bounds)
+    assert found == [None if len(bounds) == 2 else bounds] * world_size
