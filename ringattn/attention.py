@@ -19,7 +19,7 @@ from .runtime.calls import LocalCall, RingCall, compiled_call
 from .runtime.groups import Group, get_context, group_names
 from .runtime.op import attention
 from .runtime.rank_attention import RankAttention
-from .schedule.program import local_steps
+from .schedule.program import local_program
 from .schedule.schedules import Schedule
 from .transport import Alone
 
@@ -160,5 +160,5 @@ def attend(
     keys = check.positions("k_positions", k_positions, k.shape[1], "k")
     seq_len = max([mask.min_length] + [int(p.max()) + 1 for p in (queries, keys) if len(p)])
     tiles, q_order, k_order = make_local_plan(queries, keys, mask, seq_len)
-    run = LocalCall(RankAttention(Alone(), local_steps(tiles), q_order, k_order))
+    run = LocalCall(RankAttention(Alone(), local_program(tiles), q_order, k_order))
     return Partial(*attention(q, k, v, run.number, scale))

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..geometry.plan import Tiles
+from ..schedule.program import Pass
 from ..score import Score
 from . import blocked
-from .streams import InOrder, Lanes, SideBySide
+from .streams import InOrder, SideBySide, Streams
 
 if TYPE_CHECKING:
     import ringattn_kernels
@@ -52,12 +53,15 @@ def query_sums(q: torch.Tensor, score: Score, dtype: torch.dtype) -> QuerySums:
     return blocked.QuerySums(q)
 
 
-def lanes(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, tiles: Tiles, side_by_side: bool) -> Lanes:
-    """Where the launches of a backward pass run: if wanted, side by side, where the kernels that run add to dq in any order.
+def streams(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, program: Pass) -> Streams:
+    """Where the instructions of a backward pass run. Launches run side by side where the kernels that run add to dq in any order.
 
-    k, v, tiles: the rank's own, as a launch is given them; others' K/V are new tensors of the same kind.
+    k, v: the rank's own, as a launch is given them; others' K/V are new tensors of the same kind.
     """
-    if isinstance(dq, blocked.QuerySums) or not side_by_side or not len(tiles):
+    if isinstance(dq, blocked.QuerySums) or not program.side_by_side:
+        return InOrder()
+    tiles = program.launches[0].tiles
+    if not len(tiles):
         return InOrder()
     from ringattn_kernels.dispatch import Kernels, look_up_backward
 

@@ -1,9 +1,9 @@
-"""Where the launches of a backward pass run: one after another, or side by side.
+"""Where the instructions of a backward pass run: all on the caller's stream, or launches side by side.
 
-Blocks of keys differ in work, and there are few more of them than multiprocessors: at the end of a launch most of these are idle, for up
-to the time of a block. Launches that do not need each other's results take turns on two streams, the lanes: blocks of the next fill
-what those of the last leave. Small kernels and exchanges that lie between them go to a third, with priority: they would wait
-for whole launches otherwise.
+Blocks of keys differ in work, and a launch has few more of them than the GPU has multiprocessors. At the end of a launch most
+multiprocessors are idle, for up to the time of a block. Launches that do not need each other's results take turns on two streams, so that
+blocks of the next launch fill the multiprocessors that the last one leaves. Exchanges, and the sums of what they bring, go to a third
+stream with priority. Without it these small kernels would wait for whole launches.
 """
 
 from __future__ import annotations
@@ -14,28 +14,24 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from ..schedule.instructions import Stream
 
-class Lanes(ABC):
-    """The order of a pass on the device; a context: what is queued in neither `launch` nor `between` comes before, or after, all of it."""
+
+class Streams(ABC):
+    """The order of a pass on the device; a context. The caller's stream waits at its end for all that was queued inside."""
+
+    exchanges: AbstractContextManager  # for exchanges, and sums of what they bring
 
     @abstractmethod
     def launch(self) -> AbstractContextManager:
-        """For a launch. It begins when what was queued in `between` before the last `go_on` is done."""
+        """For a launch. It begins when what was queued for exchanges before the last fence of launches is done."""
 
     @abstractmethod
-    def between(self) -> AbstractContextManager:
-        """For exchanges, and sums of what they bring."""
+    def fence(self, stream: Stream) -> None:
+        """What `stream` is given from now on comes after what the others have been given so far. See `Fence`."""
 
     @abstractmethod
-    def join(self) -> None:
-        """What is queued in `between` from now on comes after the launches so far."""
-
-    @abstractmethod
-    def go_on(self) -> None:
-        """The next launch comes after what is queued in `between` so far."""
-
-    @abstractmethod
-    def __enter__(self) -> Lanes:
+    def __enter__(self) -> Streams:
         pass
 
     @abstractmethod
@@ -43,65 +39,64 @@ class Lanes(ABC):
         pass
 
 
-class InOrder(Lanes):
+class InOrder(Streams):
     """All on the current stream, or on a device without streams."""
 
+    exchanges = nullcontext()
+
     def launch(self) -> AbstractContextManager:
-        return nullcontext()
+        return self.exchanges
 
-    def between(self) -> AbstractContextManager:
-        return nullcontext()
-
-    def join(self) -> None:
+    def fence(self, stream: Stream) -> None:
         pass
 
-    def go_on(self) -> None:
-        pass
-
-    def __enter__(self) -> Lanes:
+    def __enter__(self) -> Streams:
         return self
 
     def __exit__(self, *exception: object) -> None:
         pass
 
 
-class SideBySide(Lanes):
-    """Two launches at a time, on streams that begin after the current one, which goes on after them.
+class SideBySide(Streams):
+    """Two launches at a time, on streams that begin after the caller's stream, which goes on after them.
 
-    Memory is the current stream's: what is let go of inside and used again there must be in order without that stream.
+    Memory belongs to the caller's stream. What is let go of inside and used again inside must be in order without that stream.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._home = torch.cuda.current_stream(device)
+        self._caller = torch.cuda.current_stream(device)
         self._streams = _streams(device)
-        between, *lanes = self._streams
-        self._between = _On(between, self._home)
-        self._lane, self._other = (_On(lane, self._home) for lane in lanes)
+        exchanges, *launches = self._streams
+        self.exchanges = self._exchanges = _On(exchanges, self._caller)
+        self._launch, self._next_launch = (_On(stream, self._caller) for stream in launches)
         self._start, self._end = torch.cuda.Event(), torch.cuda.Event()
+        self._joined = False
 
-    def __enter__(self) -> Lanes:
-        self._start.record(self._home)
+    def __enter__(self) -> Streams:
+        self._start.record(self._caller)
         for stream in self._streams:
             stream.wait_event(self._start)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for stream in self._streams:
-            self._come_after(self._home, stream)
+        if not self._joined:
+            self.fence(Stream.CALLER)
 
     def launch(self) -> AbstractContextManager:
-        self._lane, self._other = self._other, self._lane
-        self._lane.stream.wait_event(self._start)
-        return self._lane
+        self._launch, self._next_launch = self._next_launch, self._launch
+        self._launch.stream.wait_event(self._start)
+        return self._launch
 
-    def between(self) -> AbstractContextManager:
-        return self._between
-
-    def join(self) -> None:
-        self._come_after(self._between.stream, self._lane.stream)
-
-    def go_on(self) -> None:
-        self._start.record(self._between.stream)
+    def fence(self, stream: Stream) -> None:
+        if stream is Stream.LAUNCHES:
+            self._start.record(self._exchanges.stream)
+        elif stream is Stream.EXCHANGES:
+            # the launch before this one was waited for by the fence before
+            self._come_after(self._exchanges.stream, self._launch.stream)
+        else:
+            self._joined = True
+            for other in self._streams:
+                self._come_after(self._caller, other)
 
     def _come_after(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
         self._end.record(other)
@@ -109,16 +104,16 @@ class SideBySide(Lanes):
 
 
 class _On(AbstractContextManager):
-    """Makes a stream the current one, and then that which is so outside: known beforehand, which saves to look for it."""
+    """Makes a stream the current one, then restores `caller`, which is passed to save a lookup."""
 
-    def __init__(self, stream: torch.cuda.Stream, home: torch.cuda.Stream) -> None:
-        self.stream, self._home = stream, home
+    def __init__(self, stream: torch.cuda.Stream, caller: torch.cuda.Stream) -> None:
+        self.stream, self._caller = stream, caller
 
     def __enter__(self) -> None:
         torch.cuda.set_stream(self.stream)
 
     def __exit__(self, *exception: object) -> None:
-        torch.cuda.set_stream(self._home)
+        torch.cuda.set_stream(self._caller)
 
 
 @functools.cache

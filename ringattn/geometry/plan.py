@@ -105,6 +105,14 @@ class Plan:
         cuts = np.searchsorted(ranges[:, 0], apart * np.arange(pairs + 1))
         return [Rows(ranges[a:b] - apart * pair) for pair, (a, b) in enumerate(pairwise(cuts.tolist()))]
 
+    def pairs_of(self, rank: int, owner: int) -> int:
+        """Live pairs of a rank's queries with an owner's keys."""
+        return self._pairs[rank][owner]
+
+    @cached_property
+    def _pairs(self) -> list[list[int]]:
+        return self.pairs().tolist()
+
     def pairs(self) -> np.ndarray:
         """Live pairs of each (rank, owner): (world_size, world_size) int64."""
         total = np.concatenate([[0], np.cumsum(count_pairs(*self.table.T))])[self.starts]

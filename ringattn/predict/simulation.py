@@ -18,9 +18,11 @@ import numpy as np
 from ..geometry.layout import Layout, default_layout
 from ..geometry.mask import Mask
 from ..geometry.plan import make_plan
-from ..geometry.rows import Rows
 from ..runtime.ulysses import kv_copies, ring_layout
-from ..schedule.schedules import WAITING, Schedule, Transfer, forward_transfers, gradient_transfers
+from ..schedule.instructions import Exchange, Holds, Launch
+from ..schedule.memory import RowBytes, peak_bytes
+from ..schedule.program import Pass, compile_programs
+from ..schedule.schedules import Schedule
 from .machine import Link, Machine
 
 ITEM = 2  # bytes of an element of q, k, v
@@ -64,18 +66,18 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassTime:
     """A pass's steps, its seconds, and those that it would take if communication were free."""
 
     steps: tuple[StepTime, ...]
     seconds: float
     free: float
 
-    def between(self, before: Sequence[StepTime], after: Sequence[StepTime]) -> Pass:
+    def between(self, before: Sequence[StepTime], after: Sequence[StepTime]) -> PassTime:
         """The same with steps that have nothing beside them."""
         around = (*before, *after)
         seconds, free = (sum(getattr(step, name) for step in around) for name in ("total", "compute"))
-        return Pass((*before, *self.steps, *after), self.seconds + seconds, self.free + free)
+        return PassTime((*before, *self.steps, *after), self.seconds + seconds, self.free + free)
 
 
 @dataclass(frozen=True)
@@ -151,11 +153,9 @@ class Simulation:
         # ranks of a heads axis on this node and on others, but for itself
         inside = min(self.u, gpus_per_node)
         self.peers = np.array([inside - 1, self.u - inside])
-        self.kv = option.schedule.transfers(plan)
-        self.forward_kv = forward_transfers(option.schedule, plan, self.kv)
-        self.forward_steps = 1 + max((t.into for t in self.forward_kv), default=0)
-        self.grads = gradient_transfers(option.schedule, plan, self.kv)
-        self.steps = 1 + max((t.into for t in self.kv), default=0)
+        programs = compile_programs(option.schedule, plan, range(self.n))
+        self._forward = self._count([program.forward for program in programs])
+        self._backward = self._count([program.backward for program in programs])
 
     @property
     def link(self) -> Link:
@@ -188,38 +188,48 @@ class Simulation:
             rate, launch, flop = machine.backward_tflops, machine.backward_launch_us, 2.5 * flop
         return (pairs > 0) * (launch / 1e6 + flop / rate / 1e12)
 
-    def forward(self) -> Pass:
-        pairs = self.forward_pairs()
+    @property
+    def forward_pairs(self) -> np.ndarray:
+        """Live pairs that each rank computes in each step of the forward pass: (t, n)."""
+        return self._forward.pairs
+
+    @property
+    def backward_pairs(self) -> np.ndarray:
+        """The same in the backward pass."""
+        return self._backward.pairs
+
+    @property
+    def row_bytes(self) -> RowBytes:
+        return RowBytes(self.kv_row, self.grad_row)
+
+    def forward(self) -> PassTime:
+        counts = self._forward
         # the state is written for, and read from, each other step
-        computes = pairs > 0
+        computes = counts.pairs > 0
         resumed = computes & (np.cumsum(computes, axis=0) > 1)
         left = computes & (np.cumsum(computes[::-1], axis=0)[::-1] > 1)
         state = (resumed * 1.0 + left) * self.rows * self.h * self.d * _SUM
-        compute = self.kernel(pairs, backward=False) + state / self.machine.hbm_gbs / 1e9
-        moved = self._moved(self.forward_kv, self.kv_row, self.forward_steps)
+        compute = self.kernel(counts.pairs, backward=False) + state / self.machine.hbm_gbs / 1e9
         there, back = self._swap("q, k, v to heads", self._qkv), self._swap("out to rows", self._out + 2 * self._stat)
-        return self._paced(compute, moved, self.forward_kv).between(there, back)
+        return self._paced(compute, counts).between(there, back)
 
-    def backward(self) -> Pass:
-        pairs = self.backward_pairs()
-        count = len(pairs)
-        received = self._rows(self.grads, count, at="dst")
-        computes = pairs > 0
+    def backward(self) -> PassTime:
+        counts = self._backward
+        computes = counts.pairs > 0
         resumed = computes & (np.cumsum(computes, axis=0) > 1)
-        touched = (computes * 1.0 + resumed) * self.rows * self.h * self.d * _SUM + 3 * received * self.grad_row
-        compute = self.kernel(pairs, backward=True) + touched / self.machine.hbm_gbs / 1e9
-        moved = self._moved(self.kv, self.kv_row, count) + self._moved(self.grads, self.grad_row, count)
+        # an Add reads what came and the sum, and writes the sum
+        touched = (computes * 1.0 + resumed) * self.rows * self.h * self.d * _SUM + 3 * counts.sums * self.grad_row
+        compute = self.kernel(counts.pairs, backward=True) + touched / self.machine.hbm_gbs / 1e9
         there = self._swap("q, k, v, dout to heads", self._qkv + self._out + 3 * self._stat)
         back = self._swap("dq, dk, dv to rows", self._dqkv)
-        return self._paced(compute, moved, [*self.kv, *self.grads]).between(there, back)
+        return self._paced(compute, counts).between(there, back)
 
     @cached_property
     def sent(self) -> np.ndarray:
         """Bytes that each rank sends within its node and between nodes, forward and backward: (n, 2)."""
         swapped = 2 * (self._qkv + self._out) + 5 * self._stat + self._dqkv
-        count = self.steps + 1
-        ring = 2 * self._moved(self.kv, self.kv_row, count) + self._moved(self.grads, self.grad_row, count)
-        return ring[:, 0].sum(axis=0) + swapped * self.peers
+        ring = sum(counts.moved[:, 0].sum(axis=0) for counts in (self._forward, self._backward))
+        return ring + swapped * self.peers
 
     def peak_bytes(self) -> float:
         """Of the backward pass, beyond inputs, output and gradients: sums of all gradients, statistics, others' K/V and dK/dV at hand.
@@ -236,7 +246,7 @@ class Simulation:
         query_sums = self.rows * self.h * self.d * _SUM
         # sums of dq are let go of before dk and dv are rounded
         dq = self.rows * self.h * self.d * ITEM
-        if self.kv:
+        if any(self._backward.pairings):
             others = self.others_bytes(beside_launch=2 * stat)
             most = query_sums + self.rows * self.grad_row + max(others, dq)
         else:
@@ -245,126 +255,43 @@ class Simulation:
             most = max(most, 2 * self.u * self._dqkv)
         return state + most - returned
 
-    def others_bytes(self, beside_launch: float = 0) -> float:
+    def others_bytes(self, beside_launch: int = 0) -> int:
         """The most of others' K/V and dK/dV that a rank holds at a time in the backward pass, with what a launch has besides."""
-        kv, grads = self._alive()
-        came, home = (self._rows(among, len(kv), at="dst") for among in (self.grads, [t for t in self.grads if t.into == 0]))
-        # in boxes when a step begins; the oldest that came home are added then, but for the last step
-        waiting = _after(came - home, 1) + sum(_after(home, 1 + n) for n in range(1 + WAITING))
-        oldest = _after(home, 1 + WAITING)
-        oldest[self.steps] = 0
-        added = oldest + _after(came - home, 1)
-        kv_copies, grad_copies = (self._copied(among, len(kv)) for among in (self.kv, self.grads))
-        begin = _after(kv, 1) * self.kv_row + (grads + waiting) * self.grad_row
-        launch = (kv + kv_copies) * self.kv_row + (grads + grad_copies + waiting - added + came) * self.grad_row + beside_launch
-        return float(np.maximum(begin, launch).max())
+        passes = self._backward.passes
+        return max(peak_bytes(each, self.row_bytes, beside_launch=beside_launch, gathered=True) for each in passes)
 
-    def _alive(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of others' K/V, and of others' dK/dV, that a rank holds in each step of the backward pass: (t, n)."""
-        rows: dict[tuple[int, int], int] = {}
-        spans: dict[tuple[int, int], tuple[int, int]] = {}
-        for t in self.kv:
-            buffer = t.dst, t.into
-            rows[buffer] = rows.get(buffer, 0) + len(t.rows)
-            first, last = spans.get(buffer, (t.step, t.into))
-            spans[buffer] = min(first, t.step), last
-        for t in self.kv:
-            if t.held:
-                first, last = spans[t.src, t.held]
-                spans[t.src, t.held] = first, max(last, t.step)
-        # sums leave until so late
-        leave = {(t.src, t.held): t.step for t in sorted(self.grads, key=lambda t: t.step)}
-        kv, grads = (np.zeros((self.steps + 2, self.n)) for _ in range(2))
-        for (rank, number), size in rows.items():
-            first, last = spans[rank, number]
-            kv[first : last + 1, rank] += size
-            grads[number : leave.get((rank, number), number) + 1, rank] += size
-        return kv, grads
-
-    def forward_pairs(self) -> np.ndarray:
-        """Live pairs that each rank computes in each step of the forward pass: (t, n)."""
-        return self._step_pairs(self.forward_kv, self.forward_steps)
-
-    def backward_pairs(self) -> np.ndarray:
-        """The same in the backward pass: half of a rank's own pairs wait for the last step, in which otherwise only gradients travel."""
-        pairs = self._step_pairs(self.kv, self.steps)
-        if self.steps == 1:
-            return pairs
-        pairs = np.concatenate([pairs, np.zeros((1, self.n))])
-        travels = sum(self._rows(self.grads, len(pairs), at)[-1] for at in ("src", "dst")) > 0
-        pairs[-1] = travels * pairs[0] / 2
-        pairs[0] -= pairs[-1]
-        return pairs
-
-    def _step_pairs(self, transfers: Sequence[Transfer], steps: int) -> np.ndarray:
-        pairs = np.zeros((steps, self.n))
-        pairs[0] = self.pairs.diagonal()
-        for into, dst, owner in {(t.into, t.dst, t.owner) for t in transfers}:
-            pairs[into, dst] += self.pairs[dst, owner]
-        return pairs
-
-    def _rows(self, transfers: Sequence[Transfer], count: int, at: str) -> np.ndarray:
-        """Rows that leave ("src"), or come to ("dst"), each rank in each step: (t, n)."""
-        rows = np.zeros((count, self.n))
-        np.add.at(rows, ([t.step for t in transfers], [getattr(t, at) for t in transfers]), [len(t.rows) for t in transfers])
-        return rows
-
-    def _copied(self, transfers: Sequence[Transfer], count: int) -> np.ndarray:
-        """Rows that leave each rank in each step by way of a copy, for they are not one range of their buffer: (t, n)."""
-        copied = np.zeros((count, self.n))
-        for t in transfers:
-            slots = t.rows.within(self._held[t.src, t.held, t.owner]) if t.held else t.rows
-            if len(slots.ranges) > 1:
-                copied[t.step, t.src] += len(slots)
-        return copied
-
-    @cached_property
-    def _held(self) -> dict[tuple[int, int, int], Rows]:
-        """The rows of each owner in the buffers of each rank that are not its own: (rank, step, owner)."""
-        found: dict[tuple[int, int, int], Rows] = {}
-        for t in self.kv:
-            key = t.dst, t.into, t.owner
-            found[key] = found[key] | t.rows if key in found else t.rows
-        return found
-
-    def _moved(self, transfers: Sequence[Transfer], row_bytes: int, count: int) -> np.ndarray:
-        """Bytes that each rank sends and receives in each step, within its node and between nodes: (t, 2, n, 2)."""
-        moved = np.zeros((count, 2, self.n, 2))
-        if transfers:
-            step, src, dst, rows = np.array([(t.step, t.src, t.dst, len(t.rows)) for t in transfers]).T
-            between = (self.node[src] != self.node[dst]).astype(int)
-            for way, rank in enumerate((src, dst)):
-                np.add.at(moved, (step, way, rank, between), rows * row_bytes)
-        return moved
+    def _count(self, passes: Sequence[Pass]) -> _Counts:
+        """What all ranks do in each step of a pass."""
+        counts = _Counts(passes, self.n)
+        for rank, each in enumerate(passes):
+            for x in each.instructions:
+                if isinstance(x, Launch):
+                    counts.pairs[x.step, rank] += x.pairs
+                elif isinstance(x, Exchange):
+                    for way, messages in enumerate((x.sends, x.receives)):
+                        for message in messages:
+                            between = int(self.node[rank] != self.node[message.peer])
+                            rows, holds = len(message.rows), message.buffer.holds
+                            counts.moved[x.step, way, rank, between] += rows * self.row_bytes.of_buffer(holds)
+                            counts.sums[x.step, rank] += rows * (way == 1 and holds is Holds.SUMS)
+                    counts.pairings[x.step] += [(rank, message.peer) for message in x.sends]
+        return counts
 
     def _transfer(self, moved: np.ndarray, link: Link) -> np.ndarray:
         """Seconds of exchanges: links within nodes and between them, and both directions, work at once. (..., 2) to (...)."""
         seconds = (moved / np.array([self.machine.nvlink_gbs / link.copies, self.machine.node_gbs]) / 1e9).max(axis=-1)
         return seconds + (seconds > 0) * link.latency_us / 1e6
 
-    def _paced(self, compute: np.ndarray, moved: np.ndarray, transfers: Sequence[Transfer]) -> Pass:
+    def _paced(self, compute: np.ndarray, counts: _Counts) -> PassTime:
         """With the steps of the rank that ends last."""
-        transfer = self._transfer(moved, self.link).max(axis=1)  # (t, n)
+        transfer = self._transfer(counts.moved, self.link).max(axis=1)  # (t, n)
         busy = compute + np.minimum(compute, transfer) * self.link.slowdown
-        begin = self._begin(busy, transfer, transfers)
+        begin = _begin(busy, transfer, counts.pairings)
         last = int(begin[-1].argmax())
         columns = compute[:, last].tolist(), transfer[:, last].tolist(), np.diff(begin[:, last]).tolist()
         steps = tuple(StepTime(f"step {t}", *seconds) for t, seconds in enumerate(zip(*columns)))
-        free = self._begin(compute, np.zeros_like(transfer), transfers)
-        return Pass(steps, float(begin[-1].max()), float(free[-1].max()))
-
-    def _begin(self, busy: np.ndarray, transfer: np.ndarray, transfers: Sequence[Transfer]) -> np.ndarray:
-        """When each rank begins each step, and at last ends: (t + 1, n)."""
-        ends = np.array([(t.step, t.src, t.dst) for t in transfers], dtype=np.int64).reshape(-1, 3)
-        begin = np.zeros((len(busy) + 1, self.n))
-        for t, now in enumerate(begin[:-1]):
-            _, src, dst = ends[ends[:, 0] == t].T
-            together, longest = now.copy(), transfer[t].copy()
-            for one, other in ((src, dst), (dst, src)):
-                np.maximum.at(together, one, now[other])
-                np.maximum.at(longest, one, transfer[t, other])
-            begin[t + 1] = np.maximum(now + busy[t], together + longest)
-        return begin
+        free = _begin(compute, np.zeros_like(transfer), counts.pairings)
+        return PassTime(steps, float(begin[-1].max()), float(free[-1].max()))
 
     def _swap(self, name: str, bytes_a_peer: int) -> list[StepTime]:
         """An all-to-all of the heads axis, and the copies before and after it."""
@@ -396,6 +323,26 @@ class Simulation:
         return self.grad_row if self.copies > 1 else self.kv_row
 
 
-def _after(rows: np.ndarray, steps: int) -> np.ndarray:
-    """Rows of each step, (t, n), so many steps later."""
-    return np.concatenate([np.zeros((steps, *rows.shape[1:])), rows[:-steps]])
+class _Counts:
+    """What n ranks do in each of t steps of a pass, counted from their instructions."""
+
+    def __init__(self, passes: Sequence[Pass], n: int) -> None:
+        steps = passes[0].steps
+        self.passes = passes
+        self.pairs = np.zeros((steps, n))  # live pairs computed
+        self.moved = np.zeros((steps, 2, n, 2))  # bytes sent and received, within the node and between nodes
+        self.sums = np.zeros((steps, n))  # rows of sums received
+        self.pairings: list[list[tuple[int, int]]] = [[] for _ in range(steps)]  # (sender, receiver) of each message
+
+
+def _begin(busy: np.ndarray, transfer: np.ndarray, pairings: Sequence[Sequence[tuple[int, int]]]) -> np.ndarray:
+    """When each rank begins each step, and at last ends: (t + 1, n)."""
+    begin = np.zeros((len(busy) + 1, busy.shape[1]))
+    for t, now in enumerate(begin[:-1]):
+        src, dst = np.array(pairings[t], dtype=np.int64).reshape(-1, 2).T
+        together, longest = now.copy(), transfer[t].copy()
+        for one, other in ((src, dst), (dst, src)):
+            np.maximum.at(together, one, now[other])
+            np.maximum.at(longest, one, transfer[t, other])
+        begin[t + 1] = np.maximum(now + busy[t], together + longest)
+    return begin

@@ -16,7 +16,8 @@ from .. import check
 from ..digest import constant, find
 from ..geometry.layout import Layout
 from ..geometry.mask import Mask, causal
-from ..schedule.schedules import RowBytes, Schedule
+from ..schedule.memory import RowBytes
+from ..schedule.schedules import Schedule
 from ..transport import Ranks
 from .agree import Facts, agree, refuse
 from .context import Context

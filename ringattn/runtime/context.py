@@ -9,8 +9,9 @@ from typing import TypeVar
 from ..geometry.layout import Layout, default_layout
 from ..geometry.mask import Mask
 from ..geometry.plan import make_plan
-from ..schedule.program import make_steps
-from ..schedule.schedules import RowBytes, Schedule, default_schedule
+from ..schedule.memory import RowBytes, backward_bytes
+from ..schedule.program import compile_program
+from ..schedule.schedules import Schedule, default_schedule
 from ..transport import Ranks, Transport
 from .agree import Facts
 from .rank_attention import RankAttention
@@ -66,11 +67,13 @@ class Context:
         plan = make_plan(layout, mask)
         ranks_per_node = self.transport.ranks_per_node
         chosen = default_schedule(plan, ranks_per_node, self.transport.copy_engines) if schedule is None else schedule
-        chosen = chosen.resolve(plan, ranks_per_node, row_bytes)
+        chosen = chosen.resolve(
+            plan, ranks_per_node, None if row_bytes is None else lambda candidate: backward_bytes(candidate, plan, row_bytes)
+        )
         order = plan.order[self.transport.rank]
         order = order if exchange is None else exchange.own_order(order)
-        steps = make_steps(chosen, plan, self.transport.rank)
-        return RankAttention(self.transport, steps, order, order, exchange)
+        program = compile_program(chosen, plan, self.transport.rank)
+        return RankAttention(self.transport, program, order, order, exchange)
 
 
 def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:

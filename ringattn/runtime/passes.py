@@ -1,7 +1,7 @@
-"""The forward and the backward pass of one rank: runs its steps over a transport and this device.
+"""Runs a rank's instructions over a transport and this device: the forward and the backward pass.
 
-K/V buffers and their gradients are (rows, b, hk, d), so that any rows of an owner are one contiguous message; the local
-computation sees them as (b, rows, hk, d). Everything between steps is fp32 (fp64 for fp64 input). dQ never moves.
+K/V buffers and their sums are (rows, b, hk, d), so that any rows of an owner are one contiguous message; launches see them as
+(b, rows, hk, d). Everything between steps is fp32 (fp64 for fp64 input). dQ never moves.
 
 Shapes: b batch, s local tokens, h query heads, hk key/value heads, d head dim, d_v value head dim.
 """
@@ -13,7 +13,8 @@ from collections.abc import Iterable
 import torch
 
 from ..device import local
-from ..schedule.program import Message, Opening, Step, Steps
+from ..schedule.instructions import Add, Buffer, Close, Exchange, Fence, Holds, Launch, Message, Open, Stream, Wait, Zero
+from ..schedule.program import Pass
 from ..score import Score
 from ..transport import Handle, Peer, Transport
 
@@ -22,7 +23,7 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 def forward(
     transport: Transport,
-    steps: Steps,
+    program: Pass,
     score: Score,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -31,23 +32,30 @@ def forward(
     final: bool,
 ) -> local.State:
     """out (b, s, h, d_v), row_max and row_sum (b, h, s); with `final`, out in q's dtype."""
-    buffers = {0: _own(k, v)}
-    state = None
-    for t, step in enumerate(steps.forward):
-        _open(step.opens, buffers)
-        handle = _exchange(transport, step, buffers) if step.moves else None
-        if len(step.tiles) or t == steps.last == 0:
-            state = local.forward(q, *_keys(step, buffers), step.tiles, score, state=state, final=final and t == steps.last)
-        if handle is not None:
-            handle.wait()
-        _close(step.closes, buffers)
+    memory = _Memory(program.own, k, v)
+    state: local.State | None = None
+    handle: Handle | None = None
+    for x in program.instructions:
+        match x:
+            case Launch():
+                keys = memory.part(x.keys, x.begin, x.end)
+                state = local.forward(q, *keys, x.tiles, score, state=state, final=final and x.last)
+            case Open():
+                memory.open(x)
+            case Exchange():
+                handle = memory.exchange(transport, x)
+            case Wait():
+                assert handle is not None
+                handle.wait()
+            case Close():
+                memory.close(x)
     assert state is not None
     return state
 
 
 def backward(
     transport: Transport,
-    steps: Steps,
+    program: Pass,
     score: Score,
     queries: local.Queries,
     k: torch.Tensor,
@@ -57,126 +65,102 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv in the inputs' dtypes (dk and dv in `kv_dtype`)."""
     q, kv_dtype = queries.q, kv_dtype or k.dtype
-    buffers = {0: _own(k, v)}
+    assert program.sums is not None
     # gradients that nothing is added to later leave the kernels in their final dtype
-    alone = kv_dtype == q.dtype and steps.alone
-    dtype = q.dtype if alone else queries.row_sum.dtype
+    dtype = q.dtype if kv_dtype == q.dtype and program.alone else queries.row_sum.dtype
     dq = local.query_sums(q, score, dtype)
-    grads = {0: _like(buffers[0], k.shape[1], dtype)}
-    if (last := steps.backward[-1]).adds:
-        for x in grads[0].part(last.begin, k.shape[1]):
-            x.zero_()
-    closes: tuple[int, ...] = ()
-    with local.lanes(queries, *buffers[0].batch_first(), dq, steps.backward[0].tiles, steps.side_by_side) as lanes:
-        for step in steps.backward:
-            _open(step.grads_opens, grads)
-            lanes.join()
-            if step.sums:
-                with lanes.between():
-                    _add(step.sums, grads)
-            _close(closes, buffers)
-            _close(step.boxes_close, grads)
-            _open(step.opens, buffers)
-            _open(step.box_opens, grads)
-            handle = None
-            if step.moves:
-                with lanes.between():
-                    handle = _exchange(transport, step, buffers, grads)
-            if step.collects:
-                dk, dv = grads[step.buffer].part(step.begin, step.begin + step.tiles.k_rows)
-                with lanes.launch():
-                    local.backward(queries, *_keys(step, buffers), step.tiles, score, dq=dq, dk=dk, dv=dv, add=step.adds)
-                del dk, dv  # a step without a launch may let go of them
-            if handle is not None:
-                with lanes.between():
-                    handle.wait()
-            lanes.go_on()
-            _close(step.grads_close, grads)
-            closes = step.closes
-    _add(steps.sums, grads)
-    total = grads[0]
-    del grads, buffers
-    dk, dv = total.batch_first()
+    memory = _Memory(program.own, k, v, dtype)
+    memory.open(Open(0, program.sums))
+    handle: Handle | None = None
+    with local.streams(queries, *memory.part(program.own, 0, k.shape[1]), dq, program) as streams:
+        for x in program.instructions:
+            match x:
+                case Launch():
+                    assert x.sums is not None
+                    keys, (dk, dv) = memory.part(x.keys, x.begin, x.end), memory.part(x.sums, x.begin, x.end)
+                    with streams.launch():
+                        local.backward(queries, *keys, x.tiles, score, dq=dq, dk=dk, dv=dv, add=x.add)
+                    del keys, dk, dv  # a Close lets go of their memory
+                case Fence():
+                    streams.fence(x.stream)
+                case Open():
+                    memory.open(x)
+                case Close():
+                    memory.close(x)
+                case Exchange():
+                    with streams.exchanges:
+                        handle = memory.exchange(transport, x)
+                case Wait():
+                    assert handle is not None
+                    with streams.exchanges:
+                        handle.wait()
+                case Add() if x.stream is Stream.CALLER:
+                    memory.add(x)
+                case Add():
+                    with streams.exchanges:
+                        memory.add(x)
+                case Zero():
+                    memory.zero(x)
+    dk, dv = memory.part(program.sums, 0, program.sums.rows)
+    del memory
     return dq.finish(q.dtype), dk.to(kv_dtype), dv.to(kv_dtype)
 
 
-class _Buffer:
-    """K and V of some rows, or their gradients: (rows, b, hk, d) and (rows, b, hk, d_v)."""
+class _Memory:
+    """The tensors of a pass's buffers: K and V, or their sums, (rows, b, hk, d) and (rows, b, hk, d_v)."""
 
-    __slots__ = ("_batch_first", "rows", "rows_first")
+    def __init__(self, own: Buffer, k: torch.Tensor, v: torch.Tensor, sums_dtype: torch.dtype | None = None) -> None:
+        rows = k.transpose(0, 1), v.transpose(0, 1)
+        self._views: dict[Buffer, KV] = {}  # batch first
+        if rows[0].is_contiguous() and rows[1].is_contiguous():
+            self._views[own] = k, v
+        else:
+            rows = rows[0].contiguous(), rows[1].contiguous()
+        self._rows: dict[Buffer, KV] = {own: rows}
+        self._like = rows
+        self._sums_dtype = sums_dtype
 
-    def __init__(self, rows_first: KV, batch_first: KV | None = None) -> None:
-        self.rows_first = rows_first
-        self.rows = rows_first[0].shape[0]
-        self._batch_first = batch_first
+    def part(self, buffer: Buffer, begin: int, end: int) -> KV:
+        """Rows [begin, end) of a buffer as views, batch first: (b, rows, hk, d) and (b, rows, hk, d_v)."""
+        views = self._views.get(buffer)
+        if views is None:
+            k, v = self._rows[buffer]
+            views = self._views[buffer] = k.transpose(0, 1), v.transpose(0, 1)
+        return views if end - begin == buffer.rows else (views[0][:, begin:end], views[1][:, begin:end])
 
-    def batch_first(self) -> KV:
-        """The same as views, (b, rows, hk, d) and (b, rows, hk, d_v)."""
-        if self._batch_first is None:
-            k, v = self.rows_first
-            self._batch_first = k.transpose(0, 1), v.transpose(0, 1)
-        return self._batch_first
+    def open(self, x: Open) -> None:
+        if x.reuse is None:
+            k, v = self._like
+            rows, dtype = x.buffer.rows, k.dtype if x.buffer.holds is Holds.KV else self._sums_dtype
+            self._rows[x.buffer] = k.new_empty((rows, *k.shape[1:]), dtype=dtype), v.new_empty((rows, *v.shape[1:]), dtype=dtype)
+        else:
+            self._rows[x.buffer] = self._rows.pop(x.reuse)
+            views = self._views.pop(x.reuse, None)
+            if views is not None:
+                self._views[x.buffer] = views
 
-    def part(self, begin: int, end: int) -> KV:
-        """Rows [begin, end), batch first."""
-        k, v = self.batch_first()
-        return (k, v) if end - begin == self.rows else (k[:, begin:end], v[:, begin:end])
+    def close(self, x: Close) -> None:
+        for buffer in x.buffers:
+            del self._rows[buffer]
+            self._views.pop(buffer, None)
 
+    def exchange(self, transport: Transport, x: Exchange) -> Handle:
+        return transport.exchange(self._peers(x.sends), self._peers(x.receives), at_rest=x.at_rest)
 
-_Buffers = dict[int, _Buffer]
+    def _peers(self, messages: Iterable[Message]) -> list[Peer]:
+        """The rows that messages are about: views of the buffers, except for scattered rows to send, which are gathered."""
+        peers = []
+        for message in messages:
+            k, v = self._rows[message.buffer]
+            if not message.whole:
+                k, v = message.rows.take(k), message.rows.take(v)
+            peers += Peer(message.peer, k), Peer(message.peer, v)
+        return peers
 
+    def add(self, x: Add) -> None:
+        for total, received in zip(self._rows[x.buffer], self._rows[x.staging]):
+            x.rows.add_to(total, received)
 
-def _own(k: torch.Tensor, v: torch.Tensor) -> _Buffer:
-    """The rank's shard, (b, s, hk, d) and (b, s, hk, d_v)."""
-    rows_first = k.transpose(0, 1), v.transpose(0, 1)
-    if rows_first[0].is_contiguous() and rows_first[1].is_contiguous():
-        return _Buffer(rows_first, (k, v))
-    return _Buffer((rows_first[0].contiguous(), rows_first[1].contiguous()))
-
-
-def _like(buffer: _Buffer, rows: int, dtype: torch.dtype) -> _Buffer:
-    """A buffer of as many batches and heads, with nothing in it yet."""
-    k, v = buffer.rows_first
-    return _Buffer((k.new_empty((rows, *k.shape[1:]), dtype=dtype), v.new_empty((rows, *v.shape[1:]), dtype=dtype)))
-
-
-def _open(opens: Iterable[Opening], buffers: _Buffers) -> None:
-    for number, rows, old in opens:
-        buffers[number] = _like(buffers[0], rows, buffers[0].rows_first[0].dtype) if old is None else buffers.pop(old)
-
-
-def _close(numbers: Iterable[int], buffers: _Buffers) -> None:
-    for number in numbers:
-        del buffers[number]
-
-
-def _add(sums: Iterable[tuple[Message, Message]], grads: _Buffers) -> None:
-    """Add what lies in boxes to the gradients that messages are about."""
-    for message, box in sums:
-        for total, received in zip(grads[message.buffer].rows_first, grads[box.buffer].rows_first):
-            message.slots.add_to(total, received)
-
-
-def _exchange(transport: Transport, step: Step, buffers: _Buffers, grads: _Buffers | None = None) -> Handle:
-    """Start a step's K/V on their way, and after them, in the backward pass, its gradients."""
-    sends, receives = _peers(step.sends, buffers), _peers(step.receives, buffers)
-    if grads is not None:
-        sends += _peers(step.grads_out, grads)
-        receives += _peers(step.boxes, grads)
-    return transport.exchange(sends, receives, at_rest=step.at_rest)
-
-
-def _peers(messages: Iterable[Message], buffers: _Buffers) -> list[Peer]:
-    """The rows that messages are about: views of the buffers, except for scattered rows to send, which are gathered."""
-    peers = []
-    for message in messages:
-        k, v = buffers[message.buffer].rows_first
-        if not message.whole:
-            k, v = message.slots.take(k), message.slots.take(v)
-        peers += Peer(message.peer, k), Peer(message.peer, v)
-    return peers
-
-
-def _keys(step: Step, buffers: _Buffers) -> KV:
-    """The K/V that a step's tiles are over: (b, rows, hk, d) and (b, rows, hk, d_v)."""
-    return buffers[step.buffer].part(step.begin, step.begin + step.tiles.k_rows)
+    def zero(self, x: Zero) -> None:
+        for total in self._rows[x.buffer]:
+            total[x.begin : x.end].zero_()

@@ -14,7 +14,7 @@ import torch
 
 from ..device import local
 from ..geometry.rows import Order
-from ..schedule.program import Steps
+from ..schedule.program import Program
 from ..score import Score
 from ..transport import Transport
 from . import passes
@@ -27,7 +27,7 @@ class RankAttention:
     come), and the exchange of heads around the steps, where there is one."""
 
     transport: Transport
-    steps: Steps
+    program: Program
     q_order: Order | None = None
     k_order: Order | None = None
     exchange: HeadExchange | None = None
@@ -38,7 +38,7 @@ class RankAttention:
         if self.exchange is not None:
             copies = self._kv_copies(q, k)
             q, k, v = self.exchange.to_heads(q, _repeated(k, copies), _repeated(v, copies))
-        out, row_max, row_sum = passes.forward(self.transport, self.steps, score, q, k, v, final=final)
+        out, row_max, row_sum = passes.forward(self.transport, self.program.forward, score, q, k, v, final=final)
         if self.exchange is not None:
             out, stats = self.exchange.to_rows(out, _as_rows(row_max, row_sum))
             row_max, row_sum = _as_stats(stats)
@@ -62,7 +62,7 @@ class RankAttention:
             stats = _as_stats(found.pop())
             q, k, v, dout = found
         queries = local.Queries(q, dout, *stats)
-        dq, dk, dv = passes.backward(self.transport, self.steps, score, queries, k, v, kv_dtype=kv_dtype)
+        dq, dk, dv = passes.backward(self.transport, self.program.backward, score, queries, k, v, kv_dtype=kv_dtype)
         if self.exchange is not None:
             dq, dk, dv = self.exchange.to_rows(dq, dk, dv)
             dk, dv = _summed(dk, copies, k.dtype), _summed(dv, copies, v.dtype)

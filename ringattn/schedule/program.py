@@ -1,22 +1,37 @@
-"""One rank's part in a schedule: what it sends, receives and computes in each step, in rows of its buffers.
+"""Programs: a rank's part in a schedule, compiled once into the instructions of a forward and of a backward pass.
 
-Buffer 0 is the rank's own shard, buffer t > 0 holds the K/V rows that step t computes with. dK/dV of a buffer have its rows.
+In step t a rank computes with the K/V of buffer t, while one exchange moves what later steps need. Buffer 0 is the rank's own shard.
+The backward pass has one step more, for the last gradients on their way. Each step of it reads, in order:
+
+    Open      the sums of the dK/dV of this step's buffer
+    Fence     exchanges come after the launches so far
+    Add       what came in earlier steps, from its staging buffers
+    Close     K/V of the last step, and the staging buffers that were added
+    Open      the K/V that begin to come, and staging buffers for the sums that come
+    Exchange  K/V, and sums on their way to their owners
+    Launch
+    Wait
+    Fence     the next launch comes after the exchange
+    Close     sums that have left
+
+A launch may so begin while the one before still computes: it writes to no memory that the one before reads or that an Add between them
+changes. Where the last step adds to the rank's own sums, a Zero comes before all others. After the last step, a Fence has the caller's
+stream wait, and the Add instructions that are left follow. A step of the forward pass is Open, Exchange, Launch, Wait, Close.
 """
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, partial
 
 import numpy as np
 
 from ..geometry.plan import Plan, Tiles, move_keys
 from ..geometry.rows import Rows
+from .instructions import Add, Buffer, Close, Exchange, Fence, Holds, Instruction, Launch, Message, Open, Stream, Wait, Zero
 from .schedules import WAITING, Schedule, Transfer, forward_transfers, gradient_transfers
 
 # rows of long shards are divided at multiples of what kernels take at once
@@ -26,232 +41,236 @@ _LONG = 16384
 
 
 @dataclass(frozen=True, eq=False)
-class Message:
-    """Rows of a buffer, or of its dK/dV, that go to, or come from, a peer."""
+class Pass:
+    """The instructions of one pass, and the buffers that are there before the first: the rank's own K/V, and the sums of its dK/dV.
 
-    peer: int
-    buffer: int
-    slots: Rows
-    whole: bool  # these are all of the buffer's rows
-
-
-class Opening(NamedTuple):
-    """A buffer that begins to fill, of so many rows: new, or made of the one with the number `old`, which nobody needs any more."""
-
-    number: int
-    rows: int
-    old: int | None
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One rank's part in one step of a pass. `tiles` is over the rows from `begin` on of `buffer`.
-
-    While they are computed, `sends` and `receives` move K/V, after `opens` has told which buffers begin to fill. In the backward pass
-    also `grads_out` leave the dK/dV of earlier buffers, and `grads_in` come, each into one of the `boxes`; `sums` are what earlier steps
-    received, with the boxes, to be added before these leave. `collects` tells whether anybody wants the dK/dV of this step's buffer, and
-    `adds` whether something is in them already.
-
-    A step of the backward pass may begin to compute as soon as the exchange of the step before has ended, while that step still
-    computes: so it writes to no memory that the step before needs, or that the sums between them change. `grads_opens` tells which
-    buffer of dK/dV it makes, before anything else, and `box_opens` which boxes, after the sums. `grads_close` are let go when the
-    exchange has ended, `boxes_close` when the sums have been added, and `closes` then in the next step.
+    steps: how many steps all ranks count.
     """
 
-    tiles: Tiles
-    buffer: int
-    begin: int = 0
-    opens: tuple[Opening, ...] = ()
-    sends: tuple[Message, ...] = ()
-    receives: tuple[Message, ...] = ()
-    grads_out: tuple[Message, ...] = ()
-    grads_in: tuple[Message, ...] = ()
-    grads_opens: tuple[Opening, ...] = ()
-    boxes: tuple[Message, ...] = ()
-    sums: tuple[tuple[Message, Message], ...] = ()
-    box_opens: tuple[Opening, ...] = ()
-    collects: bool = True
-    adds: bool = False
-    closes: tuple[int, ...] = ()
-    grads_close: tuple[int, ...] = ()
-    boxes_close: tuple[int, ...] = ()
-    at_rest: bool = False  # see `Transport.exchange`
+    instructions: tuple[Instruction, ...]
+    steps: int
+    own: Buffer
+    sums: Buffer | None = None
 
     @cached_property
-    def moves(self) -> bool:
-        """Whether there is anything to exchange."""
-        return bool(self.sends or self.receives or self.grads_out or self.boxes)
-
-
-@dataclass(frozen=True, eq=False)
-class Steps:
-    """The steps of a forward and of a backward pass; in each, all ranks have equally many. `sums` are added after the last one."""
-
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
-    sums: tuple[tuple[Message, Message], ...] = ()
-
-    @cached_property
-    def last(self) -> int:
-        """The last step of the forward pass in which something is computed; 0 if none."""
-        return max((t for t, step in enumerate(self.forward) if len(step.tiles)), default=0)
+    def launches(self) -> tuple[Launch, ...]:
+        return tuple(x for x in self.instructions if isinstance(x, Launch))
 
     @cached_property
     def side_by_side(self) -> bool:
-        """Whether launches of the backward pass that run side by side are faster than one after another.
+        """Whether launches that run side by side are faster than one after another.
 
-        Sums between them would wait for processors, and exchanges for the sums. Long launches, and the more of them there are, lose more
-        than the processors that are idle at the end of each: their programs no longer read the same queries at the same time.
+        Add instructions between them would wait for processors, and exchanges for the Add instructions. Long launches, and many of
+        them, lose more than the processors that are idle at the end of each: their programs no longer read the same queries at the same
+        time.
         """
-        launches = sum(len(step.tiles) > 0 for step in self.backward)
-        long = self.backward[0].tiles.q_rows << max(0, launches - 3) > _LONG
-        return launches > 1 and not long and not any(step.sums for step in self.backward)
+        launches = sum(launch.pairs > 0 for launch in self.launches)
+        if launches < 2 or any(isinstance(x, Add) and x.stream is Stream.EXCHANGES for x in self.instructions):
+            return False
+        return self.launches[0].tiles.q_rows << max(0, launches - 3) <= _LONG
 
     @cached_property
     def alone(self) -> bool:
-        """Whether the first step of the backward pass computes all of the gradients, and no others pass through this rank."""
-        return not any(len(step.tiles) or step.grads_in or step.grads_out for step in self.backward[1:])
-
-
-def make_steps(schedule: Schedule, plan: Plan, rank: int) -> Steps:
-    """A rank's steps. The last one of the backward pass is there for the gradients of the one before.
-
-    While the last gradients travel, the rank computes the second half of what it sees of its own shard; the first half hides the
-    first K/V.
-    """
-    transfers = schedule.transfers(plan)
-    buffers = _buffers(plan, rank, transfers)
-    fetching = _fetching(plan, rank, transfers, buffers)
-    wider = forward_transfers(schedule, plan, transfers)
-    forward = fetching if wider is transfers else _fetching(plan, rank, wider, _buffers(plan, rank, wider))
-    gradients = _Messages(buffers, rank, gradient_transfers(schedule, plan, transfers))
-    steps = _exchanging(fetching, gradients)
-    sums = _sums(steps)
-    steps = [replace(step, sums=tuple(before)) for step, before in zip(steps, sums)]
-    own, last = steps[0].tiles, steps[-1]
-    half = _half(own) if last.grads_out or last.grads_in else 0
-    if half:
-        received = any(message.buffer == 0 for step in steps for message, _ in step.sums)
-        steps[0] = replace(steps[0], tiles=own.of_keys(0, half))
-        steps[-1] = replace(last, tiles=own.of_keys(half, own.k_rows), buffer=0, begin=half, collects=True, adds=received)
-    sizes = {t: _rows(buffers[t]) for t in gradients.last if t}
-    leave = [[number for number in sizes if gradients.last[number] == t] for t in range(len(steps))]
-    return Steps(tuple(forward), tuple(_with_gradients(steps, sizes, leave)), tuple(sums[-1]))
-
-
-def _fetching(plan: Plan, rank: int, transfers: list[Transfer], buffers: Buffers) -> list[Step]:
-    """The steps of transfers of K/V alone."""
-    kv = _Messages(buffers, rank, transfers)
-    times = range(1 + max((t.into for t in transfers), default=0))
-    # alike on all ranks: where several messages come at first, less time hides each
-    crowded = max(Counter(t.dst for t in transfers if t.step == 0).values(), default=0) > 1
-    opens, closes = _reused(
-        [[(number, _rows(buffers[number])) for number in kv.first[t]] for t in times],
-        [[number for number in buffers if number and max(number, kv.last.get(number, 0)) == t] for t in times],
-    )
-    return [
-        Step(
-            _tiles(plan, rank, buffers.get(t, ())),
-            buffer=t,
-            opens=opens[t],
-            sends=tuple(kv.out[t]),
-            receives=tuple(kv.into[t]),
-            closes=closes[t],
-            at_rest=t == 0 and crowded,
-        )
-        for t in times
-    ]
-
-
-def _exchanging(fetching: list[Step], gradients: _Messages) -> list[Step]:
-    """These steps with gradients on their way, and with a step more for the last of them."""
-    count = len(fetching)
-    if count > 1:
-        fetching = [*fetching, Step(fetching[0].tiles.of_keys(0, 0), buffer=count)]
-    numbers = itertools.count(-1, -1)  # below those of all other buffers
-    return [
-        replace(
-            step,
-            grads_out=tuple(gradients.out[t]),
-            grads_in=tuple(gradients.into[t]),
-            boxes=tuple(_box(message, next(numbers)) for message in gradients.into[t]),
-            collects=t == 0 or t in gradients.last,
-        )
-        for t, step in enumerate(fetching)
-    ]
-
-
-_Sums = list[tuple[Message, Message]]
-
-
-def _sums(steps: list[Step]) -> list[_Sums]:
-    """What is added before each step's exchange, and after the last step: messages and their boxes.
-
-    What others wait for is added in the next step. What came home may wait for `WAITING` steps more, so that fewer exchanges wait for
-    sums, and at the end for the last step, which computes the rank's own dK/dV.
-    """
-    found: list[_Sums] = [[] for _ in range(len(steps) + 1)]
-    home: list[_Sums] = []
-    for t, step in enumerate(steps):
-        came = list(zip(step.grads_in, step.boxes))
-        found[t + 1] += [one for one in came if one[0].buffer]
-        home += [[one for one in came if not one[0].buffer]]
-        if t >= WAITING and t + 2 < len(steps):
-            found[t + 1] += home[t - WAITING]
-            home[t - WAITING] = []
-    found[-1] += [one for ones in home for one in ones]
-    return found
-
-
-def _with_gradients(steps: list[Step], sizes: dict[int, int], leave: list[list[int]]) -> list[Step]:
-    """Steps that tell when dK/dV open and close: of buffers of some sizes, which have left in a step, and the boxes of what comes."""
-    # two moments a step: its dK/dV begin while the step before may still compute, its boxes after the sums
-    opens, closes = ([[] for _ in range(2 * len(steps) + 1)] for _ in range(2))
-    for t, step in enumerate(steps):
-        opens[2 * t] += [(number, rows) for number, rows in sizes.items() if number == t]
-        opens[2 * t + 1] += [(box.buffer, len(box.slots)) for box in step.boxes]
-        closes[2 * t + 1] += leave[t]
-        closes[2 * t] += [box.buffer for _, box in step.sums]
-    opened, closed = _reused(opens, closes)
-    return [
-        replace(
-            step,
-            grads_opens=opened[2 * t],
-            box_opens=opened[2 * t + 1],
-            grads_close=closed[2 * t + 1],
-            boxes_close=closed[2 * t],
-        )
-        for t, step in enumerate(steps)
-    ]
-
-
-def _reused(opens: list[list[tuple[int, int]]], closes: list[list[int]]) -> tuple[list[tuple[Opening, ...]], list[tuple[int, ...]]]:
-    """What opens, (number, rows), and closes at each moment, with what closes at the end of one reused at the next."""
-    sizes: dict[int, int] = {}
-    found: list[tuple[Opening, ...]] = []
-    closed: list[int] = []
-    for t, moment in enumerate(opens):
-        openings = []
-        for number, rows in moment:
-            old = next((old for old in closed if sizes[old] == rows), None)
-            if old is not None:
-                closed.remove(old)
-                closes[t - 1].remove(old)
-            openings.append(Opening(number, rows, old))
-        sizes.update(moment)
-        closed = list(closes[t])
-        found.append(tuple(openings))
-    return found, [tuple(moment) for moment in closes]
-
-
-def local_steps(tiles: Tiles) -> Steps:
-    """The steps of a rank that has all it needs."""
-    steps = (Step(tiles, 0),)
-    return Steps(steps, steps)
+        """Whether the first launch computes all gradients, and no others come to this rank or leave it."""
+        others = any(launch.pairs for launch in self.launches[1:]) or any(isinstance(x, Add) for x in self.instructions)
+        exchanges = (x for x in self.instructions if isinstance(x, Exchange))
+        return not others and not any(message.buffer.holds is Holds.SUMS for x in exchanges for message in x.sends)
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class Program:
+    """What a rank does in a call: the instructions of its two passes."""
+
+    forward: Pass
+    backward: Pass
+
+
+def compile_program(schedule: Schedule, plan: Plan, rank: int) -> Program:
+    """A rank's program."""
+    return compile_programs(schedule, plan, [rank])[0]
+
+
+def compile_programs(schedule: Schedule, plan: Plan, ranks: Iterable[int]) -> list[Program]:
+    """The programs of some ranks."""
+    transfers = schedule.transfers(plan)
+    wider = forward_transfers(schedule, plan, transfers)
+    kv, gradients = _Transfers(transfers), _Transfers(gradient_transfers(schedule, plan, transfers))
+    forward = kv if wider is transfers else _Transfers(wider)
+    return [Program(_forward(plan, rank, forward), _backward(plan, rank, kv, gradients)) for rank in ranks]
+
+
+def backward_passes(schedule: Schedule, plan: Plan, ranks: Iterable[int]) -> list[Pass]:
+    """The backward passes of some ranks."""
+    transfers = schedule.transfers(plan)
+    kv, gradients = _Transfers(transfers), _Transfers(gradient_transfers(schedule, plan, transfers))
+    return [_backward(plan, rank, kv, gradients) for rank in ranks]
+
+
+def local_program(tiles: Tiles) -> Program:
+    """The program of a rank that has all that it needs."""
+    own, sums = Buffer(tiles.k_rows, Holds.KV), Buffer(tiles.k_rows, Holds.SUMS)
+    launch = Launch(0, own, 0, tiles.k_rows, tiles.pairs, lambda: tiles, last=True)
+    return Program(Pass((launch,), 1, own), Pass((replace(launch, sums=sums),), 1, own, sums))
+
+
+class _Transfers:
+    """All ranks' transfers of a kind."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self.steps = 1 + max((t.into for t in transfers), default=0)
+        # alike on all ranks: where several messages come to one rank first, less time hides each
+        self.crowded = max(Counter(t.dst for t in transfers if t.step == 0).values(), default=0) > 1
+        self._of_rank: defaultdict[int, list[Transfer]] = defaultdict(list)
+        for t in transfers:
+            self._of_rank[t.src].append(t)
+            self._of_rank[t.dst].append(t)
+
+    def of(self, rank: int) -> list[Transfer]:
+        """Those that leave a rank or come to it."""
+        return self._of_rank[rank]
+
+
+def _forward(plan: Plan, rank: int, transfers: _Transfers) -> Pass:
+    held = _Held(plan, rank, transfers.of(rank))
+    kv = _Messages(held, Holds.KV, transfers.of(rank))
+    found: list[Instruction] = []
+    for t in range(transfers.steps):
+        found += [Open(t, held.buffer(number)) for number in kv.first[t]]
+        exchange = _exchange(t, kv.out[t], kv.into[t], t == 0 and transfers.crowded)
+        found += exchange
+        if held.pairs(t):
+            found.append(held.launch(t))
+        found += [Wait(t) for _ in exchange]
+        found += _close(t, [held.buffer(number) for number in kv.leave(t)])
+    if not any(isinstance(x, Launch) for x in found):
+        # nothing is live: one launch writes zeros
+        found.insert(next((i for i, x in enumerate(found) if isinstance(x, Wait)), len(found)), held.launch(0))
+    last = max(i for i, x in enumerate(found) if isinstance(x, Launch))
+    found[last] = replace(found[last], last=True)
+    return Pass(_reuse_memory(found), transfers.steps, held.buffer(0))
+
+
+def _backward(plan: Plan, rank: int, transfers: _Transfers, gradient_transfers: _Transfers) -> Pass:
+    held = _Held(plan, rank, transfers.of(rank))
+    kv = _Messages(held, Holds.KV, transfers.of(rank))
+    gradients = _Messages(held, Holds.SUMS, gradient_transfers.of(rank))
+    steps = transfers.steps + (transfers.steps > 1)
+    came = [[(message, Buffer(len(message.rows), Holds.SUMS)) for message in gradients.into[t]] for t in range(steps)]
+    adds = _adds(held, came)
+    launches = _backward_launches(held, gradients, steps, adds)
+    found: list[Instruction] = []
+    for t in range(steps):
+        if t in gradients.last and t:
+            found.append(Open(t, held.sums(t)))
+        found.append(Fence(t, Stream.EXCHANGES))
+        found += adds[t]
+        found += _close(t, [held.buffer(number) for number in kv.leave(t - 1)])
+        found += _close(t, [add.staging for add in adds[t]])
+        found += [Open(t, held.buffer(number)) for number in kv.first[t]]
+        found += [Open(t, staging) for _, staging in came[t]]
+        receives = [Message(message.peer, staging, Rows.span(0, staging.rows), whole=True) for message, staging in came[t]]
+        exchange = _exchange(t, kv.out[t] + gradients.out[t], kv.into[t] + receives, t == 0 and transfers.crowded)
+        found += exchange
+        found += launches[t]
+        found += [Wait(t) for _ in exchange]
+        found.append(Fence(t, Stream.LAUNCHES))
+        found += _close(t, [held.sums(number) for number in gradients.leave(t) if number])
+    if adds[steps]:
+        found += [Fence(steps - 1, Stream.CALLER), *adds[steps]]
+    elif not any(isinstance(x, Exchange) for x in found):
+        found = [x for x in found if not isinstance(x, Fence)]
+    second = next((x for x in launches[steps - 1] if x.add), None)
+    if second is not None and second.sums is not None:
+        found.insert(0, Zero(0, second.sums, second.begin, second.end))
+    return Pass(_reuse_memory(found), steps, held.buffer(0), held.sums(0))
+
+
+def _adds(held: _Held, came: list[list[tuple[Message, Buffer]]]) -> list[list[Add]]:
+    """What is added before each step's exchange, and after the last step.
+
+    Sums that others wait for are added in the next step. Sums that came home may wait for `WAITING` steps more, so that fewer exchanges
+    wait for an Add, and at the end for the last step, which computes the rank's own dK/dV.
+    """
+    steps = len(came)
+    found: list[list[Add]] = [[] for _ in range(steps + 1)]
+    home: list[list[tuple[Message, Buffer]]] = []
+
+    def add(step: int, arrivals: Iterable[tuple[Message, Buffer]]) -> None:
+        stream = Stream.EXCHANGES if step < steps else Stream.CALLER
+        found[step] += [Add(min(step, steps - 1), staging, m.buffer, m.rows, stream) for m, staging in arrivals]
+
+    for t, arrivals in enumerate(came):
+        add(t + 1, [one for one in arrivals if one[0].buffer is not held.sums(0)])
+        home.append([one for one in arrivals if one[0].buffer is held.sums(0)])
+        if t >= WAITING and t + 2 < steps:
+            add(t + 1, home[t - WAITING])
+            home[t - WAITING] = []
+    add(steps, [one for arrivals in home for one in arrivals])
+    return found
+
+
+def _backward_launches(held: _Held, gradients: _Messages, steps: int, adds: list[list[Add]]) -> list[list[Launch]]:
+    """The launches of each step.
+
+    While the last gradients travel, the rank computes the second half of what it sees of its own shard. The first half hides the
+    first K/V.
+    """
+    found = [[held.launch(t, sums=True)] if t == 0 or t in gradients.last else [] for t in range(steps)]
+    if gradients.out[steps - 1] or gradients.into[steps - 1]:
+        own = found[0][0]
+        half = _half(own.tiles)
+        if half:
+            # sums of other ranks may have been added to the second half before it is computed
+            received = any(add.buffer is own.sums for step in adds[:steps] for add in step)
+            found[0] = [_part(own, 0, half)]
+            found[-1] = [replace(_part(own, half, own.end), step=steps - 1, add=received)]
+    return found
+
+
+def _part(launch: Launch, begin: int, end: int) -> Launch:
+    tiles = launch.tiles.of_keys(begin, end)
+    return replace(launch, begin=begin, end=end, pairs=tiles.pairs, make_tiles=lambda: tiles)
+
+
+def _exchange(step: int, sends: list[Message], receives: list[Message], at_rest: bool) -> list[Instruction]:
+    """One exchange, or nothing if there are no messages."""
+    return [Exchange(step, tuple(sends), tuple(receives), at_rest)] if sends or receives else []
+
+
+def _close(step: int, buffers: Sequence[Buffer]) -> list[Instruction]:
+    return [Close(step, tuple(buffers))] if buffers else []
+
+
+def _reuse_memory(instructions: Iterable[Instruction]) -> tuple[Instruction, ...]:
+    """The same with buffers that open in the memory of buffers of their size that close just before, with nothing run in between."""
+    found: list[Instruction] = []
+    closed: dict[Buffer, int] = {}  # since anything was run: buffers, and the steps in which they close
+    opens: list[Open] = []
+
+    def flush() -> None:
+        steps = dict.fromkeys(closed.values())
+        found.extend(Close(step, tuple(buffer for buffer, at in closed.items() if at == step)) for step in steps)
+        found.extend(opens)
+        closed.clear()
+        opens.clear()
+
+    for x in instructions:
+        if isinstance(x, Close):
+            closed |= dict.fromkeys(x.buffers, x.step)
+        elif isinstance(x, Open):
+            reuse = next((old for old in closed if (old.rows, old.holds) == (x.buffer.rows, x.buffer.holds)), None)
+            if reuse is not None:
+                del closed[reuse]
+            opens.append(replace(x, reuse=reuse))
+        else:
+            flush()
+            found.append(x)
+    flush()
+    return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
     """An owner's rows in a buffer: rows [begin, begin + len(rows)) of it."""
 
     owner: int
@@ -262,71 +281,100 @@ class Piece:
     def end(self) -> int:
         return self.begin + len(self.rows)
 
-    def slots(self, rows: Rows) -> Rows:
+    def rows_of_buffer(self, rows: Rows) -> Rows:
         """Some of the owner's rows as rows of the buffer."""
         if rows is self.rows:
             return Rows.span(self.begin, self.end)
         return Rows(rows.within(self.rows).ranges + self.begin)
 
 
-Buffers = dict[int, tuple[Piece, ...]]
+class _Held:
+    """What a rank holds in the buffer of each step: its own shard in buffer 0, and what transfers bring."""
 
+    def __init__(self, plan: Plan, rank: int, transfers: Iterable[Transfer]) -> None:
+        self._plan, self._rank = plan, rank
+        owners: defaultdict[int, dict[int, Rows]] = defaultdict(dict)
+        for t in transfers:
+            if t.dst == rank:
+                before = owners[t.into].get(t.owner)
+                owners[t.into][t.owner] = t.rows if before is None else before | t.rows
+        self._pieces: dict[int, tuple[_Piece, ...]] = {0: (_Piece(rank, Rows.span(0, plan.lengths[rank]), 0),)}
+        for number, held in owners.items():
+            ends = np.cumsum([len(rows) for rows in held.values()]).tolist()
+            self._pieces[number] = tuple(_Piece(owner, rows, end - len(rows)) for (owner, rows), end in zip(held.items(), ends))
+        self._buffers: dict[tuple[int, Holds], Buffer] = {}
 
-def _buffers(plan: Plan, rank: int, transfers: Iterable[Transfer]) -> Buffers:
-    """What a rank holds in each buffer that it has."""
-    owners: defaultdict[int, dict[int, Rows]] = defaultdict(dict)
-    for t in transfers:
-        if t.dst == rank:
-            held = owners[t.into].get(t.owner)
-            owners[t.into][t.owner] = t.rows if held is None else held | t.rows
-    buffers: Buffers = {0: (Piece(rank, Rows.span(0, plan.lengths[rank]), 0),)}
-    for number, held in owners.items():
-        ends = np.cumsum([len(rows) for rows in held.values()]).tolist()
-        buffers[number] = tuple(Piece(owner, rows, end - len(rows)) for (owner, rows), end in zip(held.items(), ends))
-    return buffers
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def numbers(self) -> Iterable[int]:
+        """The steps whose buffers hold something."""
+        return self._pieces
+
+    def buffer(self, number: int, holds: Holds = Holds.KV) -> Buffer:
+        """The buffer of a step's K/V, or of their sums."""
+        key = number, holds
+        if key not in self._buffers:
+            self._buffers[key] = Buffer(self._pieces[number][-1].end if number in self._pieces else 0, holds)
+        return self._buffers[key]
+
+    def sums(self, number: int) -> Buffer:
+        """The buffer of the sums of dK/dV of a step's K/V."""
+        return self.buffer(number, Holds.SUMS)
+
+    def pairs(self, number: int) -> int:
+        """Live pairs of the rank's queries with the K/V of a step's buffer."""
+        return sum(self._plan.pairs_of(self._rank, piece.owner) for piece in self._pieces.get(number, ()))
+
+    def launch(self, number: int, sums: bool = False) -> Launch:
+        """The launch over all of a step's buffer."""
+        keys = self.buffer(number)
+        tiles = partial(_tiles, self._plan, self._rank, self._pieces.get(number, ()))
+        return Launch(number, keys, 0, keys.rows, self.pairs(number), tiles, self.sums(number) if sums else None)
+
+    def message(self, peer: int, number: int, holds: Holds, transfer: Transfer) -> Message:
+        """A transfer's rows in a buffer, to a peer or from it."""
+        piece = next(piece for piece in self._pieces[number] if piece.owner == transfer.owner)
+        rows, buffer = piece.rows_of_buffer(transfer.rows), self.buffer(number, holds)
+        return Message(peer, buffer, rows, len(rows) == buffer.rows)
 
 
 class _Messages:
-    """A rank's transfers as messages, by step."""
+    """A rank's transfers of a kind as messages: those that leave (`out`) and come (`into`) in each step."""
 
-    def __init__(self, buffers: Buffers, rank: int, transfers: Iterable[Transfer]) -> None:
+    def __init__(self, held: _Held, holds: Holds, transfers: Iterable[Transfer]) -> None:
         self.out: defaultdict[int, list[Message]] = defaultdict(list)
         self.into: defaultdict[int, list[Message]] = defaultdict(list)
-        self.first: defaultdict[int, list[int]] = defaultdict(list)  # buffers that begin to fill in a step
-        self.last: dict[int, int] = {}  # the last step in which a buffer's rows leave
+        self.first: defaultdict[int, list[int]] = defaultdict(list)  # the buffers that begin to fill in a step
+        self.last: dict[int, int] = {}  # the last step in which rows of a buffer leave
+        self._held, self._holds = held, holds
         opened = set()
         for t in sorted(transfers, key=lambda t: t.step):
-            if t.src == rank:
-                self.out[t.step].append(_message(buffers, t.dst, t.held, t))
+            if t.src == held.rank:
+                self.out[t.step].append(held.message(t.dst, t.held, holds, t))
                 self.last[t.held] = t.step
-            elif t.dst == rank:
-                self.into[t.step].append(_message(buffers, t.src, t.into, t))
+            else:
+                self.into[t.step].append(held.message(t.src, t.into, holds, t))
                 # K/V arrive in place
-                assert t.into <= t.step or len(self.into[t.step][-1].slots.ranges) == 1
+                assert t.into <= t.step or len(self.into[t.step][-1].rows.ranges) == 1
                 if t.into not in opened:
                     opened.add(t.into)
                     self.first[t.step].append(t.into)
 
-
-def _message(buffers: Buffers, peer: int, number: int, transfer: Transfer) -> Message:
-    piece = next(piece for piece in buffers[number] if piece.owner == transfer.owner)
-    slots = piece.slots(transfer.rows)
-    return Message(peer, number, slots, len(slots) == _rows(buffers[number]))
-
-
-def _box(message: Message, number: int) -> Message:
-    """Where dK/dV arrive that are to be added to others: a buffer of their own."""
-    return Message(message.peer, number, Rows.span(0, len(message.slots)), whole=True)
+    def leave(self, step: int) -> list[int]:
+        """The buffers that nobody needs after a step: K/V when they are computed and sent, sums when they are sent."""
+        if self._holds is Holds.SUMS:
+            return [number for number, last in self.last.items() if last == step]
+        return [number for number in self._held.numbers if number and max(number, self.last.get(number, 0)) == step]
 
 
-def _rows(buffer: tuple[Piece, ...]) -> int:
-    return buffer[-1].end if buffer else 0
-
-
-def _tiles(plan: Plan, rank: int, buffer: tuple[Piece, ...]) -> Tiles:
-    """What a rank computes with a buffer."""
-    tiles = [move_keys(plan.tiles(rank, piece.owner), piece.rows, piece.begin) for piece in buffer]
-    return Tiles(np.concatenate(tiles) if tiles else np.empty((0, 6), dtype=np.int64), plan.lengths[rank], _rows(buffer))
+def _tiles(plan: Plan, rank: int, pieces: Sequence[_Piece]) -> Tiles:
+    """What a rank computes with the rows in a buffer."""
+    tiles = [move_keys(plan.tiles(rank, piece.owner), piece.rows, piece.begin) for piece in pieces]
+    rows = pieces[-1].end if pieces else 0
+    return Tiles(np.concatenate(tiles) if tiles else np.empty((0, 6), dtype=np.int64), plan.lengths[rank], rows)
 
 
 def _half(tiles: Tiles) -> int:

@@ -18,12 +18,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from ..check import integer
 from ..digest import Digested, constant
@@ -57,17 +55,7 @@ class Transfer:
     followed: bool = False  # K/V: dK/dV of these rows leave src for dst too
 
 
-class RowBytes(NamedTuple):
-    """Bytes of one row's K and V, all batches and heads, and of its dK and dV."""
-
-    kv: int
-    grads: int
-
-    @classmethod
-    def of(cls, k: torch.Tensor, v: torch.Tensor, heads: int) -> RowBytes:
-        """Of so many heads of k (b, s, hk, d) and v (b, s, hk, d_v), with dK and dV in fp32 (fp64 for fp64)."""
-        elements = k.shape[0] * heads * (k.shape[3] + v.shape[3])
-        return cls(elements * k.element_size(), elements * max(4, k.element_size()))
+CountBytes = Callable[["Schedule"], int]
 
 
 class Schedule(Digested, ABC):
@@ -78,11 +66,14 @@ class Schedule(Digested, ABC):
 
     @property
     def by_memory(self) -> bool:
-        """Whether `resolve` looks at the bytes of a row."""
+        """Whether `resolve` needs to know bytes."""
         return False
 
-    def resolve(self, plan: Plan, ranks_per_node: int | None, row_bytes: RowBytes | None) -> Schedule:
-        """This schedule with all that it leaves open chosen. Raises ValueError if it does not fit the ranks or the memory."""
+    def resolve(self, plan: Plan, ranks_per_node: int | None, backward_bytes: CountBytes | None = None) -> Schedule:
+        """This schedule with all that it leaves open chosen. Raises ValueError if it does not fit the ranks or the memory.
+
+        backward_bytes: the bytes of a schedule in the backward pass, for schedules by memory.
+        """
         return self
 
     @property
@@ -136,18 +127,18 @@ class Waves(Schedule):
     def by_memory(self) -> bool:
         return self.memory is not None
 
-    def resolve(self, plan: Plan, ranks_per_node: int | None, row_bytes: RowBytes | None) -> Schedule:
+    def resolve(self, plan: Plan, ranks_per_node: int | None, backward_bytes: CountBytes | None = None) -> Schedule:
         if self.memory is None:
             return self
-        assert row_bytes is not None
-        least = self._bytes(plan, 1, row_bytes)
+        assert backward_bytes is not None
+        least = backward_bytes(Waves(1))
         if least > self.memory:
             raise ValueError(
                 f"waves have {self.memory} bytes of memory, but one owner at a time takes {least} bytes a rank in the backward pass: "
                 "give them more memory, or spread the sequence over more ranks"
             )
         widths = range(1, max(2, plan.world_size))
-        return Waves(bisect_right(widths, self.memory, key=lambda width: self._bytes(plan, width, row_bytes)))
+        return Waves(bisect_right(widths, self.memory, key=lambda width: backward_bytes(Waves(width))))
 
     def transfers(self, plan: Plan) -> list[Transfer]:
         found = []
@@ -156,30 +147,6 @@ class Waves(Schedule):
                 wave = 1 + (i // self.width if self.width else 0)
                 found.append(Transfer(owner, rank, owner, plan.needs(rank, owner), 0, wave, wave - 1))
         return _in_time(found)
-
-    def _bytes(self, plan: Plan, width: int, row_bytes: RowBytes) -> int:
-        """The most that a rank holds at a time in the backward pass.
-
-        K/V of this wave and of the one before or after it; dK/dV of this wave and of the one on its way home, and those that came home and
-        are yet to be added.
-        """
-        transfers = Waves(width).transfers(plan)
-        steps = 2 + max((t.into for t in transfers), default=0)
-        held = [[0] * (steps + 1) for _ in range(plan.world_size)]  # rows in buffers
-        home = [[0] * (steps + 1) for _ in range(plan.world_size)]  # rows that come home
-        for t in transfers:
-            held[t.dst][t.into] += len(t.rows)
-            home[t.src][t.into + 1] += len(t.rows)
-        most = 0
-        for mine, back in zip(held, home):
-            for step in range(1, steps):
-                waiting = sum(back[max(0, step - 1 - WAITING) : step])
-                # the oldest of these are added before others come, but for the last step, in which the rank's own are computed
-                added = back[step - 1 - WAITING] if WAITING < step < steps - 1 else 0
-                for kv, boxes in ((mine[step - 1], waiting), (mine[step + 1], waiting - added + back[step])):
-                    rows = mine[step] + mine[step - 1] + boxes
-                    most = max(most, row_bytes.kv * (mine[step] + kv) + row_bytes.grads * rows)
-        return most
 
     def __repr__(self) -> str:
         if self.memory is not None:
@@ -197,7 +164,7 @@ class DoubleRing(Schedule):
 
     ranks_per_node: int | None
 
-    def resolve(self, plan: Plan, ranks_per_node: int | None, row_bytes: RowBytes | None) -> Schedule:
+    def resolve(self, plan: Plan, ranks_per_node: int | None, backward_bytes: CountBytes | None = None) -> Schedule:
         size = ranks_per_node if self.ranks_per_node is None else self.ranks_per_node
         if size is None:
             raise ValueError(

@@ -10,6 +10,7 @@ import torch
 
 import ringattn as ra
 from ringattn.device import local, streams
+from ringattn.schedule.instructions import Stream
 from ringattn.transport import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -24,7 +25,7 @@ class Late(streams.InOrder):
 
     def __init__(self):
         self.waiting = []
-        self.current.lanes = self
+        self.current.streams = self
 
     @contextmanager
     def launch(self):
@@ -34,26 +35,27 @@ class Late(streams.InOrder):
 
     recording = False
 
-    def join(self):
-        for compute in self.waiting:
-            compute()
-        self.waiting.clear()
+    def fence(self, stream):
+        if stream is not Stream.LAUNCHES:
+            for compute in self.waiting:
+                compute()
+            self.waiting.clear()
 
     def __exit__(self, *exception):
-        self.join()
-        self.current.lanes = None
+        self.fence(Stream.CALLER)
+        self.current.streams = None
 
 
 @pytest.fixture
 def late(monkeypatch):
-    """Backward passes on `Late` lanes."""
+    """Backward passes on `Late` streams."""
     compute = local.backward
 
     def backward(*arguments, **options):
-        assert Late.current.lanes.recording
-        Late.current.lanes.waiting.append(lambda: compute(*arguments, **options))
+        assert Late.current.streams.recording
+        Late.current.streams.waiting.append(lambda: compute(*arguments, **options))
 
-    monkeypatch.setattr(local, "lanes", lambda *arguments: Late())
+    monkeypatch.setattr(local, "streams", lambda *arguments: Late())
     monkeypatch.setattr(local, "backward", backward)
 
 

@@ -16,7 +16,7 @@ import ringattn as ra
 from ringattn.device import local
 from ringattn.device.streams import InOrder, SideBySide
 from ringattn.runtime.groups import get_context
-from ringattn.schedule.program import make_steps
+from ringattn.schedule.program import compile_program
 from ringattn.transport import Peer
 from ringattn.transport.cuda_memory import CudaQueue
 from ringattn.transport.symmetric import SymmetricTransport
@@ -241,12 +241,12 @@ def beside(group, schedule):
     shapes = ((1, 2048, h, 128) for h in (8, 2, 2, 8))
     *leaves, dout = (torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16) for shape in shapes)
     leaves = [x.requires_grad_() for x in leaves]
-    make_lanes, compute = local.lanes, local.backward
+    make_streams, compute = local.streams, local.backward
     launches, kinds = itertools.count(), set()
 
     def gradients(make):
         out = ra.ring_attention(*leaves, layout=layout, group=symmetric, schedule=schedule)
-        with mock.patch.object(local, "lanes", make), mock.patch.object(local, "backward", late):
+        with mock.patch.object(local, "streams", make), mock.patch.object(local, "backward", late):
             return torch.autograd.grad(out, leaves, dout)
 
     def late(*arguments, **options):
@@ -255,7 +255,7 @@ def beside(group, schedule):
         compute(*arguments, **options)
 
     def seen(*arguments):
-        made = make_lanes(*arguments)
+        made = make_streams(*arguments)
         kinds.add(type(made))
         return made
 
@@ -271,7 +271,7 @@ def beside(group, schedule):
 def test_launches_side_by_side(nccl, world_size, schedule):
     """dk and dv are the same bits; dq is added in no fixed order in any case."""
     plan = ra.make_plan(ra.zigzag(2048 * world_size, world_size), ra.causal())
-    wanted = make_steps(schedule, plan, 0).side_by_side
+    wanted = compile_program(schedule, plan, 0).backward.side_by_side
     for (dq, dk, dv), kinds in nccl.run(world_size, beside, schedule):
         assert kinds == {SideBySide if wanted else InOrder}
         assert (dk, dv) == (0, 0)

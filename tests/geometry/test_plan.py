@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import ringattn as ra
 from ringattn.geometry.plan import Tiles, is_full, make_local_plan, merge_full, move_keys, spans_of
 from ringattn.runtime.context import Context
-from ringattn.schedule.program import make_steps
+from ringattn.schedule.program import compile_program
 from ringattn.transport import Alone, LoopbackTransport
 from ringattn.transport.loopback import _Mailboxes
 from tests.clock import one_sort
@@ -94,7 +94,8 @@ def test_the_steps_of_each_rank_cover_the_same_pairs(cases, schedule, data):
     rows = [rows_of(layout, plan, rank) for rank in range(layout.world_size)]
     for rank, queries in enumerate(rows):
         total = np.zeros((len(queries), layout.seq_len), dtype=int)
-        for step, part in enumerate(make_steps(schedule, plan, rank).forward):
+        for part in compile_program(schedule, plan, rank).forward.launches:
+            step = part.step
             buffer = [rows[rank]] if step == 0 else []
             buffer += [rows[t.owner][listed(t.rows)] for t in transfers if (t.dst, t.into) == (rank, step)]
             held = np.concatenate(buffer) if buffer else np.empty(0, dtype=int)
@@ -146,7 +147,7 @@ def test_shuffled_positions_have_few_tiles():
 def gathered(layout, mask, rank):
     """A rank's tiles with all that it fetches in one buffer."""
     plan = ra.make_plan(layout, mask)
-    return make_steps(ra.gather(), plan, rank).forward[1].tiles
+    return compile_program(ra.gather(), plan, rank).forward.launches[1].tiles
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
@@ -232,7 +233,7 @@ def test_planning_a_million_tokens_takes_less_than_three_sorts(name, schedule):
         start = time.thread_time()
         made = context.rank_attention(layout, mask, schedule)
         best = min(best, time.thread_time() - start)
-        assert len(made.steps.forward) > 0
+        assert made.program.forward.launches
     assert best < 3 * sort
 
 

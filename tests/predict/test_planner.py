@@ -23,7 +23,7 @@ from ringattn.predict.simulation import Option, Simulation, Workload, simulate
 from ringattn.runtime import passes
 from ringattn.runtime.context import Context
 from ringattn.runtime.ulysses import kv_copies, ring_layout
-from ringattn.schedule.program import make_steps
+from ringattn.schedule.schedules import gradient_transfers
 from ringattn.transport import Handle, run_ranks
 from ringattn.transport.loopback import LoopbackTransport
 from tests.allocation import Peak
@@ -52,15 +52,13 @@ def test_counts_are_those_of_the_steps(schedule, mask, u):
     n, gpus = 1003, 8
     world = Simulation(H200, Workload(n, 8, 4, 16, mask), gpus, 4, Option(schedule, u))
     plan = ra.make_plan(ring_layout(ra.default_layout(mask, n, gpus), u), mask)
-    steps = [make_steps(schedule, plan, rank) for rank in range(plan.world_size)]
-    forward = np.array([[step.tiles.pairs for step in of_rank.forward] for of_rank in steps]).T
-    backward = np.array([[step.tiles.pairs for step in of_rank.backward] for of_rank in steps]).T
-    assert np.array_equal(world.forward_pairs(), forward)
-    # the own pairs are halved at a row, which may not be exactly half
-    assert np.allclose(world.backward_pairs(), backward, atol=0.1 * plan.pairs().diagonal().max())
-    assert world.backward_pairs().sum() == backward.sum()
-    rows = [[(sum(len(m.slots) for m in s.sends), sum(len(m.slots) for m in s.grads_out)) for s in r.backward] for r in steps]
-    kv, grads = np.array(rows).sum(axis=1).T
+    transfers = schedule.transfers(plan)
+    kv, grads = np.zeros((2, plan.world_size))
+    np.add.at(kv, [t.src for t in transfers], [len(t.rows) for t in transfers])
+    for t in gradient_transfers(schedule, plan, transfers):
+        grads[t.src] += len(t.rows)
+    assert np.array_equal(world.forward_pairs.sum(axis=0), plan.pairs().sum(axis=1))
+    assert np.array_equal(world.backward_pairs.sum(axis=0), plan.pairs().sum(axis=1))
     d, item, swapped = 2 * 16, 2, 0
     heads = 4 * kv_copies(8, 4, u) // u
     if u > 1:
@@ -110,7 +108,7 @@ class Sent(Handle):
 def test_peak_is_what_a_backward_pass_allocates(ranks, mask, layout, monkeypatch):
     n, h, hk, d = 8192, 4, 1, 64
     layout = ra.default_layout(mask, n, ranks) if layout == "own" else getattr(ra, layout)(n, ranks)
-    monkeypatch.setattr(local, "lanes", lambda *args: InOrder())
+    monkeypatch.setattr(local, "streams", lambda *args: InOrder())
     monkeypatch.setattr(local, "query_sums", lambda q, score, dtype: Sums(q))
     monkeypatch.setattr(local, "backward", lambda queries, *args, **kwargs: [torch.empty(2 * queries.row_max.numel())].clear())
 
@@ -123,7 +121,7 @@ def test_peak_is_what_a_backward_pass_allocates(ranks, mask, layout, monkeypatch
             work = Context(transport).rank_attention(layout, mask, schedule)
             with Peak(q, dout, k, v) as peak:
                 queries = local.Queries(q, dout, *(torch.empty(1, h, rows) for _ in range(3)))
-                passes.backward(transport, work.steps, None, queries, k, v)
+                passes.backward(transport, work.program.backward, None, queries, k, v)
             return peak.peak - 2 * rows * (h + 2 * hk) * d
 
         world = Simulation(H200, Workload(n, h, hk, d, mask), ranks, 8, Option(schedule), layout)

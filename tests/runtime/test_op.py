@@ -120,11 +120,11 @@ def test_the_operators_keep_their_contract(mask, heads_first):
 
 def test_an_operator_of_local_tiles_keeps_its_contract():
     from ringattn.geometry.plan import make_local_plan
-    from ringattn.schedule.program import local_steps
+    from ringattn.schedule.program import local_program
 
     q, k, v = inputs(b=1, s=9, dtype=torch.float32)
     tiles, q_order, k_order = make_local_plan(torch.arange(9), torch.arange(9).flip(0), ra.causal(), 9)
-    run = LocalCall(RankAttention(Alone(), local_steps(tiles), q_order, k_order))
+    run = LocalCall(RankAttention(Alone(), local_program(tiles), q_order, k_order))
     torch.library.opcheck(FORWARD, (q, k, v, run.number, 0.3, True))
 
 

@@ -261,7 +261,7 @@ def test_what_a_call_costs_the_host(size, driver, monkeypatch):
     statistic = torch.ones(1, 4, tokens)
     monkeypatch.setattr(local, "forward", lambda *_, state, **__: state or (torch.zeros_like(dout), statistic + 1, statistic + 2))
     monkeypatch.setattr(local, "backward", lambda *_, **__: None)
-    monkeypatch.setattr(local, "lanes", lambda *_: SideBySide(torch.device("cuda", 0)))
+    monkeypatch.setattr(local, "streams", lambda *_: SideBySide(torch.device("cuda", 0)))
     mask, schedule, outs = ra.causal(), ra.ring(), []
 
     def forward():
