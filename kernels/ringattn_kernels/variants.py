@@ -1,6 +1,6 @@
 """Every compiled form of the kernels, and what each takes of the chip: registers, stack, spills, shared memory.
 
-    python -m ringattn_kernels.variants --jobs 8 > docs/kernel_resources.md
+    python -m ringattn_kernels.variants --jobs 8 > docs/lab/kernel_resources.md
 
 Nothing here needs a GPU: Triton compiles for an architecture by name, from the same arguments that a launch would pass.
 """

@@ -1,4 +1,4 @@
-"""What the pages quote exists: messages, files, headings and options."""
+"""What the pages quote exists: messages, files, headings and options. And no page takes longer to read than ten minutes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
 LAUNCH = (ROOT / "docs" / "launch.md").read_text()
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+LONGEST = 2600  # words of a page
 QUOTED = re.findall(r"```text\n(.*?)\n```", TROUBLES, re.DOTALL)
 
 
@@ -64,6 +65,10 @@ def test_messages_are_told_apart():
         assert not any(pattern.fullmatch(changed) for pattern in messages())
 
 
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
 def slugs(page: Path) -> set[str]:
     """The anchors of a page's headings; those of one name are numbered from the second on."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
@@ -73,7 +78,7 @@ def slugs(page: Path) -> set[str]:
     return {name + (f"-{names[:n].count(name)}" if name in names[:n] else "") for n, name in enumerate(names)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_and_links_lead_somewhere(page):
     text = page.read_text()
     for path in re.findall(r"\b(?:launch|examples|docs|tests|kernels|ringattn)/[\w./-]*\w", text):
@@ -90,7 +95,7 @@ PROGRAMS = {
     "-m ringattn": "ringattn/__main__.py",
     "-m ringattn_kernels.variants": "kernels/ringattn_kernels/variants.py",
     "examples/finetune_long_document.py": "examples/finetune_settings.py",
-    "launch/doctor.py": "launch/doctor_examination.py",
+    "launch/doctor": "launch/doctor/examination.py",
 }
 
 
@@ -100,29 +105,40 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     for quoted in re.findall(r"`([^`\n]+(?:\n[^`\n]+)*)`|^    (\S.*)$", text.replace("\\\n", " "), re.MULTILINE):
         line = " ".join("".join(quoted).split())
         for program, rest in re.findall(
-            r"(?:python|torchrun.*?) (-m [\w.]+|(?:launch|examples)/\w+\.py(?: (?=[a-z])\w+)?)([^#|]*)", line
+            r"(?:python|torchrun.*?) (-m [\w.]+|launch/bench(?: [a-z]\w*)?|launch/doctor|(?:launch/repo|examples)/\w+\.py)([^#|]*)",
+            line,
         ):
             found.append((program, re.findall(r"(?<![\w-])--[a-z][\w-]*", rest.split(" -- ")[0])))
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_programs_take_the_options_that_commands_give_them(page):
     for program, options in commands(page.read_text()):
-        path, _, command = program.partition(" ")
-        source = f"launch/bench_{command}.py" if path == "launch/bench.py" else PROGRAMS.get(program, path)
+        source = sources(program) if options else ""
         for option in options:
-            assert f'"{option}"' in (ROOT / source).read_text(), (program, option)
+            assert f'"{option}"' in source, (program, option)
+
+
+def sources(program: str) -> str:
+    """The text of the files that define a program's options."""
+    path, _, command = program.partition(" ")
+    if path == "launch/bench":
+        files = [ROOT / path / f"{command or '__main__'}.py", *(ROOT / path / "shared").glob("*.py")]
+    else:
+        files = [ROOT / PROGRAMS.get(program, path)]
+    return "".join(file.read_text() for file in files)
 
 
 def test_commands_are_read_with_their_options():
-    text = "first `python launch/bench.py ring --tokens 8 \\\n --trace`\n\n    python -m ringattn plan --gpus 8 -- --more\n"
-    assert commands(text) == [("launch/bench.py ring", ["--tokens", "--trace"]), ("-m ringattn", ["--gpus"])]
+    text = "first `python launch/bench ring --tokens 8 \\\n --trace`\n\n    python -m ringattn plan --gpus 8 -- --more\n"
+    assert commands(text) == [("launch/bench ring", ["--tokens", "--trace"]), ("-m ringattn", ["--gpus"])]
+    assert commands("`launch/jobs/torchrun.sh launch/doctor --json a`") == [("launch/doctor", ["--json"])]
     assert sum(len(commands(page.read_text())) for page in PAGES) > 30
 
 
 def test_options_that_are_quoted_exist():
-    sources = "".join(path.read_text() for path in (ROOT / "launch").glob("*") if path.is_file())
+    texts = "".join(path.read_text() for path in (ROOT / "launch").glob("**/*") if path.suffix in (".py", ".sh"))
     theirs = {
         "--nodes",
         "--ntasks-per-node",
@@ -135,4 +151,23 @@ def test_options_that_are_quoted_exist():
         "--help",
     }
     for option in set(re.findall(r"(?<![\w-])--[a-z][\w-]*", TROUBLES + LAUNCH)) - theirs:
-        assert f'"{option}"' in sources or f"{option} " in sources, option
+        assert f'"{option}"' in texts or f"{option} " in texts, option
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=name_of)
+def test_a_page_is_read_in_ten_minutes(page):
+    if page.name != "api.md":  # to look things up in
+        assert len(page.read_text().split()) <= LONGEST
+
+
+def paragraphs(text: str) -> list[list[str]]:
+    """The lines of each paragraph, without code blocks, tables and headings."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    found = [block.strip("\n").split("\n") for block in re.split(r"\n\s*\n", text)]
+    return [lines for lines in found if not lines[0].startswith(("|", "#", "    "))]
+
+
+def test_paragraphs_of_the_readme_are_short():
+    assert paragraphs("# a\n\nb\nc\n\n| d |\n\n```python\ne\n\nf\n```\n\n    g\n") == [["b", "c"]]
+    for lines in paragraphs((ROOT / "README.md").read_text()):
+        assert len(lines) <= 4, lines[0]
