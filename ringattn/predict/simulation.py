@@ -94,7 +94,9 @@ class Prediction:
     sent: float  # forward and backward
     sent_between_nodes: float
     peak: float  # beyond inputs, output and gradients
-    forward_steps: tuple[StepTime, ...]  # of a smaller world where figures are continued
+    gpus: int  # that were simulated, and the work they did: smaller than asked for where figures are continued
+    work: Workload
+    forward_steps: tuple[StepTime, ...]
     backward_steps: tuple[StepTime, ...]
 
     @property
@@ -127,6 +129,8 @@ def simulate(machine: Machine, work: Workload, gpus: int, gpus_per_node: int, op
         sent=float(sent.sum(axis=1).max()),
         sent_between_nodes=float(sent[:, 1].max()),
         peak=world.peak_bytes(),
+        gpus=gpus,
+        work=work,
         forward_steps=forward.steps,
         backward_steps=backward.steps,
     )

@@ -20,12 +20,12 @@ def need_figures() -> Any:
 
 
 def draw(prediction: Prediction, path: str | Path) -> None:
-    """The steps of a forward and a backward pass, of the rank that ends last, saved by the path's suffix, a PNG without one.
+    """The steps of a forward and a backward pass, of the rank that ends last. The path's suffix chooses the format, PNG without one.
 
     Raises ValueError if matplotlib is not installed, or does not know the suffix.
     """
     Figure = need_figures()
-    figure = Figure(figsize=(11, 4.6), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(11, 4.8), layout="constrained", facecolor="white")
     passes = ("forward", prediction.forward_steps), ("backward", prediction.backward_steps)
     for axes, (name, steps) in zip(figure.subplots(2), passes):
         begin = 0.0
@@ -35,12 +35,30 @@ def draw(prediction: Prediction, path: str | Path) -> None:
             axes.broken_barh([(ms[0] + ms[1], ms[3] - ms[1])], (1.1, 0.8), color=_WAIT, alpha=0.35, linewidth=0)
             axes.broken_barh([(ms[0], ms[2])], (0.1, 0.8), color=_TRANSFER, edgecolor="white", linewidth=0.5)
             begin += step.total
-        axes.set(xlim=(0, 1e3 * begin), ylim=(0, 2), yticks=(0.5, 1.5), yticklabels=("links", "compute"), ylabel=name)
+        axes.set(xlim=(0, 1e3 * begin), ylim=(0, 2), yticks=(0.5, 1.5), yticklabels=("messages", "launches"))
+        axes.set_title(f"{name} pass, {1e3 * begin:.1f} ms", loc="left", color=_INK, fontsize=10)
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
         axes.tick_params(length=0, colors=_INK, labelsize=9)
-        axes.set_xlabel("milliseconds", color=_INK)
-    figure.suptitle(
-        f"{prediction.option}: blue computes, orange moves, pink is exposed communication (predicted)", color=_INK, fontsize=11
+    axes.set_xlabel("milliseconds since the pass began, on the GPU that ends last", color=_INK)
+    figure.suptitle(_title(prediction), color=_INK, fontsize=12)
+    figure.legend(
+        handles=[_patch(_COMPUTE, "computes"), _patch(_TRANSFER, "moves"), _patch(_WAIT, "waits for messages", alpha=0.35)],
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+        fontsize=9,
     )
     figure.savefig(path, dpi=140, format=Path(path).suffix[1:] or "png")
+
+
+def _title(prediction: Prediction) -> str:
+    """The schedule, the GPUs, the tokens and the mask."""
+    gpus, work = prediction.gpus, prediction.work
+    return f"{prediction.option}: {gpus:,} GPU{'s' * (gpus > 1)}, {work.tokens:,} token{'s' * (work.tokens > 1)}, {work.mask!r} (predicted)"
+
+
+def _patch(colour: str, label: str, alpha: float = 1.0) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(color=colour, label=label, alpha=alpha, linewidth=0)

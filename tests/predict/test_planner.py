@@ -389,6 +389,15 @@ def test_a_timeline_lies_where_it_is_said_to(tmp_path, capsys):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_timeline_says_of_what_it_is():
+    assert timeline._title(predict(H200, CAUSAL, 8, 8, Option(ra.ring()))) == (
+        "ring(): 8 GPUs, 65,536 tokens, causal() (predicted)"
+    )
+    # a large ring is drawn by the smaller one that stands for it
+    large = predict(H200, replace(CAUSAL, tokens=1 << 20), 128, 8, Option(ra.ring()))
+    assert timeline._title(large).startswith(f"ring(): 32 GPUs, {(1 << 20) // 4:,} tokens")
+
+
 def test_a_timeline_needs_matplotlib(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match="a timeline needs matplotlib, which is not installed: pip install matplotlib"):
