@@ -125,8 +125,8 @@ def ring_attention(
         if context.ranks.size > 1:
             refuse(context.ranks, error)
         raise
-    run = RingCall(context, layout, mask, schedule)
-    out, *stats = attention(q, k, v, run.number, scale)
+    call = RingCall(context, layout, mask, schedule)
+    out, *stats = attention(q, k, v, call.number, scale)
     return (out, Stats(*stats)) if return_stats else out
 
 
@@ -160,5 +160,5 @@ def attend(
     keys = check.positions("k_positions", k_positions, k.shape[1], "k")
     seq_len = max([mask.min_length] + [int(p.max()) + 1 for p in (queries, keys) if len(p)])
     tiles, q_order, k_order = make_local_plan(queries, keys, mask, seq_len)
-    run = LocalCall(RankAttention(Alone(), local_program(tiles), q_order, k_order))
-    return Partial(*attention(q, k, v, run.number, scale))
+    call = LocalCall(RankAttention(Alone(), local_program(tiles), q_order, k_order))
+    return Partial(*attention(q, k, v, call.number, scale))

@@ -42,9 +42,9 @@ def delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
 
 
 def query_sums(q: torch.Tensor, score: Score, dtype: torch.dtype) -> QuerySums:
-    """What the launches of one backward pass with q add dQ to; `finish(dtype)` gives it, once.
+    """The sums that the launches of one backward pass add dQ to; `finish(dtype)` gives dQ, once.
 
-    dtype: fp32 (fp64), or, for a single launch, the one that dQ will have.
+    dtype: fp32 (fp64); or, for a pass of a single launch, the dtype of dQ.
     """
     if q.is_cuda:
         import ringattn_kernels
@@ -56,7 +56,7 @@ def query_sums(q: torch.Tensor, score: Score, dtype: torch.dtype) -> QuerySums:
 def streams(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, program: Pass) -> Streams:
     """Where the instructions of a backward pass run. Launches run side by side where the kernels that run add to dq in any order.
 
-    k, v: the rank's own, as a launch is given them; others' K/V are new tensors of the same kind.
+    k, v: the rank's own, as a launch gets them; K/V of other ranks come in tensors of the same kind.
     """
     if isinstance(dq, blocked.QuerySums) or not program.side_by_side:
         return InOrder()
@@ -67,7 +67,7 @@ def streams(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, p
 
     if look_up_backward(queries.q, k, v, queries.dout, tiles.kernel_table) != Kernels.HOPPER_FUSED:
         return InOrder()
-    # made before all of them
+    # on the caller's stream, before all launches
     dq.permuted()
     dq.prepared((queries.row_max, queries.row_sum, queries.delta))
     return SideBySide(queries.q.device)
@@ -87,7 +87,7 @@ def backward(
 ) -> None:
     """Adds the gradients of the tiles' pairs to dq, dk and dv, in place. See `blocked.backward`.
 
-    With add=False, overwrites all of dk and dv, of any dtype, whatever they held; dq is added to nevertheless.
+    With add=False, dk and dv, of any dtype, are overwritten. dq is added to in any case.
     """
     scale = score.softmax_scale
     if not len(tiles):

@@ -278,6 +278,6 @@ def _coverage_problem(seq_len: int, shards: tuple[Spans, ...]) -> str | None:
     stride = common_stride(*shards)
     fine = [piece for part in shards for piece in refine(part, stride)[0]]
     rows = np.array([(piece.start % stride, piece.start, piece.stop) for piece in fine], dtype=np.int64).reshape(-1, 3)
-    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-    twice = (rows[1:, 0] == rows[:-1, 0]) & (rows[1:, 1] < rows[:-1, 2])
-    return f"position {rows[1:][twice][0, 1]} is held twice" if twice.any() else None
+    residue, start, stop = rows[np.lexsort((rows[:, 1], rows[:, 0]))].T
+    twice = (residue[1:] == residue[:-1]) & (start[1:] < stop[:-1])
+    return f"position {start[1:][twice][0]} is held twice" if twice.any() else None

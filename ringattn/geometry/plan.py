@@ -27,6 +27,8 @@ from .span import Span, Spans, common_stride, fold, refine, span_table
 if TYPE_CHECKING:
     from ringattn_kernels import TileTable
 
+# columns of a table of tiles
+_KEYS, _BAND = slice(2, 4), slice(4, 6)  # k_begin and k_end; lo and hi
 # rows between needed ones that move along: fewer would cost more to leave out, for a copy would gather the others
 _GAP = 64
 
@@ -54,7 +56,7 @@ class Tiles:
 
     def of_keys(self, begin: int, end: int) -> Tiles:
         """The part of the tiles that lies in rows [begin, end) of the buffer, over these rows."""
-        k_begin, k_end = np.clip(self.table[:, 2:4].T, begin, end) - begin
+        k_begin, k_end = np.clip(self.table[:, _KEYS].T, begin, end) - begin
         q_begin, q_end, _, _, lo, hi = self.table.T
         *table, live = trim(q_begin, q_end, k_begin, k_end, lo + begin, hi + begin)
         return Tiles(np.stack(table, axis=1)[live], self.q_rows, end - begin)
@@ -101,7 +103,7 @@ class Plan:
         apart = max(self.lengths) + _GAP + 1
         pairs = len(self.starts) - 1
         base = apart * np.repeat(np.arange(pairs), np.diff(self.starts))
-        ranges = joined(self.table[:, 2:4] + base[:, None], _GAP)
+        ranges = joined(self.table[:, _KEYS] + base[:, None], _GAP)
         cuts = np.searchsorted(ranges[:, 0], apart * np.arange(pairs + 1))
         return [Rows(ranges[a:b] - apart * pair) for pair, (a, b) in enumerate(pairwise(cuts.tolist()))]
 
@@ -167,16 +169,18 @@ def move_keys(tiles: Table, rows: Rows, base: int) -> Table:
     """Tiles over an owner's rows as tiles over a buffer that holds `rows` of it one after the other from row `base` on."""
     if not len(tiles):
         return tiles
-    shift = base + rows.rank_of(tiles[:, 2]) - tiles[:, 2]
+    k_begin = tiles[:, _KEYS][:, 0]
+    shift = base + rows.rank_of(k_begin) - k_begin
     out = tiles.copy()
-    out[:, 2:4] += shift[:, None]
-    out[:, 4:6] -= shift[:, None]
+    out[:, _KEYS] += shift[:, None]
+    out[:, _BAND] -= shift[:, None]
     return out
 
 
 def is_full(tiles: Table) -> np.ndarray:
     """Which tiles are wholly live."""
-    return (tiles[:, 4] <= tiles[:, 0] - tiles[:, 3] + 1) & (tiles[:, 5] >= tiles[:, 1] - 1 - tiles[:, 2])
+    q_begin, q_end, k_begin, k_end, lo, hi = tiles.T
+    return (lo <= q_begin - k_end + 1) & (hi >= q_end - 1 - k_begin)
 
 
 def merge_full(tiles: Table) -> Table:

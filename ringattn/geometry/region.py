@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 Table: TypeAlias = NDArray[Any]  # int64
 
-FIELDS = 7
+# columns of a table
+Q_START, Q_STOP, K_START, K_STOP, LO, HI, STRIDE = range(7)
 _PAIRS_AT_ONCE = 1 << 22
 
 
@@ -40,7 +41,7 @@ class Region:
 
 def table(regions: list[Region]) -> Table:
     """The regions as rows of an (n, 7) int64 array."""
-    return np.array([astuple(region) for region in regions], dtype=np.int64).reshape(-1, FIELDS)
+    return np.array([astuple(region) for region in regions], dtype=np.int64).reshape(-1, STRIDE + 1)
 
 
 def tighten(regions: Table) -> Table:
@@ -86,13 +87,13 @@ def trim(q_begin: Table, q_end: Table, k_begin: Table, k_end: Table, lo: Table, 
 def clip(regions: Table, seq_len: int) -> Table:
     """The regions inside a sequence of `seq_len` positions."""
     out = regions.copy()
-    out[:, [1, 3]] = np.minimum(out[:, [1, 3]], seq_len)
+    out[:, [Q_STOP, K_STOP]] = np.minimum(out[:, [Q_STOP, K_STOP]], seq_len)
     return tighten(out)
 
 
 def common_stride(*tables: Table) -> int:
     """The least stride of which the strides of all the tables' regions are divisors."""
-    return lcm(1, *(int(s) for t in tables for s in np.unique(t[:, 6])))
+    return lcm(1, *(int(s) for t in tables for s in np.unique(t[:, STRIDE])))
 
 
 def intersect(a: Table, b: Table) -> Table:
@@ -158,30 +159,30 @@ def _ramp(n: Table) -> Table:
 def _lift(regions: Table, stride: int) -> Table:
     """The same pairs as regions of one stride, a multiple of each region's own."""
     pieces = []
-    for own in np.unique(regions[:, 6]):
-        part = regions[regions[:, 6] == own]
+    for own in np.unique(regions[:, STRIDE]):
+        part = regions[regions[:, STRIDE] == own]
         steps = own * np.arange(stride // own)
         q_shift, k_shift = (x.ravel() for x in np.meshgrid(steps, steps, indexing="ij"))
         out = np.repeat(part, len(q_shift), axis=0)
-        out[:, 0] += np.tile(q_shift, len(part))
-        out[:, 2] += np.tile(k_shift, len(part))
-        out[:, 6] = stride
+        out[:, Q_START] += np.tile(q_shift, len(part))
+        out[:, K_START] += np.tile(k_shift, len(part))
+        out[:, STRIDE] = stride
         pieces.append(tighten(out) if stride != own else out)
     return np.concatenate(pieces) if pieces else regions
 
 
 def _overlap(a: Table, b: Table) -> NDArray[np.bool_]:
     """Whether regions of one stride may share a pair (their boxes, bands and residues meet), broadcast."""
-    stride = b[..., 6]
+    stride = b[..., STRIDE]
     return (
-        (a[..., 0] < b[..., 1])
-        & (b[..., 0] < a[..., 1])
-        & (a[..., 2] < b[..., 3])
-        & (b[..., 2] < a[..., 3])
-        & (a[..., 4] <= b[..., 5])
-        & (b[..., 4] <= a[..., 5])
-        & ((a[..., 0] - b[..., 0]) % stride == 0)
-        & ((a[..., 2] - b[..., 2]) % stride == 0)
+        (a[..., Q_START] < b[..., Q_STOP])
+        & (b[..., Q_START] < a[..., Q_STOP])
+        & (a[..., K_START] < b[..., K_STOP])
+        & (b[..., K_START] < a[..., K_STOP])
+        & (a[..., LO] <= b[..., HI])
+        & (b[..., LO] <= a[..., HI])
+        & ((a[..., Q_START] - b[..., Q_START]) % stride == 0)
+        & ((a[..., K_START] - b[..., K_START]) % stride == 0)
     )
 
 
@@ -189,7 +190,10 @@ def _meet(a: Table, b: Table) -> Table:
     """Intersection, row by row, of regions of one stride and residue."""
     starts = np.maximum(a, b)
     stops = np.minimum(a, b)
-    return np.stack([starts[:, 0], stops[:, 1], starts[:, 2], stops[:, 3], starts[:, 4], stops[:, 5], a[:, 6]], axis=1)
+    return np.stack(
+        [starts[:, Q_START], stops[:, Q_STOP], starts[:, K_START], stops[:, K_STOP], starts[:, LO], stops[:, HI], a[:, STRIDE]],
+        axis=1,
+    )
 
 
 def _without(a: Table, region: Table) -> Table:
@@ -203,21 +207,21 @@ def _without(a: Table, region: Table) -> Table:
 
     def realigned(base: Table, field: int, value: Table) -> Table:
         # the first position >= value of the region's residue
-        return cut(base, field, value + (base[:, field] - value) % base[:, 6])
+        return cut(base, field, value + (base[:, field] - value) % base[:, STRIDE])
 
     inner = a.copy()
-    inner[:, :2] = common[:, :2]
+    inner[:, Q_START:K_START] = common[:, Q_START:K_START]
     core = inner.copy()
-    core[:, :4] = common[:, :4]
+    core[:, Q_START:LO] = common[:, Q_START:LO]
     return tighten(
         np.concatenate(
             [
-                cut(a, 1, common[:, 0]),
-                realigned(a, 0, common[:, 1]),
-                cut(inner, 3, common[:, 2]),
-                realigned(inner, 2, common[:, 3]),
-                cut(core, 5, common[:, 4] - 1),
-                cut(core, 4, common[:, 5] + 1),
+                cut(a, Q_STOP, common[:, Q_START]),
+                realigned(a, Q_START, common[:, Q_STOP]),
+                cut(inner, K_STOP, common[:, K_START]),
+                realigned(inner, K_START, common[:, K_STOP]),
+                cut(core, HI, common[:, LO] - 1),
+                cut(core, LO, common[:, HI] + 1),
             ]
         )
     )

@@ -23,9 +23,17 @@ class Rows:
     def span(cls, begin: int, end: int) -> Rows:
         return cls(np.array([[begin, end]], dtype=np.int64))
 
+    @property
+    def _begins(self) -> Table:
+        return self.ranges[:, 0]
+
+    @cached_property
+    def _sizes(self) -> Table:
+        return self.ranges[:, 1] - self.ranges[:, 0]
+
     @cached_property
     def _count(self) -> int:
-        return int((self.ranges[:, 1] - self.ranges[:, 0]).sum())
+        return int(self._sizes.sum())
 
     @cached_property
     def _only(self) -> tuple[int, int] | None:
@@ -52,25 +60,25 @@ class Rows:
 
     def contains(self, rows: np.ndarray) -> np.ndarray:
         """Which of `rows` are in the set."""
-        at = np.searchsorted(self.ranges[:, 0], rows, side="right") - 1
+        at = np.searchsorted(self._begins, rows, side="right") - 1
         return (at >= 0) & (rows < self.ranges[np.maximum(at, 0), 1]) if len(self.ranges) else np.zeros(len(rows), bool)
 
     def rank_of(self, rows: np.ndarray) -> np.ndarray:
         """Where each of `rows`, all in the set, stands among them."""
-        before = np.concatenate([[0], np.cumsum(self.ranges[:, 1] - self.ranges[:, 0])[:-1]])
-        at = np.searchsorted(self.ranges[:, 0], rows, side="right") - 1
-        return before[at] + rows - self.ranges[at, 0]
+        before = np.concatenate([[0], np.cumsum(self._sizes)[:-1]])
+        at = np.searchsorted(self._begins, rows, side="right") - 1
+        return before[at] + rows - self._begins[at]
 
     def within(self, outer: Rows) -> Rows:
         """This set, a subset of `outer`, as rows of a buffer that holds `outer`'s rows one after the other."""
-        begin = outer.rank_of(self.ranges[:, 0])
-        return Rows(np.stack([begin, begin + self.ranges[:, 1] - self.ranges[:, 0]], axis=1))
+        begin = outer.rank_of(self._begins)
+        return Rows(np.stack([begin, begin + self._sizes], axis=1))
 
     def cut(self, parts: int) -> list[Rows]:
         """These rows in order as at most so many sets of about equal size, none of them empty."""
         if parts == 1:
             return [self] if len(self) else []
-        sizes = self.ranges[:, 1] - self.ranges[:, 0]
+        sizes = self._sizes
         before = np.cumsum(sizes) - sizes
         bounds = len(self) * np.arange(parts + 1) // parts
         pieces = [

@@ -11,7 +11,7 @@ from math import lcm
 
 import numpy as np
 
-from .region import Table, trim
+from .region import HI, K_START, K_STOP, LO, Q_START, Q_STOP, STRIDE, Table, trim
 
 
 @dataclass(frozen=True)
@@ -73,24 +73,24 @@ def fold(queries: Table, keys: Table, regions: Table, stride: int) -> tuple[Tabl
     Returns (n, 6) int64 tiles trimmed to their live bounding boxes, and the query span and key span of each.
     """
     # query spans x regions that meet
-    q_last = queries[:, 0] + stride * (queries[:, 1] - 1)
-    g = regions[:, 6]
-    meets = (queries[:, None, 0] < regions[:, 1]) & (q_last[:, None] >= regions[:, 0])
+    q_start, q_length, _ = queries.T
+    q_last = q_start + stride * (q_length - 1)
+    meets = (q_start[:, None] < regions[:, Q_STOP]) & (q_last[:, None] >= regions[:, Q_START])
     if stride > 1:
-        meets &= (queries[:, None, 0] - regions[:, 0]) % g == 0
+        meets &= (q_start[:, None] - regions[:, Q_START]) % regions[:, STRIDE] == 0
     q_of, r_of = np.nonzero(meets)
     part = regions[r_of]
-    k_min = np.maximum(part[:, 2], np.maximum(queries[q_of, 0], part[:, 0]) - part[:, 5])
-    k_max = np.minimum(part[:, 3] - 1, np.minimum(q_last[q_of], part[:, 1] - 1) - part[:, 4])
+    k_min = np.maximum(part[:, K_START], np.maximum(q_start[q_of], part[:, Q_START]) - part[:, HI])
+    k_max = np.minimum(part[:, K_STOP] - 1, np.minimum(q_last[q_of], part[:, Q_STOP] - 1) - part[:, LO])
     # times key spans that meet
     pieces = list(_pairs_that_meet(k_min, k_max, part, keys, stride))
     index = np.concatenate([piece[0] for piece in pieces]) if pieces else np.empty(0, dtype=np.int64)
     k_of = np.concatenate([piece[1] for piece in pieces]) if pieces else index
     q_start, q_length, q_row = queries[q_of].T
     # columns of what is known of query spans and regions, then of each tile
-    i0 = q_row + np.maximum(0, -((q_start - part[:, 0]) // stride))
-    i1 = q_row + np.minimum(q_length, -((q_start - part[:, 1]) // stride))
-    known = np.stack([q_of, i0, i1, q_row, q_start - part[:, 4], part[:, 5] - q_start, part[:, 2], part[:, 3]])
+    i0 = q_row + np.maximum(0, -((q_start - part[:, Q_START]) // stride))
+    i1 = q_row + np.minimum(q_length, -((q_start - part[:, Q_STOP]) // stride))
+    known = np.stack([q_of, i0, i1, q_row, q_start - part[:, LO], part[:, HI] - q_start, part[:, K_START], part[:, K_STOP]])
     q_of, i0, i1, q_row, low, high, k_begin, k_end = known.take(index, axis=1)
     k_start, k_length, k_row = np.ascontiguousarray(keys.T).take(k_of, axis=1)
     j0 = np.maximum(0, -((k_start - k_begin) // stride))
@@ -103,12 +103,13 @@ def fold(queries: Table, keys: Table, regions: Table, stride: int) -> tuple[Tabl
 
 
 def _pairs_that_meet(k_min: Table, k_max: Table, part: Table, keys: Table, stride: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    k_last = keys[:, 0] + stride * (keys[:, 1] - 1)
+    k_start, k_length, _ = keys.T
+    k_last = k_start + stride * (k_length - 1)
     step = max(1, (1 << 24) // max(1, len(keys)))
     for first in range(0, len(part), step):
         block = slice(first, first + step)
-        meets = (keys[:, 0] <= k_max[block, None]) & (k_last >= k_min[block, None])
+        meets = (k_start <= k_max[block, None]) & (k_last >= k_min[block, None])
         if stride > 1:
-            meets &= (keys[:, 0] - part[block, 2, None]) % part[block, 6, None] == 0
+            meets &= (k_start - part[block, K_START, None]) % part[block, STRIDE, None] == 0
         rows, columns = np.nonzero(meets)
         yield rows + first, columns

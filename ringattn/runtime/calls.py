@@ -1,6 +1,6 @@
-"""Calls: what attention needs besides tensors, each known to the operators of `op.py` by a number.
+"""Calls: what a call of attention needs besides tensors. The operators of `op.py` know each by a number.
 
-A run lives for a call and its backward pass, or, in a compiled graph, as long as the group.
+A call lives until its backward pass has run or, in a compiled graph, as long as the group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .rank_attention import RankAttention
 
 
 class Call(ABC):
-    """What an operator needs besides tensors; `number` finds it while it is alive. `final`: out is to be in q's dtype."""
+    """What an operator needs besides tensors; `number` finds it while it is alive. `final`: out gets q's dtype."""
 
     final: bool
 
@@ -42,12 +42,12 @@ class Call(ABC):
     def rank_attention(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> RankAttention:
         """What this rank does for a sequence of that length."""
 
-    def check_backward(self, captured: bool, forward_captured: bool) -> None:  # noqa: B027 - alone, a rank may capture what it likes
-        """Raise ValueError if one pass alone is captured, of which other ranks do not hear."""
+    def check_backward(self, captured: bool, forward_captured: bool) -> None:  # noqa: B027 - a rank alone may capture either
+        """Raise ValueError if only one of the passes is captured in a CUDA graph: the other ranks are not told in the backward pass."""
 
 
 class LocalCall(Call):
-    """Tiles of one device, without communication."""
+    """Attention over tiles of one device, without communication."""
 
     final = False
 
@@ -63,7 +63,7 @@ class LocalCall(Call):
 
 
 class RingCall(Call):
-    """A group's ranks, a mask, and a layout and a schedule or None for the defaults."""
+    """A group's ranks, a mask, a layout and a schedule (None: the default)."""
 
     final = True
 
@@ -93,7 +93,7 @@ class RingCall(Call):
             if captured and ranks.size > 1 and not self.context.has_facts((*key, False)):
                 raise ValueError(
                     "this call is captured in a CUDA graph, and the first of its kind: make the same call once before, with its backward "
-                    "pass if it has one, for kernels, tables and the memory that ranks share are made in it"
+                    "pass if it has one, which makes the kernels, the tables and the memory that ranks share"
                 )
             facts = self.context.facts((*key, captured), lambda: self._checked(q, k, v, softmax_scale, needs_grad, captured))
         except ValueError as error:
@@ -124,7 +124,7 @@ class RingCall(Call):
     def _checked(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool, captured: bool
     ) -> Facts:
-        """What must be equal on all ranks, of input that this one does not refuse."""
+        """Check this rank's input; return what must be equal on all ranks."""
         layout, mask = self.layout, self.mask
         ranks, hybrid = self.context.ranks, self.context.hybrid
         check.fit(q, k, v)
@@ -157,14 +157,14 @@ class RingCall(Call):
 
 @constant
 def compiled_call(group: tuple[str, ...], layout: str | None, mask: str | None, schedule: str | None) -> int:
-    """The number of a `RingCall` given by a group's names and digests (None: the defaults), kept as long as the group.
+    """The number of the `RingCall` of a group's names and of digests (None: the defaults). It is kept as long as the group.
 
-    torch.compile calls it while it traces and puts the number into the graph. It follows from the arguments, so that graphs of
-    equal calls are equal, in caches too.
+    torch.compile calls this while it traces, and puts the number into the graph. The number follows from the arguments, so that equal
+    calls give equal graphs, in compile caches too.
     """
     context = named_context(group)
     text = repr((group, layout, mask, schedule)).encode()
-    # above all numbers of other runs, below the greatest int64
+    # above all numbers of other calls, and within int64
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2 | 1 << 62
     live = causal() if mask is None else find(mask)
     context.compiled[number] = RingCall(context, find(layout), live, find(schedule), number=number)
@@ -172,13 +172,13 @@ def compiled_call(group: tuple[str, ...], layout: str | None, mask: str | None, 
 
 
 def find_call(number: int) -> Call:
-    """The run with a number. Raises ValueError if it is gone."""
-    run = _calls.get(number)
-    if run is None:
+    """The call with a number. Raises ValueError if it is gone."""
+    call = _calls.get(number)
+    if call is None:
         raise ValueError(
             "attention was compiled for a process group that is gone: call torch.compiler.reset() after making a new one"
         )
-    return run
+    return call
 
 
 _numbers = itertools.count()

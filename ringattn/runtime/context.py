@@ -24,7 +24,7 @@ _KEPT = 64
 
 
 class Context:
-    """A group's ranks, the transport of their ring, and what was found and made for them, newest kept."""
+    """A group's ranks, the transport of their ring, and the latest of what was found and made for them."""
 
     def __init__(self, ranks: Transport | Hybrid) -> None:
         self.ranks: Ranks = ranks
@@ -33,10 +33,10 @@ class Context:
         self._facts: OrderedDict[tuple, Facts] = OrderedDict()
         self._attentions: OrderedDict[tuple[str, str, str | None, RowBytes | None], RankAttention] = OrderedDict()
         self._layouts: OrderedDict[tuple[str, int], Layout] = OrderedDict()
-        self.compiled: dict[int, object] = {}  # what compiled graphs find by number, see run.py
+        self.compiled: dict[int, object] = {}  # the calls of compiled graphs, which `calls.py` finds by number
 
     def facts(self, key: tuple, check: Callable[[], Facts]) -> Facts:
-        """The facts of calls with this key, which tells all that they and their checks depend on; checked once."""
+        """The facts of calls with this key, checked once. The key holds everything that the facts and their checks depend on."""
         return _kept(self._facts, key, check)
 
     def has_facts(self, key: tuple) -> bool:
@@ -77,8 +77,8 @@ class Context:
 
 
 def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
-    """The cache's value for a key, made if need be; the least recently used goes when the cache is full."""
-    # threads may share a cache, that of no group for one: each step leaves it whole
+    """The cache's value for a key, made if missing. A full cache drops its least recently used value."""
+    # threads may share a cache (such as that of no group), so each line leaves it valid
     value = cache.pop(key, None)
     if value is None:
         value = make()

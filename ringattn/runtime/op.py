@@ -1,8 +1,8 @@
 """Attention as two operators of torch, `ringattn::forward` and `ringattn::backward`.
 
-To torch.compile, selective checkpointing and fake tensors each is one call whose result has a known shape; what happens inside,
-from the ranks' agreement to the last hop, is theirs alone. Operators take tensors and numbers; all else is a `Call`, found by its
-number.
+torch.compile, selective checkpointing and fake tensors see each operator as one call whose result has a known shape. They see nothing of
+what happens inside, from the ranks' agreement to the last hop. Operators take tensors and numbers only, so all else is a `Call`, found by
+its number.
 
 Shapes: b batch, s local tokens, h query heads, hk key/value heads, d head dim, d_v value head dim.
 """
@@ -21,25 +21,26 @@ from .calls import find_call
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: int, softmax_scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: int, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out (b, s, h, d_v), row_max and row_sum (b, h, s) of the `Call` with a number: differentiable."""
+    """out (b, s, h, d_v), row_max and row_sum (b, h, s) of the `Call` with the number `call`. Differentiable."""
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    out, row_max, row_sum, _ = FORWARD(q, k, v, run, softmax_scale, needs_grad)
+    out, row_max, row_sum, _ = FORWARD(q, k, v, call, softmax_scale, needs_grad)
     return out, row_max, row_sum
 
 
 _library = torch.library.Library("ringattn", "DEF")
-# torch.compile's own CUDA graphs leave them out: ranks agree in every call, and what is made in the first call lives on (torch 2.8 on)
+# keeps the operators out of the CUDA graphs that torch.compile makes (torch 2.8 on): ranks must agree in every call, and what the first
+# call makes must outlive the graph's memory
 _TAGS = [torch.Tag.pt2_compliant_tag, *([torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else [])]
 _library.define(
-    "forward(Tensor q, Tensor k, Tensor v, int run, float softmax_scale, bool needs_grad)"
+    "forward(Tensor q, Tensor k, Tensor v, int call, float softmax_scale, bool needs_grad)"
     " -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor seq_len)",
     tags=_TAGS,
 )
 _library.define(
     "backward(Tensor? dout, Tensor? drow_sum, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, Tensor row_sum,"
-    " Tensor seq_len, int run, float softmax_scale) -> (Tensor dq, Tensor dk, Tensor dv)",
+    " Tensor seq_len, int call, float softmax_scale) -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=_TAGS,
 )
 FORWARD = torch.ops.ringattn.forward.default
@@ -49,13 +50,13 @@ BACKWARD = torch.ops.ringattn.backward.default
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, softmax_scale: float, needs_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    run = find_call(number)
-    seq_len = run.begin(q, k, v, softmax_scale, needs_grad)
-    rank_attention = run.rank_attention(seq_len, q, k, v)
-    # autocast would round the states and gradients between hops
+    call = find_call(number)
+    seq_len = call.begin(q, k, v, softmax_scale, needs_grad)
+    rank_attention = call.rank_attention(seq_len, q, k, v)
+    # autocast would round the state between hops
     with _without_autocast(q.device.type):
-        out, row_max, row_sum = rank_attention.forward(Score(softmax_scale), q, k, v, final=run.final)
-    # the length is what the ranks agreed on, and the backward pass makes its plan from it
+        out, row_max, row_sum = rank_attention.forward(Score(softmax_scale), q, k, v, final=call.final)
+    # the backward pass makes its plan from the length that the ranks agreed on
     return out.contiguous(), row_max, row_sum, torch.scalar_tensor(seq_len, dtype=torch.int64)
 
 
@@ -130,7 +131,7 @@ class _Attention(torch.autograd.Function):
 def _forward_autograd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, softmax_scale: float, needs_grad: bool
 ) -> tuple[torch.Tensor, ...]:
-    # what torch.library.register_autograd makes, in a third of the time a call
+    # does what torch.library.register_autograd would, in a third of its time a call
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attention.apply(q, k, v, number, softmax_scale, needs_grad)  # pyright: ignore[reportReturnType]
     with torch._C._AutoDispatchBelowAutograd():
@@ -149,14 +150,14 @@ def _without_autocast(device_type: str) -> AbstractContextManager:
 
 
 def _gradient_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[tuple[int, ...]]:
-    """The strides that the passes leave gradients in: dq as q, dk and dv with their rows first."""
+    """The strides of the gradients as the passes return them: dq like q, dk and dv with their rows first."""
     strides = [(torch.empty_like(q, device="meta") if q.stride(-1) == 1 else q.new_empty(q.shape, device="meta")).stride()]
     strides += [(hk * d, b * hk * d, d, 1) for b, _, hk, d in (k.shape, v.shape)]
     return strides
 
 
 def _with_strides(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """x with these strides, which a compiled graph counts on; those of dimensions of size 1 do not matter."""
+    """x with these strides, which a compiled graph relies on. Strides of dimensions of size 1 do not matter."""
     if x.stride() == strides or not x.numel():
         return x
     same = all(size == 1 or has == wanted for size, has, wanted in zip(x.shape, x.stride(), strides, strict=True))

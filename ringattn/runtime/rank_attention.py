@@ -1,7 +1,7 @@
 """`RankAttention`: one rank's attention, from its own rows to its own rows.
 
-Around the passes lie the order in which the plan counts rows, and on a grid of ranks the all-to-all between rows and heads; the
-backward pass is the forward pass's mirror.
+Around the passes, rows are put in the order in which the plan counts them, and on a grid of ranks an all-to-all swaps rows for heads. The
+backward pass mirrors the forward pass.
 
 Shapes: b batch, s local tokens, h query heads, hk key/value heads, d head dim, d_v value head dim.
 """
@@ -23,8 +23,11 @@ from .ulysses import HeadExchange, kv_copies
 
 @dataclass(frozen=True, eq=False)
 class RankAttention:
-    """What one rank does: steps along a transport, the orders in which its plan counts the rows of q and of k and v (None: as they
-    come), and the exchange of heads around the steps, where there is one."""
+    """What one rank does in both passes.
+
+    transport: the ring's. program: the rank's instructions. q_order, k_order: the orders in which the plan counts the rows of q, and of k
+    and v; None if they come so. exchange: the all-to-all to heads, on a grid.
+    """
 
     transport: Transport
     program: Program
@@ -56,7 +59,7 @@ class RankAttention:
         kv_dtype, copies = k.dtype, 1
         if self.exchange is not None:
             copies = self._kv_copies(q, k)
-            # the gradients of copies are added before they are rounded
+            # the gradients of a head's copies are added before they are rounded
             kv_dtype = k.dtype if copies == 1 else queries.row_sum.dtype
             found = self.exchange.to_heads(q, _repeated(k, copies), _repeated(v, copies), dout, _as_rows(*stats))
             stats = _as_stats(found.pop())
@@ -74,7 +77,7 @@ class RankAttention:
 
 
 def _sorted(x: torch.Tensor, order: Order | None) -> torch.Tensor:
-    """Rows in the order in which the plan counts them, the last dimension contiguous."""
+    """Rows in the order in which the plan counts them, with a contiguous last dimension."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x if order is None else order.sort(x, dim=1)
 
@@ -94,10 +97,10 @@ def _summed(dx: torch.Tensor, copies: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _as_rows(*stats: torch.Tensor) -> torch.Tensor:
-    """Each (b, h, s), together as (b, s, h, how many): one message."""
+    """n tensors (b, h, s) as one (b, s, h, n), for one message."""
     return torch.stack(stats, dim=-1).transpose(1, 2)
 
 
 def _as_stats(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The inverse; an operator's results must not share memory."""
+    """The inverse of `_as_rows`, as copies: results of an operator must not share memory."""
     return tuple(x.transpose(1, 2).clone(memory_format=torch.contiguous_format) for x in rows.unbind(-1))

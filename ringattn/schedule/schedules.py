@@ -1,13 +1,12 @@
 """Schedules: which rows of K/V move from whom to whom in which step, as data.
 
-Time runs in steps, numbered alike on all ranks. A rank starts with buffer 0, its own shard, which is always at hand; transfers
-fill its buffer of step t while earlier steps compute, and in step t it computes with that buffer. A schedule is the list of all
-ranks' transfers, in an order that all ranks derive alike from the plan: nothing is negotiated, and between two ranks sends and
-receives match by their order. Each step has one exchange, so that links of all kinds work at once; what takes longer than a step is cut
-into a piece a step.
+Time runs in steps that all ranks number alike. A rank starts with buffer 0, its own shard. Transfers fill its buffer of step t while
+earlier steps compute, and in step t it computes with that buffer. A schedule is the list of all ranks' transfers. Every rank derives the
+same list from the plan, so nothing is negotiated: between two ranks, sends and receives match by their order. Each step has one
+exchange, so that links of all kinds work at once. A transfer that would take longer than a step is cut into pieces, one a step.
 
-Gradients need no schedule of their own: dK/dV follow the K/V transfers that are `followed`, one step behind, and go home to
-their owner from where no such transfer leads on.
+Gradients need no schedule of their own. dK/dV follow the K/V transfers that are `followed`, one step behind. Where no such transfer leads
+on, they go home to their owner.
 
 Sources: ring (Ring Attention, Liu et al. 2023, section 3); one wave of all owners (Llama 3, Dubey et al. 2024, section 3.3.2); double
 ring (LoongTrain, Gu et al. 2024, section 4.3).
@@ -28,21 +27,21 @@ from ..digest import Digested, constant
 from ..geometry.plan import Plan
 from ..geometry.rows import Rows
 
-# steps for which dK/dV that came home wait beside the rank's own before they are added
+# dK/dV that came home wait for so many more steps before they are added to the rank's own
 WAITING = 1
 # rows of a shard up to which two waves are faster than one: measured on four H200s
 _SHORT = 8192
-# work of the busiest ranks of a ring's steps, over that of the busiest rank in all, from which on waves of two are faster: predicted
+# unevenness (see below) from which waves of two owners are faster than a ring: predicted
 _UNEVEN = 1.25
 
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """`rows` of an owner's K/V, or of its dK/dV, under way from rank `src` to rank `dst` in step `step`.
+    """`rows` of an owner's K/V, or of its dK/dV, move from rank `src` to rank `dst` in step `step`.
 
-    K/V leave src's buffer of step `held` <= step for dst's buffer of step `into` > step; what leaves the owner leaves its shard.
-    dK/dV leave those of src's buffer of step `held` < step, complete by then, and are added to those of dst's buffer of step `into`
-    <= step. Buffer 0 is a rank's own shard.
+    Buffers are numbered by step; buffer 0 is a rank's own shard. K/V leave src's buffer `held` <= step for dst's buffer `into` > step.
+    dK/dV leave the sums of src's buffer `held` < step, which are complete by then. They are added to the sums of dst's buffer
+    `into` <= step.
     """
 
     src: int
@@ -70,7 +69,7 @@ class Schedule(Digested, ABC):
         return False
 
     def resolve(self, plan: Plan, ranks_per_node: int | None, backward_bytes: CountBytes | None = None) -> Schedule:
-        """This schedule with all that it leaves open chosen. Raises ValueError if it does not fit the ranks or the memory.
+        """This schedule, with what it leaves open chosen. Raises ValueError if it does not fit the ranks or the memory.
 
         backward_bytes: the bytes of a schedule in the backward pass, for schedules by memory.
         """
@@ -83,16 +82,16 @@ class Schedule(Digested, ABC):
 
     @abstractmethod
     def transfers(self, plan: Plan) -> list[Transfer]:
-        """All K/V transfers of all ranks, those into an earlier buffer first."""
+        """All K/V transfers of all ranks, ordered by the buffer they go into."""
 
     def return_steps(self, plan: Plan, holder: int, owner: int, buffer: int) -> int:
-        """Over how many steps dK/dV of an owner's rows in a holder's `buffer` are spread on their way home, if so many are left."""
+        """Over how many steps dK/dV of an owner's rows in a holder's `buffer` go home, if that many are left."""
         return 1
 
 
 @dataclass(frozen=True)
 class Ring(Schedule):
-    """K/V go to the next rank each step; rows that no later rank needs stay behind. Memory for two shards of K/V."""
+    """K/V go to the next rank each step, without the rows that no later rank needs. A rank holds two shards of K/V."""
 
     def transfers(self, plan: Plan) -> list[Transfer]:
         n = plan.world_size
@@ -110,10 +109,10 @@ class Ring(Schedule):
 
 @dataclass(frozen=True)
 class Waves(Schedule):
-    """Owners in order of distance, `width` at a time, straight from themselves, with the next wave under way.
+    """K/V come straight from their owners, nearest first, `width` owners a wave, while the wave before computes.
 
-    A rank's owners are those it needs rows of. The last wave has what is left over: its gradients are the last to go home. In the forward
-    pass waves are three times as wide: their K/V, in 16 bits, take no more memory than those and the fp32 dK/dV of the backward pass.
+    A rank's waves hold the owners of which it needs rows. The last wave is the smallest: its gradients are the last to go home. In the
+    forward pass waves are three times as wide. Their 16-bit K/V take no more memory than K/V and fp32 dK/dV in the backward pass.
     """
 
     width: int | None
@@ -158,8 +157,9 @@ class Waves(Schedule):
 class DoubleRing(Schedule):
     """A ring over the ranks of each node, while the shards that it began with travel to the next node.
 
-    Rank = node * ranks_per_node + local rank. Round n of an inner ring is of the shards of the n-th node before. Between nodes each rank
-    passes K/V on to its like on the next, in a piece a step; dK/dV gather along the inner ring and go straight home, likewise in pieces.
+    Rank = node * ranks_per_node + local rank. In round n, the shards of the n-th node before go around the ranks of this one. Between
+    nodes, each rank sends K/V to the rank of its number on the next node, one piece a step. dK/dV gather along the inner ring and go
+    straight home to their owner, also in pieces.
     """
 
     ranks_per_node: int | None
@@ -190,7 +190,7 @@ class DoubleRing(Schedule):
         for turn in range(nodes):
             node = (owner // size + turn) % nodes
             ranks = [(node * size + (owner + hop) % size, turn * size + hop) for hop in range(size)]
-            # (rank, buffer) of those who need something; others are passed by
+            # (rank, buffer) of the ranks that need something; the others are skipped
             stops = [(rank, buffer) for rank, buffer in ranks if rank != owner and len(plan.needs(rank, owner))]
             if stops:
                 rounds.append((turn, stops, _needed_from(plan, owner, [rank for rank, _ in stops])))
@@ -223,22 +223,23 @@ class DoubleRing(Schedule):
 
 @constant
 def ring() -> Schedule:
-    """K/V go around the ring, a hop a step, with the next hop in flight while this one is computed."""
+    """K/V go around the ring, one hop a step, while the rank computes with the K/V of the hop before."""
     return Ring()
 
 
 @constant
 def gather() -> Schedule:
-    """All K/V rows that a rank needs at once, straight from their owners, in one launch: one wave."""
+    """All K/V rows that a rank needs come at once, straight from their owners, for one launch: a single wave."""
     return Waves(None)
 
 
 @constant
 def waves(width: int | None = None, *, memory: int | None = None) -> Schedule:
-    """Owners in order of distance, `width` at a time and one launch a wave, straight from themselves; the next wave is under way.
+    """K/V come straight from their owners, nearest first, `width` owners and one launch a wave, while the wave before computes.
 
-    width: owners a wave, and three times as many in the forward pass, which holds no gradients; None for all of them: `gather()`.
-    memory: instead, bytes a rank for K/V on their way and fp32 dK/dV of others in the backward pass: the widest waves that fit.
+    width: owners a wave. The forward pass, which holds no gradients, takes three times as many. None for all at once: `gather()`.
+    memory: instead of a width, the bytes that a rank may hold of other ranks' K/V and fp32 dK/dV in the backward pass. The widest waves
+        that fit are chosen.
 
     Raises ValueError if both are given or one is less than 1; a call, if the memory does not hold one owner at a time.
     """
@@ -250,7 +251,7 @@ def waves(width: int | None = None, *, memory: int | None = None) -> Schedule:
 
 @constant
 def double_ring(ranks_per_node: int | None = None) -> Schedule:
-    """Rings within nodes inside a ring over nodes: every rank, not one of each node, sends to the next node, and in a whole round's time.
+    """A ring within each node, inside a ring over the nodes. Every rank sends to the next node, and has a whole round's time for it.
 
     ranks_per_node: a divisor of the group's size; by default as many as the launcher started on each node (`LOCAL_WORLD_SIZE`).
         Ranks of a node are next to each other in the group. A call raises ValueError if it does not divide.
@@ -259,13 +260,15 @@ def double_ring(ranks_per_node: int | None = None) -> Schedule:
 
 
 def default_schedule(plan: Plan, ranks_per_node: int | None = None, copy_engines: bool = False) -> Schedule:
-    """`gather` where no rank needs more rows from the others than three shards hold, else `ring`; over several nodes `double_ring`.
+    """The schedule that suits a plan.
 
-    Few ranks, windows and documents gather; long causal sequences over many ranks go around the ring. `ranks_per_node` is the
-    number of ranks of each node, None for one node. Where `copy_engines` move messages, two owners a wave take the place of a
-    `gather` of more than two shards of at most 8,192 rows: there is too little to compute for their gradients to go home behind. So
-    they do of a `ring` whose ranks have unequal work in each step, as packed documents may give them: each hop would wait for
-    the busiest.
+    - `gather` if no rank needs more rows of other ranks than three shards hold: few ranks, windows, documents.
+    - else `double_ring` over several nodes with several ranks each (`ranks_per_node`; None for one node).
+    - else `ring`: long causal sequences over many ranks.
+    - `waves(2)` instead of `gather` of more than two shards of at most 8,192 rows where `copy_engines` move messages: there is too little
+      computation for all gradients to hide behind on their way home.
+    - `waves(2)` instead of `ring` if the ranks have unequal work in each step, as with packed documents: each hop of a ring would wait for
+      the busiest rank.
     """
     n = plan.world_size
     shard = max(plan.lengths)
@@ -278,7 +281,7 @@ def default_schedule(plan: Plan, ranks_per_node: int | None = None, copy_engines
 
 
 def _unevenness(plan: Plan) -> float:
-    """Live pairs of the busiest rank of each of a ring's steps, together, over those of the busiest rank in all."""
+    """The sum over a ring's steps of the busiest rank's live pairs, over the live pairs of the rank that is busiest in all."""
     pairs = plan.pairs()
     ranks = np.arange(plan.world_size)
     steps = np.stack([pairs[ranks, ranks - hop] for hop in ranks])  # (steps, ranks)
@@ -286,12 +289,12 @@ def _unevenness(plan: Plan) -> float:
 
 
 def forward_transfers(schedule: Schedule, plan: Plan, transfers: list[Transfer]) -> list[Transfer]:
-    """The K/V transfers of the forward pass; `transfers`, those of the backward pass, where the schedule is the same."""
+    """The K/V transfers of the forward pass; the same list as `transfers`, those of the backward pass, if the schedule is the same."""
     return transfers if schedule.in_forward is schedule else schedule.in_forward.transfers(plan)
 
 
 def gradient_transfers(schedule: Schedule, plan: Plan, transfers: Sequence[Transfer]) -> list[Transfer]:
-    """The transfers of dK/dV that K/V transfers lead to, those that leave first first."""
+    """The transfers of dK/dV that K/V transfers lead to, by step."""
     came: dict[tuple[int, int, int], list[Transfer]] = defaultdict(list)
     onward: dict[tuple[int, int, int], list[Transfer]] = defaultdict(list)
     for t in transfers:
@@ -320,13 +323,13 @@ def bytes_sent(schedule: Schedule, plan: Plan, rank: int, row_bytes: int) -> int
 
 
 def _owners(plan: Plan, rank: int) -> list[int]:
-    """The other ranks of which a rank needs rows, nearest before it first."""
+    """The other ranks of which a rank needs rows; the nearest one before it comes first."""
     before = [(rank - distance) % plan.world_size for distance in range(1, plan.world_size)]
     return [owner for owner in before if len(plan.needs(rank, owner))]
 
 
 def _needed_from(plan: Plan, owner: int, path: list[int]) -> list[Rows]:
-    """Entry i: the rows of an owner that the ranks from path[i] on need."""
+    """Entry i: the rows of an owner that path[i] and the ranks after it need."""
     return _unions_from([plan.needs(rank, owner) for rank in path])
 
 
