@@ -27,7 +27,8 @@ def draw(prediction: Prediction, path: str | Path) -> None:
     Figure = need_figures()
     figure = Figure(figsize=(11, 4.8), layout="constrained", facecolor="white")
     passes = ("forward", prediction.forward_steps), ("backward", prediction.backward_steps)
-    for axes, (name, steps) in zip(figure.subplots(2), passes):
+    both = figure.subplots(2)
+    for axes, (name, steps) in zip(both, passes):
         begin = 0.0
         for step in steps:
             ms = [1e3 * x for x in (begin, step.compute, step.transfer, step.total)]
@@ -40,7 +41,7 @@ def draw(prediction: Prediction, path: str | Path) -> None:
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
         axes.tick_params(length=0, colors=_INK, labelsize=9)
-    axes.set_xlabel("milliseconds since the pass began, on the GPU that ends last", color=_INK)
+    both[-1].set_xlabel("milliseconds since the pass began, on the GPU that ends last", color=_INK)
     figure.suptitle(_title(prediction), color=_INK, fontsize=12)
     figure.legend(
         handles=[_patch(_COMPUTE, "computes"), _patch(_TRANSFER, "moves"), _patch(_WAIT, "waits for messages", alpha=0.35)],

@@ -107,7 +107,7 @@ def test_count_of_a_long_causal_sequence(n):
 def test_empty_tables():
     nothing = region.table([])
     everything = region.table([Region(0, 3, 0, 3, -3, 3)])
-    assert nothing.shape == (0, region.FIELDS)
+    assert nothing.shape == (0, region.STRIDE + 1)
     for combine in (region.union, region.intersect, region.subtract):
         assert len(combine(nothing, nothing)) == 0
     assert pairs(region.union(nothing, everything), 3).all()
