@@ -33,8 +33,8 @@ format: $(READY)
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
 
-$(READY): pyproject.toml launch/environment.py
-	@TORCH="$(TORCH)" $(PYTHON) launch/environment.py
+$(READY): pyproject.toml launch/repo/environment.py
+	@TORCH="$(TORCH)" $(PYTHON) launch/repo/environment.py
 
 clean:
 	rm -rf .venv .venv.lock .pytest_cache .ruff_cache .hypothesis build dist runs

@@ -90,8 +90,12 @@ PROGRAMS = {
     "-m ringattn": "ringattn/__main__.py",
     "-m ringattn_kernels.variants": "kernels/ringattn_kernels/variants.py",
     "examples/finetune_long_document.py": "examples/finetune_settings.py",
-    "launch/doctor.py": "launch/doctor_examination.py",
+    "launch/doctor": "launch/doctor/examination.py",
 }
+
+
+# function that adds arguments of several benchmarks -> where it is
+SHARED = {"add_ranks(": "ranks.py", "add_shape(": "cases.py"}
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
@@ -100,7 +104,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     for quoted in re.findall(r"`([^`\n]+(?:\n[^`\n]+)*)`|^    (\S.*)$", text.replace("\\\n", " "), re.MULTILINE):
         line = " ".join("".join(quoted).split())
         for program, rest in re.findall(
-            r"(?:python|torchrun.*?) (-m [\w.]+|(?:launch|examples)/\w+\.py(?: (?=[a-z])\w+)?)([^#|]*)", line
+            r"(?:python|torchrun.*?) (-m [\w.]+|launch/bench \w+|launch/doctor|(?:launch|examples)/[\w/]+\.py)([^#|]*)", line
         ):
             found.append((program, re.findall(r"(?<![\w-])--[a-z][\w-]*", rest.split(" -- ")[0])))
     return found
@@ -110,19 +114,21 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 def test_programs_take_the_options_that_commands_give_them(page):
     for program, options in commands(page.read_text()):
         path, _, command = program.partition(" ")
-        source = f"launch/bench_{command}.py" if path == "launch/bench.py" else PROGRAMS.get(program, path)
+        source = (ROOT / (f"launch/bench/{command}.py" if path == "launch/bench" else PROGRAMS.get(program, path))).read_text()
+        if path == "launch/bench":
+            source += "".join((ROOT / "launch/bench/shared" / file).read_text() for name, file in SHARED.items() if name in source)
         for option in options:
-            assert f'"{option}"' in (ROOT / source).read_text(), (program, option)
+            assert f'"{option}"' in source, (program, option)
 
 
 def test_commands_are_read_with_their_options():
-    text = "first `python launch/bench.py ring --tokens 8 \\\n --trace`\n\n    python -m ringattn plan --gpus 8 -- --more\n"
-    assert commands(text) == [("launch/bench.py ring", ["--tokens", "--trace"]), ("-m ringattn", ["--gpus"])]
+    text = "first `python launch/bench ring --tokens 8 \\\n --trace`\n\n    python -m ringattn plan --gpus 8 -- --more\n"
+    assert commands(text) == [("launch/bench ring", ["--tokens", "--trace"]), ("-m ringattn", ["--gpus"])]
     assert sum(len(commands(page.read_text())) for page in PAGES) > 30
 
 
 def test_options_that_are_quoted_exist():
-    sources = "".join(path.read_text() for path in (ROOT / "launch").glob("*") if path.is_file())
+    sources = "".join(path.read_text() for path in (ROOT / "launch").rglob("*") if path.is_file() and path.suffix != ".pyc")
     theirs = {
         "--nodes",
         "--ntasks-per-node",
