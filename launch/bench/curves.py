@@ -1,4 +1,4 @@
-"""Loss curves of the same training three times: ring attention on many ranks, on one, and dense attention on one.
+"""Trains one model three times, with ring attention on many ranks, on one, and with dense attention, and compares the loss curves.
 
     python launch/bench curves                                                       # all GPUs, or 8 ranks on a CPU
     python launch/bench curves --device cpu --tokens 512 -- --hidden 64 --layers 2   # after --: options of the example

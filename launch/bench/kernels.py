@@ -1,4 +1,4 @@
-"""The kernels of one GPU, forward and backward, beside PyTorch's attentions and FlashAttention-4 in the same run.
+"""Measures the kernels of one GPU, forward and backward, beside PyTorch's attentions and FlashAttention-4 in the same run.
 
 A rate, in TFLOP/s, is operations on live pairs over the median time (`kernels_cases.py` says how operations are counted). All contestants
 of a case, and a dense 8192^3 matrix product, take turns in random order, each on an idle GPU. Kinds of cases:

@@ -1,4 +1,4 @@
-"""What a call of `ring_attention` costs the host, in microseconds, forward and backward.
+"""Measures what a call of `ring_attention` costs the host, in microseconds, forward and backward.
 
 By default one rank runs alone: a transport that moves nothing stands in for the other ranks, and the kernels are left out. The time is
 that of the library's own Python and of torch's dispatch of small operations, with autograd.

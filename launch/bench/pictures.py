@@ -1,4 +1,4 @@
-"""The pictures of docs/performance.md, drawn from the figures recorded in docs/performance.json.
+"""Draws the pictures of docs/performance.md from the figures recorded in docs/performance.json.
 
     python launch/bench pictures                          # docs/images/performance_kernels.png and performance_ring.png
     python launch/bench pictures --out runs/pictures

@@ -1,7 +1,8 @@
-"""Ring attention on all GPUs of a host: speed, memory and bytes sent, beside its peers and one GPU's kernels in the same run.
+"""Measures ring attention on all GPUs of a host: speed, memory and bytes sent, beside its peers and one GPU's kernels.
 
-Methods take turns, forward and backward, in another order each round, and each starts on idle GPUs; `shared/methods.py` explains
-their names. A time is that of the slowest rank: the median over the rounds, with quartiles. Columns of the table:
+In one run all methods take turns, forward and backward, in another order each round, and each starts on idle GPUs.
+`shared/methods.py` explains their names. A time is that of the slowest rank: the median over the rounds, with quartiles. Two columns of
+the table need a word:
 
     host    milliseconds that both passes take the host, which runs ahead of its GPU
     ratio   of the rate, forward and backward: to the fastest peer if there is one, else to the first method;
@@ -43,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--memory", action="store_true", help="measure peak memory only, at six sizes, and fit it to a line")
     kind.add_argument(
-        "--scaling", action="store_true", help="measure on 1, 2, 4, ... of the ranks in turns, with --tokens per rank (default: 64k)"
+        "--scaling",
+        action="store_true",
+        help="measure on 1, 2, 4, ... of the ranks in turns, with --tokens per rank (default: 64k)",
     )
     parser.add_argument("--seconds", type=float, default=8, help="time for the rounds of one size after its first (default 8)")
     parser.add_argument(

@@ -49,7 +49,9 @@ def plot(record: dict, path: Path, panels: Sequence[Panel] = SPEED) -> None:
     methods = list(dict.fromkeys(row["method"] for row in rows))
     figure = drawing.new_figure(9 if len(panels) == 1 else 14, 4.9, record.get("title", "Attention around several GPUs"))
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
-        lines = {method: [(row[panel.x], row[panel.y] / panel.unit) for row in rows if row["method"] == method] for method in methods}
+        lines: dict[str, list[tuple[float, float]]] = {method: [] for method in methods}
+        for row in rows:
+            lines[row["method"]].append((row[panel.x], row[panel.y] / panel.unit))
         ticks = sorted({row[panel.x] for row in rows})
         heights = [y for points in lines.values() for _, y in points]
         # speeds are compared with each other, memory with nothing
@@ -78,7 +80,8 @@ def _draw_lines(axes, lines: dict[str, list[tuple[float, float]]]) -> None:
             peers += 1
         else:
             colour = drawing.OURS if ours == 0 else drawing.OURS_LIGHT
-            style = dict(color=colour, linewidth=3.6 if ours == 0 else 1.6, marker="o", markersize=7 if ours == 0 else 4.5, zorder=4 - ours)
+            width, size = (3.6, 7.0) if ours == 0 else (1.6, 4.5)
+            style = dict(color=colour, linewidth=width, marker="o", markersize=size, zorder=4 - ours)
             ours += 1
         axes.plot(*zip(*points), **style)
         name = NAMES.get(method, f"ringattn: {method}")
@@ -89,9 +92,8 @@ def _draw_lines(axes, lines: dict[str, list[tuple[float, float]]]) -> None:
     at = float("inf")
     for y, name, colour, weight in sorted(ends, reverse=True):
         at = min(y, at - gap)
-        axes.annotate(
-            name, (1.015, at), xycoords=("axes fraction", "data"), va="center", fontsize=10, color=colour, weight=weight, annotation_clip=False
-        )
+        place = dict(xycoords=("axes fraction", "data"), va="center", annotation_clip=False)
+        axes.annotate(name, (1.015, at), fontsize=10, color=colour, weight=weight, **place)
 
 
 def _short(number: int) -> str:

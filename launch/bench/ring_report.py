@@ -39,9 +39,7 @@ def table(rows: list[dict], header: bool) -> None:
     """Print one size's rows. *of local* is the share of the rate of `local` on the same layout."""
     width = max(6, *(len(row["method"]) for row in rows))
     if header:
-        print(
-            "milliseconds ± half the interquartile range, and TFLOP/s per GPU: forward / forward and backward; MiB sent per GPU"
-        )
+        print("milliseconds ± half the interquartile range, and TFLOP/s per GPU: forward / forward and backward; MiB sent per GPU")
         print(
             f"{'ranks':>5} {'tokens':>9} {'method':>{width}}  {'ms':>33}  {'host':>6}  {'TFLOP/s':>13}  {'of local':>11}  {'ratio':>5}  "
             f"{'peak GiB':>8}  {'sent MiB':>8}"

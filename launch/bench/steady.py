@@ -1,4 +1,4 @@
-"""Whether memory stays flat over many steps of ring attention, and whether a host ever waits for its GPU.
+"""Checks over many steps of ring attention that memory stays flat and that no host waits for its GPU.
 
 Each method first warms up. From the end of the warm-up to the last step the benchmark reports the growth of
 

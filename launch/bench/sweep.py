@@ -1,4 +1,7 @@
-"""Block sizes, warps and stages of the plain kernels: times each choice and checks it against PyTorch, to fill `ringattn_kernels/config.py`."""
+"""Times block sizes, warps and stages of the plain kernels, to fill `ringattn_kernels/config.py`.
+
+Each choice is also checked against PyTorch.
+"""
 
 import importlib
 import multiprocessing

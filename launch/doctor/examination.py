@@ -29,7 +29,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write the findings, with every rank's records, to this file")
     parser.add_argument("--timeout", type=float, default=120, help="seconds that one stage may take (default: 120)")
     parser.add_argument("--slow", type=float, help="a rank is slow above this many times the median (default: 1.15, on CPUs 3)")
-    parser.add_argument("--link", type=float, help="a link is slow below this share of the upper quartile (default: 0.6, on CPUs 0.1)")
+    parser.add_argument(
+        "--link", type=float, help="a link is slow below this share of the upper quartile (default: 0.6, on CPUs 0.1)"
+    )
     parser.add_argument("--skew", type=float, default=0.5, help="a clock is off above this many seconds (default: 0.5)")
     given = parser.parse_args(arguments)
     given.slow = (1.15 if given.device == "cuda" else 3.0) if given.slow is None else given.slow
@@ -45,7 +47,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
-        print("doctor: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set: start it with launch/jobs/torchrun.sh or torchrun")
+        print(
+            "doctor: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set: start it with launch/jobs/torchrun.sh or torchrun"
+        )
         return 2
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")

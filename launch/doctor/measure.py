@@ -204,7 +204,7 @@ def exchange(payload: torch.Tensor, room: torch.Tensor, partner: int | None, gro
 
 
 def at_fault(pairs: list[tuple[int, int]]) -> tuple[int, ...]:
-    """The fewest ranks that explain the slow pairs, found greedily: first the rank in most pairs. Both ranks of a pair that stands alone."""
+    """The fewest ranks that explain the slow pairs, found greedily: first the rank in most pairs. Of a lone pair, both ranks."""
     chosen = []
     while pairs:
         counts = Counter(rank for pair in pairs for rank in pair).most_common()

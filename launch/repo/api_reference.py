@@ -110,7 +110,10 @@ def public() -> Iterator[tuple[str, list[tuple[Module, list[str]]]]]:
         yield name, [files[path] for path in sorted(files)]
     dispatch = ROOT / "kernels" / "ringattn_kernels" / "dispatch.py"
     integrations = sorted((ROOT / "ringattn" / "integrations").glob("*.py"))
-    for name, path in [("ringattn_kernels.dispatch", dispatch), *((f"ringattn.integrations.{path.stem}", path) for path in integrations)]:
+    for name, path in [
+        ("ringattn_kernels.dispatch", dispatch),
+        *((f"ringattn.integrations.{path.stem}", path) for path in integrations),
+    ]:
         module = Module(name, path)
         if not path.stem.startswith("_") and path.stem not in INNER:
             # a name that a package exports has its section with the package

@@ -31,7 +31,9 @@ COLUMNS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", help="versions of Triton, such as 3.8.0")
-    parser.add_argument("--folder", type=Path, help="keep the installed versions in this folder, and use those that are already there")
+    parser.add_argument(
+        "--folder", type=Path, help="keep the installed versions in this folder, and use those that are already there"
+    )
     arguments = parser.parse_args()
     versions = arguments.versions or newest_fixes(offered())
     failed = False

@@ -113,12 +113,18 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_programs_take_the_options_that_commands_give_them(page):
     for program, options in commands(page.read_text()):
-        path, _, command = program.partition(" ")
-        source = (ROOT / (f"launch/bench/{command}.py" if path == "launch/bench" else PROGRAMS.get(program, path))).read_text()
-        if path == "launch/bench":
-            source += "".join((ROOT / "launch/bench/shared" / file).read_text() for name, file in SHARED.items() if name in source)
         for option in options:
-            assert f'"{option}"' in source, (program, option)
+            assert f'"{option}"' in source_of(program), (program, option)
+
+
+@cache
+def source_of(program: str) -> str:
+    """The text of the files that define a program's options."""
+    path, _, command = program.partition(" ")
+    if path != "launch/bench":
+        return (ROOT / PROGRAMS.get(program, path)).read_text()
+    text = (ROOT / f"launch/bench/{command}.py").read_text()
+    return text + "".join((ROOT / "launch/bench/shared" / file).read_text() for name, file in SHARED.items() if name in text)
 
 
 def test_commands_are_read_with_their_options():

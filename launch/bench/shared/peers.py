@@ -3,6 +3,8 @@
     ulysses                     all-to-all from sequence to heads and back around PyTorch's attention (cuDNN), over a contiguous layout
     cp-alltoall, cp-allgather   torch.distributed's context_parallel over cuDNN, with its two ways to rotate K/V
     ring_flash_attn             the zigzag ring of the package ring-flash-attn, where it is installed
+
+`PEER_METHODS` holds them by name.
 """
 
 from __future__ import annotations
