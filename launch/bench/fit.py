@@ -185,7 +185,14 @@ def run_of(record: dict) -> dict:
             rows.append([float(f"{named[name]:.5g}") if name in _ROUNDED else named[name] for name in COLUMNS])
     command = re.sub(r" --out \S+", "", record["command"])
     shape = {key: record[key] for key in ("heads", "kv_heads", "head_dim", "mask")}
-    return {"machine": machine, "gpus": record["world_size"], "date": str(date.today()), "command": command, **shape, "rows": rows}
+    return {
+        "machine": machine,
+        "gpus": record["world_size"],
+        "date": record.get("date", str(date.today())),
+        "command": command,
+        **shape,
+        "rows": rows,
+    }
 
 
 def joined(runs: Sequence[dict], new: dict) -> list[dict]:

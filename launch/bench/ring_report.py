@@ -90,6 +90,7 @@ def write(rows: list[dict], errors: dict[str, float], arguments: argparse.Namesp
         name, axes = "ring_scaling", ring_picture.SCALING
     record = {
         **circumstances(arguments),
+        "setting": f"{arguments.mask}, {arguments.heads} query and {arguments.kv_heads} key/value heads, head dim {arguments.head_dim}",
         "heads": arguments.heads,
         "kv_heads": arguments.kv_heads,
         "head_dim": arguments.head_dim,

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from datetime import date
 
 import torch
 import torch.distributed as dist
@@ -91,5 +92,6 @@ def circumstances(arguments: argparse.Namespace) -> dict:
         "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
         "world_size": dist.get_world_size(),
         "torch": torch.__version__,
+        "date": str(date.today()),
         "mask": arguments.mask,
     }
