@@ -87,7 +87,7 @@ def measure_all(arguments) -> dict:
 
 
 def peers_of(case: KernelCase, wanted: list[str] | None, is_quick: bool) -> list[str]:
-    """The peers that a case is measured beside."""
+    """The peers that are measured beside ours on a case."""
     if isinstance(case, ZigzagCase):
         return []
     if wanted:

@@ -195,7 +195,7 @@ def table(
 
 
 def quick() -> list[KernelCase]:
-    """A glance, with two head dims so that little has to be compiled: under 90 seconds on one H200."""
+    """A few cases, with two head dims so that little has to be compiled: under 90 seconds on one H200."""
     return [
         DenseCase(16384, 32, 8, 128, 128),
         DenseCase(16384, 32, 32, 128, 128, causal=False),

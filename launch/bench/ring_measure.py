@@ -86,9 +86,9 @@ def measure(entries: list[Entry], seconds: float | None) -> list[dict]:
 
 
 def rounds_after(first: Sequence[Times], seconds: float | None, device: str) -> int:
-    """How many more rounds fit into about `seconds`, from the times of the first; none if that took its GPUs long.
+    """How many more rounds fit into about `seconds`, from the times of the first; 0 if the first took the GPUs more than `_LONG` seconds.
 
-    Count what the GPU took beyond its host: a GPU that is as slow as its host has waited for kernels to compile.
+    Only the time that a GPU takes beyond its host counts as long: a GPU that is as slow as its host has waited for kernels to compile.
     """
     both, host = sum(one.both for one in first), sum(one.host for one in first)
     total, computed = slowest([both + REST * len(first), both - host * (device == "cuda")], device)

@@ -54,7 +54,7 @@ def plot(record: dict, path: Path, panels: Sequence[Panel] = SPEED) -> None:
             lines[row["method"]].append((row[panel.x], row[panel.y] / panel.unit))
         ticks = sorted({row[panel.x] for row in rows})
         heights = [y for points in lines.values() for _, y in points]
-        # speeds are compared with each other, memory with nothing
+        # the axis of memory begins at zero; that of speed does not, so that close lines can be told apart
         axes.set_ylim(0 if panel in MEMORY else 0.75 * min(heights), 1.05 * max(heights) or 1)
         _draw_lines(axes, lines)
         if panel in MEMORY:
@@ -71,7 +71,7 @@ def plot(record: dict, path: Path, panels: Sequence[Panel] = SPEED) -> None:
 
 
 def _draw_lines(axes, lines: dict[str, list[tuple[float, float]]]) -> None:
-    """Lines with their names at the right end, moved apart where they would lie on each other."""
+    """Draw the lines and write their names at the right end, moved apart where names would overlap."""
     ours, peers, ends = 0, 0, []
     for method, points in lines.items():
         if method in PEERS or method.startswith("local"):

@@ -1,4 +1,4 @@
-"""What the pages quote exists: messages, files, headings and options."""
+"""Messages, files, headings and options that the pages quote exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUOTED = re.findall(r"```text\n(.*?)\n```", TROUBLES, re.DOTALL)
 
 @cache
 def messages() -> list[re.Pattern]:
-    """Every text in the sources that could be a message, with anything in the place of what is filled in."""
+    """A pattern for every text in the sources that could be a message. It matches anything in place of a value that is filled in."""
     found = []
     for path in [*ROOT.glob("ringattn/**/*.py"), *ROOT.glob("kernels/**/*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -33,7 +33,7 @@ def messages() -> list[re.Pattern]:
 
 
 def as_pattern(node: ast.AST) -> re.Pattern | None:
-    """Of a string, or of what `+` and f-strings put together, if enough of it is fixed to be told by."""
+    """The pattern of a string, an f-string or a sum of them; None if too little of the text is fixed."""
     parts = pieces(node)
     fixed = "".join(part for part in parts if part is not None)
     if len(fixed) < 12:
@@ -42,7 +42,7 @@ def as_pattern(node: ast.AST) -> re.Pattern | None:
 
 
 def pieces(node: ast.AST) -> list[str | None]:
-    """The fixed parts of a text; None for each that is filled in."""
+    """The fixed parts of a text, with None for each value that is filled in."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return [node.value]
     if isinstance(node, ast.JoinedStr):
@@ -57,7 +57,7 @@ def test_a_quoted_message_is_one_of_ours(message):
     assert any(pattern.fullmatch(message) for pattern in messages())
 
 
-def test_messages_are_told_apart():
+def test_a_changed_message_is_not_found():
     assert len(QUOTED) > 10
     shard = next(text for text in QUOTED if "but rank" in text)
     for changed in (QUOTED[0].replace("disagree", "differ"), shard.replace("but rank", "and rank"), QUOTED[-1] + "!"):
@@ -65,7 +65,7 @@ def test_messages_are_told_apart():
 
 
 def slugs(page: Path) -> set[str]:
-    """The anchors of a page's headings; those of one name are numbered from the second on."""
+    """The anchors of a page's headings. GitHub numbers headings of the same name from the second on."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     names = [
         re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in text.split("\n") if line.startswith("#")
@@ -85,7 +85,7 @@ def test_files_and_links_lead_somewhere(page):
         assert not anchor or anchor in slugs(other), target
 
 
-# what a command runs -> where its options are defined
+# program that a command runs -> file that defines its options
 PROGRAMS = {
     "-m ringattn": "ringattn/__main__.py",
     "-m ringattn_kernels.variants": "kernels/ringattn_kernels/variants.py",
@@ -94,7 +94,7 @@ PROGRAMS = {
 }
 
 
-# function that adds arguments of several benchmarks -> where it is
+# function that adds the options of several benchmarks -> its file
 SHARED = {"add_ranks(": "ranks.py", "add_shape(": "cases.py"}
 
 

@@ -1,4 +1,4 @@
-"""One name, one class, in the programs here and in the two packages."""
+"""No two public classes share a name in launch/ and the two packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_class_of_launch_has_a_name_of_its_own():
+def test_no_class_of_launch_shares_its_name():
     places = defaultdict(list)
     for folder in ("launch", "ringattn", "kernels"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -20,5 +20,5 @@ def test_a_class_of_launch_has_a_name_of_its_own():
     assert not {name: found for name, found in shared.items() if any(path.startswith("launch/") for path in found)}
 
 
-def test_no_folder_makes_a_package_called_launch():
+def test_launch_is_not_a_package():
     assert not (ROOT / "launch" / "__init__.py").exists()

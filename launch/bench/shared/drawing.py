@@ -16,7 +16,7 @@ GREYS = ("#4a4b50", "#77787f", "#999aa0")
 
 
 def new_figure(width: float, height: float, title: str) -> Figure:
-    """An empty figure, in inches, with a bold title on the left."""
+    """An empty figure with a bold title on the left; width and height in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -27,7 +27,7 @@ def new_figure(width: float, height: float, title: str) -> Figure:
 
 
 def clean(axes: Axes) -> None:
-    """No frame, light lines."""
+    """Remove the frame of a pair of axes and lighten its lines."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#b8b8be")
     axes.tick_params(colors=INK, length=0, labelsize=10)

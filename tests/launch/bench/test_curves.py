@@ -1,4 +1,4 @@
-"""The loss curves' command: three runs at toy size, their differences, and what it refuses."""
+"""`bench curves`: three runs at toy size, their differences, and the options that it refuses."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def curves(monkeypatch):
 
 def run(*arguments) -> subprocess.CompletedProcess:
     command = [sys.executable, LAUNCH / "bench", "curves", "--device", "cpu", *map(str, arguments)]
-    # threads that wait must not spin: other tests run too
+    # waiting threads must not spin, because other tests run at the same time
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
 
@@ -65,7 +65,7 @@ def test_differences_are_relative_to_the_second_curve(curves):
     ],
     ids=["one-rank", "ranks", "shortened", "with-value"],
 )
-def test_what_could_not_be_compared_is_refused(curves, monkeypatch, ranks, options, message):
+def test_runs_that_could_not_be_compared_are_refused(curves, monkeypatch, ranks, options, message):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit, match=message):
         curves.check(ranks, options)
@@ -85,7 +85,7 @@ def test_torchrun_and_a_failed_run_end_it(curves, monkeypatch, tmp_path):
 @pytest.mark.parametrize(("visible", "taken"), [(None, ["0", "1"]), ("6,3,1", ["6", "3"])])
 def test_runs_side_by_side_take_a_gpu_each(curves, monkeypatch, tmp_path, visible, taken):
     (tmp_path / "examples").mkdir()
-    # each run ends when the other has begun
+    # each run ends once the other has begun
     (tmp_path / "examples/finetune_long_document.py").write_text(
         "import os, sys, time\n"
         "own, other = sys.argv[1:]\n"

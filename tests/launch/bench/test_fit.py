@@ -1,4 +1,4 @@
-"""The planner beside what was measured, and the command that fits it."""
+"""The planner's predictions against measurements, and the command that fits it."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from ringattn.machine import H200, MACHINES
 ROOT = Path(__file__).resolve().parents[3]
 RUNS = json.loads((ROOT / "docs" / "measurements.json").read_text())["runs"]
 RUN = {key: value for key, value in RUNS[0].items() if key != "rates"}
-SPLIT = (2, 16384)  # GPUs and tokens of launches that share blocks of keys, whose partial sums the planner does not count
+SPLIT = (2, 16384)  # (GPUs, tokens) where launches split blocks of keys: the planner does not count their partial sums
 ROWS = [(run, row) for run in RUNS for row in run["rows"]]
 
 
@@ -28,7 +28,7 @@ def command(monkeypatch):
 def test_within_15_percent_of_what_was_measured(run, row, command):
     (found,) = command.rows_of([run | {"rows": [row]}])
     assert found.errors(MACHINES[run["machine"]]) == pytest.approx((1, 1), abs=0.15)
-    # what is held is counted, not fitted
+    # memory is counted, not fitted
     if (run["gpus"], row[0]) == SPLIT and row[1] != "local":
         assert found.memory_error < 0.9
         return
@@ -47,7 +47,7 @@ def test_a_fit_finds_the_machine_that_was_measured(command):
     for measured, row in zip(run["rows"], command.rows_of([run]), strict=True):
         measured[2:4] = row.predicted_ms(machine)
     assert command.fit(H200, command.rows_of([run])) == wanted
-    # the rates of other kernels say nothing of these
+    # rows of earlier kernels keep their rates and do not change the fit
     earlier = run | {"rates": {"forward_tflops": 300, "backward_tflops": 200}, "rows": []}
     for tokens, name, *_ in run["rows"]:
         (row,) = command.rows_of([earlier | {"rows": [[tokens, name, 1, 1, None]]}])
@@ -108,7 +108,7 @@ def test_the_command_adds_runs_and_rewrites_the_machine(command, tmp_path, monke
         command.add_arguments(parser)
         command.main(parser.parse_args(arguments))
         runs = json.loads(files["measurements.json"].read_text())["runs"]
-        # the same command again takes the place of the run, and earlier kernels keep their rates
+        # a second run of the same command replaces the first, and runs of earlier kernels keep their rates
         assert [run["gpus"] for run in runs] == [4, 2]
         assert runs[0] == before[0] | {"rates": {name: getattr(H200, name) for name in ("forward_tflops", "backward_tflops")}}
         figures = command.fit(H200, command.rows_of(runs))
@@ -129,7 +129,7 @@ def test_the_page_says_what_was_fitted(command):
     assert command.with_accuracy(page, H200.with_rates({"nccl_latency_us": 777}), rows).count("777 us, ") == 1
 
 
-def test_tables_of_a_page_are_made_anew(command):
+def test_tables_of_a_page_are_made_again(command):
     line = "`python -m ringattn plan --gpus 2 --tokens 4096`"
     page = command.with_tables(f"# A page\n\nText,\n{line}. More.\n\n| old |\n|---|\n\nand `code`\n\n| another | table |\n")
     begin, row, *_, end = page.split("\n\n")

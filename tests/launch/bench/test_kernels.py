@@ -40,7 +40,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize(("options", "live"), SMALL.values(), ids=SMALL)
-def test_work_is_that_of_the_live_pairs(options, live):
+def test_operations_are_those_of_the_live_pairs(options, live):
     one = case(**options)
     pairs = int(live().sum())
     assert one.tiles.pairs == pairs
@@ -54,7 +54,7 @@ def test_work_is_that_of_the_live_pairs(options, live):
     assert int(covered.sum()) == pairs
 
 
-def test_the_table_holds_what_is_to_be_measured():
+def test_the_table_holds_the_cases_to_measure():
     cases = module("kernels_cases")
     names = [one.name for one in cases.table()]
     assert len(set(names)) == len(names)
@@ -69,7 +69,7 @@ def test_the_table_holds_what_is_to_be_measured():
     assert sum(packed.documents) == 65536
     assert min(packed.documents) > 0
     assert max(packed.documents) > 8 * min(packed.documents), "short and long ones are mixed"
-    # an even eighth of a causal call, to the diagonal
+    # an eighth of a causal call
     assert zigzag.tiles.pairs == pytest.approx(131072**2 / 16, rel=1e-4)
     dense = zigzag.dense_alike
     assert dense.tokens % 128 == 0
@@ -90,12 +90,12 @@ def test_the_quick_selection_is_little_work():
     cases = module("kernels_cases").quick()
     assert {one.kind for one in cases} == {"dense", "zigzag", "packed"}
     assert len({(one.head_dim, one.v_dim) for one in cases}) <= 2, "every head dim is compiled anew"
-    # two contestants and eleven calls each at 300 TFLOP/s: a third of the 90 seconds, the rest is for compiling
+    # two contestants with eleven calls each at 300 TFLOP/s take a third of the 90 seconds; the rest is for compiling
     assert 2 * 11 * sum(one.flop("forward") + one.flop("backward") for one in cases) / 3e14 < 30
 
 
 @pytest.mark.parametrize("mask", ["causal", "full"])
-def test_a_peer_computes_the_same_and_one_that_does_not_is_told(mask):
+def test_the_difference_of_a_peer_from_ours_is_measured(mask):
     one = case(causal=mask == "causal")
     inputs = [torch.randn(1, 96, heads, 16) for heads in (4, 2, 2, 4)]
     passes = module("kernels_peers").sdpa(one, inputs, SDPBackend.MATH)

@@ -1,4 +1,4 @@
-"""The overhead's benchmark runs, and a call's host time does not creep up."""
+"""The benchmark of the host's time runs, and a call's host time stays small."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def overhead(*options: str) -> list[str]:
 def test_overhead():
     _, *lines = overhead("--world-sizes", "8", "--calls", "20", "--rounds", "10")
     assert [line.split()[1] for line in lines] == ["ring", "gather", "waves(3)", "double_ring"]
-    # ten times what a quiet machine takes: a host that waits, or tables made anew in each call, take far more
+    # ten times the time of a quiet machine; a host that waits, or that makes tables again in each call, takes far more
     assert all(float(value) < 5000 for line in lines for value in line.split()[2:])
 
 
@@ -31,5 +31,5 @@ def test_the_time_of_whole_calls_on_all_ranks():
     rows = [line.split() for line in lines if line.strip().startswith(("ring ", "gather "))]
     assert [row[0] for row in rows] == ["ring", "gather"]
     assert all(float(value) > 0 for row in rows for value in row[1:])
-    # of the first rank alone
+    # only the first rank prints its profile
     assert sum("function calls" in line for line in lines) == 2

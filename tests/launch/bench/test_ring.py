@@ -39,7 +39,7 @@ def test_all_methods_are_measured(tmp_path):
         assert row["host_ms"] > 0
         low, high = row["forward_backward_ms_quartiles"]
         assert low <= row["forward_backward_ms"] <= high
-        # the second rank sends all its K/V in both passes, and dK/dV of the half of the first one's that its queries see
+        # rank 1 sends all its K/V in both passes, and dK/dV of the half of rank 0's rows that its queries see
         shard = row["tokens"] // 2 * 2 * 2 * 8 * 4
         assert row["sent_bytes"] == (None if row["method"] in ("ulysses", "local") else shard * 5 // 2)
         assert (row["ratio"] == 1) == (row["method"] == "ulysses")
@@ -95,7 +95,7 @@ def test_a_ratio_is_to_the_right_row(rows, ratios):
 
 
 @pytest.mark.usefixtures("launch")
-def test_graphs_are_of_gpus():
+def test_graphs_need_gpus():
     from bench.shared.cases import RingCase
     from bench.shared.methods import ours
 
@@ -119,7 +119,7 @@ def test_documents_of_skewed_lengths_fill_the_sequence():
 
 
 @pytest.mark.usefixtures("launch")
-def test_exposed_transfers_are_those_beside_no_computation():
+def test_a_transfer_is_exposed_while_nothing_computes():
     from bench import ring_trace
 
     def event(name, begin, end, cat="kernel"):
@@ -177,7 +177,7 @@ ERRORS = {
 
 @pytest.mark.usefixtures("launch")
 @pytest.mark.parametrize(("given", "message"), ERRORS.values(), ids=ERRORS)
-def test_bad_arguments_are_told_before_any_rank_starts(given, message, monkeypatch):
+def test_bad_arguments_are_refused_before_any_rank_starts(given, message, monkeypatch):
     from bench import ring
 
     parser = argparse.ArgumentParser()
@@ -196,5 +196,5 @@ def test_a_line_is_fitted_to_peak_memory():
     assert fit["bytes_per_token"] == pytest.approx(7)
     assert fit["bytes"] == pytest.approx(5)
     assert fit["r2"] == pytest.approx(1)
-    # one size on more and more ranks is no line
+    # a single size gives no line
     assert ring_report.memory_fits([{**row, "tokens_per_gpu": 4} for row in rows]) == {}

@@ -1,4 +1,4 @@
-"""The steady state's benchmark: what it says of steps that grow, and a run at toy size over gloo."""
+"""`bench steady`: steps that keep memory are noticed, and a run at toy size over gloo."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ def test_steps_are_counted_on_every_rank(tmp_path):
     assert "ring: 3 steps" in done.stdout
 
 
-# more than the allocator ever takes from what was freed before
+# larger than any freed memory that the allocator could reuse
 BLOCK = 40 << 20  # bytes
 
 

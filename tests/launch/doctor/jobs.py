@@ -59,7 +59,7 @@ def rank_of(job: str, rank: int, port: int, folder: Path) -> None:
     if rank == ODD and FAULTS[job]:
         check, fault = FAULTS[job]
         check.observe = fault
-    # other jobs share these processors
+    # other jobs share the processors: set wide limits
     sys.argv[1:] = [
         "--device",
         "cpu",
@@ -108,7 +108,7 @@ def main(folder: Path, jobs: list[str]) -> None:
         job, rank = running.pop(pid)
         statuses[job][rank] = os.waitstatus_to_exitcode(status)
         if job == "is killed for" and rank == ODD:
-            # as torchrun does
+            # torchrun ends the other ranks in the same way
             for other, (theirs, _) in running.items():
                 if theirs == job:
                     os.kill(other, signal.SIGTERM)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 LAUNCH = Path(__file__).resolve().parents[3] / "launch"
-GENEROUS = {"slow": 1e3, "link": 1e-6, "skew": 0.5}  # nothing is slow on processors that are shared
+GENEROUS = {"slow": 1e3, "link": 1e-6, "skew": 0.5}  # other tests share the processors, so nothing counts as slow
 
 
 def doctor(name):
@@ -33,7 +33,7 @@ def site_of(rank, size, hosts, limits, store=None, device="cpu", group=None):
 
 
 def examined(group, tag, odd, fault, hosts, limits):
-    """Findings where rank `odd` has a fault; (check, verdict, ranks, text) of each."""
+    """The findings, as (check, verdict, ranks, text), when rank `odd` has a fault."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store = dist.PrefixStore(tag, dist.distributed_c10d._get_default_store())
     site = site_of(rank, size, hosts[:size], limits, store, group=group)
@@ -119,7 +119,7 @@ def another_mask():
 
 
 ONE_HOST, TWO_HOSTS = "aaaa", "aabb"
-# fault -> check, ranks and words of the finding; with the limits that show it
+# fault -> check, ranks and words of its finding, and the limits that reveal it
 FOUND = {
     "another_version": ("versions", (2,), r"torch is 2\.6\.0 on rank 2, but .* on ranks 0, 1, 3", {}),
     "another_checkout": ("versions", (2,), r"its code is 01234567 on rank 2, but \w+ on ranks 0, 1, 3", {}),
@@ -206,7 +206,7 @@ def test_slow_pairs_point_to_ranks(pairs, ranks):
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """Whole jobs of three ranks, all at once: (status of each rank, what was printed, the JSON)."""
+    """Whole jobs of three ranks, run at the same time: (status of each rank, printed text, JSON report)."""
     folder = tmp_path_factory.mktemp("jobs")
     names = ["well", "absent", "vanishes", "is killed for", "hangs", "fails"]
     script = Path(__file__).with_name("jobs.py")
@@ -226,7 +226,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("job", ENDS)
-def test_a_rank_that_does_not_go_on_ends_the_job_with_its_name(jobs, job):
+def test_a_rank_that_stops_ends_the_job_and_is_named(jobs, job):
     ranks, words = ENDS[job]
     statuses, printed, report = jobs[job]
     assert set(statuses.values()) <= {1, 9}
@@ -238,7 +238,7 @@ def test_a_rank_that_does_not_go_on_ends_the_job_with_its_name(jobs, job):
     assert printed.count("what was seen") == 1, "one rank reports"
     assert "not well: examination; look at rank 1" in printed
     if job != "absent":
-        assert [check["verdict"] for check in report["checks"][:2]] == ["ok", "ok"], "what was found before is not lost"
+        assert [check["verdict"] for check in report["checks"][:2]] == ["ok", "ok"], "earlier findings are kept"
 
 
 def test_a_whole_job_that_is_well(jobs):
@@ -267,7 +267,7 @@ def test_without_a_launcher_it_says_what_to_do(monkeypatch, capsys):
         ("--json", str(LAUNCH), "which is a folder: give a file"),
     ],
 )
-def test_options_of_no_use_are_refused(capsys, option, value, message):
+def test_bad_options_are_refused(capsys, option, value, message):
     with pytest.raises(SystemExit):
         doctor("examination").parse([f"{option}={value}"])
     assert message in capsys.readouterr().err

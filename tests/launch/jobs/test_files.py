@@ -29,12 +29,12 @@ def test_deepspeed_takes_its_configs(deepspeed, stage):
     assert not config.float16_config.enabled
     assert config.scheduler_name in VALID_LR_SCHEDULES
     assert config.gradient_clipping == 1.0
-    # the parser passes over a section that it does not know
+    # the parser ignores a section that it does not know
     known = {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "steps_per_print"}
     assert set(json.loads(path.read_text())) - known == {"optimizer", "scheduler", "bf16", "zero_optimization"}
 
 
-def test_the_configs_differ_in_nothing_but_zero():
+def test_the_configs_differ_only_in_their_zero_section():
     configs = [json.loads((JOBS / "deepspeed" / f"zero{stage}.json").read_text()) for stage in range(4)]
     rest = [{name: value for name, value in config.items() if name != "zero_optimization"} for config in configs]
     assert rest == rest[:1] * 4
@@ -46,7 +46,7 @@ def test_deepspeed_reads_the_host_file(deepspeed):
     assert dict(fetch_hostfile(str(JOBS / "deepspeed" / "hostfile"))) == {"node01": 8, "node02": 8}
 
 
-def test_the_kubernetes_job_is_whole():
+def test_the_kubernetes_job_is_complete():
     yaml = pytest.importorskip("yaml")
     job = yaml.safe_load((JOBS / "kubernetes" / "pytorchjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
@@ -61,6 +61,6 @@ def test_the_kubernetes_job_is_whole():
         assert container["command"] == ["launch/jobs/torchrun.sh"]
         assert (ROOT / container["args"][0]).exists()
         assert container["resources"]["limits"]["nvidia.com/gpu"] == job["spec"]["nprocPerNode"]
-        # every volume that is mounted is one of the pod's
+        # the pod defines every volume that is mounted
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
         assert pod["volumes"][0]["emptyDir"]["medium"] == "Memory"

@@ -44,7 +44,7 @@ ALONE = ["--nnodes", "1", "--nproc-per-node", "gpu", "--standalone"]
 
 
 class Calls:
-    """Runs the scripts where the stand-ins are on the PATH, and tells how those were called."""
+    """Runs the scripts with the stand-ins on the PATH, and reads how the stand-ins were called."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,7 +65,7 @@ class Calls:
         return sorted(path.read_bytes().decode().split("\0")[:-1] for path in files)
 
     def environment(self, name: str) -> dict[str, str]:
-        """What the first call found in its environment."""
+        """The environment of the first call."""
         text = min(self.folder.glob(f"{name}.*.env")).read_bytes().decode()
         return dict(line.split("=", 1) for line in text.split("\0")[:-1])
 
@@ -119,7 +119,7 @@ WHERE = {
 
 
 @pytest.mark.parametrize(("options", "environment", "expected"), WHERE.values(), ids=WHERE)
-def test_where_it_runs_is_found_out(calls, options, environment, expected):
+def test_the_place_of_the_job_is_detected(calls, options, environment, expected):
     done = calls.run(*options, *AWKWARD, **environment)
     assert done.returncode == 0, done.stderr
     assert calls.of("torchrun") == [[*expected, *AWKWARD]]
@@ -176,7 +176,7 @@ def test_one_host_that_fails_is_named_and_ends_the_others(calls):
     assert time.monotonic() - began < 30, "the others sleep for a minute if nobody ends them"
 
 
-def test_a_module_and_a_setting_that_is_overruled(calls):
+def test_a_module_runs_and_a_wrong_setting_is_corrected(calls):
     done = calls.run("-m", "pkg.train", "-m", NCCL_NVLS_ENABLE="1")
     assert calls.of("torchrun") == [[*ALONE, "-m", "pkg.train", "-m"]]
     assert "NCCL_NVLS_ENABLE is 1 here, and is set to 0" in done.stderr
@@ -206,21 +206,21 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("arguments", "environment", "message"), REFUSALS.values(), ids=REFUSALS)
-def test_what_cannot_work_is_refused_before_anything_starts(calls, arguments, environment, message):
+def test_impossible_jobs_are_refused_before_anything_starts(calls, arguments, environment, message):
     done = calls.run(*arguments, **environment)
     assert done.returncode == 2
     assert message in done.stderr
     assert not calls.of("torchrun")
 
 
-def test_a_line_of_a_host_file_that_says_something_else_is_refused(calls, tmp_path):
+def test_a_bad_line_of_a_host_file_is_refused(calls, tmp_path):
     (tmp_path / "hosts").write_text("one slots=8\ntwo gpus=8\n")
     done = calls.run("--hostfile", str(tmp_path / "hosts"), "a.py")
     assert done.returncode == 2
     assert "says 'two gpus=8', but a line is HOST or HOST slots=N" in done.stderr
 
 
-def test_the_slurm_job_starts_one_launcher_a_node(calls):
+def test_the_slurm_job_starts_one_launcher_per_node(calls):
     script = ROOT / "launch" / "jobs" / "slurm.sbatch"
     done = calls.run(*AWKWARD, script=script, cwd="/", SLURM_SUBMIT_DIR=str(ROOT), SLURM_CPUS_PER_TASK="64")
     assert done.returncode == 0, done.stderr
@@ -235,7 +235,7 @@ def test_the_slurm_job_starts_one_launcher_a_node(calls):
     assert (elsewhere.returncode, "submit from the root" in elsewhere.stderr) == (2, True)
 
 
-def test_help_tells_of_every_option(calls):
+def test_help_lists_every_option(calls):
     done = calls.run("--help")
     assert done.returncode == 0
     assert all(name in done.stdout for name in ("--hosts", "--hostfile", "--nproc", "--master", "--port", "--timeout", "--dry-run"))

@@ -1,4 +1,4 @@
-"""docs/api.md is what `launch/repo/api_reference.py` makes of the sources, and holds every public name."""
+"""docs/api.md is the output of `launch/repo/api_reference.py`, and holds every public name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_public_name_has_its_section(reference):
     assert doors <= set(re.findall(r"^## ringattn\.integrations\.(\w+)$", page, re.MULTILINE))
 
 
-def test_links_lead_to_headings_as_they_are_numbered(reference):
+def test_links_lead_to_numbered_headings(reference):
     page = reference.build()
     headings = [shown.lower().replace(".", "") for shown in re.findall(r"^#### `(.*)`$", page, re.MULTILINE)]
     slugs = [name + (f"-{headings[:n].count(name)}" if headings[:n].count(name) else "") for n, name in enumerate(headings)]
@@ -85,7 +85,7 @@ def test_a_class_is_shown_with_its_fields_methods_and_docstring(reference):
     assert "hidden" not in text
 
 
-def test_a_long_signature_takes_a_line_an_argument(reference):
+def test_a_long_signature_has_one_argument_per_line(reference):
     node = ast.parse("def f(" + ", ".join(f"argument_{n}: int" for n in range(9)) + ", *, last=1) -> None: pass").body[0]
     lines = reference.signature("f", node).split("\n")
     assert (lines[0], lines[1], lines[-2], lines[-1]) == ("f(", "    argument_0: int,", "    last=1,", ") -> None")

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch):
-    """The module, made to work in a folder of its own."""
+    """The module, working in a temporary folder."""
     spec = importlib.util.spec_from_file_location("environment", ROOT / "launch" / "repo" / "environment.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -45,7 +45,7 @@ def test_a_borrowed_environment_sees_the_interpreters_packages_and_fetches_nothi
     assert Path(prefix) == environment.VENV != Path(sys.prefix)
 
 
-def test_a_second_run_does_nothing_until_what_it_was_made_from_changes(environment, monkeypatch):
+def test_a_second_run_does_nothing_until_its_sources_change(environment, monkeypatch):
     made = []
     monkeypatch.setattr(environment, "sees_gpu", lambda: False)
     monkeypatch.setattr(environment, "own_environment", lambda fresh: (made.append(fresh), environment.VENV.mkdir(exist_ok=True)))

@@ -1,4 +1,4 @@
-"""`launch/repo/triton_versions.py`: which versions it takes, and what it counts; what it runs are tests of their own."""
+"""`launch/repo/triton_versions.py`: which versions it takes, and how it counts. The tests that it runs are tested elsewhere."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def test_the_newest_fix_of_each_minor_version_is_taken(versions):
     assert versions.newest_fixes(offered) == ["3.6.0", "3.7.10", "3.9.0", "3.10.0"]
 
 
-def test_what_it_runs_is_there(versions):
+def test_the_tests_that_it_runs_exist(versions):
     assert all((ROOT / arguments[0]).is_file() for arguments in versions.COLUMNS.values())
 
 
-def test_passed_and_failed_tests_are_counted_and_those_for_gpus_left_out(versions, monkeypatch, tmp_path, capsys):
+def test_passed_and_failed_tests_are_counted_without_those_for_gpus(versions, monkeypatch, tmp_path, capsys):
     (tmp_path / "test_three.py").write_text(
         "import pytest\ndef test_good(): pass\ndef test_bad(): assert 1 == 2\n@pytest.mark.gpu\ndef test_on_a_gpu(): pass\n"
     )
