@@ -34,8 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpus else "cpu")
     parser.add_argument("--ranks", type=int, help="ranks of the first run (default: all GPUs, or 8 on a CPU)")
     parser.add_argument("--tokens", type=int, help="tokens per step (default: the example's)")
-    parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("runs/curves"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=200, help="training steps (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/curves"), metavar="DIR", help="folder to write (default: %(default)s)"
+    )
     parser.add_argument("options", nargs="*", metavar="-- OPTION", help="further options of the example, for all three runs")
 
 
@@ -75,12 +77,12 @@ def check(ranks: int, options: list[str]) -> None:
     if "RANK" in os.environ:
         sys.exit("bench curves starts its own ranks: run it with python, not torchrun")
     if ranks < 2:
-        sys.exit(f"ring attention would run on {ranks} rank twice: give --ranks 2 or more, or --device cpu")
+        sys.exit(f"ring attention would run on {ranks} rank twice: pass --ranks 2 or more, or --device cpu")
     for option in options:
         for fixed in FIXED:
             # the example's parser accepts the beginning of a name for the name
             if option.startswith("--") and fixed.startswith(option.partition("=")[0]):
-                sys.exit(f"{option} follows --, but {fixed} is this program's own or would keep a run from training: leave it out")
+                sys.exit(f"{option} follows --, but {fixed} is set by this program or would keep a run from training: leave it out")
 
 
 def train(runs: dict[str, list[str]]) -> None:

@@ -33,16 +33,20 @@ IMAGE = Path("runs/bench/kernels.png")
 def add_arguments(parser) -> None:
     parser.add_argument("--quick", action="store_true", help="measure a few cases in less than 90 seconds, beside the first peer")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
-    parser.add_argument("--sequences", type=int, nargs="+", help="of dense cases (default: 4k to 64k)")
-    parser.add_argument("--head-dims", nargs="+", help=f"of dense cases; 192/128 is q/k's and v's (default: {' '.join(HEAD_DIMS)})")
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, nargs="+", default=[32, 8], help="of dense cases")
-    parser.add_argument("--masks", nargs="+", default=["causal", "full"], choices=["causal", "full"], help="of dense cases")
+    parser.add_argument("--sequences", type=int, nargs="+", help="lengths of dense cases (default: 4k to 64k)")
+    parser.add_argument(
+        "--head-dims",
+        nargs="+",
+        help=f"of dense cases; 192/128 is 192 of q and k, 128 of v (default: {' '.join(HEAD_DIMS)})",
+    )
+    parser.add_argument("--heads", type=int, default=32, help="query heads (default: %(default)s)")
+    parser.add_argument("--kv-heads", type=int, nargs="+", default=[32, 8], help="key/value heads of dense cases")
+    parser.add_argument("--masks", nargs="+", default=["causal", "full"], choices=["causal", "full"], help="masks of dense cases")
     parser.add_argument(
         "--peers", nargs="+", choices=contestants.PEERS, help="default: the installed ones; flex for packed cases only"
     )
     parser.add_argument("--directions", nargs="+", default=DIRECTIONS, choices=DIRECTIONS)
-    parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--plot", type=Path, nargs="?", const=IMAGE, help=f"draw the figures (without a file's name: {IMAGE})")
     parser.add_argument("--from", dest="source", type=Path, help="read the figures from this JSON file and measure nothing")
 

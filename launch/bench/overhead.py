@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=40, help="rounds; the fastest one counts (default 40)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--profile", action="store_true", help="also print where the time goes")
-    parser.add_argument("--real", action="store_true", help="on all GPUs, with kernels and transfers")
+    parser.add_argument("--real", action="store_true", help="measure on all GPUs, with kernels and transfers")
     parser.add_argument("--methods", nargs="+", help="for --real: methods as `bench ring` names them (default: four)")
     parser.add_argument("--tokens", type=int, default=16384, help="for --real: total tokens (default: %(default)s)")
     parser.set_defaults(mask="causal", heads=32, kv_heads=8, head_dim=128, world_size=None, budget=None)

@@ -33,7 +33,7 @@ _BUSY = 1_000_000_000  # clock cycles, about half a second
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=1000, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=1000, help="steps after the warm-up (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=32768, help="total tokens (default: %(default)s)")
     parser.add_argument("--methods", nargs="+", help="default: ring and gather, on a GPU over both transports")
     add_shape(parser)

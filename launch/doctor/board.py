@@ -116,7 +116,9 @@ class Watch(threading.Thread):
                 if self._failure is not None or killed or late or store.check(["ending"]):
                     self._end()
             except dist.DistError as error:
-                print(f"rank {self._board.rank}: the store of the job is gone, and with it its host: {error}", file=sys.stderr)
+                print(
+                    f"rank {self._board.rank}: lost the job's store, so the host that serves it is gone: {error}", file=sys.stderr
+                )
                 _exit()
 
     def _end(self) -> None:

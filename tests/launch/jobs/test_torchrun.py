@@ -185,11 +185,11 @@ def test_a_module_runs_and_a_wrong_setting_is_corrected(calls):
 
 REFUSALS = {
     "no script": (["--nproc", "2"], {}, "no script is given"),
-    "option": (["--nprocs", "2", "a.py"], {}, "--nprocs is no option of torchrun.sh"),
+    "option": (["--nprocs", "2", "a.py"], {}, "--nprocs is not an option of torchrun.sh"),
     "no value": (["--hosts"], {}, "--hosts needs a value"),
     "no number": (["--nproc", "many", "a.py"], {}, "--nproc is 'many', but must be a whole number"),
     "no port": (["--port", "70000", "a.py"], {}, "--port is 70000, but ports go to 65535"),
-    "empty host": (["--hosts", "a,,b", "a.py"], {}, "--hosts has an empty name of a host"),
+    "empty host": (["--hosts", "a,,b", "a.py"], {}, "--hosts has an empty host name"),
     "host twice": (["--hosts", "a,b,a", "a.py"], {}, "--hosts names a twice, but a host runs one torchrun"),
     "no host": (["--hosts", "", "a.py"], {}, "--hosts names no host"),
     "no file": (["--hostfile", "/nowhere/hosts", "a.py"], {}, "--hostfile is /nowhere/hosts, which cannot be read"),
@@ -199,7 +199,7 @@ REFUSALS = {
         "srun started 8 processes on this node",
     ),
     "process a GPU": (["a.py"], {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, "pass --map-by ppr:1:node"),
-    "batch script": (["a.py"], {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}, "start it by srun"),
+    "batch script": (["a.py"], {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}, "start it with srun"),
     "nowhere to meet": (["a.py"], OMPI, "3 nodes must know where to meet: pass --master HOST"),
     "no torchrun": (["a.py"], {"PATH": "/usr/bin:/bin"}, "torchrun is not on the PATH"),
 }
