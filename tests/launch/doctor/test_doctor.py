@@ -257,6 +257,13 @@ def test_without_a_launcher_it_says_what_to_do(monkeypatch, capsys):
     assert "start it with launch/jobs/torchrun.sh or torchrun" in capsys.readouterr().out
 
 
+def test_the_folder_is_a_program_that_runs_anywhere(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RANK")}
+    command = [sys.executable, LAUNCH / "doctor", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=environment)
+    assert (done.returncode, "start it with launch/jobs/torchrun.sh" in done.stdout) == (2, True), done.stderr
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
