@@ -1,7 +1,7 @@
 # `make demo` trains a language model on a long document around a ring; `make test` checks everything.
 # Both need Python >= 3.10 and pip, and make their own .venv. Variables:
-#   PYTHON  the interpreter the environment is made from (a CUDA torch it already has is used as it is)
-#   TORCH   a requirement that picks another torch, for example TORCH='torch==2.11.0'
+#   PYTHON  the interpreter that .venv is made from (if it has a CUDA torch, that torch is used as it is)
+#   TORCH   a requirement for another torch, for example TORCH='torch==2.11.0'
 #   ARGS    further arguments of the demo, the tests or the linter
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -15,10 +15,10 @@ READY := .venv/ready.json
 demo: $(READY)
 	$(PY) examples/finetune_long_document.py $(ARGS)
 
-# pytest comes last, so that its summary is the last line; without a GPU the tests marked gpu are left out
+# pytest comes last, so that its summary is the last line; without a GPU it skips the tests marked gpu
 test: $(READY)
 	@if $(PY) -c 'import ruff, pyright' 2>/dev/null; then $(MAKE) --no-print-directory lint ARGS=; \
-	else echo 'lint left out: ruff and pyright are neither installed nor to be had here'; fi
+	else echo 'lint skipped: ruff and pyright are neither installed nor available here'; fi
 	$(PY) -m pytest -m "$$($(PY) -c 'import torch; print("" if torch.cuda.is_available() else "not gpu")')" $(ARGS)
 
 test-gpu: $(READY)
@@ -33,8 +33,8 @@ format: $(READY)
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
 
-$(READY): pyproject.toml launch/environment.py
-	@TORCH="$(TORCH)" $(PYTHON) launch/environment.py
+$(READY): pyproject.toml launch/repo/environment.py
+	@TORCH="$(TORCH)" $(PYTHON) launch/repo/environment.py
 
 clean:
 	rm -rf .venv .venv.lock .pytest_cache .ruff_cache .hypothesis build dist runs

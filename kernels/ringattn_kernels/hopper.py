@@ -1,6 +1,6 @@
 """The kernels for Hopper, where the installed version of Triton is one that they are made for.
 
-They are written in Gluon, whose names and rules change between versions; `launch/triton_versions.py` compiles them with each of those
+They are written in Gluon, whose names and rules change between versions; `launch/repo/triton_versions.py` compiles them with each of those
 below. Under any other version they are not imported, and `obstacle` says why: `dispatch` then chooses the plain kernels.
 """
 

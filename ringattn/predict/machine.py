@@ -55,7 +55,7 @@ class Machine:
         return replace(self, **rates)
 
 
-# Both tflops, and NCCL's latency and slowdown, are what `launch/bench.py fit` finds in docs/measurements.json. Assumed: the rest; of
+# Both tflops, and NCCL's latency and slowdown, are what `launch/bench fit` finds in docs/measurements.json. Assumed: the rest; of
 # nominally 450 GB/s over NVLink and 50 between nodes a third and a fifth go to protocols.
 H200 = Machine(
     name="h200",

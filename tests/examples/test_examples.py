@@ -77,7 +77,8 @@ def test_deepspeed_pretrain_names_what_does_not_fit(option, message):
 
 def test_drawing(tmp_path):
     succeed(EXAMPLES / "draw_layouts_and_masks.py", "--seq-len", 48, "--ranks", 3, "--out", tmp_path)
-    for name in ("layouts_and_masks.png", "documents_balanced.png"):
+    succeed(EXAMPLES / "draw_ring.py", "--out", tmp_path)
+    for name in ("layouts_and_masks.png", "documents_balanced.png", "ring_of_gpus.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 

@@ -36,7 +36,7 @@ def on_gpus(text, tmp_path_factory):
         "packed": [[*ranks, EXAMPLES / "packed_documents.py"]],
         # how fast it is, beside all others, is no matter
         "doctor": [
-            [*ranks, ROOT / "launch" / "doctor.py", "--slow", 100, "--link", 0.001, "--json", folder / "doctor" / "figures.json"]
+            [*ranks, ROOT / "launch" / "doctor", "--slow", 100, "--link", 0.001, "--json", folder / "doctor" / "figures.json"]
         ],
         "verify": [train("verify", "--verify", "--verify-tokens", 1000)],
         "train": [train("train", *fp32)],

@@ -161,11 +161,11 @@ def trained(group, ring, stage, accumulation, dtype, checkpointing, scatter=True
 
 
 def of_a_file(group, ring, stage, device="cpu"):
-    """The losses of two steps by the configuration in launch/deepspeed, what steps the weights, and the rates of learning."""
+    """The losses of two steps by the configuration in launch/jobs/deepspeed, what steps the weights, and the rates of learning."""
     parallel = prepare(group, ring, device)
     import deepspeed
 
-    config = json.loads((Path(__file__).parents[2] / "launch" / "deepspeed" / f"zero{stage}.json").read_text())
+    config = json.loads((Path(__file__).parents[2] / "launch" / "jobs" / "deepspeed" / f"zero{stage}.json").read_text())
     config["zero_force_ds_cpu_optimizer"] = False
     model = Model().to(device)
     for block in model.blocks:

@@ -1,4 +1,4 @@
-"""The planner: what it counts is what the schedules do. `launch/test_bench_fit.py` compares what it predicts with what was measured."""
+"""The planner: what it counts is what the schedules do. `launch/bench/test_fit.py` compares what it predicts with what was measured."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""What several benchmarks share: timing, ranks, cases, and the methods that take turns."""

@@ -1,0 +1,97 @@
+"""The ranks of a benchmark: starts one process per GPU, forms groups of them, and reduces what they measured to the slowest rank's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import date
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import ringattn as ra
+from ringattn.transport import Transport
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """The arguments of every benchmark of many ranks that say what a rank is."""
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--world-size", type=int, help="ranks (default: one per GPU; 2 on a CPU)")
+    parser.add_argument(
+        "--budget", type=int, help="MiB of each rank's memory for the symmetric transport (default: the library's default)"
+    )
+
+
+def start_ranks(function: Callable[[argparse.Namespace], None], arguments: argparse.Namespace) -> None:
+    """Call a function on every rank: in the processes that torchrun started, else in one new process per GPU."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if "RANK" in os.environ:
+        _join(int(os.environ.get("LOCAL_RANK", "0")), function, arguments)
+        return
+    world_size = arguments.world_size or (torch.cuda.device_count() if arguments.device == "cuda" else 2)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(_start, args=(world_size, store.port, function, arguments), nprocs=world_size)
+
+
+def _start(rank: int, world_size: int, port: int, function: Callable, arguments: argparse.Namespace) -> None:
+    if arguments.device == "cpu":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    _join(rank, function, arguments, store=store, rank=rank, world_size=world_size)
+
+
+def _join(local_rank: int, function: Callable, arguments: argparse.Namespace, **meet: object) -> None:
+    dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", **meet)
+    if arguments.device == "cuda":
+        torch.cuda.set_device(local_rank)
+    function(arguments)
+    dist.destroy_process_group()
+
+
+class RankGroup:
+    """The first `size` ranks of this job.
+
+    A rank that is one of them (`takes_part`) also has their process group, and their transports by the name that a method gives them:
+    "" is NCCL (gloo on a CPU), "symmetric" is symmetric memory. `budget` is in bytes.
+    """
+
+    def __init__(self, size: int, device: str, budget: int | None = None) -> None:
+        whole = size == dist.get_world_size()
+        # every rank must call new_group, also one that is not in the group
+        group = dist.group.WORLD if whole else dist.new_group(range(size))
+        self.size, self.takes_part = size, dist.get_rank() < size
+        if not self.takes_part:
+            return
+        self.group = group
+        self.transports: dict[str, Transport] = {"": ra.process_group(group)}
+        if device == "cuda":
+            self.transports["symmetric"] = ra.symmetric(group, **({} if budget is None else {"budget": budget}))
+
+
+def group_of(size: int, arguments: argparse.Namespace) -> RankGroup:
+    """The first `size` ranks, with the device and the budget of the command line."""
+    return RankGroup(size, arguments.device, arguments.budget and arguments.budget << 20)
+
+
+def slowest(values: Sequence[float], device: str) -> list[float]:
+    """The greatest of all ranks, value by value."""
+    x = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    return x.tolist()
+
+
+def circumstances(arguments: argparse.Namespace) -> dict:
+    """The fields that begin every record of a benchmark of many ranks."""
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
+        "world_size": dist.get_world_size(),
+        "torch": torch.__version__,
+        "date": str(date.today()),
+        "mask": arguments.mask,
+    }

@@ -1,0 +1,1 @@
+"""The doctor, run as `python launch/doctor` on every rank of a job: it examines the machines before a long run."""

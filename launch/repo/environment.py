@@ -1,0 +1,133 @@
+"""Make `.venv`, the environment that the Makefile's targets run in, and install missing packages into it.
+
+There are two ways; the interpreter that runs this file decides:
+
+- If it has a torch that sees a GPU, that torch and all its other packages are used as they are. `.venv` is then an empty
+  environment that looks into the interpreter's packages, and only absent packages are installed. If none is absent,
+  nothing is fetched, so this works offline. Packages in `OPTIONAL` may stay absent.
+- Otherwise `.venv` is an ordinary environment with the package itself (editable) and its `train` and `dev` extras. It
+  has a CPU build of torch where pip's configured indexes offer one.
+
+This file uses only the standard library. Two runs at once are safe, and a second run is instant.
+"""
+
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+READY = VENV / "ready.json"
+OPTIONAL = {"ruff", "pyright", "hatchling", "deepspeed", "accelerate"}  # a GPU host without network runs the tests without them
+
+
+def main() -> int:
+    if sys.version_info < (3, 10):  # noqa: UP036 (an older Python may run this file)
+        print(f"Python {sys.version.split()[0]} is too old: ringattn needs 3.10 or newer (make PYTHON=...)")
+        return 1
+    with open(ROOT / ".venv.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        wanted = fingerprint()
+        made = json.loads(READY.read_text()) if READY.exists() else {}
+        if made == wanted:
+            READY.touch()
+            return 0
+        fresh = made.get("python") != wanted["python"]
+        READY.unlink(missing_ok=True)
+        try:
+            if sees_gpu():
+                borrow_environment()
+            else:
+                own_environment(fresh)
+        except subprocess.CalledProcessError as error:
+            print(f"setting up .venv failed: {' '.join(map(str, error.cmd))}")
+            return 1
+        READY.write_text(json.dumps(wanted))
+    return 0
+
+
+def fingerprint() -> dict[str, str]:
+    """What `.venv` was made from. While it stays the same there is nothing to do."""
+    sources = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes())
+    return {
+        "python": f"{sys.executable} {sys.version}",
+        "sources": sources.hexdigest(),
+        "torch": os.environ.get("TORCH", ""),
+    }
+
+
+def sees_gpu() -> bool:
+    """Whether this interpreter has a torch with a working GPU (asked in a child: importing torch is slow and loud)."""
+    check = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", check], capture_output=True).returncode == 0
+
+
+def own_environment(fresh: bool) -> None:
+    """An ordinary environment: the project, editable, with its extras."""
+    print(f"making .venv with Python {sys.version.split()[0]} and installing into it (minutes, once)", flush=True)
+    command = [sys.executable, "-m", "venv", *(["--clear"] if fresh else []), VENV]
+    pip = [PYTHON, "-m", "pip"]
+    if subprocess.run(command, capture_output=True).returncode != 0:
+        # an interpreter without ensurepip (some distributions split it off): its own pip installs from outside
+        venv.create(VENV, clear=True, symlinks=True)
+        pip = [sys.executable, "-m", "pip", "--python", PYTHON]
+    torch = [os.environ["TORCH"]] if os.environ.get("TORCH") else []
+    run([*pip, "install", "--quiet", "--disable-pip-version-check", *torch, "--editable", f"{ROOT}[train,dev]"])
+
+
+def borrow_environment() -> None:
+    """An empty environment that sees this interpreter's packages, plus the packages that those lack."""
+    print(f"using the GPU build of torch that {sys.executable} has", flush=True)
+    # not --system-site-packages: if this interpreter is itself in an environment, that option would skip it
+    venv.create(VENV, clear=True, symlinks=True)
+    outer = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    lines = [f"import site; site.addsitedir({path!r})" for path in outer]
+    lines += [str(ROOT), str(ROOT / "kernels")]
+    inner = subprocess.check_output([PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True).strip()
+    Path(inner, "ringattn-borrowed.pth").write_text("\n".join(lines) + "\n")
+    missing = {name: requirement for name, requirement in requirements().items() if not installed(name)}
+    install = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    needed = [requirement for name, requirement in missing.items() if name not in OPTIONAL]
+    if needed:
+        run([*install, *needed])
+    tools = [requirement for name, requirement in missing.items() if name in OPTIONAL]
+    if tools and subprocess.run([*install, "--retries", "0", "--timeout", "5", *tools], capture_output=True).returncode:
+        print(f"left out, as they cannot be fetched here: {', '.join(sorted(OPTIONAL & set(missing)))}", flush=True)
+
+
+def requirements() -> dict[str, str]:
+    """Distribution name -> requirement, of the project and its `train` and `dev` extras."""
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # Python 3.10
+        from pip._vendor import tomli as tomllib
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    return {
+        re.split(r"[\s\[<>=!~;]", line, maxsplit=1)[0]: line
+        for line in [*project["dependencies"], *extras["train"], *extras["dev"]]
+    }
+
+
+def installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def run(command: list) -> None:
+    subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

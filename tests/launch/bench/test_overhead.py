@@ -1,0 +1,35 @@
+"""The benchmark of the host's time runs, and a call's host time stays small."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def overhead(*options: str) -> list[str]:
+    command = [sys.executable, ROOT / "launch/bench", "overhead", "--device", "cpu", *options]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=200)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
+
+
+def test_overhead():
+    _, *lines = overhead("--world-sizes", "8", "--calls", "20", "--rounds", "10")
+    assert [line.split()[1] for line in lines] == ["ring", "gather", "waves(3)", "double_ring"]
+    # ten times the time of a quiet machine; a host that waits, or that makes tables again in each call, takes far more
+    assert all(float(value) < 5000 for line in lines for value in line.split()[2:])
+
+
+def test_the_time_of_whole_calls_on_all_ranks():
+    toy = ["--tokens", "32", "--rounds", "1", "--calls", "1", "--methods", "ring", "gather", "--profile"]
+    heading, *lines = overhead("--real", *toy)
+    assert "32 tokens on 2 ranks" in heading
+    rows = [line.split() for line in lines if line.strip().startswith(("ring ", "gather "))]
+    assert [row[0] for row in rows] == ["ring", "gather"]
+    assert all(float(value) > 0 for row in rows for value in row[1:])
+    # only the first rank prints its profile
+    assert sum("function calls" in line for line in lines) == 2
