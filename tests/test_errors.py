@@ -242,8 +242,11 @@ LAYOUTS = {
         lambda: ra.Layout(4, ((ra.Span(0, 3),),)),
         "spans do not hold each of 4 positions exactly once: they hold 3",
     ),
-    "span outside": (lambda: ra.Layout(4, ((ra.Span(2, 4),),)), r"Span\(start=2, length=4, stride=1\) is not inside it"),
-    "span of no stride": (lambda: ra.Layout(2, ((ra.Span(0, 2, 0),),)), r"Span\(start=0, length=2, stride=0\) is not inside it"),
+    "span outside": (lambda: ra.Layout(4, ((ra.Span(2, 4),),)), r"Span\(start=2, length=4, stride=1\) is not inside the sequence"),
+    "span of no stride": (
+        lambda: ra.Layout(2, ((ra.Span(0, 2, 0),),)),
+        r"Span\(start=0, length=2, stride=0\) is not inside the sequence",
+    ),
     "span of halves": (lambda: ra.Layout(2, ((ra.Span(0.0, 2),),)), "start is 0.0, but must be an integer"),
     "spans of numbers": (lambda: ra.Layout(2, ((0, 1),)), "spans holds 0, but must hold a tuple of Spans for each rank"),
     "one rank's spans": (

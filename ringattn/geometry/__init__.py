@@ -1,1 +1,1 @@
-"""What is where, and what is live: spans, layouts, masks, and the plan that intersects them into tiles."""
+"""Which rank holds which positions, and which pairs are live: spans, layouts, masks, and the plan that intersects them into tiles."""

@@ -1,7 +1,7 @@
 """Layouts: which global positions each rank holds.
 
 A rank's shard is a tuple of spans; its local rows run through them in order. Spans may differ in length between ranks and may be
-empty, so any sequence length goes with any number of ranks, without padding.
+empty, so any sequence length works with any number of ranks, without padding.
 
 Sources: zigzag, two opposite chunks a rank (Llama 3, Dubey et al. 2024, section 3.3.2); striped, every world_size-th token
 (Striped Attention, Brandon et al. 2023).
@@ -26,16 +26,16 @@ from .region import Table, count_pairs
 from .region import common_stride as region_stride
 from .span import Span, Spans, common_stride, fold, refine, span_table
 
-# of the busiest rank's work over the mean, up to which equal chunks are left as they are
+# up to this ratio of the busiest rank's work to the mean, `default_layout` takes contiguous chunks
 _EVEN = 1.25
 
 
 @dataclass(frozen=True, eq=False)
 class Layout(Digested):
-    """Who holds which positions: `spans[rank]` are the spans of a rank's shard, in the order of its local rows.
+    """Which positions each rank holds: `spans[rank]` are the spans of a rank's shard, in the order of its local rows.
 
-    seq_len: tokens of the whole sequence. name: what `repr` calls it. Raises ValueError unless every position of `0 <= p < seq_len`
-    is held exactly once.
+    seq_len: tokens of the whole sequence. name: shown by `repr`. Raises ValueError unless the spans hold every position of
+    `0 <= p < seq_len` exactly once.
 
     >>> import ringattn as ra
     >>> ra.Layout(8, spans=((ra.Span(0, 3),), (ra.Span(3, 5),))).lengths
@@ -81,7 +81,7 @@ class Layout(Digested):
         return _work(self.spans, mask.regions(self.seq_len), self.seq_len)
 
     def balance(self, mask: Mask) -> float:
-        """The busiest rank's live pairs over the mean of all ranks: 1.0 is even, and so is a mask with nothing live."""
+        """The busiest rank's live pairs over the mean of all ranks: 1.0 if work is even, or if nothing is live."""
         return _balance(self.work(mask))
 
     def _key(self) -> bytes:
@@ -111,7 +111,7 @@ def contiguous(seq_len: int, world_size: int) -> Layout:
 
 @constant
 def zigzag(seq_len: int, world_size: int) -> Layout:
-    """Of `2 * world_size` equal chunks rank r holds the r-th and the r-th from the end: even work under a causal mask.
+    """Rank r holds the r-th and the r-th last of `2 * world_size` equal chunks: even work under a causal mask.
 
     Source: Llama 3 (Dubey et al. 2024, section 3.3.2). Raises ValueError for a negative length, or no ranks.
 
@@ -138,10 +138,10 @@ def striped(seq_len: int, world_size: int) -> Layout:
 
 @constant
 def balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
-    """Chunks dealt to ranks so that live work is even for this mask, and tokens too, to one chunk.
+    """Ranks get chunks so that all have about equal work under this mask, and numbers of tokens that differ by at most one chunk.
 
-    The sequence is cut into equal chunks, few at first, which go heaviest first to the rank with the least work that still has
-    room. Chunks a rank double, up to 64, until work is within 1 % of even; the most even layout is kept.
+    The sequence is cut into equal chunks, at first one a rank. The heaviest chunk goes first, to the rank with the least work that
+    has room. The number of chunks a rank doubles, up to 64, until work is within 1 % of even; the most even layout is kept.
     Raises ValueError if the mask does not fit the length.
 
     >>> import ringattn as ra
@@ -170,10 +170,10 @@ def balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
 def default_layout(mask: Mask, seq_len: int, world_size: int) -> Layout:
     """The layout that suits a mask.
 
-    - `zigzag` where later queries see more keys: causal and prefix.
-    - `contiguous` where all queries see equally many: full, dilated windows, and windows with a limit on both sides. A window over more
-      than about two fifths of the sequence leaves the first and last ranks much less work: there `balanced`.
-    - `balanced` for all others.
+    - `zigzag` if later queries see more keys: causal and prefix.
+    - `contiguous` if all queries see equally many keys: full, dilated windows, and windows with a limit on both sides. If a window spans
+      more than about two fifths of the sequence, the first and last ranks would have much less work: then `balanced`.
+    - `balanced` for all other masks.
     """
     if mask.load is Load.GROWING:
         return zigzag(seq_len, world_size)
@@ -185,7 +185,7 @@ def default_layout(mask: Mask, seq_len: int, world_size: int) -> Layout:
 
 
 def shard(x: torch.Tensor, layout: Layout, rank: int, dim: int = 1) -> torch.Tensor:
-    """The rows of `x` that a rank holds, along `dim` (size `layout.seq_len`); differentiable, a copy.
+    """A copy of the rows of `x` that a rank holds, along `dim` (size `layout.seq_len`). Differentiable.
 
     Raises ValueError if the size does not match the layout's.
 
@@ -215,7 +215,7 @@ def _flat(shards: tuple[Spans, ...]) -> Iterator[Span]:
 
 
 def _bounds(seq_len: int, world_size: int, chunks: int) -> list[tuple[int, int]]:
-    """`chunks * world_size` chunks as equal as can be, as (start, stop)."""
+    """(start, stop) of `chunks * world_size` chunks whose lengths differ by at most one."""
     seq_len, world_size = integer("seq_len", seq_len), integer("world_size", world_size, least=1)
     n = chunks * world_size
     edges = [seq_len * i // n for i in range(n + 1)]
@@ -223,7 +223,7 @@ def _bounds(seq_len: int, world_size: int, chunks: int) -> list[tuple[int, int]]
 
 
 def _joined(spans: Sequence[Span]) -> Spans:
-    """Neighbouring spans of stride 1 become one; empty ones go."""
+    """Join neighbouring spans of stride 1, and drop empty spans."""
     out: list[Span] = []
     for span in spans:
         if not span.length:
@@ -252,7 +252,7 @@ def _balance(work: np.ndarray) -> float:
 
 
 def _deal(work: np.ndarray, bounds: list[tuple[int, int]], world_size: int) -> tuple[Spans, ...]:
-    """Heaviest chunk first to the least loaded rank with room."""
+    """Deal the chunks, the heaviest first, to the least loaded rank that has room."""
     room = len(bounds) // world_size
     hands: list[list[int]] = [[] for _ in range(world_size)]
     heap = [(0, rank) for rank in range(world_size)]
@@ -261,20 +261,20 @@ def _deal(work: np.ndarray, bounds: list[tuple[int, int]], world_size: int) -> t
         hands[rank].append(chunk)
         if len(hands[rank]) < room:
             heapq.heappush(heap, (load + int(work[chunk]), rank))
-    # ranks in the order of what they hold first, so that neighbours in the ring hold neighbouring text
+    # sort ranks by their first chunk, so that neighbours in the ring hold neighbouring text
     hands = sorted(sorted(hand) for hand in hands)
     return tuple(_joined([Span(bounds[c][0], bounds[c][1] - bounds[c][0]) for c in hand]) for hand in hands)
 
 
 def _coverage_problem(seq_len: int, shards: tuple[Spans, ...]) -> str | None:
-    """What keeps the spans from holding 0..seq_len - 1 once each, or None."""
+    """Why the spans do not hold each of 0..seq_len - 1 exactly once; None if they do."""
     spans = [span for spans in shards for span in spans]
     for span in spans:
         if span.length < 0 or span.stride < 1 or span.start < 0 or span.stop > seq_len:
-            return f"{span} is not inside it"
+            return f"{span} is not inside the sequence"
     total = sum(span.length for span in spans)
     if total != seq_len:
-        return f"they hold {total}"
+        return f"they hold {total} in all"
     stride = common_stride(*shards)
     fine = [piece for part in shards for piece in refine(part, stride)[0]]
     rows = np.array([(piece.start % stride, piece.start, piece.stop) for piece in fine], dtype=np.int64).reshape(-1, 3)

@@ -29,15 +29,18 @@ Window = int | tuple[int | None, int | None]
 
 
 class Load(Enum):
-    """How a query's work, the keys it sees, depends on its position. It decides which layout suits a mask."""
+    """How the number of keys that a query sees depends on its position. `default_layout` chooses a layout by it."""
 
     EVEN = "all queries see equally many keys, except near the ends of the sequence"
-    GROWING = "later queries see more keys"
-    UNEVEN = "no such rule holds"
+    GROWING = "later queries see more keys, and never fewer"
+    UNEVEN = "neither, or unknown"
 
 
 class Mask(Digested):
-    """A set of live (query, key) pairs of global positions. Immutable; `a | b` and `a & b` combine."""
+    """A set of live (query, key) pairs of global positions. Immutable; combine masks with `a | b` and `a & b`.
+
+    A new mask is a frozen dataclass with `_table`. The defaults of all properties are safe; it overrides those that say too little.
+    """
 
     @property
     def min_length(self) -> int:
@@ -46,22 +49,26 @@ class Mask(Digested):
 
     @property
     def max_length(self) -> int | None:
-        """The longest sequence, in tokens, that the mask fits; None where there is no limit."""
+        """The longest sequence, in tokens, that the mask fits; None if there is no limit."""
         return None
 
     @property
     def load(self) -> Load:
-        """How the work of a query depends on its position."""
+        """Which `Load` describes the mask at every sequence length; chooses its default layout."""
         return Load.UNEVEN
 
     @property
     def reach(self) -> int | None:
-        """The distance between the first and the last key that a query sees, at most; None if it grows with the sequence."""
+        """The largest distance between the first and the last key that one query sees; None if it has no limit, or is unknown."""
         return None
 
     @property
     def scales(self) -> bool:
-        """Whether the live pairs of longer sequences follow from those of shorter ones: by a line, or with `reach` by a constant."""
+        """Whether predictions of long sequences may be extrapolated from shorter ones.
+
+        True promises: with a `reach`, a query away from the ends sees equally many keys at any sequence length; without one, the mean
+        number of keys a query sees is linear in the length.
+        """
         return False
 
     def _table(self, seq_len: int) -> Table:
@@ -95,7 +102,7 @@ class Mask(Digested):
         return out
 
     def picture(self, path: str | None = None, *, seq_len: int = 64, layout: Shards | None = None) -> Any:
-        """Draw the mask, coloured by the rank that computes each pair if a layout is given; saves a PNG at `path`.
+        """Draw the mask and save it at `path`, as its suffix says (.png). With a layout, colours show which rank computes each pair.
 
         Returns the matplotlib figure. Needs matplotlib.
         """
@@ -251,7 +258,7 @@ class Prefix(Mask):
 
 @dataclass(frozen=True, eq=False)
 class GlobalTokens(Mask):
-    runs: tuple[tuple[int, int], ...]  # [start, stop) of neighbouring positions, ascending
+    runs: tuple[tuple[int, int], ...]  # ranges [start, stop) of global positions, ascending
 
     @property
     def min_length(self) -> int:
@@ -351,8 +358,8 @@ def sliding_window(left: int | None, right: int | None = 0) -> Mask:
 def dilated_window(window: int | tuple[int, int], dilation: int) -> Mask:
     """A query sees every `dilation`-th key of a window: the keys q - n * dilation for -right <= n <= left.
 
-    `window` is `(left, right)`, or one integer for both sides; it counts keys, so the window spans `window * dilation`
-    positions a side. Raises ValueError for a negative window or a dilation below 1.
+    `window` is `(left, right)`, or one integer for both sides; it counts keys, so each side spans `window * dilation` positions.
+    Raises ValueError for a negative window or a dilation below 1.
     """
     left, right = check.window("window", window)
     return DilatedWindow(integer("window", left), integer("window", right), integer("dilation", dilation, least=1))
@@ -366,16 +373,16 @@ def documents(
     *,
     lengths: Sequence[int] | torch.Tensor | None = None,
 ) -> Mask:
-    """Packed documents: a query sees keys of its own document only (those before it and itself, if `causal`).
+    """Packed documents: a query sees only keys of its own document.
 
     Args:
-        cu_seqlens: cumulative lengths `[0, n1, n1 + n2, ...]`, or plain lengths `[n1, n2, ...]`; what starts with 0 is cumulative.
-            Empty documents are fine.
+        cu_seqlens: cumulative lengths `[0, n1, n1 + n2, ...]`, or plain lengths `[n1, n2, ...]`; a list that starts with 0 is taken as
+            cumulative. Documents may be empty.
         causal: whether a query sees only keys at or before its own position.
-        window: `(left, right)`, how many keys on each side a query sees besides itself, or one integer for both; None is no limit.
-        lengths: the documents' lengths, in place of `cu_seqlens`, where the first may be 0.
+        window: `(left, right)`, how many keys on each side a query sees besides itself, or one integer for both; None means no limit.
+        lengths: the documents' lengths, instead of `cu_seqlens`; here the first may be 0.
 
-    Positions after the last document (padding) see nothing and are seen by nothing.
+    Positions after the last document (padding) see no key, and no query sees them.
     Raises ValueError for bounds that are empty, negative, decreasing or not integers.
 
     >>> import ringattn as ra
@@ -411,9 +418,9 @@ def prefix(n: int) -> Mask:
 
 @constant
 def global_tokens(n_or_positions: int | Iterable[int] | torch.Tensor) -> Mask:
-    """Longformer's global tokens, which see every key and are seen by every query: the first n, or those at the positions given.
+    """Longformer's global tokens: the first n, or the given positions, see every key, and every query sees them.
 
-    Combine: `global_tokens(4) | sliding_window(512, 512)`; `(...) & causal()` for a decoder.
+    Combine them with a window: `global_tokens(4) | sliding_window(512, 512)`; for a decoder, `(...) & causal()`.
     Raises ValueError for negative or non-integer positions.
 
     >>> import ringattn as ra
@@ -440,7 +447,7 @@ def global_tokens(n_or_positions: int | Iterable[int] | torch.Tensor) -> Mask:
 def block_sparse(block_mask: torch.Tensor | np.ndarray | Sequence[Sequence[bool]], block_size: int) -> Mask:
     """Live blocks: the pair (q, k) is live where `block_mask[q // block_size, k // block_size]`.
 
-    `block_mask` is a square bool matrix (or one of 0 and 1) that covers the sequence; the last block may be cut short by its end.
+    `block_mask` is a square bool matrix (or one of 0 and 1) that covers the sequence, which may end within the last block.
     Raises ValueError for another shape or dtype, or a block_size below 1.
     """
     given = check.as_array("block_mask", block_mask, "a square matrix (query blocks, key blocks)")
@@ -464,14 +471,14 @@ def bigbird(
 ) -> Mask:
     """BigBird: each query block sees a window of blocks around it, the first global blocks, and some blocks drawn at random.
 
-    `window_blocks` counts the block itself and both sides (odd). The first `global_blocks` blocks also see everything. Each other
+    `window_blocks` is odd: it counts the block itself and both sides. The first `global_blocks` blocks also see everything. Each other
     block sees `random_blocks` more, drawn from those it does not see yet; the same seed draws the same blocks on every rank.
     Raises ValueError for an even window, negative counts or a block_size below 1.
     """
     size = integer("block_size", block_size, least=1)
     n = -(-integer("seq_len", seq_len) // size)
     if integer("window_blocks", window_blocks) % 2 == 0:
-        raise ValueError(f"window_blocks is {window_blocks}, but must be odd: the block itself and as many on either side")
+        raise ValueError(f"window_blocks is {window_blocks}, but must be odd: the block itself, and equally many on each side")
     index = np.arange(n)
     live = abs(index[:, None] - index) <= window_blocks // 2
     live[:, : integer("global_blocks", global_blocks)] = True
@@ -485,12 +492,12 @@ def bigbird(
 
 
 def _wholly_live(rectangles: Table, seq_len: int) -> Table:
-    """Rectangles (q_start, q_stop, k_start, k_stop), all of whose pairs are live, as regions."""
+    """Regions whose pairs are all live, from rectangles (q_start, q_stop, k_start, k_stop)."""
     return np.concatenate([rectangles, np.tile([-seq_len, seq_len, 1], (len(rectangles), 1))], axis=1)
 
 
 def _rectangles(blocks: np.ndarray) -> Table:
-    """A 0/1 matrix as disjoint rectangles (row_start, row_stop, column_start, column_stop) of ones."""
+    """The ones of a 0/1 matrix as disjoint rectangles (row_start, row_stop, column_start, column_stop)."""
     edges = np.diff(np.pad(blocks.astype(np.int8), ((0, 0), (1, 1))), axis=1)
     row, start = np.nonzero(edges == 1)
     stop = np.nonzero(edges == -1)[1]
@@ -505,7 +512,7 @@ def _rectangles(blocks: np.ndarray) -> Table:
 
 
 def _band(left: int | None, right: int | None, seq_len: int) -> tuple[int, int]:
-    """`lo, hi` of a window, no wider than the sequence: sides may be larger than the int64 of tables."""
+    """`lo, hi` of a window, cut to the sequence length: a side may be too large for the int64 of tables."""
     return -(seq_len if right is None else min(right, seq_len)), (seq_len if left is None else min(left, seq_len))
 
 

@@ -1,8 +1,8 @@
 """Pictures of a mask under a layout: which rank computes which (query, key) pair.
 
 Rows are queries from top to bottom, columns are keys from left to right. A live pair has the colour of the rank that
-holds its query, for that rank computes it; a dead pair is left light. The strip on the left says who holds each query,
-the strip on top who holds each key, and so where each rank's keys and values come from.
+holds its query, since that rank computes it; a dead pair is light grey. The strip on the left shows which rank holds each
+query. The strip on top shows which rank holds each key, and thus where keys and values come from.
 
 Needs matplotlib, which is imported when something is drawn.
 """
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAX_TOKENS = 4096  # every pair is painted: more would be a picture of gigabytes
+MAX_TOKENS = 4096  # every pair is painted: a longer sequence would make a picture of gigabytes
 
 _DEAD = (0.955, 0.955, 0.965)
 _INK = (0.20, 0.20, 0.24)
-# distinguishable with any colour vision, and by lightness alone from their neighbours
+# readers with any colour vision can tell these apart; neighbours also differ in lightness
 _PALETTE = ("#2f6db5", "#e8873a", "#3a9a6b", "#c8497a", "#7fbbe3", "#8a6fc1", "#d9b73a", "#5b5f6b")
 
 
@@ -55,10 +55,10 @@ def draw(mask: Pairs, seq_len: int, layout: Shards | None = None, path: str | Pa
     Args:
         mask: the mask.
         seq_len: tokens, at most 4096.
-        layout: who holds what; None draws the mask alone, as one rank.
+        layout: which rank holds which positions; None draws the mask alone, as one rank.
         path: where to save the picture, by its suffix (.png, .svg, .pdf); None saves nothing.
 
-    Returns the matplotlib figure. Raises ValueError if the length is too large, or not the layout's.
+    Returns the matplotlib figure. Raises ValueError if the length is 0, too large, or not the layout's.
 
     Example:
         >>> import ringattn as ra
@@ -84,7 +84,7 @@ def draw(mask: Pairs, seq_len: int, layout: Shards | None = None, path: str | Pa
 
 
 def paint(axes: Axes, mask: Pairs, seq_len: int, layout: Shards | None) -> None:
-    """Paint the pairs and the two strips of `draw` on given axes, for a page of several. Raises ValueError like `draw`."""
+    """Paint the pairs and the two strips of `draw` on given axes, for a figure of several masks. Raises ValueError like `draw`."""
     if seq_len > MAX_TOKENS:
         raise ValueError(f"seq_len is {seq_len}, but a picture holds at most {MAX_TOKENS} tokens: draw a shorter sequence")
     if layout is not None and layout.seq_len != seq_len:
@@ -117,7 +117,7 @@ def paint(axes: Axes, mask: Pairs, seq_len: int, layout: Shards | None) -> None:
 
 
 def rank_colours(world_size: int) -> np.ndarray:
-    """One colour a rank: (world_size, 3) float32 red, green and blue in [0, 1]."""
+    """A colour for each rank: (world_size, 3) float32 red, green and blue in [0, 1]."""
     from matplotlib import colormaps
     from matplotlib.colors import to_rgb
 
@@ -127,12 +127,12 @@ def rank_colours(world_size: int) -> np.ndarray:
 
 
 def _interpolation(seq_len: int) -> Any:
-    # few tokens stay sharp squares; many are averaged rather than dropped
+    # draw few tokens as sharp squares; average many tokens, so that none is dropped
     return "nearest" if seq_len <= 512 else "antialiased"
 
 
 def _paint_work(axes: Axes, mask: Pairs, layout: Shards) -> None:
-    """A bar a rank: its share of the live pairs."""
+    """Draw a bar for each rank: its share of the live pairs."""
     work = layout.work(mask)
     share = 100 * work / max(1, work.sum())
     ranks = np.arange(layout.world_size)

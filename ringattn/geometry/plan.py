@@ -1,8 +1,8 @@
-"""The plan: layout x mask -> the tiles each rank computes per owner, and the rows of K/V it needs for them.
+"""The plan of a layout and a mask: the tiles that each rank computes with each owner's keys, and the K/V rows it needs for them.
 
 A tile is six integers, `(q_begin, q_end, k_begin, k_end, lo, hi)`: rows i of a rank's Q and rows j of an owner's K/V are live where
-`lo <= i - j <= hi`. Spans' starts and strides are folded in, so that nothing later hears of positions. Every live pair lies in
-exactly one tile.
+`lo <= i - j <= hi`. The starts and strides of spans are folded into `lo` and `hi`, so nothing after the plan needs positions. Every
+live pair lies in exactly one tile.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from .span import Span, Spans, common_stride, fold, refine, span_table
 if TYPE_CHECKING:
     from ringattn_kernels import TileTable
 
-# columns of a table of tiles
-_KEYS, _BAND = slice(2, 4), slice(4, 6)  # k_begin and k_end; lo and hi
-# rows between needed ones that move along: fewer would cost more to leave out, for a copy would gather the others
+# gaps of up to so many rows between needed rows move too: leaving them out costs more, since a copy must then gather the needed rows
 _GAP = 64
 
 
@@ -78,8 +76,8 @@ class Tiles:
 class Plan:
     """All tiles of a layout and a mask, sorted by rank and owner, and the rows of each owner that each rank needs.
 
-    `order[rank]` lists a rank's local rows in the order in which tiles count them, or is None where that is their own order
-    (always, unless a dilated mask or mixed strides make the plan sort rows by residue).
+    `order[rank]` is the order in which tiles count a rank's local rows; None if it is their own. It differs only if a dilated mask or
+    mixed strides make the plan sort rows by residue.
     """
 
     world_size: int
@@ -99,7 +97,7 @@ class Plan:
 
     @cached_property
     def _needs(self) -> list[Rows]:
-        # all pairs at once: the rows of one lie too far from those of the next to be joined with them
+        # one call for all (rank, owner) pairs: `base` moves their rows too far apart to be joined across pairs
         apart = max(self.lengths) + _GAP + 1
         pairs = len(self.starts) - 1
         base = apart * np.repeat(np.arange(pairs), np.diff(self.starts))
@@ -131,7 +129,7 @@ def make_plan(layout: Layout, mask: Mask) -> Plan:
 def make_local_plan(
     q_positions: torch.Tensor, k_positions: torch.Tensor, mask: Mask, seq_len: int
 ) -> tuple[Tiles, Order | None, Order | None]:
-    """Tiles of one device's queries with its keys, and the order in which they count the rows of each (None: as they come)."""
+    """Tiles of one device's queries and keys, and the order in which tiles count the rows of each (None: as given)."""
     (queries, q_rows), (keys, k_rows) = spans_of(q_positions), spans_of(k_positions)
     plan = _plan((queries,), (keys,), mask, seq_len)
     q_order, k_order = (_then(rows, order) for rows, order in zip((q_rows, k_rows), plan.order))
@@ -139,7 +137,7 @@ def make_local_plan(
 
 
 def _then(rows: np.ndarray | None, order: Order | None) -> Order | None:
-    """One permutation of rows after another; None is the one that changes nothing."""
+    """Two permutations of rows, one after the other, as one; None changes nothing."""
     if rows is None:
         return order
     return Order(rows if order is None else rows[order.rows])
@@ -156,7 +154,7 @@ def _plan(query_shards: Sequence[Spans], key_shards: Sequence[Spans], mask: Mask
     tiles, q_of, k_of = fold(queries, keys, regions, stride)
     pair = rank_of[q_of] * len(key_shards) + owner_of[k_of]
     pairs = len(query_shards) * len(key_shards)
-    # numpy sorts small integers by counting
+    # the smallest integer type, which numpy sorts fastest: by counting
     by_pair = np.argsort(pair.astype(np.min_scalar_type(pairs)), kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(pair, minlength=pairs))])
     fine = fine_queries if same else fine_queries + fine_keys
@@ -166,7 +164,7 @@ def _plan(query_shards: Sequence[Spans], key_shards: Sequence[Spans], mask: Mask
 
 
 def move_keys(tiles: Table, rows: Rows, base: int) -> Table:
-    """Tiles over an owner's rows as tiles over a buffer that holds `rows` of it one after the other from row `base` on."""
+    """Tiles over an owner's rows, as tiles over a buffer that holds `rows` of that owner one after the other from row `base` on."""
     if not len(tiles):
         return tiles
     k_begin = tiles[:, _KEYS][:, 0]
@@ -209,7 +207,7 @@ def _join(boxes: Table, axis: int) -> Table:
 
 
 def spans_of(positions: torch.Tensor) -> tuple[Spans, np.ndarray | None]:
-    """Positions as spans, in ascending order if that makes fewer of them, and the row of each position then (None: as they come)."""
+    """Positions as spans, sorted if that makes fewer spans, and the given row of each sorted position (None: not sorted)."""
     given = positions.detach().cpu().numpy().astype(np.int64)
     spans = _runs(given)
     if (given[1:] < given[:-1]).any():
@@ -221,7 +219,7 @@ def spans_of(positions: torch.Tensor) -> tuple[Spans, np.ndarray | None]:
 
 
 def _runs(p: np.ndarray) -> Spans:
-    """Positions as spans of one stride: the commonest step between neighbours."""
+    """Positions as spans of one stride, the most common step between neighbours."""
     if not len(p):
         return ()
     steps = np.diff(p)

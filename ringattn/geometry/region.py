@@ -6,8 +6,8 @@ The pair (q, k) is live in it where
     q_start <= q < q_stop,   k_start <= k < k_stop,   lo <= q - k <= hi,
     q = q_start (mod stride),   k = k_start (mod stride).
 
-`stride` is 1 but for dilated masks. The regions of one table are pairwise disjoint, so live pairs can be counted by
-adding up, and every pair is computed once.
+`stride` is 1 except in dilated masks. The regions of one table are pairwise disjoint, so the counts of their live pairs add up,
+and every pair is computed once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def table(regions: list[Region]) -> Table:
 
 
 def tighten(regions: Table) -> Table:
-    """Shrink each rectangle to the bounding box of its live pairs, clamp its band to the box, drop the empty ones."""
+    """Shrink each rectangle to the bounding box of its live pairs, clamp its band to the box, drop empty rectangles."""
     q_start, q_stop, k_start, k_stop, lo, hi, stride = regions.T
     # counts of positions in units of the stride, and the band between their indices
     n_q = -((q_start - q_stop) // stride)
@@ -70,9 +70,10 @@ def tighten(regions: Table) -> Table:
 
 
 def trim(q_begin: Table, q_end: Table, k_begin: Table, k_end: Table, lo: Table, hi: Table) -> tuple[Table, ...]:
-    """Bounding box of the pairs (i, j) of a box with `lo <= i - j <= hi`, elementwise, and which are not empty.
+    """Shrink each box to the bounding box of its pairs (i, j) with `lo <= i - j <= hi`, elementwise.
 
-    Returns (q_begin, q_end, k_begin, k_end, lo, hi, live); the band is clamped to the differences the box can have.
+    Returns (q_begin, q_end, k_begin, k_end, lo, hi, live): the band is clamped to the values of i - j in the box, and `live` says
+    which boxes hold such a pair.
     """
     q0 = np.maximum(q_begin, k_begin + lo)
     q1 = np.minimum(q_end, k_end + hi)
@@ -92,8 +93,8 @@ def clip(regions: Table, seq_len: int) -> Table:
 
 
 def common_stride(*tables: Table) -> int:
-    """The least stride of which the strides of all the tables' regions are divisors."""
-    return lcm(1, *(int(s) for t in tables for s in np.unique(t[:, STRIDE])))
+    """The least common multiple of the strides of all regions in the tables."""
+    return lcm(1, *(int(s) for t in tables for s in np.unique(t[:, 6])))
 
 
 def intersect(a: Table, b: Table) -> Table:
@@ -138,7 +139,7 @@ def count(regions: Table) -> NDArray[np.int64]:
 
 
 def count_pairs(q_begin: Table, q_end: Table, k_begin: Table, k_end: Table, lo: Table, hi: Table) -> Table:
-    """How many (i, j) of each box have `lo <= i - j <= hi`, in closed form."""
+    """The number of pairs (i, j) in each box with `lo <= i - j <= hi`, in closed form."""
 
     def at_least(low: Table) -> Table:
         # sum over i of clip(i - low + 1 - k_begin, 0, k_end - k_begin): the keys j <= i - low
@@ -157,7 +158,7 @@ def _ramp(n: Table) -> Table:
 
 
 def _lift(regions: Table, stride: int) -> Table:
-    """The same pairs as regions of one stride, a multiple of each region's own."""
+    """The same pairs as regions that all have `stride`, which is a multiple of each region's own."""
     pieces = []
     for own in np.unique(regions[:, STRIDE]):
         part = regions[regions[:, STRIDE] == own]
@@ -172,8 +173,8 @@ def _lift(regions: Table, stride: int) -> Table:
 
 
 def _overlap(a: Table, b: Table) -> NDArray[np.bool_]:
-    """Whether regions of one stride may share a pair (their boxes, bands and residues meet), broadcast."""
-    stride = b[..., STRIDE]
+    """Whether regions of one stride may share a pair: their boxes and bands overlap, their residues are equal. Broadcasts."""
+    stride = b[..., 6]
     return (
         (a[..., Q_START] < b[..., Q_STOP])
         & (b[..., Q_START] < a[..., Q_STOP])
@@ -197,7 +198,7 @@ def _meet(a: Table, b: Table) -> Table:
 
 
 def _without(a: Table, region: Table) -> Table:
-    """`a` less one region: the rows below and above it, the columns left and right of it, the band under and over it."""
+    """`a` without one region: the rows before and after it, the columns left and right of it, the bands below and above its band."""
     common = _meet(a, np.broadcast_to(region, a.shape))
 
     def cut(base: Table, field: int, value: Table | np.int64) -> Table:
@@ -206,8 +207,8 @@ def _without(a: Table, region: Table) -> Table:
         return out
 
     def realigned(base: Table, field: int, value: Table) -> Table:
-        # the first position >= value of the region's residue
-        return cut(base, field, value + (base[:, field] - value) % base[:, STRIDE])
+        # the first position >= value that has the region's residue
+        return cut(base, field, value + (base[:, field] - value) % base[:, 6])
 
     inner = a.copy()
     inner[:, Q_START:K_START] = common[:, Q_START:K_START]

@@ -1,4 +1,4 @@
-"""Sets and orders of local rows: what moves between ranks, and how a plan counts what a rank holds."""
+"""`Rows`, sets of local rows, say what moves between ranks; `Order`, a permutation, says how a plan sorts a rank's rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Rows:
     """A set of local rows as disjoint ascending ranges: an (n, 2) table of [begin, end)."""
 
     def __init__(self, ranges: Table) -> None:
-        """Any ranges; those that overlap or touch are joined."""
+        """Takes any ranges; joins those that overlap or touch."""
         self.ranges = joined(ranges)
         self._index: dict[torch.device, torch.Tensor] = {}
 
@@ -64,18 +64,18 @@ class Rows:
         return (at >= 0) & (rows < self.ranges[np.maximum(at, 0), 1]) if len(self.ranges) else np.zeros(len(rows), bool)
 
     def rank_of(self, rows: np.ndarray) -> np.ndarray:
-        """Where each of `rows`, all in the set, stands among them."""
-        before = np.concatenate([[0], np.cumsum(self._sizes)[:-1]])
-        at = np.searchsorted(self._begins, rows, side="right") - 1
-        return before[at] + rows - self._begins[at]
+        """The index of each of `rows` in the ascending set, which must hold them all."""
+        before = np.concatenate([[0], np.cumsum(self.ranges[:, 1] - self.ranges[:, 0])[:-1]])
+        at = np.searchsorted(self.ranges[:, 0], rows, side="right") - 1
+        return before[at] + rows - self.ranges[at, 0]
 
     def within(self, outer: Rows) -> Rows:
-        """This set, a subset of `outer`, as rows of a buffer that holds `outer`'s rows one after the other."""
-        begin = outer.rank_of(self._begins)
-        return Rows(np.stack([begin, begin + self._sizes], axis=1))
+        """This set as rows of a buffer that holds the rows of `outer`, a superset, one after the other."""
+        begin = outer.rank_of(self.ranges[:, 0])
+        return Rows(np.stack([begin, begin + self.ranges[:, 1] - self.ranges[:, 0]], axis=1))
 
     def cut(self, parts: int) -> list[Rows]:
-        """These rows in order as at most so many sets of about equal size, none of them empty."""
+        """Split these rows, in order, into at most `parts` sets of about equal size, none of them empty."""
         if parts == 1:
             return [self] if len(self) else []
         sizes = self._sizes
@@ -87,14 +87,14 @@ class Rows:
         return [rows for rows in map(Rows, pieces) if len(rows)]
 
     def index(self, device: torch.device) -> torch.Tensor:
-        """The rows as an int64 tensor; made once a device."""
+        """The rows as an int64 tensor, made once for each device."""
         if device not in self._index:
             listed = np.concatenate([np.arange(begin, end) for begin, end in self.ranges]) if len(self.ranges) else np.empty(0, int)
             self._index[device] = torch.from_numpy(listed).to(device)
         return self._index[device]
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """These rows of x, along dim 0: a view where they are one range, x itself where they are all."""
+        """These rows of x along dim 0: x itself if they are all its rows, a view if they are one range, else a copy."""
         if self._only is None:
             return x.index_select(0, self.index(x.device))
         begin, end = self._only
@@ -113,18 +113,18 @@ class Rows:
 
 
 class Order:
-    """A permutation of a rank's rows: `rows[i]` is the given row that stands i-th in the plan's order."""
+    """A permutation of a rank's rows: row i in the plan's order is row `rows[i]` in the caller's order."""
 
     def __init__(self, rows: np.ndarray) -> None:
         self.rows = rows
         self._index: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def sort(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Given rows in the plan's order."""
+        """x, which has the caller's order along `dim`, in the plan's order."""
         return x.index_select(dim, self._indices(x.device)[0])
 
     def restore(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Rows of the plan's order as they were given."""
+        """x, which has the plan's order along `dim`, in the caller's order."""
         return x.index_select(dim, self._indices(x.device)[1])
 
     def _indices(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,7 +135,7 @@ class Order:
 
 
 def joined(ranges: Table, gap: int = 0) -> Table:
-    """Ranges [begin, end) in ascending order, less the empty ones; those that overlap, or lie at most `gap` rows apart, are one."""
+    """Sort ranges [begin, end), drop the empty ones, and join those that overlap or lie at most `gap` rows apart."""
     ranges = ranges[ranges[:, 0] < ranges[:, 1]]
     if len(ranges) < 2:
         return ranges

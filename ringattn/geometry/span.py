@@ -1,4 +1,4 @@
-"""Spans: positions with one stride, and their intersection with a mask's regions: the geometry that plans are made of.
+"""Spans are positions with one stride; `fold` intersects them with a mask's regions into the tiles of a plan.
 
 Row i of a span is the position `start + stride * i`.
 """
@@ -32,12 +32,12 @@ Spans = tuple[Span, ...]
 
 
 def common_stride(*shards: Spans, at_least: int = 1) -> int:
-    """The least common multiple of the spans' strides (one-token spans fit any) and `at_least`."""
+    """The least common multiple of `at_least` and the spans' strides. A span of one token fits any stride."""
     return lcm(at_least, *{span.stride for spans in shards for span in spans if span.length > 1})
 
 
 def refine(spans: Spans, stride: int) -> tuple[Spans, np.ndarray | None]:
-    """The same positions as spans of one stride, and the local row of each in the old order (None if it is the same)."""
+    """The same positions as spans of one stride, and the old local row of each new row (None if the order is unchanged)."""
     if all(span.length == 1 or span.stride == stride for span in spans):
         return tuple(Span(span.start, span.length, stride) for span in spans), None
     out: list[Span] = []
@@ -53,7 +53,7 @@ def refine(spans: Spans, stride: int) -> tuple[Spans, np.ndarray | None]:
 
 
 def span_table(shards: Sequence[Spans]) -> tuple[Table, np.ndarray]:
-    """Spans of several shards as an (n, 3) table of start, length and first local row, and the shard of each."""
+    """Spans of several shards as an (n, 3) table of start, length and first local row, and the shard of each span."""
     rows = []
     shard_of = []
     for index, spans in enumerate(shards):
@@ -66,31 +66,31 @@ def span_table(shards: Sequence[Spans]) -> tuple[Table, np.ndarray]:
 
 
 def fold(queries: Table, keys: Table, regions: Table, stride: int) -> tuple[Table, np.ndarray, np.ndarray]:
-    """Intersect spans of queries, spans of keys and regions: the tiles, in local rows.
+    """Intersect query spans, key spans and regions into tiles of local rows.
 
     All spans have one `stride`, a multiple of each region's. Position p = start + stride * i is local row `first_row + i`, so
     `lo <= q - k <= hi` folds to a band in rows: `ceil((lo - start_q + start_k) / stride) <= i - j <= floor(...)`.
-    Returns (n, 6) int64 tiles trimmed to their live bounding boxes, and the query span and key span of each.
+    Returns (n, 6) int64 tiles trimmed to their live bounding boxes, and the index of each tile's query span and key span.
     """
-    # query spans x regions that meet
-    q_start, q_length, _ = queries.T
-    q_last = q_start + stride * (q_length - 1)
-    meets = (q_start[:, None] < regions[:, Q_STOP]) & (q_last[:, None] >= regions[:, Q_START])
+    # pairs of a query span and a region that meet
+    q_last = queries[:, 0] + stride * (queries[:, 1] - 1)
+    g = regions[:, 6]
+    meets = (queries[:, None, 0] < regions[:, 1]) & (q_last[:, None] >= regions[:, 0])
     if stride > 1:
         meets &= (q_start[:, None] - regions[:, Q_START]) % regions[:, STRIDE] == 0
     q_of, r_of = np.nonzero(meets)
     part = regions[r_of]
-    k_min = np.maximum(part[:, K_START], np.maximum(q_start[q_of], part[:, Q_START]) - part[:, HI])
-    k_max = np.minimum(part[:, K_STOP] - 1, np.minimum(q_last[q_of], part[:, Q_STOP] - 1) - part[:, LO])
-    # times key spans that meet
+    k_min = np.maximum(part[:, 2], np.maximum(queries[q_of, 0], part[:, 0]) - part[:, 5])
+    k_max = np.minimum(part[:, 3] - 1, np.minimum(q_last[q_of], part[:, 1] - 1) - part[:, 4])
+    # for each such pair, the key spans that it meets
     pieces = list(_pairs_that_meet(k_min, k_max, part, keys, stride))
     index = np.concatenate([piece[0] for piece in pieces]) if pieces else np.empty(0, dtype=np.int64)
     k_of = np.concatenate([piece[1] for piece in pieces]) if pieces else index
     q_start, q_length, q_row = queries[q_of].T
-    # columns of what is known of query spans and regions, then of each tile
-    i0 = q_row + np.maximum(0, -((q_start - part[:, Q_START]) // stride))
-    i1 = q_row + np.minimum(q_length, -((q_start - part[:, Q_STOP]) // stride))
-    known = np.stack([q_of, i0, i1, q_row, q_start - part[:, LO], part[:, HI] - q_start, part[:, K_START], part[:, K_STOP]])
+    # one column a pair of query span and region; `take` repeats it for each of the pair's tiles
+    i0 = q_row + np.maximum(0, -((q_start - part[:, 0]) // stride))
+    i1 = q_row + np.minimum(q_length, -((q_start - part[:, 1]) // stride))
+    known = np.stack([q_of, i0, i1, q_row, q_start - part[:, 4], part[:, 5] - q_start, part[:, 2], part[:, 3]])
     q_of, i0, i1, q_row, low, high, k_begin, k_end = known.take(index, axis=1)
     k_start, k_length, k_row = np.ascontiguousarray(keys.T).take(k_of, axis=1)
     j0 = np.maximum(0, -((k_start - k_begin) // stride))

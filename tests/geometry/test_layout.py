@@ -1,4 +1,4 @@
-"""Layouts: every position held once, even work, shards and back."""
+"""Layouts: each position is held once, work is even, shards hold the right rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAKERS = {
 
 
 def skewed_documents(seq_len, seed=0):
-    """A few long documents and many short ones, with padding behind."""
+    """A few long documents and many short ones, then padding."""
     lengths, total = [], 0
     generator = np.random.default_rng(seed)
     while True:
@@ -75,7 +75,7 @@ def test_an_empty_sequence(name):
     assert layout.balance(ra.causal()) == 1.0
 
 
-def test_positions_are_those_of_the_name():
+def test_positions_of_the_named_layouts():
     assert ra.contiguous(10, 4).positions(1).tolist() == [2, 3, 4]
     assert ra.zigzag(16, 2).positions(0).tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
     assert ra.zigzag(16, 2).positions(1).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
@@ -143,7 +143,7 @@ def test_causal_work_is_within_one_percent_of_even_at_8_ranks(name, seq_len):
 def test_balanced_is_even_for_any_mask(mask, bound):
     layout = ra.balanced(mask, 65_536, 8)
     assert layout.balance(mask) <= bound
-    # tokens are even too, to one chunk of 16 tokens or more
+    # numbers of tokens differ by at most one chunk, which has 16 tokens or more
     assert max(layout.lengths) - min(layout.lengths) <= 65_536 // 8 // 2
 
 
@@ -195,7 +195,7 @@ def test_default_layout(mask, name):
 def test_equal_layouts_have_equal_digests():
     assert ra.zigzag(64, 4) == ra.zigzag(64, 4)
     assert hash(ra.zigzag(64, 4)) == hash(ra.zigzag(64, 4))
-    # the name says nothing: who holds what does
+    # the digest ignores the name: it depends on which rank holds which positions
     assert ra.contiguous(8, 1) == ra.zigzag(8, 1) == Layout(8, ((Span(0, 8),),))
     mask = skewed_documents(4096)
     assert ra.balanced(mask, 4096, 8) == ra.balanced(mask, 4096, 8)
@@ -220,11 +220,11 @@ REFUSED = {
     "twice": (lambda: Layout(4, ((Span(0, 3),), (Span(2, 1),))), "position 2 is held twice"),
     "twice-by-strides": (lambda: Layout(6, ((Span(0, 3, 2),), (Span(1, 2, 2), Span(4, 1)))), "position 4 is held twice"),
     "twice-by-mixed-strides": (lambda: Layout(7, ((Span(0, 3, 3), Span(1, 3, 2)), (Span(6, 1),))), "held twice"),
-    "outside": (lambda: Layout(4, ((Span(1, 4),),)), "is not inside it"),
-    "outside-by-stride": (lambda: Layout(4, ((Span(0, 4, 2),),)), "is not inside it"),
-    "negative-start": (lambda: Layout(4, ((Span(-1, 4),),)), "is not inside it"),
-    "negative-span": (lambda: Layout(4, ((Span(0, 5), Span(0, -1)),)), "is not inside it"),
-    "stride-0": (lambda: Layout(2, ((Span(0, 2, 0),),)), "is not inside it"),
+    "outside": (lambda: Layout(4, ((Span(1, 4),),)), "is not inside the sequence"),
+    "outside-by-stride": (lambda: Layout(4, ((Span(0, 4, 2),),)), "is not inside the sequence"),
+    "negative-start": (lambda: Layout(4, ((Span(-1, 4),),)), "is not inside the sequence"),
+    "negative-span": (lambda: Layout(4, ((Span(0, 5), Span(0, -1)),)), "is not inside the sequence"),
+    "stride-0": (lambda: Layout(2, ((Span(0, 2, 0),),)), "is not inside the sequence"),
     "zigzag-length": (lambda: ra.zigzag(-1, 4), "seq_len is -1, but must be at least 0"),
     "zigzag-fraction": (lambda: ra.zigzag(8.0, 4), "seq_len is 8.0, but must be an integer"),
     "contiguous-ranks": (lambda: ra.contiguous(8, 0), "world_size is 0, but must be at least 1"),
@@ -252,7 +252,7 @@ def test_refusal(name):
     "make", [ra.sliding_window, lambda n: ra.sliding_window(n, n), lambda n: ra.dilated_window((n // 2, 0), 2)]
 )
 def test_wide_windows_are_even_by_default(make, world_size):
-    """Narrow ones keep neighbouring text together; one as wide as the sequence is no worse than a causal mask."""
+    """A narrow window keeps neighbouring text together; a window as wide as the sequence is as even as a causal mask."""
     n = 4096
     for window in (100, n // 8, n // 2, n, 10 * n):
         mask = make(window)

@@ -1,4 +1,4 @@
-"""Every mask against its definition, pair by pair; combinations, fingerprints, pictures and refusals."""
+"""Every mask against its definition, pair by pair; its load, reach and scales; combinations, digests, pictures and refusals."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn.geometry import region
+from ringattn.geometry.mask import Load
 
 LENGTHS = (0, 1, 2, 17, 97)
 
@@ -21,7 +22,7 @@ def document_of(seq_len, lengths):
 
 
 def cuts(seq_len):
-    """Lengths of documents that leave some padding at the end, with an empty one and one-token ones where there is room."""
+    """Lengths of documents that leave some padding at the end: one is empty, and up to two have one token if there is room."""
     return [seq_len // 3, 0, min(1, seq_len), min(1, seq_len // 2), seq_len // 4]
 
 
@@ -56,7 +57,7 @@ MASKS = {
     "window-causal": (lambda n: ra.sliding_window(16), lambda n: lambda q, k: (k <= q) & (k >= q - 16)),
     "window-open-left": (lambda n: ra.sliding_window(None, 3), lambda n: lambda q, k: k <= q + 3),
     "window-open-right": (lambda n: ra.sliding_window(3, None), lambda n: lambda q, k: k >= q - 3),
-    # what some use for "no limit"
+    # some programs write "no limit" so
     "window-largest": (lambda n: ra.sliding_window(2**63 - 1), lambda n: lambda q, k: k <= q),
     "window-beyond-int64": (lambda n: ra.sliding_window(3, 2**64), lambda n: lambda q, k: k >= q - 3),
     "documents": (lambda n: ra.documents(lengths=cuts(n)), lambda n: documents(n, True, None, None)),
@@ -122,8 +123,43 @@ def test_mask_is_its_definition(name, seq_len):
     dense = mask.dense(seq_len)
     assert dense.dtype == torch.bool
     assert np.array_equal(dense.numpy(), wanted)
-    # disjoint: live pairs can be counted region by region
+    # regions are disjoint, so their counts add up
     assert region.count(mask.regions(seq_len)).sum() == wanted.sum()
+
+
+CLAIMS = [
+    ra.full(),
+    ra.causal(),
+    ra.prefix(20),
+    ra.sliding_window(16),
+    ra.sliding_window(5, 2),
+    ra.sliding_window(None, 3),
+    ra.dilated_window((4, 1), 3),
+    ra.documents(lengths=[40, 57]),
+    ra.global_tokens(4) | ra.sliding_window(3, 3),
+    ra.causal() & ra.sliding_window(8),
+]
+
+
+@pytest.mark.parametrize("mask", CLAIMS, ids=repr)
+def test_load_reach_and_scales_are_true_of_the_dense_mask(mask):
+    n = 97
+    dense = mask.dense(n).numpy()
+    counts = dense.sum(axis=1)  # the keys that each query sees
+    ends = mask.reach or 0
+    if mask.load is Load.EVEN:
+        assert len(set(counts[ends : n - ends])) == 1
+    if mask.load is Load.GROWING:
+        assert (np.diff(counts) >= 0).all()
+        assert counts[-1] > counts[0]
+    if mask.reach is not None:
+        first, last = dense.argmax(axis=1), n - 1 - dense[:, ::-1].argmax(axis=1)
+        assert (last - first)[counts > 0].max() == mask.reach
+    if mask.scales and mask.reach is not None:
+        assert set(mask.dense(2 * n).numpy().sum(axis=1)[ends : 2 * n - ends]) == set(counts[ends : n - ends])
+    if mask.scales and mask.reach is None:
+        means = [mask.dense(tokens).sum(dim=1).double().mean() for tokens in (n, 2 * n, 3 * n)]
+        assert float(means[2] - means[1]) == pytest.approx(float(means[1] - means[0]))
 
 
 @given(st.data())

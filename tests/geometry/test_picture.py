@@ -1,4 +1,4 @@
-"""Pictures: each pair has the colour of the rank that computes it, and what cannot be drawn is refused."""
+"""Pictures: each pair has the colour of the rank that computes it; lengths that cannot be drawn are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def painted(mask: ra.Mask, layout: ra.Layout) -> np.ndarray:
 
 
 @pytest.mark.parametrize("make", [ra.contiguous, ra.zigzag, ra.striped])
-def test_a_live_pair_has_the_colour_of_its_querys_rank(make):
+def test_a_live_pair_has_the_colour_of_the_rank_that_holds_its_query(make):
     mask, layout = ra.sliding_window(5, 2), make(23, 3)
     pixels = painted(mask, layout)
     colours = (picture.rank_colours(3) * 255).astype(np.uint8)
@@ -56,6 +56,6 @@ def test_colours_differ_between_ranks():
     ],
     ids=["long", "other layout", "empty"],
 )
-def test_what_cannot_be_drawn_is_refused(seq_len, layout, message):
+def test_lengths_that_cannot_be_drawn_are_refused(seq_len, layout, message):
     with pytest.raises(ValueError, match=message):
         picture.draw(ra.causal(), seq_len, layout)

@@ -1,4 +1,4 @@
-"""Plans are exact: every live pair in one tile of its rank and owner, no dead pair in any; and they are made fast."""
+"""Plans are exact and fast to make: every live pair is in one tile of its rank and owner, no dead pair is in any tile."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def covered(tiles, q_rows, k_rows):
 
 
 def assert_trimmed(tiles):
-    """Each tile is the bounding box of its live pairs, and its band is met at both ends."""
+    """Each tile is the bounding box of its live pairs, and some pair lies at each end of its band."""
     for q_begin, q_end, k_begin, k_end, lo, hi in tiles.tolist():
         i, j = np.arange(q_begin, q_end)[:, None], np.arange(k_begin, k_end)
         live = (lo <= i - j) & (i - j <= hi)
@@ -145,7 +145,7 @@ def test_shuffled_positions_have_few_tiles():
 
 
 def gathered(layout, mask, rank):
-    """A rank's tiles with all that it fetches in one buffer."""
+    """A rank's tiles over one buffer that holds all rows it fetches."""
     plan = ra.make_plan(layout, mask)
     return compile_program(ra.gather(), plan, rank).forward.launches[1].tiles
 
@@ -154,12 +154,12 @@ def gathered(layout, mask, rank):
 def test_a_gathered_zigzag_rank_has_few_tiles(world_size):
     for rank in range(world_size):
         tiles = gathered(ra.zigzag(65_536, world_size), ra.causal(), rank)
-        # what lies before the first chunk, and what lies between it and the second: all wholly live
+        # the keys before the rank's first chunk, and those between its two chunks: all wholly live
         assert len(tiles) <= 4
         assert is_full(tiles.table).all()
 
 
-def test_a_striped_rank_has_a_tile_an_owner():
+def test_a_striped_rank_has_one_tile_for_each_owner():
     tiles = gathered(ra.striped(65_536, 8), ra.causal(), 3)
     assert len(tiles) == 7
 
@@ -221,7 +221,7 @@ def documents_of(seq_len, number):
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("name", ["zigzag", "contiguous", "striped", "balanced"])
 def test_planning_a_million_tokens_takes_less_than_three_sorts(name, schedule):
-    """All that a rank does in its first call, in processor time and beside a sort, for other work may share the machine."""
+    """All planning of a rank's first call, in processor time. A sort gives the unit, since other work may share the machine."""
     seq_len, world_size = 1 << 20, 8
     bounds = documents_of(seq_len, 2000)
     best, sort = float("inf"), float("inf")

@@ -1,4 +1,4 @@
-"""The algebra of regions against boolean matrices that are filled pair by pair."""
+"""The algebra of regions, compared with boolean matrices that are filled pair by pair."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pairs(table: np.ndarray, size: int = SIZE) -> np.ndarray:
 
 @st.composite
 def regions(draw):
-    """Any region of a small square, also an empty one."""
+    """Any region of a small square, possibly empty."""
     edges = [draw(st.integers(0, SIZE)) for _ in range(4)]
     lo = draw(st.integers(-SIZE, SIZE))
     return Region(*edges, lo, lo + draw(st.integers(-2, 2 * SIZE)), draw(st.integers(1, 4)))
@@ -33,7 +33,7 @@ def regions(draw):
 
 @st.composite
 def tables(draw):
-    """Disjoint regions: of a list, those that meet none before them."""
+    """Disjoint regions: those of a list that overlap none of the regions kept before them."""
     kept: list[Region] = []
     taken = np.zeros((SIZE, SIZE), dtype=int)
     for candidate in draw(st.lists(regions(), max_size=6)):

@@ -1,4 +1,4 @@
-"""Sets of rows are sets, and orders undo themselves."""
+"""`Rows` behave like sets; `Order.restore` undoes `Order.sort`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_rows_are_sets(a, b):
     for rows, wanted in ((rows_a, set_a), (rows_a | rows_b, set_a | set_b), (rows_a - rows_b, set_a - set_b)):
         assert listed(rows) == sorted(wanted)
         assert len(rows) == len(wanted)
-        # ascending, disjoint and not even touching
+        # ascending, with a gap between ranges
         assert (rows.ranges[1:, 0] > rows.ranges[:-1, 1]).all()
     assert (rows_a == rows_b) == (set_a == set_b)
     if set_a == set_b:
@@ -80,7 +80,7 @@ def test_an_order_is_undone(rows):
     assert torch.equal(order.restore(order.sort(x, dim=1), dim=1), x)
 
 
-def test_scattered_rows_are_added_with_one_copy_besides():
+def test_adding_scattered_rows_makes_one_copy():
     rows, x, values = Rows(np.array([[0, 100], [200, 300]])), torch.ones(400, 64), torch.full((200, 64), 2.0)
     rows.index(x.device)
     with Peak(x, values) as peak:
