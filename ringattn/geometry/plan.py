@@ -27,6 +27,8 @@ from .span import Span, Spans, common_stride, fold, refine, span_table
 if TYPE_CHECKING:
     from ringattn_kernels import TileTable
 
+# columns of a table of tiles
+_KEYS, _BAND = slice(2, 4), slice(4, 6)  # k_begin and k_end; lo and hi
 # gaps of up to so many rows between needed rows move too: leaving them out costs more, since a copy must then gather the needed rows
 _GAP = 64
 

@@ -94,7 +94,7 @@ def clip(regions: Table, seq_len: int) -> Table:
 
 def common_stride(*tables: Table) -> int:
     """The least common multiple of the strides of all regions in the tables."""
-    return lcm(1, *(int(s) for t in tables for s in np.unique(t[:, 6])))
+    return lcm(1, *(int(s) for t in tables for s in np.unique(t[:, STRIDE])))
 
 
 def intersect(a: Table, b: Table) -> Table:
@@ -174,7 +174,7 @@ def _lift(regions: Table, stride: int) -> Table:
 
 def _overlap(a: Table, b: Table) -> NDArray[np.bool_]:
     """Whether regions of one stride may share a pair: their boxes and bands overlap, their residues are equal. Broadcasts."""
-    stride = b[..., 6]
+    stride = b[..., STRIDE]
     return (
         (a[..., Q_START] < b[..., Q_STOP])
         & (b[..., Q_START] < a[..., Q_STOP])
@@ -208,7 +208,7 @@ def _without(a: Table, region: Table) -> Table:
 
     def realigned(base: Table, field: int, value: Table) -> Table:
         # the first position >= value that has the region's residue
-        return cut(base, field, value + (base[:, field] - value) % base[:, 6])
+        return cut(base, field, value + (base[:, field] - value) % base[:, STRIDE])
 
     inner = a.copy()
     inner[:, Q_START:K_START] = common[:, Q_START:K_START]

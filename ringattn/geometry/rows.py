@@ -65,14 +65,14 @@ class Rows:
 
     def rank_of(self, rows: np.ndarray) -> np.ndarray:
         """The index of each of `rows` in the ascending set, which must hold them all."""
-        before = np.concatenate([[0], np.cumsum(self.ranges[:, 1] - self.ranges[:, 0])[:-1]])
-        at = np.searchsorted(self.ranges[:, 0], rows, side="right") - 1
-        return before[at] + rows - self.ranges[at, 0]
+        before = np.concatenate([[0], np.cumsum(self._sizes)[:-1]])
+        at = np.searchsorted(self._begins, rows, side="right") - 1
+        return before[at] + rows - self._begins[at]
 
     def within(self, outer: Rows) -> Rows:
         """This set as rows of a buffer that holds the rows of `outer`, a superset, one after the other."""
-        begin = outer.rank_of(self.ranges[:, 0])
-        return Rows(np.stack([begin, begin + self.ranges[:, 1] - self.ranges[:, 0]], axis=1))
+        begin = outer.rank_of(self._begins)
+        return Rows(np.stack([begin, begin + self._sizes], axis=1))
 
     def cut(self, parts: int) -> list[Rows]:
         """Split these rows, in order, into at most `parts` sets of about equal size, none of them empty."""

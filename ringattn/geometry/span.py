@@ -73,24 +73,24 @@ def fold(queries: Table, keys: Table, regions: Table, stride: int) -> tuple[Tabl
     Returns (n, 6) int64 tiles trimmed to their live bounding boxes, and the index of each tile's query span and key span.
     """
     # pairs of a query span and a region that meet
-    q_last = queries[:, 0] + stride * (queries[:, 1] - 1)
-    g = regions[:, 6]
-    meets = (queries[:, None, 0] < regions[:, 1]) & (q_last[:, None] >= regions[:, 0])
+    q_start, q_length, _ = queries.T
+    q_last = q_start + stride * (q_length - 1)
+    meets = (q_start[:, None] < regions[:, Q_STOP]) & (q_last[:, None] >= regions[:, Q_START])
     if stride > 1:
         meets &= (q_start[:, None] - regions[:, Q_START]) % regions[:, STRIDE] == 0
     q_of, r_of = np.nonzero(meets)
     part = regions[r_of]
-    k_min = np.maximum(part[:, 2], np.maximum(queries[q_of, 0], part[:, 0]) - part[:, 5])
-    k_max = np.minimum(part[:, 3] - 1, np.minimum(q_last[q_of], part[:, 1] - 1) - part[:, 4])
+    k_min = np.maximum(part[:, K_START], np.maximum(q_start[q_of], part[:, Q_START]) - part[:, HI])
+    k_max = np.minimum(part[:, K_STOP] - 1, np.minimum(q_last[q_of], part[:, Q_STOP] - 1) - part[:, LO])
     # for each such pair, the key spans that it meets
     pieces = list(_pairs_that_meet(k_min, k_max, part, keys, stride))
     index = np.concatenate([piece[0] for piece in pieces]) if pieces else np.empty(0, dtype=np.int64)
     k_of = np.concatenate([piece[1] for piece in pieces]) if pieces else index
     q_start, q_length, q_row = queries[q_of].T
     # one column a pair of query span and region; `take` repeats it for each of the pair's tiles
-    i0 = q_row + np.maximum(0, -((q_start - part[:, 0]) // stride))
-    i1 = q_row + np.minimum(q_length, -((q_start - part[:, 1]) // stride))
-    known = np.stack([q_of, i0, i1, q_row, q_start - part[:, 4], part[:, 5] - q_start, part[:, 2], part[:, 3]])
+    i0 = q_row + np.maximum(0, -((q_start - part[:, Q_START]) // stride))
+    i1 = q_row + np.minimum(q_length, -((q_start - part[:, Q_STOP]) // stride))
+    known = np.stack([q_of, i0, i1, q_row, q_start - part[:, LO], part[:, HI] - q_start, part[:, K_START], part[:, K_STOP]])
     q_of, i0, i1, q_row, low, high, k_begin, k_end = known.take(index, axis=1)
     k_start, k_length, k_row = np.ascontiguousarray(keys.T).take(k_of, axis=1)
     j0 = np.maximum(0, -((k_start - k_begin) // stride))
