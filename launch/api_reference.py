@@ -25,7 +25,7 @@ Made from the docstrings by `python launch/api_reference.py`; what the words mea
 Shapes: b batch, s tokens, h query heads, hk key/value heads, d head dim, d_v value head dim.
 """
 # modules of users' doors that only serve their neighbours
-INNER = {"huggingface_checks"}
+INNER = {"huggingface_attachment", "huggingface_checks", "huggingface_hooks", "huggingface_labels"}
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ringattn as ra
-from ringattn.integrations import huggingface
+from ringattn.integrations import huggingface, huggingface_attachment
 from ringattn.training.causal_lm import IGNORE, CausalLMLoss
 from ringattn.training.data import pack
 
@@ -67,7 +67,7 @@ def report_of(
         mask, truth = ra.causal(), ra.Layout.positions
         patch.setattr(ra.Layout, "positions", lambda self, rank: truth(self, rank) * self.world_size)
     elif mistake == "documents":
-        patch.setattr(huggingface, "documents", lambda **options: ra.causal())
+        patch.setattr(huggingface_attachment, "documents", lambda **options: ra.causal())
     elif mistake == "sinks":
         patch.setattr(huggingface, "_with_sinks", lambda out, lse, sinks: out + 0 * sinks.sum())
     elif mistake == "labels":

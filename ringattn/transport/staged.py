@@ -33,7 +33,7 @@ import torch
 from .base import Done, Handle, Peer, Ranks, Transport
 from .channels import Channel, Channels, Chunk
 from .exchange_plan import Stage, make_exchange_plan
-from .memory import Mark, Memory, PlacedChunk, Queue
+from .memory import Mark, Memory, Queue
 
 
 class _StagedHandle(Handle):
@@ -102,12 +102,12 @@ class StagedTransport(Transport):
         used = [*pulls, *([near] if plan.near or captured else []), *([stages] if plan.first or captured else [])]
         _follow(used, [current])
         for staged in plan.near:
-            _stage(near, _place(channels, staged, sent), captured, self._pulls)
+            _stage(near, channels, staged, sent, captured, self._pulls)
         if plan.near:
             _follow([current], [near])
         for staged, pulled in plan.rounds:
             if staged:
-                _stage(stages, _place(channels, staged, sent), captured, self._pulls)
+                _stage(stages, channels, staged, sent, captured, self._pulls)
             if captured:
                 _follow(self._pulls, [near, stages])
             for src, is_near, chunk, index, last in pulled:
@@ -121,16 +121,14 @@ class StagedTransport(Transport):
         return _StagedHandle(current, [queue.mark() for queue in used], sent + received, self._outstanding)
 
 
-def _place(channels: Channels, staged: Sequence[Stage], sent: list[torch.Tensor]) -> list[tuple[Channel, PlacedChunk]]:
-    """The channels and places of the next chunks."""
-    ends = [(channels.out[dst][is_near], chunk) for dst, is_near, chunk in staged]
-    return [(channel, channel.place(chunk, sent)) for channel, chunk in ends]
-
-
-def _stage(queue: Queue, placed: list[tuple[Channel, PlacedChunk]], captured: bool, pulls: Sequence[Queue]) -> None:
-    """Wait until the places are free, copy chunks there, and say that they are ready."""
+def _stage(
+    queue: Queue, channels: Channels, staged: Sequence[Stage], sent: list[torch.Tensor], captured: bool, pulls: Sequence[Queue]
+) -> None:
+    """Wait until the places of chunks are free, copy the chunks there, and say that they are ready."""
+    used = [channels.out[dst][is_near] for dst, is_near, _ in staged]
+    placed = [channel.place(stage.chunk, sent) for channel, stage in zip(used, staged)]
     waits = []
-    for channel, chunk in placed:
+    for channel, chunk in zip(used, placed):
         if chunk.must_be_read > channel.awaited:
             channel.awaited = chunk.must_be_read
             waits.append((channel.read, chunk.must_be_read))
@@ -138,8 +136,8 @@ def _stage(queue: Queue, placed: list[tuple[Channel, PlacedChunk]], captured: bo
         if captured:
             _follow([queue], pulls)
         queue.wait(waits)
-    queue.stage([chunk for _, chunk in placed])
-    queue.raise_to([(channel.ready, channel.count) for channel, _ in placed])
+    queue.stage(placed)
+    queue.raise_to([(channel.ready, channel.count) for channel in used])
 
 
 def _pull(queue: Queue, channel: Channel, chunk: Chunk, received: list[torch.Tensor], set_back: bool) -> None:
@@ -167,6 +165,7 @@ def _drain(queue: Queue, channels: list[Channel], captured: bool, pulls: Sequenc
 
 def _follow(queues: Sequence[Queue], others: Sequence[Queue]) -> None:
     """Later operations of these queues run after all operations queued in the others so far."""
-    for mark in [other.mark() for other in others]:
+    for other in others:
+        mark = other.mark()
         for queue in queues:
             queue.after(mark)

@@ -101,7 +101,7 @@ def test_ranks_in_different_calls_are_told(gloo):
 def test_a_rank_that_does_not_come_is_named():
     file, key = shared_records.create(2)
     shared_records.forget(key)
-    with pytest.raises(RuntimeError, match=r"rank 1 has not made this call for 0:00:00\.050000: find out where it hangs"):
+    with pytest.raises(RuntimeError, match=r"rank 1 has not made this call within 0:00:00\.050000: find out where it hangs"):
         shared_records.SharedRecords(file, 0, 2).all_gather(b"x", None, timedelta(seconds=0.05))
 
 

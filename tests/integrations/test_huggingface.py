@@ -16,8 +16,9 @@ from torch._functorch.aot_autograd import make_boxed_func
 from transformers.masking_utils import AttentionMaskInterface
 
 import ringattn as ra
-from ringattn.integrations.huggingface import NAME, Live, LiveMask, attach, detach, register, ring_attention_forward
-from ringattn.integrations.huggingface_checks import check_targets
+from ringattn.integrations.huggingface import NAME, attach, detach, register, ring_attention_forward
+from ringattn.integrations.huggingface_attachment import LiveMask, LivePairs
+from ringattn.integrations.huggingface_labels import check_targets
 from ringattn.training.causal_lm import CausalLMLoss, shift_labels, sum_gradients
 
 TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
@@ -664,7 +665,7 @@ def test_windows_that_differ_are_refused():
 def test_a_window_that_only_the_mask_knows_is_honoured():
     module = attached_module()
     q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
-    by_mask, _ = ring_attention_forward(module, q, k, k, LiveMask(Live(None), 2, True))
+    by_mask, _ = ring_attention_forward(module, q, k, k, LiveMask(LivePairs(None), 2, True))
     by_module, _ = ring_attention_forward(module, q, k, k, None, sliding_window=2)
     assert torch.equal(by_mask, by_module)
     assert not torch.equal(by_mask, ring_attention_forward(module, q, k, k, None)[0])
