@@ -108,7 +108,7 @@ def test_the_model_around_a_ring_is_the_whole_model(gloo, options, mask, striped
 REFUSED = {
     "mask": (
         {"attn_mask": torch.ones(N, N, dtype=torch.bool), "is_causal": False},
-        "attn_mask is given, but around a ring the mask is",
+        "attn_mask is given, but around a ring a mask is",
     ),
     "dropout": ({"dropout_p": 0.1}, "dropout_p is 0.1, but attention dropout is not supported"),
     "heads": ({"enable_gqa": False}, "key has 2 heads and query has 4: pass enable_gqa=True"),
@@ -141,7 +141,7 @@ def test_modules_are_chosen_by_class_by_predicate_or_one_by_one():
         assert not replaced(model)
     with pytest.raises(ValueError, match="Linear has no module with attention or attn in the name"):
         ra.replace_attention(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="modules holds a Linear that is no part of the model"):
+    with pytest.raises(ValueError, match="modules holds a Linear that is not part of the model"):
         ra.replace_attention(Model(), modules=[nn.Linear(2, 2)])
     model = Model()
     ra.replace_attention(model, modules=[model.layers[0].q])

@@ -190,7 +190,7 @@ def test_the_factor_is_not_rounded_to_a_narrow_loss():
         (lambda: count_tokens(), "labels is empty"),
         (lambda: count_tokens([torch.zeros(1, 3)]), r"count_tokens\(\*labels\)"),
         (lambda: CausalLMLoss(build().model.model), "has no linear output embedding"),
-        (lambda: CausalLMLoss(build()), "CausalLMLoss is no model of transformers: give one before it is wrapped"),
+        (lambda: CausalLMLoss(build()), "CausalLMLoss is not a model of transformers: give one before it is wrapped"),
     ],
     ids=["divisor", "data parallel", "no sum", "a number", "a list", "no labels", "a list of labels", "no head", "wrapped"],
 )

@@ -100,7 +100,7 @@ def test_tokens_without_a_batch_are_tiled_alike():
 def test_what_cannot_be_tiled_is_named():
     with pytest.raises(ValueError, match="rows is 0, but must be at least 1"):
         tiled(nn.Identity(), torch.zeros(1, 4, 2), 0)
-    with pytest.raises(ValueError, match="the module gives a tuple for a tile"):
+    with pytest.raises(ValueError, match="the module returns a tuple for a tile"):
         tiled(lambda x: (x, x), torch.zeros(1, 4, 2), 2)
     with pytest.raises(ValueError, match="Identity has no module whose class name ends in 'MLP'"):
         tile_modules(nn.Identity(), 4)
