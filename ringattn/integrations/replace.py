@@ -88,7 +88,7 @@ def replace_attention(
             raise ValueError(f"modules holds the same {type(module).__name__} twice: give each once")
         if any(isinstance(part, nn.MultiheadAttention) for part in module.modules()):
             raise ValueError(
-                f"{type(module).__name__} computes attention by torch.nn.MultiheadAttention, which does not make the call that is replaced: "
+                f"{type(module).__name__} computes attention by torch.nn.MultiheadAttention, which does not make the call to replace: "
                 "choose other modules, and call ringattn.ring_attention in this one"
             )
     for module in chosen:
