@@ -1,4 +1,4 @@
-"""`replace_attention`: a hand-written model around a ring is the model on whole sequences; what cannot be honoured is refused."""
+"""`replace_attention`: a hand-written model gives the same results around a ring as whole; options that cannot be honoured are refused."""
 
 import copy
 
@@ -45,7 +45,7 @@ def whole_input():
 
 
 def around_a_ring(group, options, mask, striped):
-    """This rank's greatest difference of output and parameter gradients from the model on one process with a dense mask."""
+    """The greatest difference of this rank's output and parameter gradients from those of one process with a dense mask."""
     size, rank = group.size(), group.rank()
     layout = ra.striped(N, size) if striped else None
     held = ra.default_layout(ra.causal() if mask is None and options.get("is_causal", True) else mask or ra.full(), N, size)
@@ -73,7 +73,7 @@ def around_a_ring(group, options, mask, striped):
 
 @pytest.mark.parametrize("compile_first", [False, True], ids=["replaced first", "compiled first"])
 def test_compiled_models_are_replaced(compile_first):
-    """And what is refused stays so."""
+    """Options are refused in compiled models too."""
     mask, x = ra.documents(lengths=[5, N - 5]), whole_input()[0]
     model = Model()
     replaced = ra.replace_attention(model, mask=mask)
@@ -101,7 +101,7 @@ def test_compiled_models_are_replaced(compile_first):
     ],
     ids=["causal", "full", "causal within a mask", "mask"],
 )
-def test_the_model_around_a_ring_is_the_whole_model(gloo, options, mask, striped):
+def test_the_model_around_a_ring_equals_the_whole_model(gloo, options, mask, striped):
     assert max(gloo.run(3, around_a_ring, options, mask, striped)) < 1e-11
 
 
@@ -116,14 +116,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_honoured_is_refused(options, message):
+def test_options_that_cannot_be_honoured_are_refused(options, message):
     model = Model(**options)
     ra.replace_attention(model)
     with pytest.raises(ValueError, match=message):
         model(whole_input()[0])
 
 
-def test_modules_are_chosen_by_class_by_predicate_or_one_by_one():
+def test_modules_are_chosen_by_class_predicate_or_list():
     def replaced(model):
         return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
@@ -173,7 +173,7 @@ def test_checkpointing_within_a_chosen_module_is_refused():
 
 
 def test_modules_that_cannot_be_replaced_are_refused():
-    """Its fast path in evaluation goes around the module altogether."""
+    """In evaluation, the fast path of torch's module does not make the call at all."""
     with pytest.raises(
         ValueError, match=r"MultiheadAttention computes attention by torch\.nn\.MultiheadAttention, which does not make"
     ):
