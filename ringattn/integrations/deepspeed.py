@@ -45,7 +45,7 @@ class DeepSpeedParallel:
         world = dist.group.WORLD
         assert world is not None
         self.everyone: Group = world
-        # DeepSpeed sums norms over the ranks that share a model: here each rank has a whole one
+        # DeepSpeed sums norms over model-parallel groups: here each rank is alone in its group
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         assert isinstance(alone, dist.ProcessGroup)
         self.alone: Group = alone

@@ -206,8 +206,8 @@ def _switch_attention(model: PreTrainedModel) -> None:
         kept = model.config._attn_implementation
         detach(model, kept)
         raise ValueError(
-            f"{type(model).__name__} keeps its attention, {kept!r}, as parts of it take none from AttentionInterface: attach the model of "
-            "text within, or another model"
+            f"{type(model).__name__} keeps its attention, {kept!r}, as parts of it take none from AttentionInterface: attach the text "
+            "model inside it, or another model"
         )
 
 
@@ -223,7 +223,7 @@ def _causality_and_window(
     """Whether tokens see none after them, and the window. Raises ValueError if the module and its mask do not fit each other."""
     if mask is not None and not isinstance(mask, LiveMask):
         raise ValueError(
-            "attention_mask is given, but ring attention takes its mask over global positions: attach(model, mask=...) it"
+            "attention_mask is given, but ring attention takes its mask over global positions: pass it as attach(model, mask=...)"
         )
     # a mask holds the call's documents; without one look at the call, which torch.compile could not trace
     call = None if mask is not None else current_call.get()
@@ -242,12 +242,12 @@ def _causality_and_window(
     window = _window(module, window, mask, sees_past_only)
     if of_mask and is_causal is None and not of_module and attachment.live.mask is None:
         raise ValueError(
-            f"is_causal is False in {type(module).__name__}, but its mask is causal: attach(model, mask=...) the one that is meant, "
+            f"is_causal is False in {type(module).__name__}, but its mask is causal: attach(model, mask=...) the one you mean, "
             "ringattn.full() or ringattn.causal()"
         )
     if mask is not None and mask.live is None:
         raise ValueError(
-            f"{type(module).__name__} runs in a model that was entered by its forward, around the hooks that give it its positions: "
+            f"{type(module).__name__} runs in a model whose forward was called directly, without the hooks that fill in positions: "
             "call the model itself"
         )
     return sees_past_only, window

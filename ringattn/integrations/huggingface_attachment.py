@@ -60,7 +60,7 @@ class LiveMask:
         """Itself if the index cuts off no token: Gemma 4 takes such a part for layers that share keys and values."""
         if any(part not in (slice(None), slice(0, None)) for part in (index if isinstance(index, tuple) else (index,))):
             raise ValueError(
-                "the model takes a part of its mask, for tokens of its choice, but ring attention has one for all of a shard: call "
+                "the model takes a part of its mask, for some tokens, but ring attention has one mask for the whole shard: call "
                 "it without logits_to_keep"
             )
         return self

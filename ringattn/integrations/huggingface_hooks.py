@@ -85,7 +85,7 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
     """Before an attached model runs: check its input, fill in positions, and note what is live."""
     attachment: Attachment = model.ringattn  # pyright: ignore[reportAssignmentType]
     call = current_call.get()
-    # a model inside of another attached model, whose hook has done all but the first checks
+    # a model inside another attached model, whose hook has filled in positions and noted what is live
     is_inner = call is not None and call.model is not model
     packed = None
     args, kwargs = _by_name(model, args, kwargs)
@@ -156,8 +156,8 @@ def _add_last(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[t
     call = current_call.get()
     if call is None or call.last_position is None:
         raise ValueError(
-            f"{type(module).__name__} chooses its frequencies by the last position of the sequence, which is known within a call of the "
-            "attached model alone: checkpoint the layers, not what makes their rotary embeddings"
+            f"{type(module).__name__} chooses its frequencies by the last position of the sequence, which is known only within a call of "
+            "the attached model: checkpoint the layers, but not the rotary embeddings"
         )
     by_name = "position_ids" in kwargs
     positions = kwargs["position_ids"] if by_name else args[1]  # (..., s)

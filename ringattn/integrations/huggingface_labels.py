@@ -112,14 +112,14 @@ def _check_mean(model: nn.Module, kwargs: dict[str, Any], given: str) -> None:
     """Raise ValueError if a loss would be a mean over this rank's tokens."""
     if kwargs.get("num_items_in_batch") is None:
         raise ValueError(
-            f"{given} are given without num_items_in_batch, so the loss would be the mean over this rank's tokens, which says "
-            "nothing of the whole's: give the tokens counted on all ranks, see ringattn.training.loss"
+            f"{given} are given without num_items_in_batch, so the loss would be the mean over this rank's tokens, not over "
+            "all: give the number of tokens counted on all ranks, see ringattn.training.loss"
         )
     config: Any = model.config
     asked = kwargs.get("output_router_logits")
     if getattr(config.get_text_config(), "output_router_logits", False) if asked is None else asked:
         raise ValueError(
-            "output_router_logits is True, and the routers' loss would be a mean over this rank's tokens, added once a rank: leave the "
+            "output_router_logits is True, and the routers' loss would be a mean over this rank's tokens, added once per rank: leave the "
             "labels out, and make both losses from the outputs"
         )
 

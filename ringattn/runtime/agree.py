@@ -18,7 +18,7 @@ from ..transport import Ranks
 _TEXT_BYTES = 2048
 _PATIENCE = 10.0  # seconds that a rank with bad input waits until the others have its record
 
-# 1 byte of status, 8 of tokens, 16 of hash of all facts
+# 1 byte: whether this rank refused; 8: its tokens; 16: the hash of all facts
 _RECORD = struct.Struct("<?q16s")
 
 

@@ -227,7 +227,7 @@ def process_groups(group: Group | None) -> list[dist.ProcessGroup]:
             found = []
         else:
             raise ValueError(
-                f"group is a {type(group).__name__}, along which nothing is summed: pass the ProcessGroup it was made of"
+                f"group is a {type(group).__name__}, which has no process groups to sum over: pass the ProcessGroup it was made of"
             )
     return [each for each in found if dist.get_world_size(each) > 1]
 

@@ -161,8 +161,8 @@ class CausalLMLoss(nn.Module):
         for name, parameter in model.named_parameters():
             if id(parameter) not in used:
                 raise ValueError(
-                    f"{type(model).__name__} has {name} beside its output embedding and the model without head, as BERT's heads "
-                    "have layers of their own, which this loss would leave out: make the loss from the logits"
+                    f"{type(model).__name__} has {name} beside its output embedding and the model without head; this loss "
+                    "would leave it out, like any further layer of a head (BERT's): make the loss from the logits"
                 )
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ValueError(

@@ -188,8 +188,8 @@ def documents_of_positions(position_ids: torch.Tensor, layout: Layout, ranks: Ra
     with refusing(ranks):
         if every[0] != 0 or not torch.equal(packed_positions(packed, here), position_ids[0].cpu().to(torch.int64)):
             raise ValueError(
-                "position_ids neither are the global positions nor restart at packed documents only: attach(model, mask=...) what is live, "
-                "and they serve as positions alone"
+                "position_ids neither are the global positions nor restart at packed documents only: pass what is live as "
+                "attach(model, mask=...), and they serve as positions alone"
             )
     return None if len(every) == 1 else packed
 
@@ -218,7 +218,7 @@ def _starts(position_ids: torch.Tensor, here: torch.Tensor) -> np.ndarray:
     if position_ids.dim() != 2 or position_ids.shape[1] != len(here):
         raise ValueError(
             f"position_ids have shape {tuple(position_ids.shape)}, but must be (batch, {len(here)}), one per token of this rank; for "
-            "several kinds of positions attach(model, mask=...) what is live"
+            "several kinds of positions, pass what is live as attach(model, mask=...)"
         )
     if not bool((position_ids == position_ids[:1]).all()):
         raise ValueError(
@@ -227,8 +227,8 @@ def _starts(position_ids: torch.Tensor, here: torch.Tensor) -> np.ndarray:
     starts = np.unique((here - position_ids[0].cpu()).numpy())
     if starts[0] < 0:
         raise ValueError(
-            "position_ids run ahead of the global positions, so they are not positions within packed documents: attach(model, mask=...) "
-            "what is live, and they serve as positions alone"
+            "position_ids run ahead of the global positions, so they are not positions within packed documents: pass what is live "
+            "as attach(model, mask=...), and they serve as positions alone"
         )
     return starts
 
@@ -241,7 +241,7 @@ def _check_mask(mask: Any) -> None:
     if mask.dim() != 2:
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}, but only a mask (batch, tokens) of ones is dropped: leave it out, and "
-            "attach(model, mask=...) what is live"
+            "pass what is live as attach(model, mask=...)"
         )
     if not bool(mask.all()):
         raise ValueError(
