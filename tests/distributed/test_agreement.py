@@ -186,6 +186,19 @@ def late(group):
     return found
 
 
+def test_only_errors_of_input_are_told():
+    class Silent:
+        size = 2
+
+        def all_gather_control(self, record, patience):
+            raise AssertionError("nothing to tell")
+
+    with pytest.raises(KeyError), agree.refusing(Silent()):
+        raise KeyError("not an error of input")
+    with agree.refusing(Silent()):
+        pass
+
+
 def test_ranks_that_come_late_raise_the_error_too(gloo):
     for text, took, works in gloo.run(3, late, timeout=30):
         assert "softmax_scale is nan, but must be finite" in text
