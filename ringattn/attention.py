@@ -14,7 +14,7 @@ from .geometry.layout import Layout
 from .geometry.mask import Mask, causal
 from .geometry.plan import make_local_plan
 from .partial import Partial, Stats
-from .runtime.agree import refuse
+from .runtime.agree import refusing
 from .runtime.calls import LocalCall, RingCall, compiled_call
 from .runtime.groups import Group, get_context, group_names
 from .runtime.op import attention
@@ -111,7 +111,7 @@ def ring_attention(
         return (out, Stats(*stats)) if return_stats else out
     context = get_context(group)
     mask = _DEFAULT_MASK if mask is None else mask
-    try:
+    with refusing(context.ranks):
         check.tensors(q, k, v)
         check.backward_mode(q, k, v)
         check.instance("return_stats", return_stats, bool, _STATS)
@@ -121,10 +121,6 @@ def ring_attention(
         if schedule is not None:
             check.instance("schedule", schedule, Schedule, "build one with ring(), waves(width) and the like")
         scale = check.softmax_scale(softmax_scale, q.shape[3])
-    except ValueError as error:
-        if context.ranks.size > 1:
-            refuse(context.ranks, error)
-        raise
     call = RingCall(context, layout, mask, schedule)
     out, *stats = attention(q, k, v, call.number, scale)
     return (out, Stats(*stats)) if return_stats else out

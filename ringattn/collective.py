@@ -1,4 +1,4 @@
-"""`unshard`: put a sharded sequence together again on every rank."""
+"""`unshard`: assemble a sharded sequence on every rank."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import torch
 
 from . import check
 from .geometry.layout import Layout, shard
-from .runtime.agree import Facts, agree, refuse
+from .runtime.agree import Facts, agree, refusing
 from .runtime.groups import Group, get_context
 from .runtime.ulysses import ring_layout
 from .transport import Peer, Transport
 
 
 def unshard(x_local: torch.Tensor, layout: Layout, group: Group | None = None, dim: int = 1) -> torch.Tensor:
-    """The whole sequence from every rank's shard, on every rank: size `layout.seq_len` along `dim`. A collective, differentiable.
+    """The whole sequence on every rank, `layout.seq_len` long along `dim`, from every rank's shard. A collective, differentiable.
 
-    The gradient of a shard is its slice of the sum of all ranks' gradients of the whole (the adjoint), added in rank order: if
-    every rank computes the same loss from the whole, divide that loss by the number of ranks.
+    The gradient of a shard is its slice of the sum of all ranks' gradients of the whole sequence (the adjoint), added in rank order. If
+    every rank computes the same loss from the whole sequence, divide that loss by the number of ranks.
 
     Raises ValueError for bad input, and on every rank if ranks disagree on shapes, dtype, dim or layout.
     """
     context = get_context(group)
     ranks = context.ranks
-    try:
+    with refusing(ranks):
         check.instance("x_local", x_local, torch.Tensor, "pass this rank's shard")
         check.instance("layout", layout, Layout, "pass the layout that the shards were made with")
         if layout.world_size != ranks.size:
@@ -36,10 +36,6 @@ def unshard(x_local: torch.Tensor, layout: Layout, group: Group | None = None, d
                 f"x_local has {x_local.shape[dim]} tokens in dim {dim}, but rank {ranks.rank} of {layout!r} holds {held}"
             )
         ranks.check_device(x_local.device)
-    except ValueError as error:
-        if ranks.size > 1:
-            refuse(ranks, error)
-        raise
     if ranks.size > 1:
         other_dims = (*x_local.shape[:dim], *x_local.shape[dim + 1 :])
         facts = {
@@ -55,7 +51,7 @@ def unshard(x_local: torch.Tensor, layout: Layout, group: Group | None = None, d
         agree(ranks, Facts(facts), held)
         ranks.connect(x_local.device)
     if context.hybrid is not None:
-        # first the rows of the heads axis, then the ring's
+        # first along the heads axis, then along the ring
         x_local = _Unshard.apply(x_local, context.hybrid.axis_layout(layout), context.hybrid.heads, dim)
         layout = ring_layout(layout, context.hybrid.heads.size)
     return _Unshard.apply(x_local, layout, context.transport, dim)
@@ -84,7 +80,7 @@ class _Unshard(torch.autograd.Function):
 
 
 class _ShardOfSum(torch.autograd.Function):
-    """The adjoint: this rank's shard of the sum of what all ranks have of the whole."""
+    """The adjoint of `_Unshard`: this rank's shard of the sum of all ranks' whole sequences."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, layout: Layout, transport: Transport, dim: int) -> torch.Tensor:

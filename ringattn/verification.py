@@ -1,14 +1,15 @@
-"""One training step with the sequence sharded against the same step whole, on a user's own model: the loss and every gradient.
+"""`verify`: one training step of a user's own model on shards, compared with the same step on the whole sequence: loss and all gradients.
 
-The reference is the whole step in fp64 on rank 0. Beside the ring stands the same whole step in the ring's own precision: in the loss
-the ring may be twice as far from the reference, in a gradient three times, or as close as `FLOOR`, where rounding decides. In a
-gradient of few numbers it may be farther, for how close the whole step comes to these is a matter of chance.
+The reference is the whole step in fp64, on rank 0. The whole step also runs in the ring's own precision. The ring's loss may be twice
+as far from the reference as that step's, and its gradients three times as far. Below `FLOOR` any distance passes, because rounding
+decides there. A gradient of few numbers may be farther, because the whole step's distance is then a matter of chance.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Mapping
@@ -31,15 +32,15 @@ from .training.data import shard_batch, tokens_of
 
 FLOOR = {torch.float64: 2e-6, torch.float32: 2e-6, torch.bfloat16: 1e-4, torch.float16: 1e-4}
 _LOSS_BOUND, _GRADIENT_BOUND = 2.0, 3.0
-_MANY = 32  # numbers whose rounding errors are no matter of chance
-_CLOSE = 0.5  # whatever chance may do, a gradient is closer than that: one that is missing is at 1
+_MANY = 32  # from so many numbers on, the size of rounding errors is not a matter of chance
+_CLOSE = 0.5  # chance never allows a greater distance: a missing gradient has distance 1
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far the sharded step and the same whole step are from the reference, relative (L2), and how far the first may be."""
+    """How far the sharded and the whole step are from the reference, relative (L2), and the limit for the sharded one."""
 
     name: str
     sharded: float
@@ -53,7 +54,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found, the same on every rank; `print(report)` gives the table, with the worst layer of each kind."""
+    """What `verify` found, the same on every rank; `print(report)` shows a table with the worst layer of each kind."""
 
     layout: Layout
     loss: float
@@ -95,24 +96,24 @@ def verify(
     whole: nn.Module | None = None,
     autocast: torch.dtype | None = None,
 ) -> Report:
-    """Compare a step of `model` on shards with the step whole: loss and all gradients. A collective; changes neither weights nor `.grad`.
+    """Compare a step of `model` on shards with the whole step: loss and all gradients. A collective; changes neither weights nor `.grad`.
 
     Args:
         model: the same weights on every rank, not yet wrapped (FSDP2, DDP, DeepSpeed). A transformers model is attached for the
-            step and then left as it was; another must be sharded by itself, for `layout`.
-        batch: whole sequences, the same on every rank: `input_ids` (b, s) and what else `shard_batch` takes. Without labels, the
-            tokens are their own. Short ones: rank 0 also runs them whole, in fp64, with dense attention.
-        layout: who holds what; zigzag over the group by default.
-        mask: what is live, as for `attach`.
+            step, and afterwards is as it was. Another model must shard its attention by itself, for `layout`.
+        batch: whole sequences, the same on every rank: `input_ids` (b, s) and whatever else `shard_batch` takes. Without labels, the
+            tokens are the labels. Give short sequences: rank 0 also runs them whole, in fp64, with dense attention.
+        layout: which positions each rank holds; zigzag over the group by default.
+        mask: which pairs are live, as for `attach`.
         group: the ranks of the ring, as for `attach`.
-        loss: `loss(model, inputs)`, the summed loss of the tokens given, shards or whole; by default the cross-entropy of
+        loss: `loss(model, inputs)`, the summed loss of the tokens in `inputs`, a shard or the whole; by default the cross-entropy of
             `model(**inputs).logits` with `shift_labels`.
         whole: for a model that is not of transformers, a copy of it that runs whole sequences with dense attention.
-        autocast: run in this precision under autocast, all but the reference.
+        autocast: run in this precision under autocast, except for the reference.
 
-    Returns a `Report`: `assert report.passed, report`. Raises ValueError if the ranks' weights or batches differ, a dropout is on or the
-    step draws other random numbers, no label counts, nothing is trainable, the weights are sharded, or the model is neither of
-    transformers nor given with `whole`.
+    Returns a `Report`: `assert report.passed, report`. Raises ValueError if the ranks' weights or batches differ, if a dropout is on or
+    the step draws other random numbers, if no label counts, if nothing is trainable, if the weights are sharded, and if the model
+    is neither of transformers nor given with `whole`.
 
     >>> report = ringattn.verify(model, {"input_ids": tokens})  # doctest: +SKIP
     """
@@ -120,34 +121,13 @@ def verify(
     _check_unwrapped(model)
     layout = zigzag(tokens_of(batch).shape[1], ranks.size) if layout is None else layout
     check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
-    if batch.get("labels") is None and batch.get("shift_labels") is None:
-        if batch.get("input_ids") is None:
-            raise ValueError(f"the batch has {sorted(batch)}, but neither labels nor input_ids to take them from: give labels")
-        batch = {**batch, "labels": batch["input_ids"]}
-    if whole is None and not hasattr(model, "set_attn_implementation"):
-        raise ValueError(
-            f"{type(model).__name__} is not a transformers model, so that nothing is known of how it runs whole sequences: "
-            "give whole=, a copy of it with dense attention"
-        )
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if not names:
-        raise ValueError(
-            f"{type(model).__name__} has no parameter that requires gradients: there is nothing to compare but the loss"
-        )
-    if not torch.is_grad_enabled():
-        raise ValueError(
-            "gradients are off, and they are what is compared: call verify outside of torch.no_grad and inference_mode"
-        )
-    if autocast not in (None, torch.bfloat16, torch.float16):
-        raise ValueError(f"autocast is {autocast!r}, but must be torch.bfloat16 or torch.float16")
+    batch = _with_labels(batch)
+    _check_comparable(model, whole, autocast)
     device = next(model.parameters()).device
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.training and module.p:
-            raise ValueError(f"{name} drops {module.p} of its input at random, so no two steps are alike: call model.eval() first")
     _check_weights(model, axes)
     _check_batches(batch, axes, device)
     loss = _summed_cross_entropy if loss is None else loss
-    # a layout of one rank holds positions in order: the same labels and positions for the whole sequence
+    # a layout of one rank holds all positions in order: the whole sequence gets labels and positions as the shards do
     everything = shard_batch(batch, zigzag(layout.seq_len, 1), 0)
     inputs = _on(shard_batch(batch, layout, ranks.rank), device)
     counted = int((everything["shift_labels"] != IGNORE).sum())
@@ -160,41 +140,42 @@ def verify(
         raise ValueError("the step draws random numbers (dropout, noise), so no two steps are alike: call model.eval() first")
     for value in ours:
         _reduce(value, axes)
-    # relative differences of (sharded, whole), and the whole's loss, all of them the first rank's; NaN, which passes nowhere, if it fails
+    # rows (sharded, whole) of relative differences, and a last one of the whole loss, from rank 0; NaN, which never passes, if it fails
     found = torch.full((len(ours) + 1, 2), float("nan") if ranks.rank == 0 else 0.0, dtype=torch.float64)
     try:
         if ranks.rank == 0:
             dense = _dense(model) if whole is None else whole
-            same = _step(dense, loss, _whole_inputs(dense, everything, mask, layout, whole is None), counted, autocast)
+            of_dense = functools.partial(_whole_inputs, batch=everything, mask=mask, layout=layout, of_transformers=whole is None)
+            same = _step(dense, loss, of_dense(dense), counted, autocast)
             dense = _in_fp64(dense)
-            exact = _step(dense, loss, _whole_inputs(dense, everything, mask, layout, whole is None), counted, None)
+            exact = _step(dense, loss, of_dense(dense), counted, None)
             rows = [[_distance(a, e), _distance(b, e)] for a, b, e in zip(ours, same, exact, strict=True)]
             found = torch.tensor([*rows, [exact[0].item()] * 2], dtype=torch.float64)
     finally:
         found = _reduce(found.to(device), axes)
     *rows, (whole_loss, _) = found.tolist()
-    dtype = next(model.parameters()).dtype if autocast is None else autocast
-    (loss_row, *gradient_rows), (_, *gradients) = rows, ours
-    limits = [max(FLOOR[dtype], _LOSS_BOUND * loss_row[1])]
-    limits += [max(FLOOR[dtype], gradient_limit(row[1], x.numel())) for row, x in zip(gradient_rows, gradients, strict=True)]
+    names = ["loss", *(name for name, parameter in model.named_parameters() if parameter.requires_grad)]
+    floor = FLOOR[next(model.parameters()).dtype if autocast is None else autocast]
+    bounds = [_LOSS_BOUND * rows[0][1]]
+    bounds += [gradient_limit(row[1], x.numel()) for row, x in zip(rows[1:], ours[1:], strict=True)]
     differences = tuple(
-        Difference(name, sharded, theirs, limit)
-        for name, (sharded, theirs), limit in zip(["loss", *names], rows, limits, strict=True)
+        Difference(name, sharded, theirs, max(floor, bound))
+        for name, (sharded, theirs), bound in zip(names, rows, bounds, strict=True)
     )
     return Report(layout, ours[0].item(), whole_loss, differences)
 
 
 def gradient_limit(theirs: float, numbers: int) -> float:
-    """How far a gradient of so many numbers may be from the reference, where the whole step is at `theirs`.
+    """The greatest relative difference allowed for a gradient of `numbers` numbers, if the whole step's is `theirs`.
 
-    Rounding errors of n numbers have a norm that varies by about 1/sqrt(n) of itself, and that of a few may be next to nothing.
+    The norm of n rounding errors varies by about 1/sqrt(n) of itself; for a few numbers it may be close to zero.
     """
     chance = max(1.0, (_MANY / max(1, numbers)) ** 0.5)
     return max(_GRADIENT_BOUND * theirs, min(_GRADIENT_BOUND * chance * theirs, _CLOSE))
 
 
 def _random_states(device: torch.device) -> list[torch.Tensor]:
-    """What the next random numbers depend on, of the host and the device."""
+    """The states of the random number generators of the host and the device."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
@@ -209,7 +190,7 @@ def _summed_cross_entropy(model: nn.Module, inputs: Mapping[str, Any]) -> torch.
 def _step(
     model: nn.Module, loss: Loss, inputs: Mapping[str, Any], counted: int, autocast: torch.dtype | None
 ) -> list[torch.Tensor]:
-    """The loss and each trainable parameter's gradient, fp64, of the tokens given."""
+    """The loss of these inputs, and its gradient for each trainable parameter, in fp64."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.autocast(parameters[0].device.type, autocast) if autocast is not None else contextlib.nullcontext():
         value = loss(model, inputs) / max(1, counted)
@@ -220,7 +201,7 @@ def _step(
 
 @contextlib.contextmanager
 def _attached(model: Any, layout: Layout, mask: Mask | None, group: Group | None):
-    """The model on its ring, if it is of transformers; afterwards as it was."""
+    """Attach the model within the block, if it is of transformers; afterwards it is as it was."""
     if not hasattr(model, "set_attn_implementation"):
         yield
         return
@@ -239,14 +220,14 @@ def _attached(model: Any, layout: Layout, mask: Mask | None, group: Group | None
 
 
 def _attached_part(model: nn.Module) -> Any:
-    """The outermost model of transformers within that is attached, if there is one: the model itself, as a rule."""
+    """The outermost attached transformers model in it, usually the model itself; None without one."""
     from .integrations.huggingface import NAME
 
     return next((module for module in model.modules() if NAME in vars(module)), None)
 
 
 def _dense(model: Any) -> nn.Module:
-    """A copy with transformers' own attention."""
+    """A copy that uses transformers' own attention."""
     from .integrations.huggingface import detach
 
     dense = copy.deepcopy(model)
@@ -258,12 +239,12 @@ def _dense(model: Any) -> nn.Module:
 def _in_fp64(model: Any) -> nn.Module:
     model = copy.deepcopy(model).double()
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # grouped matrix products take no fp64
+        model.set_experts_implementation("eager")  # grouped matrix products do not take fp64
     return model
 
 
 def _whole_inputs(model: Any, batch: Mapping[str, Any], mask: Mask | None, layout: Layout, of_transformers: bool) -> dict[str, Any]:
-    """The inputs of a dense model, in its precision; of transformers, with a tensor for a mask or packed documents."""
+    """The inputs of a dense model, in its precision; if it is of transformers, with a tensor for the mask and packed documents."""
     parameter = next(model.parameters())
     inputs = {
         name: value.to(parameter.dtype) if _is_float(value) else value for name, value in _on(batch, parameter.device).items()
@@ -272,7 +253,7 @@ def _whole_inputs(model: Any, batch: Mapping[str, Any], mask: Mask | None, layou
 
 
 def _masked(model: Any, inputs: Mapping[str, Any], mask: Mask | None, seq_len: int) -> dict[str, Any]:
-    """Without a mask and documents, transformers makes its own masks."""
+    """The inputs with a mask tensor, unless there is neither a mask nor documents: then transformers makes its own masks."""
     inputs = {name: value for name, value in inputs.items() if not name.startswith("max_length_")}
     bounds = [inputs.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     if bounds[0] is not None:
@@ -303,8 +284,39 @@ def _masked(model: Any, inputs: Mapping[str, Any], mask: Mask | None, seq_len: i
     return inputs
 
 
+def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The batch, with its tokens as labels if it has none."""
+    if batch.get("labels") is not None or batch.get("shift_labels") is not None:
+        return batch
+    if batch.get("input_ids") is None:
+        raise ValueError(f"the batch has {sorted(batch)}, but neither labels nor input_ids to take them from: give labels")
+    return {**batch, "labels": batch["input_ids"]}
+
+
+def _check_comparable(model: nn.Module, whole: nn.Module | None, autocast: torch.dtype | None) -> None:
+    """Raise ValueError if this model's steps cannot be compared."""
+    if whole is None and not hasattr(model, "set_attn_implementation"):
+        raise ValueError(
+            f"{type(model).__name__} is not a transformers model, so it is unknown how it runs whole sequences: "
+            "give whole=, a copy of it with dense attention"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has no parameter that requires gradients: there is nothing to compare but the loss"
+        )
+    if not torch.is_grad_enabled():
+        raise ValueError(
+            "gradients are off, and they are what is compared: call verify outside of torch.no_grad and inference_mode"
+        )
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(f"autocast is {autocast!r}, but must be torch.bfloat16 or torch.float16")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.training and module.p:
+            raise ValueError(f"{name} drops {module.p} of its input at random, so no two steps are alike: call model.eval() first")
+
+
 def _check_unwrapped(model: nn.Module) -> None:
-    from torch.distributed.tensor import DTensor  # a second of imports
+    from torch.distributed.tensor import DTensor  # here, because its import takes a second
 
     if isinstance(model, DistributedDataParallel):
         raise ValueError("the model is wrapped in DistributedDataParallel: verify it before, or pass its .module")
@@ -337,7 +349,7 @@ def _check_weights(model: nn.Module, axes: list[dist.ProcessGroup]) -> None:
 
 
 def _reduce(value: torch.Tensor, axes: list[dist.ProcessGroup], operation: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-    """In place, over all ranks of the ring."""
+    """Reduce a value in place over all ranks of the ring."""
     for axis in axes:
         dist.all_reduce(value, operation, group=axis)
     return value
@@ -352,5 +364,5 @@ def _is_float(value: Any) -> bool:
 
 
 def _distance(value: torch.Tensor, exact: torch.Tensor) -> float:
-    """The norm of the difference over the norm of the exact value; absolute where that is 0."""
+    """The norm of the difference, relative to the exact value's; absolute if that is 0."""
     return float((value - exact).norm() / (exact.norm() if exact.any() else 1.0))

@@ -1,7 +1,7 @@
-"""Ranks for tests: processes that live as long as the session and run functions together, over gloo or NCCL.
+"""Ranks for tests: processes that live as long as the test session and run functions together, over gloo or NCCL.
 
-Run as a script this file is the launcher: it imports torch and ringattn once, and forks the ranks. Each rank then waits on a pipe
-for functions to run, which are named by file and name, so that a test costs milliseconds and not the start of processes.
+As a script, this file is the launcher: it imports torch and ringattn once, and forks the ranks. Each rank then waits on a pipe for
+the file and the name of a function to run. So a test takes milliseconds, instead of the time to start processes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _START_TIMEOUT = 120.0
 
 
 class RankError(AssertionError):
-    """A rank raised, died or hung; the message holds the tracebacks of all that did."""
+    """A rank raised an error, died or hung; the message holds the tracebacks of all such ranks."""
 
 
 class Ranks:
-    """`size` processes with a process group of one backend among them, started at the first run and again after a failure."""
+    """`size` processes with a process group of one backend. They start at the first run, and again after a failure."""
 
     def __init__(self, backend: str, size: int, imports: Sequence[str] = ()) -> None:
-        """`imports`: further modules that are slow to import, which the launcher imports once for all ranks."""
+        """`imports`: further slow modules for the launcher to import once for all ranks."""
         self.backend = backend
         self.imports = tuple(imports)
         self.size = size
@@ -48,18 +48,18 @@ class Ranks:
     def run(
         self, world_size: int, function: Callable, *args: Any, ranks: Sequence[int] | None = None, timeout: float = 60.0
     ) -> list[Any]:
-        """`function(group, *args)` on ranks 0 to world_size - 1, or on `ranks`, and the group of these; results in rank order.
+        """Run `function(group, *args)` on ranks 0 to world_size - 1, or on `ranks`, with their group; returns results in rank order.
 
-        `function` is a module's own (no closure), `args` and results are pickled; functions that make groups must run on all ranks.
-        Raises RankError with each rank's traceback if one raises or dies, or with where each one stands if they take longer than
-        `timeout` seconds; the ranks are then started afresh.
+        `function` must be defined in a module (no closure); `args` and results are pickled. A function that makes groups must run on all
+        ranks. Raises RankError if a rank raises an error, dies, or takes longer than `timeout` seconds, with each such rank's
+        traceback. The ranks are then started anew.
         """
         members = tuple(range(world_size)) if ranks is None else tuple(ranks)
         assert len(members) == world_size <= self.size
         if self._launcher is None:
             self._start()
         if members not in self._groups:
-            # a new group is made by all ranks, its members or not
+            # all ranks take part in making a group, members or not
             self._groups.add(members)
             for pipe in self._pipes:
                 pipe.send(members)
@@ -93,7 +93,7 @@ class Ranks:
     def _start(self) -> None:
         ends = [Pipe() for _ in range(self.size)]
         self._pipes = [ours for ours, _ in ends]
-        self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115  open as long as the ranks
+        self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115  stays open as long as the ranks live
         fds = [theirs.fileno() for _, theirs in ends]
         path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._launcher = subprocess.Popen(
@@ -115,7 +115,7 @@ class Ranks:
         for _, theirs in ends:
             theirs.close()
         self._pids = [self._hear(pipe) for pipe in self._pipes]
-        # rank 0 serves the store and tells where
+        # rank 0 serves the store and sends its port
         port = self._hear(self._pipes[0])
         for pipe in self._pipes[1:]:
             pipe.send(port)
@@ -142,12 +142,12 @@ class Ranks:
                 except EOFError:
                     replies[rank] = (False, f"the process ended\n{self._tail()}")
                 if not replies[rank][0]:
-                    # the others may wait for this one for ever
+                    # the other ranks may wait for this one for ever
                     deadline = min(deadline, time.monotonic() + 5)
         return replies
 
     def _stacks(self, ranks: list[int]) -> str:
-        """Where ranks stand, from their faulthandlers."""
+        """Where ranks hang, from their faulthandlers."""
         stacks = []
         for rank in ranks:
             before = self._log.seek(0, os.SEEK_END)
@@ -163,7 +163,7 @@ class Ranks:
 
 
 def launch(backend: str, imports: str, fds: list[int]) -> None:
-    """Fork a rank for each pipe, and wait for them."""
+    """Fork a rank for each pipe, and wait for all ranks to end."""
     # once for all ranks
     for name in filter(None, imports.split(",")):
         importlib.import_module(name)
@@ -189,7 +189,7 @@ def launch(backend: str, imports: str, fds: list[int]) -> None:
 
 
 def serve(rank: int, size: int, backend: str, pipe: Connection) -> None:
-    """Run what comes through the pipe, until it closes."""
+    """Run the functions that come through the pipe, until it closes."""
     import torch
     import torch.distributed as dist
 
@@ -221,7 +221,7 @@ def serve(rank: int, size: int, backend: str, pipe: Connection) -> None:
 
 
 def _load(name: str, code: str) -> Any:
-    """The module of a file, under the name by which pickles know it."""
+    """The module of a file, under the name that pickles use for it."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, code)
         assert spec is not None

@@ -1,4 +1,4 @@
-"""Examples in docstrings run, and print what they say."""
+"""Examples in docstrings run, and print what the docstrings show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input: each kind raises a ValueError that names the argument, what came and what was wanted."""
+"""Bad input: each kind raises a ValueError that says which argument is wrong, its value, and what is expected."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def tensor(*shape, **options):
 
 
 def call(q=None, k=None, v=None, **options):
-    """A call that is right but for what is given."""
+    """A correct call, except for the arguments given."""
     return ra.ring_attention(*(tensor() if x is None else x for x in (q, k, v)), **options)
 
 

@@ -1,4 +1,4 @@
-"""The repository as a package: what is importable from its root, what the wheel holds, where the version is written."""
+"""The repository as a package: what Python can import from its root, what the wheel holds, where the version is written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.mark.parametrize("folder", ["kernels", "launch", "tests", "examples"])
 def test_folders_of_the_top_level_are_no_packages(folder):
-    # a package called kernels would shadow Hugging Face's, which transformers looks for
+    # a package called kernels would hide Hugging Face's, which transformers looks for
     assert (ROOT / folder).is_dir()
     assert not (ROOT / folder / "__init__.py").exists()
 
@@ -40,7 +40,7 @@ def test_transformers_runs_from_the_root_of_the_repository():
 
 
 def test_importing_it_imports_no_compiler_and_no_tensor_parallelism():
-    # each takes longer than all of ringattn
+    # each takes longer to import than all of ringattn
     code = (
         "import sys, torch; before = set(sys.modules); import ringattn;"
         "print(sorted({'sympy', 'torch._dynamo', 'torch.distributed.tensor', 'transformers', 'triton'} & (set(sys.modules) - before)))"
@@ -58,7 +58,7 @@ def test_the_version_is_written_in_one_place():
     assert holders == ["ringattn/_version.py"]
 
 
-# absent only where a GPU host's own packages are used and nothing can be fetched
+# absent only on a GPU host that uses its own packages and has no network
 @pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="hatchling is not installed")
 def test_the_wheel_holds_both_packages(tmp_path):
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
@@ -87,7 +87,7 @@ def test_modules_are_found_under_their_former_names():
 
 
 def test_no_module_imports_one_that_imports_it():
-    """Imports run one way, those within functions and for type checkers included."""
+    """Imports run one way, also those within functions and for type checkers."""
     imports = {name: sorted(imported(name, path)) for name, path in MODULES.items()}
     open_, closed = [], set()
 

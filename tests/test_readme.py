@@ -1,4 +1,4 @@
-"""The README's example runs as it stands, and is exact."""
+"""The README's example runs unchanged, and is exact."""
 
 import re
 import subprocess

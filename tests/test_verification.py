@@ -1,4 +1,4 @@
-"""`ringattn.verify`: right models pass, and each mistake that people make does not."""
+"""`ringattn.verify`: correct models pass, and models with each common mistake do not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ringattn as ra
-from ringattn.integrations import huggingface
+from ringattn.integrations import huggingface, huggingface_attachment
 from ringattn.training.causal_lm import IGNORE, CausalLMLoss
 from ringattn.training.data import pack
 
@@ -55,7 +55,7 @@ def report_of(
     autocast: torch.dtype | None = None,
 ) -> ra.Report:
     torch.set_num_threads(1)
-    # sizes of which GPUs run their fastest kernels; with both experts for every token rounding chooses none
+    # on GPUs sizes for the fastest kernels, and both experts for every token, so that rounding does not change the choice
     sizes = {} if device == "cpu" else dict(hidden_size=256, head_dim=64, num_experts_per_tok=2)
     model = build(name, dist.get_rank() if mistake == "weights" else 0, **sizes).to(device, dtype)
     batch = dict(input_ids=tokens())
@@ -63,11 +63,11 @@ def report_of(
         batch = pack([tokens()[0, :11], tokens()[0, 11:30], tokens()[1, :7]])
     patch = pytest.MonkeyPatch()
     if mistake == "positions":
-        # with a mask attached they are positions alone: without, the ring itself would refuse them
+        # with a mask attached, position ids serve as positions alone; without one, the ring would refuse these
         mask, truth = ra.causal(), ra.Layout.positions
         patch.setattr(ra.Layout, "positions", lambda self, rank: truth(self, rank) * self.world_size)
     elif mistake == "documents":
-        patch.setattr(huggingface, "documents", lambda **options: ra.causal())
+        patch.setattr(huggingface_attachment, "documents", lambda **options: ra.causal())
     elif mistake == "sinks":
         patch.setattr(huggingface, "_with_sinks", lambda out, lse, sinks: out + 0 * sinks.sum())
     elif mistake == "labels":
@@ -112,7 +112,7 @@ def test_right_models_pass(gloo, name, options):
     assert re.search(r"gradient of model\.layers\.\d\.self_attn\.q_proj\.weight", str(first))
 
 
-def test_what_of_a_model_is_attached_stays_so():
+def test_an_attached_part_of_a_model_stays_attached():
     model = build("llama")
     layout = ra.zigzag(20, 1)
     huggingface.attach(model.model, layout=layout, ignore=["temperature"])
@@ -144,7 +144,7 @@ GPU_MODELS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "packed", "dtype", "autocast"), GPU_MODELS.values(), ids=GPU_MODELS)
 def test_right_models_pass_on_gpus(nccl, name, packed, dtype, autocast):
-    """Grouped heads, windows, packed documents and sinks, in low precision: the loss and all gradients against one process."""
+    """In low precision, with grouped heads, windows, packed documents and sinks: loss and all gradients against one process."""
     first, *others = nccl.run(torch.cuda.device_count(), report_of, name, None, packed, None, "cuda", dtype, autocast, timeout=120)
     assert all(other == first for other in others)
     assert first.passed, str(first)
@@ -162,7 +162,7 @@ def test_mistakes_do_not_pass_on_gpus(nccl, name, mistake, packed):
     [(1e-2, 4096, 3e-2), (1e-2, 32, 3e-2), (1e-2, 8, 6e-2), (0.1, 2, 0.5), (0.3, 2, 0.9), (0.0, 1, 0.0)],
 )
 def test_gradients_of_few_numbers_may_be_farther_but_not_missing(theirs, numbers, limit):
-    """One number's rounding error may be next to nothing in one run and not in another."""
+    """One number's rounding error may be close to zero in one run and not in another."""
     assert gradient_limit(theirs, numbers) == pytest.approx(limit)
 
 
@@ -189,7 +189,7 @@ def test_a_grid_is_verified_as_a_ring_is(gloo):
 
 def other_batches(group):
     ids = (tokens() + group.rank()) % 61
-    # on one rank no label counts, which alone would be an error there only
+    # on rank 0 no label counts, which by itself would be an error on that rank only
     labels = ids if group.rank() else torch.full_like(ids, IGNORE)
     for batch in (dict(input_ids=ids), dict(input_ids=tokens(), labels=labels)):
         with pytest.raises(ValueError, match="the ranks have different batches"):
@@ -220,7 +220,7 @@ def test_a_step_without_gradients_or_with_another_autocast_is_refused():
         ra.verify(build("llama"), dict(input_ids=tokens()), autocast="bfloat16")
 
 
-def test_a_loss_of_ones_own_and_autocast():
+def test_a_custom_loss_and_autocast():
     def loss(model, inputs):
         return CausalLMLoss(model)(**inputs)
 
@@ -295,14 +295,14 @@ def test_dropout_is_refused():
 
 
 def test_random_numbers_other_than_a_dropout_modules_are_refused():
-    """A step of them would pass, as the whole step is as far from its reference."""
+    """A step that draws them would pass, because the whole step is as far from its reference."""
     model = build("llama")
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: nn.functional.dropout(out, 0.5))
     with pytest.raises(ValueError, match="the step draws random numbers"):
         ra.verify(model, {"input_ids": torch.arange(12)[None]})
 
 
-def test_steps_that_show_nothing_are_refused():
+def test_steps_with_nothing_to_compare_are_refused():
     model, ids = build("llama"), torch.arange(12)[None]
     with pytest.raises(ValueError, match="all labels are -100, so that there is no loss to compare"):
         ra.verify(model, {"input_ids": ids, "labels": torch.full_like(ids, IGNORE)})

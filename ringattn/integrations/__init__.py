@@ -1,1 +1,1 @@
-"""Entry points for other libraries. One library a file; no file here imports another library's."""
+"""Entry points for other libraries. The modules of one library do not import those of another."""

@@ -7,7 +7,7 @@
     out = ringattn.ring_attention(q, k, v, layout=layout, group=parallel.ring)  # in the model
 
 DeepSpeed asks an `mpu` object for its process groups. With this one it shards optimiser states, gradients and parameters over all
-ranks, and counts batches by replica: `train_batch_size` is that of `replicas`, however many ranks share a sequence.
+ranks, and counts batches by replica: `train_batch_size` is the batch size of all replicas, however many ranks share a sequence.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Group = dist.ProcessGroup
 
 
 class DeepSpeedParallel:
-    """The `mpu` of `deepspeed.initialize` for a 2-D mesh of replicas and ring; its methods are those that DeepSpeed calls.
+    """The `mpu` of `deepspeed.initialize` for a 2-D mesh of replicas and ring. DeepSpeed calls its methods.
 
-    mesh: a DeviceMesh of all ranks of the job, with the two axes named here. `ring` is the group to give to `ring_attention`.
+    mesh: a DeviceMesh of all ranks of the job, with the two axes named here. Pass the attribute `ring` as `ring_attention`'s group.
 
-    Raises ValueError for a mesh without these two axes, with others, or without all ranks.
+    Raises ValueError for a mesh that has other axes than these two, or has not all ranks.
     """
 
     def __init__(self, mesh: DeviceMesh, *, data_axis: str = "data", ring_axis: str = "ring") -> None:
@@ -45,21 +45,21 @@ class DeepSpeedParallel:
         world = dist.group.WORLD
         assert world is not None
         self.everyone: Group = world
-        # DeepSpeed sums norms over the ranks that share a model: this one alone
+        # DeepSpeed sums norms over model-parallel groups: here each rank is alone in its group
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         assert isinstance(alone, dist.ProcessGroup)
         self.alone: Group = alone
 
     def reduction(self, engine: Any) -> Reduction:
-        """What the engine makes of all ranks' gradients, for `mean_loss`: their sum, divided by its steps of gradient accumulation and
+        """How the engine reduces gradients, for `mean_loss`: it sums them over all ranks, and divides by the steps of accumulation and
 
-        - by the replicas, in ZeRO stages 0 to 2, and in stage 3 with `"reduce_scatter": false`;
-        - by all ranks, in stage 3 otherwise: there DeepSpeed takes the mean over the ranks of a ring too.
+        - in ZeRO stages 0 to 2, and in stage 3 with `"reduce_scatter": false`, by the number of replicas;
+        - otherwise in stage 3, by the number of all ranks: there DeepSpeed averages over the ranks of a ring too.
 
         Raises ValueError for an engine that was initialized without this object.
         """
         if engine.mpu is not self:
-            raise ValueError("the engine knows nothing of this ring: initialize it with deepspeed.initialize(..., mpu=parallel)")
+            raise ValueError("the engine does not know this ring: initialize it with deepspeed.initialize(..., mpu=parallel)")
         by_all = engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter()
         ranks = dist.get_world_size(self.everyone if by_all else self.data)
         return divided_by(ranks, engine.gradient_accumulation_steps())
@@ -73,8 +73,8 @@ class DeepSpeedParallel:
     def get_sequence_parallel_rank(self) -> int:
         return dist.get_rank(self.ring)
 
-    # DeepSpeed looks for this name, to ask for the sequence's groups only; and were there a get_data_parallel_group, ZeRO-3 would
-    # leave out the ranks of a ring when it adds up gradients
+    # With this name DeepSpeed asks only for the sequence's groups. A get_data_parallel_group must not exist: with one, ZeRO-3 would
+    # leave out the ranks of a ring when it sums gradients
     initialize_sequence_parallel = None
 
     def get_data_parallel_world_size(self) -> int:

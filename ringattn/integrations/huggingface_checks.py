@@ -1,4 +1,7 @@
-"""What transformers' models ask of attention, checked: each thing is honoured in `huggingface.py`, or refused here by name."""
+"""Checks of transformers models, of their input and of the options they pass to attention.
+
+Each option is either honoured in `huggingface.py` or refused here by name. Labels have checks of their own (`huggingface_labels.py`).
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,12 @@ from torch import nn
 
 from ..geometry.layout import Layout
 from ..geometry.mask import Documents
-from ..training.causal_lm import forward_names
 from ..training.data import packed_documents
 
-# layers that see other tokens through attention alone, and in the two ways that are honoured
+# layers that see other tokens only through attention, and only in the two ways that are honoured
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
-# what models pass to attention beside the tensors, and why it cannot be honoured; None, False and 0 ask for nothing
+# options of attention that cannot be honoured, and why; None and False ask for nothing
 _REFUSED = {
     "softcap": "capped scores are not supported",
     "head_mask": "masking heads is not supported",
@@ -31,10 +33,10 @@ _REFUSED = {
     "deterministic": "the order of sums follows PyTorch's switch: call torch.use_deterministic_algorithms(True), and leave it out",
 }
 
-# what they pass that says nothing to attention, or what a ring does anyway
+# options that do not affect attention
 _HARMLESS = frozenset(
     {
-        "position_ids",  # rotary embeddings have used them
+        "position_ids",  # rotary embeddings have used them already
         "cache_position",
         "use_cache",
         "output_hidden_states",
@@ -50,13 +52,10 @@ _HARMLESS = frozenset(
 # heads that pool over tokens
 _POOLED = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 
-# what losses of other heads are of: means over a rank's own tokens, or over positions in its shard
-_TARGETS = ("labels", "start_positions", "end_positions", "next_sentence_label", "sentence_order_label")
-
-# what models make of one token of the sequence, without a module that tells
+# outputs that models make from one token of the sequence, without a module that shows it
 _OF_ONE_TOKEN = ("pooler_output", "text_embeds", "mc_logits")
 
-_CACHES = "a shard's cache serves nobody: leave it out, and train or score whole sequences; generate with a detached model"
+_CACHES = "a shard's cache is of no use: leave it out, and train or score whole sequences; generate with a detached model"
 
 
 def models(model: nn.Module) -> list[nn.Module]:
@@ -67,10 +66,13 @@ def models(model: nn.Module) -> list[nn.Module]:
 
 
 def models_around(model: nn.Module) -> list[nn.Module]:
-    """The transformers models that hold it, as one with a head holds one without: a module does not know its holders, but Python does."""
+    """The transformers models that hold this one, as a model with a head holds the one without.
+
+    A module does not know its holders, so this searches all of Python's objects.
+    """
     from transformers import PreTrainedModel
 
-    # type() rather than isinstance, which some objects answer with code of their own
+    # type() instead of isinstance, because some objects run their own code in isinstance
     found = [x for x in gc.get_objects() if issubclass(type(x), PreTrainedModel) and x is not model]
     return [x for x in found if any(part is model for part in x.modules())]
 
@@ -87,66 +89,72 @@ def dynamic_rotary(model: nn.Module) -> list[nn.Module]:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ValueError if a model does not take another attention, or its layers see other tokens by other means."""
+    """Raise ValueError if a model cannot take another attention, or if its layers see other tokens by other means too."""
     if not getattr(model, "_supports_attention_backend", False):
         raise ValueError(
             f"{type(model).__name__} does not take its attention from AttentionInterface: ring attention cannot be put in"
         )
     for within in models(model):
-        config = within.config
-        if getattr(config, "is_encoder_decoder", False):
-            raise ValueError(
-                f"{type(within).__name__} is an encoder and a decoder, whose sequences differ: only models of one sequence run on shards"
-            )
-        check_head(within)
-        if getattr(config, "trigram_input", False):
-            raise ValueError(
-                "trigram_input is True, by which each token reads its neighbours: it would not see past the shard's ends"
-            )
-        if getattr(config, "token_dropout", False):
-            raise ValueError(
-                "token_dropout is True, by which embeddings are scaled by the share of masked tokens in the sequence (ESM's way): on "
-                "shards it would be that of each; set it to False before the model is made"
-            )
-        chunk = getattr(config, "attention_chunk_size", None)
-        if chunk is not None:
-            raise ValueError(
-                f"attention_chunk_size is {chunk}, but attention in chunks is not supported: this model (Llama 4) cannot run on shards"
-            )
-        other = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
-        if other:
-            raise ValueError(
-                f"the config's layer_types have {', '.join(map(repr, other))}, but only layers that see other tokens through full "
-                "or sliding attention can run on shards"
-            )
+        _check_config(within)
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Conv1d, nn.RNNBase)):
-            raise ValueError(
-                f"{name} is a {type(module).__name__}, which mixes tokens beside attention: it would not see past the shard's ends"
-            )
-        if name.rpartition(".")[2] == "pooler":
-            raise ValueError(
-                f"{name} looks at one token of the sequence, and would take that of each shard: make the model with "
-                "add_pooling_layer=False, or set it to None, and pool after ringattn.unshard"
-            )
-        if "position_embeddings" in name and isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            raise ValueError(
-                f"{name} has positions that start after padding_idx {module.padding_idx} and skip padding (RoBERTa's way), where "
-                "the ring's are global positions: this model cannot run on shards"
-            )
+        _check_module(name, module)
+
+
+def _check_config(model: Any) -> None:
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} is an encoder and a decoder, whose sequences differ: only models of one sequence run on shards"
+        )
+    check_head(model)
+    if getattr(config, "trigram_input", False):
+        raise ValueError("trigram_input is True, by which each token reads its neighbours: it would not see past the shard's ends")
+    if getattr(config, "token_dropout", False):
+        raise ValueError(
+            "token_dropout is True, by which embeddings are scaled by the share of masked tokens in the sequence (ESM's way): on "
+            "shards it would be the share of each shard; set it to False before the model is made"
+        )
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None:
+        raise ValueError(
+            f"attention_chunk_size is {chunk}, but attention in chunks is not supported: this model (Llama 4) cannot run on shards"
+        )
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    if other:
+        raise ValueError(
+            f"the config's layer_types have {', '.join(map(repr, other))}, but only layers that see other tokens through full "
+            "or sliding attention can run on shards"
+        )
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    if isinstance(module, (nn.Conv1d, nn.RNNBase)):
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, which mixes tokens beside attention: it would not see past the shard's ends"
+        )
+    if name.rpartition(".")[2] == "pooler":
+        raise ValueError(
+            f"{name} looks at one token of the sequence, and would take one of each shard: make the model with "
+            "add_pooling_layer=False, or set it to None, and pool after ringattn.unshard"
+        )
+    if "position_embeddings" in name and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        raise ValueError(
+            f"{name} has positions that start after padding_idx {module.padding_idx} and skip padding (RoBERTa's way), where "
+            "the ring's are global positions: this model cannot run on shards"
+        )
 
 
 def check_head(model: nn.Module) -> None:
     """Raise ValueError for a head that pools over tokens."""
     if type(model).__name__.endswith(_POOLED):
         raise ValueError(
-            f"{type(model).__name__} answers from one token of the sequence, and would take that of each shard: "
+            f"{type(model).__name__} answers from one token of the sequence, and would take one of each shard: "
             "attach its base model, call that, and pool after ringattn.unshard"
         )
 
 
 def check_attention(dropout: float, options: dict[str, Any], ignored: frozenset[str]) -> None:
-    """Raise ValueError, naming it, for anything a module asks of its attention that is not done."""
+    """Raise ValueError, with its name, for an option of attention that is neither honoured nor harmless."""
     if dropout:
         raise ValueError(f"dropout is {dropout}, but attention dropout is not supported: set attention_dropout=0.0")
     for name, value in options.items():
@@ -172,9 +180,9 @@ def check_mask(
     q_length: int = 0,
     **options: Any,
 ) -> bool | None:
-    """Whether the mask that transformers asks for is causal, if it can be told.
+    """Whether the mask that transformers asks for is causal; None if that is unknown.
 
-    Raises ValueError if it hides tokens, or is more than causal or full, windowed and packed.
+    Raises ValueError if the mask hides tokens, or is anything else than causal or full, with or without a window and packed documents.
     """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise _padding()
@@ -183,7 +191,7 @@ def check_mask(
     tokens = len(positions) if isinstance(positions, torch.Tensor) else q_length
     some = 1 if allow_is_causal_skip else tokens - 1
     ahead = None if mask_function is None or tokens < 2 else _sees_ahead(mask_function, options.get("batch_size", 1), some)
-    # a mask that shows some token the one after it has image blocks or the like, unless it was to be full
+    # unless the mask should be full, a token that sees the next one means image blocks or the like
     if use_vmap or (ahead and not allow_is_causal_skip and not allow_is_bidirectional_skip):
         raise ValueError(
             "this model adds a mask function of its own, which ring attention does not know: attach(model, mask=...) the whole mask"
@@ -192,7 +200,7 @@ def check_mask(
 
 
 def check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any], layout: Layout, rank: int) -> torch.Tensor:
-    """The tokens a model is called with. Raises ValueError if they or what comes with them is not for this rank's shard."""
+    """The tokens of a model's call. Raises ValueError if they, or other arguments, do not fit this rank's shard."""
     tokens = kwargs.get("input_ids")
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
     tokens = args[0] if tokens is None and args else tokens
@@ -204,6 +212,12 @@ def check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any], layout: 
             f"the input has {tokens.shape[1]} tokens, but rank {rank} of {layout!r} holds {here}: "
             "cut the whole sequence with ringattn.shard"
         )
+    _check_model_options(model, kwargs)
+    _check_padding(kwargs.get("attention_mask"))
+    return tokens
+
+
+def _check_model_options(model: Any, kwargs: dict[str, Any]) -> None:
     for name in ("past_key_values", "use_cache"):
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ValueError(f"{name} is {_shown(kwargs[name])}, but key/value caches are not supported: {_CACHES}")
@@ -213,7 +227,9 @@ def check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any], layout: 
     for name in ("layerdrop", "decoder_layerdrop", "encoder_layerdrop"):
         if model.training and getattr(model.config, name, 0):
             raise ValueError(f"{name} is {getattr(model.config, name)}, by which ranks would skip different layers: set it to 0.0")
-    attention_mask = kwargs.get("attention_mask")
+
+
+def _check_padding(attention_mask: Any) -> None:
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
         least, most = (int(bound) for bound in attention_mask.aminmax())
         if not least:
@@ -222,7 +238,6 @@ def check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any], layout: 
             raise ValueError(
                 f"attention_mask counts to {most}, as for packed documents: give cu_seq_lens_q and cu_seq_lens_k instead"
             )
-    return tokens
 
 
 def _padding() -> ValueError:
@@ -232,103 +247,18 @@ def _padding() -> ValueError:
     )
 
 
-def check_targets(model: nn.Module, kwargs: dict[str, Any], layout: Layout, ignored: frozenset[str] = frozenset()) -> None:
-    """Raise ValueError for labels of which a loss of the shard alone would be made, and logits of a shard's last tokens."""
-    alone = layout.world_size == 1
-    for name in ("logits_to_keep", "num_logits_to_keep"):
-        kept = kwargs.get(name)
-        if isinstance(kept, int) and kept > 0 and not alone:
-            raise ValueError(
-                f"{name} is {kept}, but would keep the last tokens of each shard: leave it out, or give a tensor of this rank's rows"
-            )
-    given = [name for name in _TARGETS if kwargs.get(name) is not None]
-    if not given:
-        if kwargs.get("shift_labels") is None:
-            return
-        names = forward_names(model)
-        # transformers' own heads do nothing with shift_labels alone, but Liger's make a loss of them
-        if "shift_labels" not in names:
-            counted = kwargs.get("num_items_in_batch") is not None and "num_items_in_batch" not in ignored
-            if counted and "labels" in names:
-                raise ValueError(
-                    "shift_labels and num_items_in_batch are given without labels, as transformers' Trainer does with "
-                    "label_smoothing_factor, by which it shifts the labels once more, within the shard: leave it at 0; for a loss of "
-                    "your own (compute_loss_func), attach(model, ignore=['num_items_in_batch'])"
-                )
-            return
-        if alone:
-            return
-        given = ["shift_labels"]
-    elif given != ["labels"] or not {"loss_function", "ForCausalLMLoss"} <= {*forward_names(model), _loss_function(model)}:
-        if not alone:
-            raise ValueError(
-                f"{given[0]} is given to {type(model).__name__}, whose loss would be of this rank's tokens alone: leave it out, and "
-                "make the loss from the logits, see ringattn.training.loss"
-            )
-        return
-    elif kwargs.get("shift_labels") is None:
-        raise ValueError(
-            "labels would be shifted within the shard, which loses the token after its end: shift them before sharding, "
-            "see ringattn.training.causal_lm"
-        )
-    if alone:
-        return
-    if kwargs.get("num_items_in_batch") is None:
-        raise ValueError(
-            f"{given[0]} are given without num_items_in_batch, so the loss would be the mean over this rank's tokens, which says "
-            "nothing of the whole's: give the tokens counted on all ranks, see ringattn.training.loss"
-        )
-    config: Any = model.config
-    asked = kwargs.get("output_router_logits")
-    if getattr(config.get_text_config(), "output_router_logits", False) if asked is None else asked:
-        raise ValueError(
-            "output_router_logits is True, and the routers' loss would be a mean over this rank's tokens, added once a rank: leave the "
-            "labels out, and make both losses from the outputs"
-        )
-
-
-class GuardedLoss:
-    """A head's own loss after `check_targets`: PEFT before 0.21 calls a head's forward itself, and so goes around its hooks."""
-
-    def __init__(self, model: Any, loss: Callable[..., Any], layout: Layout) -> None:
-        self.model, self.loss, self.layout = model, loss, layout
-        self.__name__ = getattr(loss, "__name__", "")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            check_targets(self.model, {**dict(zip(("logits", "labels"), args, strict=False)), **kwargs}, self.layout)
-        return self.loss(*args, **kwargs)
-
-
-def guard_loss(model: Any, layout: Layout) -> None:
-    """Put a `GuardedLoss` in the place of the loss function of a model that has one."""
-    release_loss(model)
-    if "loss_function" in forward_names(model):
-        model.loss_function = GuardedLoss(model, model.loss_function, layout)
-
-
-def release_loss(model: Any) -> None:
-    guarded = vars(model).get("_loss_function")
-    if isinstance(guarded, GuardedLoss):
-        model.loss_function = guarded.loss
-
-
-def _loss_function(model: nn.Module) -> str:
-    return getattr(getattr(model, "loss_function", None), "__name__", "")
-
-
 def check_output(model: nn.Module, output: Any, layout: Layout) -> None:
-    """Raise ValueError for outputs that are made of one token of a shard."""
+    """Raise ValueError for outputs made from one token of a shard."""
     for name in _OF_ONE_TOKEN:
         if layout.world_size > 1 and getattr(output, name, None) is not None:
             raise ValueError(
-                f"{type(model).__name__} makes its {name} from one token of the sequence, and took that of this rank's shard: use a "
+                f"{type(model).__name__} makes its {name} from one token of the sequence, and took one of this rank's shard: use a "
                 "model without it, and pool after ringattn.unshard"
             )
 
 
 def take_documents(kwargs: dict[str, Any]) -> tuple[Documents | None, dict[str, Any]]:
-    """The packed documents among a call's arguments, under the names flash attention has for them, and the arguments left."""
+    """The packed documents among a call's arguments, under flash attention's names, and the other arguments."""
     packed = packed_documents(kwargs)
     names = ("max_length_q", "max_length_k")
     if packed is None:
@@ -341,11 +271,11 @@ def take_documents(kwargs: dict[str, Any]) -> tuple[Documents | None, dict[str, 
 
 
 def _sees_ahead(mask_function: Callable[..., Any], rows: int, tokens: int) -> bool:
-    """Whether any of the first tokens of any row sees the one after it, or the function looks for more tokens than a shard has."""
+    """Whether any of a row's first `tokens` tokens sees the next one, or the function indexes more tokens than a shard has."""
     row, query, head = torch.arange(rows)[:, None], torch.arange(tokens), torch.zeros((), dtype=torch.int64)
     try:
         return bool(torch.as_tensor(mask_function(row, head, query, query + 1)).any())
-    except IndexError:  # by positions in the whole sequence
+    except IndexError:  # it indexes by positions in the whole sequence
         return True
 
 

@@ -1,10 +1,10 @@
-"""`replace_attention`: a hand-written model's own attention modules, run around a ring.
+"""`replace_attention`: run the attention modules of a hand-written model around a ring.
 
     ra.replace_attention(model, layout=layout, group=ring)
 
 Most modules end in `torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)`. While a chosen module runs, that call
-is `ring_attention`; projections, rotary embeddings and norms stay as they are. A module that computes attention by hand takes three lines
-more: give it an attribute or a function that it calls, and let that be `ring_attention`.
+runs `ring_attention` instead; projections, rotary embeddings and norms stay as they are. A module that computes attention by hand
+takes three more lines: let it call a function or an attribute, and set that to `ring_attention`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _ORIGINAL = torch.nn.functional.scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class Replaced:
-    """What was replaced; `restore` undoes it."""
+    """The modules whose attention was replaced; `restore` undoes it."""
 
     modules: tuple[nn.Module, ...]
 
     def restore(self) -> None:
-        """Run the modules on whole sequences again. Twice is fine."""
+        """Run the modules on whole sequences again; a second call does nothing."""
         for module in self.modules:
             vars(module).pop("forward", None)
 
@@ -52,15 +52,15 @@ def replace_attention(
     Args:
         model: any nn.Module; call it with this rank's rows, and give rotary or learned positions `layout.positions(rank)`.
         layout: which positions each rank holds; None for `default_layout` of the mask.
-        mask: which pairs are live, None for all; in a call with `is_causal=True`, those of them that are causal.
+        mask: which pairs are live, None for all; in a call with `is_causal=True`, only the causal ones of these.
         group: the ranks of the ring, as for `ring_attention`.
-        modules: the modules within which calls are replaced: themselves, or a predicate of name and module; by default those with
+        modules: the modules whose calls are replaced, or a predicate of a module's name and the module; by default all modules with
             "attention" or "attn" in the name of their class.
 
-    Calls of chosen modules take q (b, h, s, d), k and v, as torch does. Raises ValueError if no module is chosen, one is chosen twice,
-    or holds a `torch.nn.MultiheadAttention`, whose calls cannot be seen; and in the forward pass for an `attn_mask`, for dropout, for
-    fewer heads in k without `enable_gqa=True`, for activation checkpointing within a chosen module (around one it works), and for a
-    chosen module that calls no scaled_dot_product_attention.
+    The calls take q (b, h, s, d), k and v, as in torch. Raises ValueError if no module is chosen, if one is chosen twice, and if one
+    holds a `torch.nn.MultiheadAttention`, whose calls this cannot see. The forward pass raises ValueError for an `attn_mask`, for
+    dropout, for fewer heads in k without `enable_gqa=True`, for reentrant activation checkpointing within a chosen module (around one
+    it works), and for a chosen module that does not call scaled_dot_product_attention.
 
     >>> import torch, ringattn as ra
     >>> class Attention(torch.nn.Module):
@@ -88,7 +88,7 @@ def replace_attention(
             raise ValueError(f"modules holds the same {type(module).__name__} twice: give each once")
         if any(isinstance(part, nn.MultiheadAttention) for part in module.modules()):
             raise ValueError(
-                f"{type(module).__name__} computes attention by torch.nn.MultiheadAttention, which goes around the call that is replaced: "
+                f"{type(module).__name__} computes attention by torch.nn.MultiheadAttention, which does not make the call to replace: "
                 "choose other modules, and call ringattn.ring_attention in this one"
             )
     for module in chosen:
@@ -98,7 +98,7 @@ def replace_attention(
 
 def _chosen(model: nn.Module, modules: Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None) -> list[nn.Module]:
     if modules is None:
-        # a module inside of a chosen one is covered by it
+        # a chosen module covers the modules inside it
         named = [(name, x) for name, x in model.named_modules() if _looks_like_attention(x)]
         return [x for name, x in named if not any(_within(name, outer) for outer, _ in named)]
     if callable(modules):
@@ -107,7 +107,7 @@ def _chosen(model: nn.Module, modules: Callable[[str, nn.Module], bool] | Iterab
     own = set(model.modules())
     for module in chosen:
         if module not in own:
-            raise ValueError(f"modules holds a {type(module).__name__} that is no part of the model")
+            raise ValueError(f"modules holds a {type(module).__name__} that is not part of the model")
     return chosen
 
 
@@ -127,7 +127,7 @@ class _Forward:
         self.module = module
         self.options = layout, mask, group
         whole = full() if mask is None else mask
-        # made here, as compiled code cannot join masks
+        # made here because compiled code cannot combine masks
         self.masks = {False: whole, True: causal() if mask is None else whole & causal()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,12 +143,12 @@ class _Forward:
         return result
 
     def __deepcopy__(self, memo: dict) -> _Forward:
-        # a process group has no copy, and a copied model is on the same ring
+        # a process group cannot be copied, and a copied model stays on the same ring
         return _Forward(copy.deepcopy(self.module, memo), *self.options)
 
 
 class _Calls(TorchFunctionMode):
-    """While it is on, scaled_dot_product_attention is ring_attention; `count` counts its calls."""
+    """While it is on, calls of scaled_dot_product_attention run ring_attention; `count` counts them."""
 
     def __init__(self, layout: Layout | None, masks: dict[bool, Mask], group: Group | None) -> None:
         super().__init__()
@@ -176,12 +176,12 @@ class _Calls(TorchFunctionMode):
     ) -> torch.Tensor:
         if self.grad and not torch.is_grad_enabled():
             raise ValueError(
-                "attention runs without gradients within a module that has them, as under reentrant activation checkpointing, whose "
-                "second forward pass would attend within the shard: checkpoint the whole module, or choose the module within"
+                "attention runs without gradients inside a module that has them, as under reentrant activation checkpointing, whose "
+                "second forward pass would attend within the shard: checkpoint the whole module, or choose the module inside"
             )
         if attn_mask is not None:
             raise ValueError(
-                "attn_mask is given, but around a ring the mask is of global positions: leave it out, and give replace_attention "
+                "attn_mask is given, but around a ring a mask is over global positions: leave it out, and give replace_attention "
                 "mask=..."
             )
         if dropout_p:

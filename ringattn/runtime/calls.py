@@ -19,7 +19,7 @@ from ..geometry.mask import Mask, causal
 from ..schedule.memory import RowBytes
 from ..schedule.schedules import Schedule
 from ..transport import Ranks
-from .agree import Facts, agree, refuse
+from .agree import Facts, agree, refusing
 from .context import Context
 from .groups import named_context
 from .rank_attention import RankAttention
@@ -89,17 +89,13 @@ class RingCall(Call):
         shapes, kinds = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
         key = *named, *shapes, *kinds, softmax_scale, needs_grad
         captured = check.captured(q)
-        try:
+        with refusing(ranks):
             if captured and ranks.size > 1 and not self.context.has_facts((*key, False)):
                 raise ValueError(
                     "this call is captured in a CUDA graph, and the first of its kind: make the same call once before, with its backward "
                     "pass if it has one, which makes the kernels, the tables and the memory that ranks share"
                 )
             facts = self.context.facts((*key, captured), lambda: self._checked(q, k, v, softmax_scale, needs_grad, captured))
-        except ValueError as error:
-            if ranks.size > 1:
-                refuse(ranks, error)
-            raise
         tokens = (q.shape[1],)
         if ranks.size > 1:
             tokens = agree(ranks, facts, q.shape[1])

@@ -1,6 +1,6 @@
-"""Groups: what a user may pass as `group=`, and the one `Context` that is kept for each.
+"""Groups: what users may pass as `group=`, and the one `Context` of each.
 
-Contexts are kept with the process group, or the transport, that they belong to, and go with it.
+A context is kept with its process group or transport, and is freed with it.
 """
 
 from __future__ import annotations
@@ -35,31 +35,34 @@ _alone = Context(Alone())
 
 
 def get_context(group: Group | None) -> Context:
-    """The context of a process group, a device mesh, a transport, a hybrid, or (None) of the default group, if there is one.
+    """The context of a process group, a device mesh, a transport or a hybrid; None is the default group, or one rank without one.
 
-    Raises ValueError for anything else, and for a group that this rank is not in.
+    Raises ValueError for anything else, and for a group without this rank.
     """
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return _alone
-    group = _ranks(group)
     if isinstance(group, (Transport, Hybrid)):
-        # kept with the ranks themselves: a weak key that its value holds would stay for ever
-        group.context = group.context or Context(group)
-        return group.context
-    if group not in _contexts:
-        _contexts[group] = Context(_transport(group))
-    return _contexts[group]
+        ranks = group
+    else:
+        ranks = _ranks(group)
+        if isinstance(ranks, dist.ProcessGroup):
+            if ranks not in _contexts:
+                _contexts[ranks] = Context(_transport(ranks))
+            return _contexts[ranks]
+    # kept with the ranks themselves: a context holds its ranks, and a weak dictionary never frees a key that its value holds
+    ranks.context = ranks.context or Context(ranks)
+    return ranks.context
 
 
 def symmetric(group: dist.ProcessGroup | DeviceMesh | None = None, *, budget: int = DEFAULT_BUDGET) -> Transport:
     """A transport for GPUs of one host: copy engines pull tensors through memory that all ranks map, beside kernels that fill the GPU.
 
-    Make it once, on every rank, and pass it as `group=` to every call. It is what a group of NCCL uses by itself where it can; make
-    one to choose the budget, or to be told where it cannot be used. It keeps `budget` bytes of this rank's GPU from the first call
-    on, for messages on their way; messages that find too little room go in pieces.
+    Make it once, on every rank, and pass it as `group=` to every call. An NCCL group uses it by itself where it can. Make one to
+    choose the budget, or to get an error where it cannot be used. From the first call on it keeps `budget` bytes of this rank's GPU
+    for messages on their way; larger messages go in pieces.
 
-    Raises ValueError for a bad group or budget. The first call raises ValueError, on every rank, unless all ranks are on one host, on
-    GPUs of their own that reach each other's memory, with a driver of CUDA 12.8 or later, and have the same budget.
+    Raises ValueError for a bad group or budget. The first call raises ValueError, on every rank, unless all ranks are on one host, each
+    on its own GPU, the GPUs reach each other's memory, the driver is of CUDA 12.8 or later, and all budgets are equal.
 
     >>> transport = ra.symmetric(budget=1 << 30)  # doctest: +SKIP
     >>> out = ra.ring_attention(q, k, v, group=transport)  # doctest: +SKIP
@@ -71,7 +74,7 @@ def symmetric(group: dist.ProcessGroup | DeviceMesh | None = None, *, budget: in
 
 
 def process_group(group: dist.ProcessGroup | DeviceMesh | None = None) -> Transport:
-    """A transport over a process group's own sends and receives, NCCL or gloo, and never over shared memory.
+    """A transport over the process group's own sends and receives, NCCL or gloo, never over shared memory.
 
     Make it once, on every rank, and pass it as `group=` to every call. Raises ValueError for a bad group.
     """
@@ -80,7 +83,7 @@ def process_group(group: dist.ProcessGroup | DeviceMesh | None = None) -> Transp
 
 
 def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The one process group that is meant."""
+    """The process group that `group` stands for. Raises ValueError if it stands for none, or for several."""
     if group is None and not (dist.is_available() and dist.is_initialized()):
         raise ValueError("there is no default group: call torch.distributed.init_process_group first, or pass a group")
     found = _ranks(group)
@@ -92,21 +95,18 @@ def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
 
 
 def _ranks(group: Group | None) -> dist.ProcessGroup | Transport | Hybrid:
-    """What is meant by `group`, which holds this rank."""
-    if isinstance(group, (Transport, Hybrid)):
-        return group
+    """The ranks that `group` stands for. Raises ValueError if this rank is not among them, or if it is no group."""
     if group is None:
         group = dist.group.WORLD
     if isinstance(group, DeviceMesh):
         group = _of_mesh(group)
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    is_process_group = isinstance(group, dist.ProcessGroup)
+    if group is dist.GroupMember.NON_GROUP_MEMBER or (is_process_group and dist.get_rank(group) < 0):
         raise ValueError(f"group does not hold this rank: rank {dist.get_rank()} of the job must not call with it")
-    if not isinstance(group, (Transport, Hybrid, dist.ProcessGroup)):
+    if not is_process_group and not isinstance(group, (Transport, Hybrid)):
         raise ValueError(
             f"group is a {type(group).__name__}, but must be a ProcessGroup, a DeviceMesh, hybrid(...), symmetric(...) or None"
         )
-    if isinstance(group, dist.ProcessGroup) and dist.get_rank(group) < 0:
-        raise ValueError(f"group does not hold this rank: rank {dist.get_rank()} of the job must not call with it")
     return group
 
 
@@ -115,11 +115,12 @@ def hybrid(mesh: DeviceMesh, ring: str | int = "ring", heads: str | int = "heads
     """Two axes of a device mesh as one group to pass to `ring_attention`: an all-to-all between sequence and heads along the axis
     `heads`, and a ring along the axis `ring` (names or numbers of axes).
 
-    The layout is for all ranks of both axes: shard `i * u + j` is held by the i-th rank of the ring axis and the j-th of the heads
-    axis, which has u ranks. q's heads must be a multiple of u; K/V heads need not be, and are copied where they are fewer. A 2-D mesh
-    whose axes are named "ring" and "heads" may be passed as it is. Other axes of the mesh, such as data, make groups of their own.
+    The layout is for all ranks of both axes: with u ranks on the heads axis, the rank that is the i-th on the ring axis and the j-th on
+    the heads axis holds shard `i * u + j`. q's heads must be a multiple of u. K/V heads need not be: they are copied if there are
+    fewer. A 2-D mesh whose axes are named "ring" and "heads" may be passed as it is. Other axes of the mesh, such as data, make
+    separate groups.
 
-    Raises ValueError for axes that the mesh does not have, and a mesh whose ranks do not ascend along both.
+    Raises ValueError for axes that the mesh does not have, and for a mesh whose ranks do not ascend along both axes.
 
     >>> mesh = init_device_mesh("cuda", (8, 4), mesh_dim_names=("ring", "heads"))  # doctest: +SKIP
     >>> out = ra.ring_attention(q, k, v, layout=ra.zigzag(seq_len, 32), group=mesh)  # doctest: +SKIP
@@ -155,7 +156,7 @@ def _make_hybrid(ring: dist.ProcessGroup, heads: dist.ProcessGroup, members: lis
 
 
 def _channel(members: list[int]) -> Ranks:
-    """The channel of some ranks of the job: one for all meshes of them, so that ranks that differ in their mesh can tell each other."""
+    """The channel of some ranks of the job: one for all meshes of these ranks, so that ranks with different meshes can compare them."""
     if len(members) == 1:
         return Alone()
     world = dist.group.WORLD
@@ -194,7 +195,7 @@ def _axis(name: str, mesh: DeviceMesh, axis: str | int) -> int:
 
 
 def group_names(group: Group | None) -> tuple[str, ...]:
-    """The names by which torch knows a group, and `named_context` its context: none for the default group, two for a hybrid."""
+    """The names of a group's process groups, for `named_context`: none for the default group, two for a hybrid."""
     group = _of_mesh(group) if isinstance(group, DeviceMesh) else group
     if group is None:
         return ()
@@ -206,9 +207,9 @@ def group_names(group: Group | None) -> tuple[str, ...]:
 
 
 def process_groups(group: Group | None) -> list[dist.ProcessGroup]:
-    """The groups along a group's axes, of more than one rank: sums along one after the other make the sum over all ranks.
+    """The process groups along a group's axes that have more than one rank: a sum along each in turn is the sum over all ranks.
 
-    A DeviceMesh may have any axes here. Raises ValueError for what has no process groups, and a group that this rank is not in.
+    Here a DeviceMesh may have any axes. Raises ValueError for a group that has no process groups, or is without this rank.
     """
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return []
@@ -226,7 +227,7 @@ def process_groups(group: Group | None) -> list[dist.ProcessGroup]:
             found = []
         else:
             raise ValueError(
-                f"group is a {type(group).__name__}, along which nothing is summed: pass the ProcessGroup it was made of"
+                f"group is a {type(group).__name__}, which has no process groups to sum over: pass the ProcessGroup it was made of"
             )
     return [each for each in found if dist.get_world_size(each) > 1]
 
@@ -237,7 +238,7 @@ def _named_group(name: str) -> dist.ProcessGroup:
 
 
 def named_context(names: tuple[str, ...]) -> Context:
-    """The context of the group with these names, which is alive."""
+    """The context of the group with these names, which must exist."""
     groups = [_named_group(name) for name in names]
     return get_context(_hybrids[groups[0]][groups[1]] if len(groups) == 2 else groups[0] if groups else None)
 

@@ -1,1 +1,1 @@
-"""What training on sharded sequences needs beside attention: batches, losses, tiles, checkpoints, host memory."""
+"""What training on sharded sequences needs besides attention: batches, losses, tiles, checkpoints, host memory."""

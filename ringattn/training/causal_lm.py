@@ -1,8 +1,8 @@
-"""What training a causal language model on a sharded sequence needs beside ring attention.
+"""What training a causal language model on a sharded sequence needs besides ring attention.
 
-Labels are shifted over the whole sequence, before it is split: the token after a shard's last one is on another rank.
-The loss is a sum over local tokens divided by the count over all ranks, so that summing it, and its gradients, over the
-ranks gives the mean over all tokens, however uneven the shards.
+Labels are shifted over the whole sequence, before it is split, because the token after a shard's last one is on another rank.
+Each rank sums its tokens' losses and divides by the number of tokens on all ranks. The sum of these over the ranks is then the
+mean over all tokens, however uneven the shards; so it is for gradients.
 
 Shapes: b batch, s local tokens, n features, vocab tokens of the vocabulary.
 """
@@ -27,7 +27,7 @@ from ..runtime.groups import Group, process_groups
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-IGNORE = -100  # the label of a token that is not counted
+IGNORE = -100  # the label of a token that does not count
 
 
 def forward_names(model: nn.Module) -> set[str]:
@@ -38,15 +38,15 @@ def forward_names(model: nn.Module) -> set[str]:
 
 
 def shift_labels(tokens: torch.Tensor) -> torch.Tensor:
-    """The label of each token of whole sequences, the token after it; the last has none (`IGNORE`): (b, s) -> (b, s) int64."""
+    """Whole sequences' labels: for each token the next one, for the last `IGNORE`: (b, s) -> (b, s) int64."""
     return F.pad(tokens[..., 1:].to(torch.int64), (0, 1), value=IGNORE)
 
 
 @dataclass(frozen=True)
 class Head:
-    """What turns hidden states into logits beside the weight: softcap * tanh(x / softcap) of x = scale * hidden @ weight.T + bias.
+    """How hidden states become logits, besides the weight: softcap * tanh(x / softcap) with x = scale * hidden @ weight.T + bias.
 
-    bias: (vocab,) or None. softcap: None for none. The scale is not applied to the bias, as it is applied to hidden.
+    bias: (vocab,) or None. softcap: None for none. The scale does not apply to the bias, because it applies to hidden.
     """
 
     bias: torch.Tensor | None = None
@@ -65,16 +65,16 @@ def token_loss(
 ) -> torch.Tensor:
     """Summed cross-entropy of local tokens under logits `hidden @ weight.T`, `chunk` tokens at a time, fp32 or wider.
 
-    Logits of a chunk are formed, reduced and dropped, and formed again in backward: those of a long shard never exist whole.
+    A chunk's logits are formed, reduced and dropped, and formed again in the backward pass. So a long shard's logits never exist whole.
 
     Args:
         hidden: (b, s, n), the model's last hidden states.
         weight: (vocab, n), the output embedding.
-        labels: (b, s) int64, `IGNORE` where a token is not counted.
+        labels: (b, s) int64, `IGNORE` where a token does not count.
         chunk: tokens whose logits exist at a time.
         head: a bias, a scale and a softcap of the logits; none of them by default.
 
-    Returns a scalar; 0 for an empty shard, with zero gradients. Divide it by the tokens counted on all ranks.
+    Returns a scalar, for an empty shard 0 with zero gradients. Divide it by the number of tokens that count on all ranks.
     Raises ValueError if the shapes do not fit.
     """
     head = Head() if head is None else head
@@ -92,10 +92,10 @@ def token_loss(
 def fused_token_loss(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int = 512, *, head: Head | None = None
 ) -> torch.Tensor:
-    """`token_loss` by Liger's fused kernel where there is a GPU and `liger_kernel` is installed, by chunks of torch elsewhere.
+    """`token_loss` by Liger's fused kernel, on a GPU and if `liger_kernel` is installed; otherwise `token_loss` itself.
 
-    Same arguments and result. The kernel forms gradients in the forward pass, with the weight's summed in fp32 ("Liger Kernel",
-    Hsu et al. 2024, section 3.2), so no logits are formed twice; `chunk` is its own affair.
+    It has the same arguments and result. The kernel forms gradients in the forward pass and sums the weight's gradient in fp32 ("Liger
+    Kernel", Hsu et al. 2024, section 3.2), so no logits are formed twice. The kernel chooses its own `chunk`.
     """
     if not hidden.is_cuda or not hidden.numel() or importlib.util.find_spec("liger_kernel") is None:
         return token_loss(hidden, weight, labels, chunk, head=head)
@@ -123,28 +123,28 @@ def fused_token_loss(
 
 
 class CausalLMLoss(nn.Module):
-    """A transformers causal model with its summed loss as output: wrap this, not the model, in FSDP2, DDP or DeepSpeed.
+    """A transformers causal model whose output is its summed loss: wrap this, not the model, in FSDP2, DDP or DeepSpeed.
 
-    Logits of a shard never exist whole, and the output embedding is used within the wrapper's forward pass, where a sharded one is at hand.
+    A shard's logits never exist whole. The output embedding is used within the wrapper's forward pass, where a sharded one is gathered.
 
         summed = CausalLMLoss(model)(**shard_batch(batch, layout, rank))
 
     Args:
-        model: a causal model of transformers, attached or not, within PEFT's adapters or not. What it does to its logits is read from
-            its config: a final softcap (Gemma 2), a logit scale (Cohere), a logit divisor (Granite), where its forward pass uses them.
-            `ringattn.verify` compares with the model's own logits. A head with further layers (BERT's) is refused, and so are an adapter
-            on the output embedding (PEFT's `modules_to_save` is honoured) and losses of routers (`output_router_logits`).
+        model: a causal model of transformers, attached or not, inside PEFT's adapters or not. Its config says how logits are made: a
+            final softcap (Gemma 2), a logit scale (Cohere) and a logit divisor (Granite) apply if the model's forward pass uses them.
+            `ringattn.verify` compares with the model's own logits. Refused are heads with further layers (BERT's), adapters on the
+            output embedding (PEFT's `modules_to_save` is honoured) and routers' losses (`output_router_logits`).
         loss: `fused_token_loss` (the default) or `token_loss`.
 
-    Calling it returns the cross-entropy summed over this rank's tokens: a scalar in fp32 (fp64 for fp64), for `mean_loss`.
+    A call returns the cross-entropy summed over this rank's tokens: a scalar in fp32 (fp64 for fp64), for `mean_loss`.
     """
 
     def __init__(self, model: PreTrainedModel, loss: Callable[..., torch.Tensor] = fused_token_loss) -> None:
         super().__init__()
         if not hasattr(model, "get_output_embeddings"):
             raise ValueError(
-                f"{type(model).__name__} is no model of transformers: give one before it is wrapped, and wrap this instead; for a "
-                "model of your own see token_loss"
+                f"{type(model).__name__} is not a model of transformers: give one before it is wrapped, and wrap this instead; for "
+                "your own model see token_loss"
             )
         output = _output_embedding(model)
         if not isinstance(output, nn.Linear) and isinstance(getattr(output, "base_layer", None), nn.Linear):
@@ -161,8 +161,8 @@ class CausalLMLoss(nn.Module):
         for name, parameter in model.named_parameters():
             if id(parameter) not in used:
                 raise ValueError(
-                    f"{type(model).__name__} has {name} beside its output embedding and the model without head, as BERT's heads "
-                    "have layers of their own, which this loss would leave out: make the loss from the logits"
+                    f"{type(model).__name__} has {name} beside its output embedding and the model without head; this loss "
+                    "would leave it out, like any further layer of a head (BERT's): make the loss from the logits"
                 )
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ValueError(
@@ -172,7 +172,7 @@ class CausalLMLoss(nn.Module):
         self.loss = loss
         config: Any = model.config.get_text_config()
         divisor = float(_setting(model, config, "logits_scaling") or 1.0)
-        if config.model_type == "hyperclovax":  # multiplies by what Granite divides by
+        if config.model_type == "hyperclovax":  # it multiplies by the number by which Granite divides
             divisor = 1 / divisor
         factors = (_setting(model, config, name) for name in ("logit_scale", "output_multiplier"))
         self._scale = math.prod(float(factor or 1.0) for factor in factors) / divisor
@@ -191,13 +191,13 @@ class CausalLMLoss(nn.Module):
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group | None = None) -> None:
-    """Replace each gradient by its sum over the ranks: the gradient of the summed loss. A collective; alone it does nothing.
+    """Replace each gradient by its sum over the ranks: the gradient of the summed loss. A collective; on one rank it does nothing.
 
-    group: a process group, a mesh of any dimensions, a hybrid, or None for all ranks. Every rank takes part for every trainable
-    parameter: one that got no gradient here counts as zero.
+    group: a process group, a mesh of any dimensions, a hybrid, or None for all ranks. Every rank must call it with all trainable
+    parameters; a parameter without a gradient on this rank counts as zero.
     """
     axes = process_groups(group)
-    # each once, where two modules share it
+    # each parameter once, even if two modules share it
     trained = list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad)) if axes else []
     for parameter in trained:
         if parameter.grad is None:
@@ -210,14 +210,14 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group | None 
 
 
 def _without_head(model: Any) -> Any:
-    """The model that gives hidden states; itself if there is none within. Some versions know it as the base model, some as the decoder."""
+    """The model inside that returns hidden states; itself if there is none. Models name it base model or decoder."""
     if hasattr(model, "get_base_model"):  # PEFT's, whose adapters are in the model's own layers
         model = model.get_base_model()
     return model.get_decoder() if model.base_model is model else model.base_model
 
 
 def _output_embedding(model: Any) -> Any:
-    """The module that makes logits: where PEFT trains a copy of it (`modules_to_save`), the one in use."""
+    """The module that makes logits; if PEFT trains copies of it (`modules_to_save`), the one in use."""
     output = model.get_output_embeddings()
     copies = getattr(output, "modules_to_save", None)
     if copies is None:
@@ -226,7 +226,7 @@ def _output_embedding(model: Any) -> Any:
 
 
 def _setting(model: Any, config: Any, name: str) -> Any:
-    """What the config says of the logits. Raises ValueError if the model's forward pass does not look at it."""
+    """A setting of the config that changes logits. Raises ValueError if it is set and the model's forward pass does not use it."""
     value = getattr(config, name, None)
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model
     if value not in (None, 1.0) and name not in forward_names(whole):
@@ -239,13 +239,15 @@ def _setting(model: Any, config: Any, name: str) -> Any:
 
 def _check_shapes(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> None:
     if hidden.shape[:-1] != labels.shape:
-        raise ValueError(f"hidden has the tokens {tuple(hidden.shape[:-1])} and labels {tuple(labels.shape)}: give one a token")
+        raise ValueError(
+            f"hidden has the tokens {tuple(hidden.shape[:-1])} and labels {tuple(labels.shape)}: give one label per token"
+        )
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(f"weight has shape {tuple(weight.shape)}, but must be (vocab, {hidden.shape[-1]}), hidden's features")
 
 
 def _nothing(hidden: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tensor:
-    """0, with zero gradients for all that a loss depends on."""
+    """0, with zero gradients for all tensors that a loss depends on."""
     zero = (hidden.sum() + weight.sum()) * 0
     return zero if head.bias is None else zero + head.bias.sum() * 0
 

@@ -1,8 +1,8 @@
-"""Activation checkpointing that keeps what attention computed, so that the forward pass of attention runs once and not twice.
+"""Activation checkpointing that keeps attention's results, so that the forward pass of attention runs once and not twice.
 
-Selective checkpointing (torch.utils.checkpoint) recomputes a block in the backward pass but for the operators that a policy saves.
-Attention is the part whose recomputation grows with the square of the sequence; what there is to save, out and two fp32 statistics
-a head, grows with the sequence, and is about as large as the block's input. Both may wait in host memory (`offload.py`).
+Selective checkpointing (torch.utils.checkpoint) recomputes a block in the backward pass, except for operators that a policy saves. The
+cost of recomputing attention grows with the square of the sequence. Its results, out and two fp32 statistics per head, grow with
+the sequence alone, and are about as large as the block's input. Both may stay in host memory (`offload.py`) until the backward pass.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .offload import HostMemory, Parked
 
 
 def checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save attention's output and statistics, recompute all else: for `create_selective_checkpoint_contexts`, alone or within
-    a policy of your own."""
+    """Save attention's output and statistics, and recompute everything else: for `create_selective_checkpoint_contexts`, alone or
+    within a policy of your own."""
     return CheckpointPolicy.MUST_SAVE if op is FORWARD else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -41,10 +41,10 @@ def checkpoint_contexts() -> Any:
 
 
 def checkpoint_layers(layers: Iterable[nn.Module], offload: int = 0) -> None:
-    """Let each layer keep nothing but its inputs and what attention computed, and compute the rest again in the backward pass.
+    """Let each layer keep only its inputs and attention's results, and recompute the rest in the backward pass.
 
-    The first `offload` layers keep both in host memory: page-locked, copied there beside the device's own work, copied back one layer
-    ahead of the backward pass, and used again in every step.
+    The first `offload` layers keep both in page-locked host memory, which is reused in every step. Copies run beside the device's own
+    work, and back to the device one layer ahead of the backward pass.
 
     >>> import torch, ringattn as ra
     >>> class Layer(torch.nn.Module):
@@ -59,14 +59,14 @@ def checkpoint_layers(layers: Iterable[nn.Module], offload: int = 0) -> None:
 
     Args:
         layers: modules that run one after the other, such as `model.model.layers` of a transformers model. Names, parameters and
-            hooks stay. Before or after DDP, FSDP2 and DeepSpeed wrap the model; once more changes `offload`.
-        offload: how many layers, counted from the first, use host memory; the last ones are wanted first, and best stay on the device. A
-            layer's inputs are the tensors it is called with, by position or by name, that gradients flow through; one that the layers
-            share is copied once. 0 for none.
+            hooks stay. Call it before or after DDP, FSDP2 or DeepSpeed wraps the model; a second call changes `offload`.
+        offload: how many layers, counted from the first, use host memory; 0 for none. The backward pass needs the last layers first, so
+            these should stay on the device. A layer's inputs are the tensors among its arguments, by position or by name, through which
+            gradients flow; a tensor that layers share is copied once.
 
-    All ranks of a group must checkpoint alike. Raises ValueError for what is not a layer, for layers that transformers checkpoints
-    too, and where an offloaded layer is compiled by torch.compile; RuntimeError where a layer's input, or attention's output in it, is
-    changed in place after it was copied.
+    All ranks of a group must checkpoint the same layers. Raises ValueError for anything that is not a layer, for layers that transformers
+    checkpoints too, and if torch.compile compiles an offloaded layer. Raises RuntimeError if a layer's input, or attention's output in
+    it, is changed in place after it was copied.
     """
     if isinstance(layers, nn.Module) and not hasattr(layers, "__iter__"):
         raise ValueError(f"layers is a {type(layers).__name__}, one module: give a list of its layers, such as model.model.layers")
@@ -82,7 +82,7 @@ def checkpoint_layers(layers: Iterable[nn.Module], offload: int = 0) -> None:
     classes: dict[type, type] = {}
     for index, layer in enumerate(layers):
         if not isinstance(layer, _Checkpointed):
-            # a class of the layer's own keeps copies and wrappers right, where a patched forward would not
+            # a new class, because a patched forward would be wrong in copies and wrappers
             made = classes.get(type(layer)) or type(type(layer).__name__, (_Checkpointed, type(layer)), {})
             classes[type(layer)] = layer.__class__ = made
         object.__setattr__(layer, "host_memory", memory)
@@ -115,13 +115,13 @@ class _Checkpointed(nn.Module):
         if not self.offloads:
             return checkpoint(run, *values, use_reentrant=False, context_fn=checkpoint_contexts)
         if torch.compiler.is_compiling():
-            raise ValueError("checkpoint_layers does not work under torch.compile where offload is above 0: use offload=0 there")
+            raise ValueError("checkpoint_layers does not work under torch.compile if offload is above 0: use offload=0 there")
         assert self.host_memory is not None
         return _Offloaded(self.host_memory).checkpoint(run, values)
 
 
 class _Offloaded:
-    """What one call of a layer keeps in host memory: its inputs, and the results of each call of attention in it."""
+    """One call of a layer: its inputs, and the results of each call of attention in it, are kept in host memory."""
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
@@ -131,17 +131,17 @@ class _Offloaded:
         self.results: list[list[Parked | torch.Tensor]] = []
 
     def checkpoint(self, run: Callable[..., Any], values: tuple[Any, ...]) -> Any:
-        # checkpoint saves the tensors among the values beneath these hooks, and what `run` saves beneath hooks of its own
+        # these hooks see only the tensors among the values: checkpoint has hooks of its own for the tensors that `run` saves
         with saved_tensors_hooks(self._pack, _unpack):
             return checkpoint(run, *values, use_reentrant=False, context_fn=lambda: (_Park(self), _Fetch(self)))
 
     def park_results(self, results: Iterable[torch.Tensor]) -> None:
-        # the length, a scalar, is on the host already
+        # the sequence length, a scalar, is on the host already
         call = len(self.results)
         self.results.append([self._memory.park(x, ("result", call, i)) if x.dim() else x for i, x in enumerate(results)])
 
     def _pack(self, x: torch.Tensor) -> Parked | torch.Tensor:
-        # a leaf, a mask or positions, or what the layers share stays with its owner anyway
+        # others keep these tensors anyway: leaves, masks and positions, and tensors that layers share
         if x.grad_fn is None or not self._memory.first_seen(x):
             return x
         self.inputs.append(self._memory.park(x, ("input", len(self.inputs))))
@@ -153,7 +153,7 @@ def _unpack(kept: Parked | torch.Tensor) -> torch.Tensor:
 
 
 class _Park(TorchDispatchMode):
-    """Forward: attention's results go to host memory as well."""
+    """In the forward pass: copies attention's results to host memory."""
 
     def __init__(self, layer: _Offloaded) -> None:
         super().__init__()
@@ -167,7 +167,8 @@ class _Park(TorchDispatchMode):
 
 
 class _Fetch(TorchDispatchMode):
-    """Recomputation: attention's results come from host memory, in the order of its calls; the layer before's inputs follow."""
+    """In the recomputation: takes attention's results from host memory, in the order of its calls, and then fetches the previous layer's
+    inputs."""
 
     def __init__(self, layer: _Offloaded) -> None:
         super().__init__()

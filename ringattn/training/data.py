@@ -1,10 +1,10 @@
-"""Batches: packed documents in one sequence, each seeing itself only, and each rank's rows of a batch.
+"""Batches: documents packed into one sequence, each of which sees itself only, and each rank's rows of a batch.
 
     batch = pack([[5, 6, 7], [8, 9]])                     # one sequence of 5 tokens
     batch = shard_batch(batch, layout, rank)               # this rank's rows of it
     loss = ... model(**batch)                              # an attached transformers model takes it as it is
 
-Shapes: b batch, s tokens of the whole sequence, s_local those of this rank.
+Shapes: b batch, s tokens of the whole sequence, s_local tokens of this rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from .. import check
 from ..geometry.layout import Layout, shard
 from ..geometry.mask import Documents, documents
-from ..runtime.agree import Facts, agree, refuse
+from ..runtime.agree import Facts, agree, refusing
 from ..transport import Ranks
 from .causal_lm import IGNORE, shift_labels
 
@@ -28,23 +28,23 @@ __all__ = ["ShardedBatches", "pack", "shard_batch"]
 
 Batch = dict[str, Any]
 
-# of the whole sequence on every rank, whatever their shape
+# these describe the whole sequence on every rank, whatever their shape
 _WHOLE = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch"})
 
 
 def pack(
     tokens: Sequence[Sequence[int] | torch.Tensor], labels: Sequence[Sequence[int] | torch.Tensor] | None = None, *, to: int = 0
 ) -> Batch:
-    """Documents of any lengths as one sequence: a batch of whole tensors, for `shard_batch`.
+    """Pack documents of any lengths into one sequence: a batch of whole tensors, for `shard_batch`.
 
     Args:
-        tokens: the documents, each a list or 1-D tensor of token ids; empty ones are left out.
-        labels: of the same lengths, not shifted; the tokens by default. Where one is `IGNORE`, no token is predicted.
+        tokens: the documents, each a list or 1-D tensor of token ids; empty documents are left out.
+        labels: of the same lengths, not shifted; the tokens by default. A label `IGNORE` is not predicted.
         to: fill up to this many tokens with one more document of token 0 whose labels are all `IGNORE`.
 
     Returns `input_ids`, `shift_labels`, `position_ids` (1, s), int64, and the documents' bounds as `cu_seq_lens_q` and
-    `cu_seq_lens_k` (documents + 1), int32, under the names that transformers has for them. The last token of a document
-    predicts nothing: `shift_labels` is `IGNORE` there. Raises ValueError if nothing is left, or it does not fit `to`.
+    `cu_seq_lens_k` (documents + 1), int32, which are transformers' names for them. The last token of a document predicts
+    nothing: `shift_labels` is `IGNORE` there. Raises ValueError if there is no token, or if the tokens do not fit `to`.
 
     >>> from ringattn.training.data import pack
     >>> pack([[5, 6, 7], [8, 9]])["shift_labels"]
@@ -54,7 +54,7 @@ def pack(
     targets = parts if labels is None else [torch.as_tensor(check.integers(f"labels[{i}]", part)) for i, part in enumerate(labels)]
     if [len(part) for part in parts] != [len(part) for part in targets]:
         raise ValueError(
-            f"labels have the lengths {[len(part) for part in targets]} and tokens {[len(part) for part in parts]}: give one a token"
+            f"labels have the lengths {[len(part) for part in targets]} and tokens {[len(part) for part in parts]}: give one per token"
         )
     lengths = [len(part) for part in parts if len(part)]
     total = sum(lengths)
@@ -79,19 +79,19 @@ def pack(
 
 
 def shard_batch(batch: Mapping[str, Any], layout: Layout, rank: int) -> Batch:
-    """This rank's rows of a batch of whole sequences: what an attached model and the losses take.
+    """This rank's rows of a batch of whole sequences, for an attached model and the losses.
 
-    - Tensors with `layout.seq_len` columns, (b, s) or (b, s, ...), are cut along them; `position_ids` also where they are (3, b, s).
-    - `labels` are shifted over the whole sequence first, and come back as `shift_labels`, int64; with packed documents (their bounds, or
-      `position_ids` that restart), across no bound, and none past the last one.
-    - `position_ids` are added where missing: global ones, or restarting at documents.
-    - `cu_seq_lens_q` and `cu_seq_lens_k`, `max_length_q` and `max_length_k`, which are of the whole, and what is no tensor, stay;
-      NumPy's arrays of numbers become tensors.
-    - `attention_mask` of ones is dropped.
+    - Tensors of `layout.seq_len` columns, (b, s) or (b, s, ...), are cut along the columns; so are `position_ids` of (3, b, s).
+    - `labels` are first shifted over the whole sequence and become `shift_labels`, int64. With packed documents (given by their bounds, or
+      by `position_ids` that restart), no label crosses a bound, and tokens past the last bound have no label.
+    - `position_ids` are added if missing: global positions, or positions that restart at each document.
+    - `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`, which describe the whole sequence, stay as they are, and
+      so does everything that is not a tensor. NumPy's arrays of numbers become tensors.
+    - An `attention_mask` of ones is dropped.
 
-    Raises ValueError for tokens that are no tensor of sequences, for a tensor of another length, for labels that are not one integer a
-    token, for both `labels` and `shift_labels`, for bounds that are none of this sequence, for `position_ids` that are not one a token, and
-    for an `attention_mask` with zeros, with the numbers of documents, or in other than two dimensions.
+    Raises ValueError for tokens that are not a tensor of sequences, a tensor of another length, labels that are not one integer per
+    token, both `labels` and `shift_labels`, bounds that do not fit this sequence, `position_ids` that are not one per token, and an
+    `attention_mask` that has zeros, counts documents, or has not two dimensions.
     """
     check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
     out = {name: torch.from_numpy(value) if _is_numeric(value) else value for name, value in batch.items()}
@@ -100,7 +100,7 @@ def shard_batch(batch: Mapping[str, Any], layout: Layout, rank: int) -> Batch:
     if packed is not None and packed.cu_seqlens[-1] > layout.seq_len:
         raise ValueError(
             f"cu_seq_lens_q ends with {packed.cu_seqlens[-1]}, but the sequence has {layout.seq_len} tokens: give the bounds within a row; "
-            "all rows of a batch have the same"
+            "they hold for all rows of the batch"
         )
     _check_mask(out.pop("attention_mask", None))
     _check_positions(out.get("position_ids"))
@@ -134,8 +134,8 @@ def shard_batch(batch: Mapping[str, Any], layout: Layout, rank: int) -> Batch:
 class ShardedBatches:
     """A data loader's batches, each cut to this rank's rows with `shard_batch`. Every rank of a ring iterates over the same loader.
 
-    `layouts` gives the layout for a batch's number of tokens: `lambda tokens: ra.zigzag(tokens, world_size)`. Each batch is
-    yielded with its layout, for `attach`.
+    `layouts` returns the layout for a number of tokens: `lambda tokens: ra.zigzag(tokens, world_size)`. Iteration yields each
+    batch with its layout, for `attach`.
     """
 
     loader: Iterable[Mapping[str, Any]]
@@ -149,7 +149,7 @@ class ShardedBatches:
 
 
 def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
-    """`input_ids` (b, s), or else `inputs_embeds` (b, s, n). Raises ValueError for a batch with neither, or with another shape."""
+    """`input_ids` (b, s), or else `inputs_embeds` (b, s, n). Raises ValueError if the batch has neither, or for another shape."""
     found = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
     if found is None:
         raise ValueError(f"the batch has {sorted(batch)}, but neither input_ids nor inputs_embeds")
@@ -160,24 +160,21 @@ def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def packed_positions(packed: Documents, positions: torch.Tensor) -> torch.Tensor:
-    """Positions (s_local,) within their documents, of global ones; past the last document they go on from its end."""
+    """Positions (s_local,) within their documents, from global positions; past the last document they count from its end."""
     starts = torch.tensor(sorted(set(packed.cu_seqlens)))
     return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
 
 
 def documents_of_positions(position_ids: torch.Tensor, layout: Layout, ranks: Ranks) -> Documents | None:
-    """The documents at whose starts `position_ids` (b, s_local) restart, or None if they are the global positions; a collective.
+    """The documents at which `position_ids` (b, s_local) restart, or None if the ids are the global positions; a collective.
 
-    A token at global position p with position id i belongs to the document that starts at p - i: each rank knows the starts of
-    its own tokens' documents, and the ranks swap them over the hosts. Raises ValueError, on every rank, for ids that are neither.
+    A token at global position p with position id i belongs to the document that starts at p - i. So each rank knows where its own
+    tokens' documents start, and the hosts swap these starts. Raises ValueError, on every rank, if the ids neither restart at
+    documents nor are the global positions.
     """
     here = layout.positions(ranks.rank)
-    try:
+    with refusing(ranks):
         starts = _starts(position_ids, here)
-    except ValueError as error:
-        if ranks.size > 1:
-            refuse(ranks, error)
-        raise
     facts = Facts({"function": "position_ids of packed documents"})
     counts = agree(ranks, facts, len(starts)) if ranks.size > 1 else (len(starts),)
     room = struct.calcsize("<q") * max(counts)
@@ -188,25 +185,26 @@ def documents_of_positions(position_ids: torch.Tensor, layout: Layout, ranks: Ra
     bounds = [*every.tolist(), layout.seq_len]
     packed = documents(cu_seqlens=bounds)
     assert isinstance(packed, Documents)
-    if every[0] != 0 or not torch.equal(packed_positions(packed, here), position_ids[0].cpu().to(torch.int64)):
-        error = ValueError(
-            "position_ids neither are the global positions nor restart at packed documents only: attach(model, mask=...) what is live, "
-            "and they serve as positions alone"
-        )
-        if ranks.size > 1:
-            refuse(ranks, error)
-        raise error
+    with refusing(ranks):
+        if every[0] != 0 or not torch.equal(packed_positions(packed, here), position_ids[0].cpu().to(torch.int64)):
+            raise ValueError(
+                "position_ids neither are the global positions nor restart at packed documents only: pass what is live as "
+                "attach(model, mask=...), and they serve as positions alone"
+            )
     return None if len(every) == 1 else packed
 
 
 def packed_documents(batch: Mapping[str, Any]) -> Documents | None:
-    """The documents whose bounds are given as `cu_seq_lens_q` and `cu_seq_lens_k`, as for flash attention. Raises ValueError for others."""
+    """The documents whose bounds a batch has as `cu_seq_lens_q` and `cu_seq_lens_k`, as flash attention takes them; None without them.
+
+    Raises ValueError for bad bounds, and for bounds of queries and keys that differ.
+    """
     names = ("cu_seq_lens_q", "cu_seq_lens_k")
     given = {name: check.integers(name, batch[name]).tolist() for name in names if batch.get(name) is not None}
     if not given:
         return None
     if len(given) == 2 and given[names[0]] != given[names[1]]:
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ, but queries and keys are of the same tokens: give the same")
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ, but queries and keys are the same tokens: give the same bounds")
     name, bounds = next(iter(given.items()))
     if bounds[:1] != [0]:
         raise ValueError(f"{name} starts with {bounds[:1]}, but must start with 0 and give the bounds of all documents")
@@ -219,31 +217,31 @@ def _starts(position_ids: torch.Tensor, here: torch.Tensor) -> np.ndarray:
     """The starts of the documents of this rank's tokens, ascending."""
     if position_ids.dim() != 2 or position_ids.shape[1] != len(here):
         raise ValueError(
-            f"position_ids have shape {tuple(position_ids.shape)}, but must be (batch, {len(here)}), one a token of this rank; for "
-            "several kinds of positions attach(model, mask=...) what is live"
+            f"position_ids have shape {tuple(position_ids.shape)}, but must be (batch, {len(here)}), one per token of this rank; for "
+            "several kinds of positions, pass what is live as attach(model, mask=...)"
         )
     if not bool((position_ids == position_ids[:1]).all()):
         raise ValueError(
-            "position_ids differ between the rows of the batch, but the ring has one mask for all: give one row a call"
+            "position_ids differ between the rows of the batch, but the ring has one mask for all rows: give one row per call"
         )
     starts = np.unique((here - position_ids[0].cpu()).numpy())
     if starts[0] < 0:
         raise ValueError(
-            "position_ids run ahead of the global positions, so they are no positions within packed documents: attach(model, mask=...) "
-            "what is live, and they serve as positions alone"
+            "position_ids run ahead of the global positions, so they are not positions within packed documents: pass what is live "
+            "as attach(model, mask=...), and they serve as positions alone"
         )
     return starts
 
 
 def _check_mask(mask: Any) -> None:
-    """Raise ValueError for an attention_mask that says more than that there is no padding."""
+    """Raise ValueError for an attention_mask that is more than a statement that there is no padding."""
     if mask is None:
         return
     mask = torch.as_tensor(mask)
     if mask.dim() != 2:
         raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}, but is dropped where it is (batch, tokens) and all ones: leave it out, and "
-            "attach(model, mask=...) what is live"
+            f"attention_mask has shape {tuple(mask.shape)}, but only a mask (batch, tokens) of ones is dropped: leave it out, and "
+            "pass what is live as attach(model, mask=...)"
         )
     if not bool(mask.all()):
         raise ValueError(
@@ -260,14 +258,14 @@ def _check_positions(position_ids: Any) -> None:
     if position_ids is not None and not (isinstance(position_ids, torch.Tensor) and position_ids.dim() in (2, 3)):
         raise ValueError(
             f"position_ids are {_shown(position_ids)}, but must be a tensor (batch, tokens), or (kinds, batch, tokens) of several kinds: "
-            "give one a token, or leave them out"
+            "give one per token, or leave them out"
         )
 
 
 def _targets(name: str, labels: Any, tokens: torch.Tensor) -> torch.Tensor:
     """Labels (b, s) in int64."""
     if not isinstance(labels, torch.Tensor) or labels.shape != tokens.shape[:2]:
-        raise ValueError(f"{name} are {_shown(labels)}, but must be a tensor of shape {tuple(tokens.shape[:2])}, one a token")
+        raise ValueError(f"{name} are {_shown(labels)}, but must be a tensor of shape {tuple(tokens.shape[:2])}, one per token")
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"{name} are of {labels.dtype}, but must be integers, the ids of tokens")
     return labels.to(torch.int64)

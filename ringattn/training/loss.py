@@ -1,10 +1,10 @@
 """The exact mean loss over all tokens of all ranks, whatever a wrapper does with the gradients.
 
 Every rank has a sum S_r of token losses and a count n_r of valid tokens. The loss of the step is L = sum(S_r) / N with N = sum(n_r), over
-all ranks: those of a ring and of data parallel alike. A mean of the ranks' own means is another number as soon as counts differ.
+all ranks, of rings and of data parallelism alike. If counts differ between ranks, the mean of the ranks' own means is another number.
 
-A rank's backward pass gives d S_r, where attention has already sent home what other ranks' tokens owe to this rank's. The gradient
-of L is sum(d S_r) / N. Wrappers sum the ranks' gradients and divide by some d; so each rank calls backward on S_r * d / N.
+The gradient of L is sum(d S_r) / N. A rank's backward pass adds its part of this sum; the backward pass of attention carries gradients
+between ranks. Wrappers sum the ranks' gradients and divide by some number d, so each rank calls backward on S_r * d / N.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .causal_lm import IGNORE
 
 @dataclass(frozen=True)
 class Reduction:
-    """What becomes of the ranks' gradients before the optimiser's step: their sum, divided by `divisor`."""
+    """How the ranks' gradients are reduced before the optimiser's step: they are summed and divided by `divisor`."""
 
     divisor: int
 
@@ -31,23 +31,24 @@ class Reduction:
 
 
 def summed() -> Reduction:
-    """`causal_lm.sum_gradients`, or a wrapper told not to divide: divisor 1."""
+    """For `causal_lm.sum_gradients`, or a wrapper that is set not to divide: divisor 1."""
     return Reduction(1)
 
 
 def averaged(group: Group | None = None) -> Reduction:
-    """DDP, FSDP and FSDP2: the mean over the ranks of their group, which must be all ranks of the loss: divisor, their number.
+    """For DDP, FSDP and FSDP2, which average over the ranks of their group: the divisor is the number of these ranks.
 
-    `group`: the process group or device mesh (of any dimensions) given to the wrapper; None for all ranks.
+    `group`: the process group or device mesh (of any dimensions) given to the wrapper, which must have all ranks of the loss; None for
+    all ranks.
     """
     return Reduction(math.prod(dist.get_world_size(axis) for axis in process_groups(group)))
 
 
 def deepspeed(data_parallel: int, accumulation: int = 1) -> Reduction:
-    """DeepSpeed: the sum over all ranks, divided by the data-parallel ranks and by the steps of gradient accumulation.
+    """For DeepSpeed, which sums over all ranks and divides by the data-parallel ranks and by the steps of gradient accumulation.
 
-    `data_parallel`: replicas of a ring, if the engine was given the ring's ranks as sequence parallel (it then divides by world size
-    over ring size), or all ranks if it knows of none. `accumulation`: the engine's `gradient_accumulation_steps`, by which
+    `data_parallel`: the number of rings, if the engine knows each ring's ranks as sequence parallel (it then divides by world size over
+    ring size); otherwise the number of all ranks. `accumulation`: the engine's `gradient_accumulation_steps`, by which
     `engine.backward` divides each loss.
     """
     return Reduction(check.integer("data_parallel", data_parallel, least=1) * check.integer("accumulation", accumulation, least=1))
@@ -55,7 +56,7 @@ def deepspeed(data_parallel: int, accumulation: int = 1) -> Reduction:
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """`loss`: call backward on it (this rank's part, scaled). `mean`: the loss of the step, for people, equal on all ranks. `tokens`: N."""
+    """`loss`: this rank's part, scaled; call backward on it. `mean`: the step's loss, to show; equal on all ranks. `tokens`: N."""
 
     loss: torch.Tensor
     mean: torch.Tensor
@@ -70,20 +71,20 @@ def mean_loss(
     group: Group | None = None,
     tokens: torch.Tensor | int | None = None,
 ) -> MeanLoss:
-    """The exact mean over all valid tokens of all ranks, and what to call backward on; a collective.
+    """The exact mean loss over all valid tokens of all ranks, and the loss to call backward on; a collective.
 
     Args:
-        summed_loss: scalar, the losses of this rank's valid tokens summed (`CausalLMLoss`, `token_loss`); in fp32, for sums of many tokens
-            do not fit narrower types.
-        labels: this rank's shifted labels, `IGNORE` where a token does not count; all may be.
+        summed_loss: scalar, the sum of the losses of this rank's valid tokens (`CausalLMLoss`, `token_loss`); in fp32, because narrower
+            types do not hold sums over many tokens.
+        labels: this rank's shifted labels, `IGNORE` where a token does not count; a rank may have no token that counts.
         reduction: what the wrapper does with gradients: `averaged()`, `deepspeed(...)` or `summed()`.
         group: all ranks whose gradients are reduced together, ring and data parallel: a group, a mesh of any dimensions, a hybrid, or
             None for all ranks.
-        tokens: with gradient accumulation, the valid tokens of all micro-batches of the step on all ranks (`count_tokens`); `mean` is
-            then this micro-batch's part, and the parts of a step add up to its loss.
+        tokens: with gradient accumulation, the number of valid tokens of all micro-batches of the step on all ranks (`count_tokens`);
+            `mean` is then this micro-batch's part, and the parts of a step add up to its loss.
 
-    Where no rank has a valid token, the loss is 0 and so are the gradients, and `tokens` says so. Raises ValueError if summed_loss is no
-    scalar, or reduction no `Reduction`.
+    If no rank has a valid token, the loss, the gradients and `tokens` are 0. Raises ValueError if summed_loss is not a scalar, or
+    reduction is not a `Reduction`.
     """
     check.instance("reduction", reduction, Reduction, "make one with averaged(), deepspeed(...) or summed()")
     check.instance("summed_loss", summed_loss, torch.Tensor, "give the sum that CausalLMLoss or token_loss returns, before .item()")
@@ -99,11 +100,11 @@ def mean_loss(
 
 
 def count_tokens(*labels: torch.Tensor, group: Group | None = None) -> torch.Tensor:
-    """The valid tokens among the labels of all ranks, say of all micro-batches of a step: a float64 scalar; a collective."""
+    """The number of valid tokens in these labels, such as all micro-batches of a step, on all ranks: a float64 scalar; a collective."""
     if not labels:
-        raise ValueError("labels is empty: give those of at least one micro-batch")
+        raise ValueError("labels is empty: give the labels of at least one micro-batch")
     for each in labels:
-        check.instance("labels", each, torch.Tensor, "give one tensor a micro-batch, count_tokens(*labels)")
+        check.instance("labels", each, torch.Tensor, "give one tensor per micro-batch, count_tokens(*labels)")
     return _sum_over(torch.stack([(each != IGNORE).sum() for each in labels]).sum().double(), group)
 
 

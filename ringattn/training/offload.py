@@ -1,8 +1,8 @@
-"""Tensors of a forward pass in host memory until its backward pass: copied there and back by a stream of their own.
+"""Keep tensors of a forward pass in host memory until its backward pass. A separate stream copies them there and back.
 
-A tensor's memory on the device is let go once the device's stream has been told to wait for the copy, so that the allocator can hand
-it on in the stream's order. (`record_stream` gives memory back when the host sees that the copy has ended: a host that is layers
-ahead of its GPU would find none of it free.)
+A tensor's memory on the device is freed once the device's stream has been told to wait for the copy; the allocator then reuses it in
+the stream's order. (`record_stream` frees memory only when the host sees that the copy has ended. A host that is layers ahead of its
+GPU would find none of it free.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 class HostMemory:
-    """Page-locked memory for the tensors of one model's layers, used again in every step, and the streams that copy."""
+    """Page-locked memory for the tensors of one model's layers, reused in every step, and the streams that copy."""
 
     def __init__(self) -> None:
         self._free: dict[tuple, list[torch.Tensor]] = {}
@@ -26,22 +26,22 @@ class HostMemory:
         self.latest: Callable[[], Any] = lambda: None  # a weak reference to the last layer that parked its tensors
 
     def __reduce__(self) -> Any:
-        return HostMemory, ()  # a copied model has memory of its own
+        return HostMemory, ()  # a copied model gets its own memory
 
     def park(self, x: torch.Tensor, place: tuple) -> Parked:
-        """Begin to copy x. Its `place` among a layer's tensors is that of tensors of other layers and steps as large as it."""
+        """Start to copy x. Tensors with the same `place` in other layers and steps are as large as x, and share buffers with it."""
         parked = Parked(self, x, self._free.setdefault(place, []))
         self._moving[parked] = None
         return parked
 
     def first_seen(self, x: torch.Tensor) -> bool:
-        """Whether no layer has asked for this tensor before."""
+        """Whether this is the first call for this tensor."""
         known = self._seen.get(id(x)) is x
         self._seen[id(x)] = x
         return not known
 
     def settle(self) -> None:
-        """Let the devices' current streams wait for all copies, and let go of what was copied, there and back, and not taken."""
+        """Let the devices' current streams wait for all copies, and free the device memory of tensors that nobody has taken."""
         for device in self._streams:
             self.wait(device)
         moving, self._moving = self._moving, {}
@@ -53,7 +53,7 @@ class HostMemory:
         torch.get_device_module(device).current_stream(device).wait_stream(self._streams[device])
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, device: torch.device) -> None:
-        """Between the host and a device, behind what its current stream has to do so far."""
+        """Copy between the host and a device, after the earlier operations of the device's current stream."""
         modules = torch.get_device_module(device)
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device) if device.type == "cuda" else torch.cpu.Stream()
@@ -62,7 +62,7 @@ class HostMemory:
             target.copy_(source, non_blocking=True)
 
     def buffer(self, nbytes: int, device: torch.device, free: list[torch.Tensor]) -> torch.Tensor:
-        """(nbytes or more,) uint8: one of those that are free, or a new one in its place."""
+        """(nbytes or more,) uint8: a free buffer that is large enough, or a new one, for which a smaller free one is dropped."""
         for index, buffer in enumerate(free):
             if len(buffer) >= nbytes:
                 return free.pop(index)
@@ -73,11 +73,11 @@ class HostMemory:
 
 
 class Parked:
-    """A tensor in host memory. While it is copied there or back it is on its device as well."""
+    """A tensor in host memory. During copies it is on its device too."""
 
     def __init__(self, memory: HostMemory, x: torch.Tensor, free: list[torch.Tensor]) -> None:
         self._memory, self._device = memory, x.device
-        # beneath autograd too, the alias is to share x's count of changes in place
+        # the alias must share x's count of in-place changes, also below autograd
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             self._x: torch.Tensor | None = x.detach()
         self._version = x._version
@@ -89,7 +89,7 @@ class Parked:
         memory.copy(self._host, self._x, x.device)
 
     def fetch(self) -> None:
-        """Begin to copy it back, unless it is still on the device."""
+        """Start to copy it back, unless it is still on the device."""
         if self._x is None:
             self._x = torch.empty_like(self._host, device=self._device)
             self._memory.copy(self._x, self._host, self._device)
@@ -97,7 +97,7 @@ class Parked:
             self._memory._moving[self] = None
 
     def take(self) -> torch.Tensor:
-        """It on its device, for the current stream; it can be taken again."""
+        """The tensor on its device, for the current stream; it can be taken again."""
         self.fetch()
         self._memory.wait(self._device)
         self._memory._moving.pop(self, None)
@@ -106,21 +106,21 @@ class Parked:
         return x
 
     def let_go(self) -> torch.Tensor | None:
-        """What is on the device, which is from now on in host memory alone."""
+        """Free the device memory from now on, and return the tensor that was there."""
         x, self._x = self._x, None
         if x is not None and x._version != self._version:
             raise RuntimeError(
                 "a checkpointed layer's input, or the output of ring_attention in it, was changed in place, and the backward pass "
-                "needs it as it was: write x = x * y in place of x *= y"
+                "needs it unchanged: write x = x * y instead of x *= y"
             )
         return x
 
 
 def _page_locked(nbytes: int) -> torch.Tensor:
-    """(nbytes,) uint8 in host memory that copy engines reach; torch's own allocator would round the size up to a power of two."""
+    """(nbytes,) uint8 in page-locked host memory; torch's own allocator would round the size up to a power of two."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
-    memory.madvise(mmap.MADV_DONTFORK)  # a data loader's workers would get copies of locked pages
+    memory.madvise(mmap.MADV_DONTFORK)  # a data loader's workers must not get copies of locked pages
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
     runtime: Any = torch.cuda.cudart()
     result = runtime.cudaHostRegister(buffer.data_ptr(), nbytes, 1)  # for all GPUs

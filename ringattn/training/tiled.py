@@ -1,7 +1,7 @@
-"""Modules local to a token, run over tiles of the sequence: their inner activations exist for one tile at a time.
+"""Run modules that treat each token by itself over tiles of the sequence: their inner activations exist for one tile at a time.
 
-The hidden layer of an MLP is some four times as wide as its input, and a norm's backward pass takes as much in fp32: of a million tokens
-on eight GPUs they are what does not fit.
+The hidden layer of an MLP is some four times as wide as its input, and a norm's backward pass takes as much memory in fp32. At a million
+tokens on eight GPUs, these are the activations that do not fit.
 Source: ALST (Bekman et al. 2025, section 3.1, "sequence tiling").
 
 Shapes: b batch, s local tokens, n features.
@@ -19,9 +19,9 @@ from .. import check
 
 
 def tiled(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, rows: int) -> torch.Tensor:
-    """`function(x)` by tiles of `rows` tokens, each computed again in backward: (..., s, n) -> (..., s, m).
+    """`function(x)` over tiles of `rows` tokens, each recomputed in the backward pass: (..., s, n) -> (..., s, m).
 
-    `function` must treat each token by itself; gradients of its parameters add up. Raises ValueError for rows below 1.
+    `function` must treat each token by itself; the gradients of its parameters add up. Raises ValueError for rows below 1.
     """
     check.integer("rows", rows, least=1)
     if x.shape[-2] <= rows:
@@ -29,12 +29,14 @@ def tiled(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, row
     parts = [checkpoint(function, part, use_reentrant=False) for part in x.split(rows, dim=-2)]
     for part in parts:
         if not isinstance(part, torch.Tensor):
-            raise ValueError(f"the module gives a {type(part).__name__} for a tile, but must give one tensor, one row a token")
+            raise ValueError(
+                f"the module returns a {type(part).__name__} for a tile, but must return one tensor, one row per token"
+            )
     return torch.cat(parts, dim=-2)
 
 
 class _Tiled(nn.Module):
-    """A mixin: the module's own forward, by tiles of `tile_rows` tokens."""
+    """A mixin: the module's own forward, over tiles of `tile_rows` tokens."""
 
     tile_rows: int
 
@@ -43,11 +45,12 @@ class _Tiled(nn.Module):
 
 
 def tile_modules(model: nn.Module, rows: int, suffix: str = "MLP") -> list[str]:
-    """Let every module whose class name ends in `suffix` run over tiles of `rows` tokens; returns their names.
+    """Let every module whose class name ends in `suffix` run over tiles of `rows` tokens; returns the modules' names.
 
-    `suffix="Norm"` does so with norms, which in transformers keep their input in fp32 and the normalized one beside their output.
+    `suffix="Norm"` is for norms: in transformers they keep their input in fp32, and the normalized input beside their output.
 
-    Parameters and their names stay. Do it before wrapping in FSDP2; once more changes the rows. Raises ValueError if there is none.
+    Parameters and their names stay. Call it before wrapping in FSDP2; a second call changes the rows. Raises ValueError if no module
+    fits.
     """
     check.integer("rows", rows, least=1)
     found = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith(suffix)]
@@ -55,7 +58,7 @@ def tile_modules(model: nn.Module, rows: int, suffix: str = "MLP") -> list[str]:
         raise ValueError(f"{type(model).__name__} has no module whose class name ends in {suffix!r}")
     for _, module in found:
         if not isinstance(module, _Tiled):
-            # a class of the module's own keeps copies and wrappers right, where a patched forward would not
+            # a new class, because a patched forward would be wrong in copies and wrappers
             module.__class__ = type(type(module).__name__, (_Tiled, type(module)), {})
         object.__setattr__(module, "tile_rows", rows)
     return [name for name, _ in found]

@@ -1,4 +1,4 @@
-"""How bytes move between ranks: `Transport`, and one module for each way."""
+"""How bytes move between ranks: the interface `Transport`, and a module for each implementation."""
 
 from .base import Alone, Handle, Peer, Ranks, Transport
 from .host_channel import HostChannel

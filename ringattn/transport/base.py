@@ -1,4 +1,4 @@
-"""The transport's interface."""
+"""The interface of transports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Peer(NamedTuple):
-    """A tensor to send to, or to receive from, a rank of the group."""
+    """A rank of the group, and the tensor to send to it or to receive from it."""
 
     rank: int
     tensor: torch.Tensor
@@ -21,33 +21,37 @@ class Handle(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return once the tensors may be used: on a GPU the current stream waits, which is that of the transfer's start, not the host."""
+        """Wait until the tensors may be used. On a GPU the host does not wait, but the current stream, which must be the one current at
+        the transfer's start."""
 
 
 class Ranks(ABC):
-    """A group of ranks, 0 to size - 1, that can agree on what they do."""
+    """A group of ranks, 0 to size - 1, that can swap short records."""
 
     rank: int
     size: int
-    context: Any = None  # what `context.py` keeps for them
+    context: Any = None  # the `Context` of this group, once it is made
 
     @abstractmethod
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
-        """Every rank's record, all of one length, over a channel of the hosts that waits for no device.
+        """Every rank's record, all of one length, over a channel between the hosts that waits for no device.
 
-        Blocks until all ranks have called; with `patience`, for at most so many seconds, and then returns None.
+        Blocks until all ranks have called. With `patience`, returns None after that many seconds.
         """
 
     @property
     def ranks_per_node(self) -> int | None:
-        """Ranks on each node: rank // ranks_per_node is a rank's node. None if nodes hold unequally many, or not one after the other."""
+        """The number of ranks on each node: rank // ranks_per_node is a rank's node.
+
+        None if nodes hold different numbers of ranks, or ranks that are not consecutive.
+        """
         return self.size
 
-    def check_device(self, device: torch.device) -> None:  # noqa: B027 - any device will do, unless a transport says otherwise
-        """Raise ValueError if tensors of this device cannot move between the ranks."""
+    def check_device(self, device: torch.device) -> None:  # noqa: B027 - transports may allow all devices
+        """Raise ValueError if tensors on this device cannot move between the ranks."""
 
-    def connect(self, device: torch.device) -> None:  # noqa: B027 - nothing to set up, unless a transport says otherwise
-        """Set up what the first exchange of tensors of this device needs; all ranks call it together."""
+    def connect(self, device: torch.device) -> None:  # noqa: B027 - transports may have nothing to set up
+        """Set up what the first exchange of tensors on this device needs; all ranks call it together."""
 
 
 class Transport(Ranks):
@@ -55,15 +59,15 @@ class Transport(Ranks):
 
     @property
     def copy_engines(self) -> bool:
-        """Whether these move messages, without processors; known once `connect` has returned."""
+        """Whether copy engines move the messages, so that no multiprocessors are needed; known once `connect` has returned."""
         return False
 
     @abstractmethod
     def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
-        """Start sending and receiving contiguous tensors, all at once; the tensors must be left alone until the handle's `wait`.
+        """Start sending and receiving contiguous tensors, all at once; leave the tensors alone until the handle's `wait`.
 
-        Between two ranks, receives match sends in order, and sizes agree: both sides know them beforehand. at_rest, the same on both:
-        nothing computes while the exchange starts.
+        Between two ranks, receives match sends in order and in size: both sides know the sizes beforehand. at_rest, the same on both
+        sides: nothing computes while the exchange starts.
         """
 
 
@@ -75,7 +79,7 @@ class Done(Handle):
 
 
 class Alone(Transport):
-    """A world of one rank: there is nobody to exchange anything with."""
+    """A group of one rank, which exchanges nothing."""
 
     rank = 0
     size = 1

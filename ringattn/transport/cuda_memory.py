@@ -1,8 +1,8 @@
 """Memory of one host's GPUs that all ranks map: arenas from torch's symmetric memory, copy engines, and counts that streams wait for.
 
-No kernel runs for any of it, for the kernels that compute fill every multiprocessor and would let none in: copies between GPUs
-are done by copy engines, and counts are waited for and written by the streams themselves (stream memory operations). Copies
-within a GPU, which two ranks need, do take multiprocessors. NVLink multicast stays off.
+None of this runs kernels, because the kernels that compute fill every multiprocessor and leave no room for others. Copy engines
+copy between GPUs, and the streams themselves wait for counts and write them (stream memory operations). Copies within a GPU, which
+two ranks need, do take multiprocessors. NVLink multicast stays off.
 
 Sources: CUDA driver API, "Stream Memory Operations" and cuMemcpyBatchAsync.
 """
@@ -20,17 +20,16 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .meeting import Meeting, MeetingStore
-from .staged import Count, Load, Mark, Memory, Queue, Values
+from .memory import Count, Mark, Memory, PlacedChunk, Queue, Values
 
 _LINE = 128  # bytes between two counts
 _NUMBERS = itertools.count()
-_kept: list[tuple] = []  # what could not be unmapped when its owner went
-
+_kept: list[tuple] = []  # memory whose owner is gone and that could not be unmapped then
 
 # CUstreamBatchMemOpParams, of a wait or a write: operation, address, value, flags
 _OPERATION = struct.Struct("=I4xQQI20x")
 WAIT, WRITE = 1, 2
-# as flags of a wait: until value <= what is there, cyclically; of a write: after all memory operations before it
+# for a wait: until the number there is >= value, cyclically; for a write: after all earlier memory operations
 _FLAGS = 0
 
 
@@ -49,13 +48,13 @@ class _CopyAttributes(ctypes.Structure):
 
 
 class Driver:
-    """The driver's functions that torch does not offer."""
+    """Functions of the CUDA driver that torch does not offer."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL("libcuda.so.1")
         self._operate = self._library.cuStreamBatchMemOp_v2
         self._operate.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_char_p, ctypes.c_uint)
-        self._copy = self._library.cuMemcpyBatchAsync  # as of CUDA 12.8; later versions have names of their own
+        self._copy = self._library.cuMemcpyBatchAsync  # of CUDA 12.8; later versions have other names
         numbers, sizes, attributes = ctypes.c_char_p, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(_CopyAttributes)
         self._copy.argtypes = (
             *(numbers, numbers, numbers, ctypes.c_size_t, attributes, sizes, ctypes.c_size_t, sizes, ctypes.c_void_p),
@@ -69,14 +68,14 @@ class Driver:
         self._failed = (ctypes.c_size_t * 1)(0)
 
     def operate(self, stream: int, operation: int, values: Sequence[tuple[int, int]]) -> None:
-        """The stream waits until the 32 bits at each address have come to a value (`WAIT`), or writes them there (`WRITE`)."""
+        """The stream waits until the 32 bits at each address have reached a value (`WAIT`), or writes the value there (`WRITE`)."""
         packed = b"".join([_OPERATION.pack(operation, address, value & 0xFFFFFFFF, _FLAGS) for address, value in values])
         result = self._operate(stream, len(values), packed, 0)
         if result:
             raise self._error(result, "cuStreamBatchMemOp")
 
     def copy(self, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
-        """The stream copies from (target, source, bytes), in no order among them."""
+        """The stream does copies, each (target, source, bytes), in any order."""
         n = len(copies)
         targets, sources, sizes = [struct.pack(f"={n}Q", *numbers) for numbers in zip(*copies)]
         result = self._copy(targets, sources, sizes, n, self._attributes, self._first, 1, self._failed, stream)
@@ -84,7 +83,7 @@ class Driver:
             raise self._error(result, "cuMemcpyBatchAsync")
 
     def copy_captured(self, stream: int, copies: Sequence[tuple[int, int, int]]) -> None:
-        """The same for a stream that is captured, which takes no batches; one after the other."""
+        """The same, one copy after the other, for a stream under capture: captures take no batches."""
         for target, source, nbytes in copies:
             result = self._copy_one(target, source, nbytes, stream)
             if result:
@@ -98,7 +97,7 @@ class Driver:
 
 @functools.cache
 def load_driver() -> Driver | None:
-    """The driver, or None where it has not all that is needed: it is of CUDA 12.8 or later."""
+    """The driver, or None if it lacks one of the functions: they came with CUDA 12.8."""
     try:
         return Driver()
     except (OSError, AttributeError):
@@ -107,12 +106,12 @@ def load_driver() -> Driver | None:
 
 @contextlib.contextmanager
 def as_group(meeting: Meeting, rank: int, size: int) -> Iterator[str]:
-    """The name of what torch takes for a group with a store, so that ranks that meet can have a rendezvous."""
+    """The name of a group that torch knows, with a store, for a rendezvous of the ranks that meet."""
     from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory, _unregister_process_group
 
     name, store = f"ringattn meeting {next(_NUMBERS)}", MeetingStore(meeting)  # in this process alone
     group = ProcessGroup(store, rank, size)
-    # versions of torch differ in where they look
+    # torch's versions look for a group in different places
     _SymmetricMemory.set_group_info(name, rank, size, store)
     _register_process_group(name, group)  # pyright: ignore[reportArgumentType]
     try:
@@ -122,13 +121,13 @@ def as_group(meeting: Meeting, rank: int, size: int) -> Iterator[str]:
 
 
 def unmap_kept() -> None:
-    """Unmap what had to stay while a graph was captured, unless one is captured now."""
+    """Unmap memory that had to stay while a graph was captured, unless one is captured now."""
     if _kept and not torch.cuda.is_current_stream_capturing():
         _kept.clear()
 
 
 class CudaMemory(Memory):
-    """A rank's arena on its GPU, of which the others know once all ranks have called `meet`."""
+    """A rank's arena on its GPU; the other ranks can map it once all ranks have called `meet`."""
 
     def __init__(self, rank: int, size: int, device: torch.device, capacity: int) -> None:
         self.rank = rank
@@ -138,9 +137,9 @@ class CudaMemory(Memory):
         driver = load_driver()
         assert driver is not None
         self.driver = driver
-        # a library that maps memory of GPUs that others may share must leave multicast alone
+        # leave multicast alone: other jobs may share these GPUs
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        # imported where it is used, for not every build of torch has it
+        # imported here because some builds of torch lack it
         from torch._C._distributed_c10d import _SymmetricMemory
 
         self._counts = 8 * size * _LINE  # bytes
@@ -157,12 +156,12 @@ class CudaMemory(Memory):
         with as_group(meeting, self.rank, self.size) as name:
             handle = _SymmetricMemory.rendezvous(self._arena, name)
         assert not getattr(handle, "multicast_ptr", 0)
-        self._handle = handle  # they stay mapped as long as it lives
+        self._handle = handle  # the arenas stay mapped as long as it lives
         shape = self._arena.shape
         self._note_addresses([handle.get_buffer(rank, shape, torch.uint8).data_ptr() for rank in range(self.size)])
 
     def _note_addresses(self, bases: list[int]) -> None:
-        """Where, in the arenas of all ranks, their places begin, and each count lies here and at its peer."""
+        """The addresses where each rank's places begin, of this rank's counts (`own`), and of the counts at its peers (`theirs`)."""
         self.places = [base + self._counts for base in bases]
         self.own: dict[Count, int] = {}
         self.theirs: dict[Count, int] = {}
@@ -174,7 +173,7 @@ class CudaMemory(Memory):
                 self.theirs[count] = bases[peer] + (number * self.size + self.rank) * _LINE
 
     def __del__(self) -> None:
-        # the device is waited for where memory is unmapped, which ends a capture; and garbage is collected at any time
+        # unmapping memory waits for the device, which breaks a capture, and Python may collect garbage during one
         if self.capturing:
             _kept.append((getattr(self, "_handle", None), self._arena))
 
@@ -191,7 +190,7 @@ class CudaMemory(Memory):
 
 
 class CudaQueue(Queue):
-    """A stream."""
+    """A CUDA stream as a queue."""
 
     def __init__(self, memory: CudaMemory, stream: torch.cuda.Stream) -> None:
         self._memory = memory
@@ -209,11 +208,11 @@ class CudaQueue(Queue):
         own = self._memory.own
         self._driver.operate(self._handle, WAIT, [(own[count], value) for count, value in values])
 
-    def stage(self, loads: Sequence[Load]) -> None:
-        self._copy([(place, address, nbytes) for address, place, nbytes in self._ends(loads)])
+    def stage(self, chunks: Sequence[PlacedChunk]) -> None:
+        self._copy([(place, address, nbytes) for address, place, nbytes in self._copies(chunks)])
 
-    def pull(self, loads: Sequence[Load]) -> None:
-        self._copy(self._ends(loads))
+    def pull(self, chunks: Sequence[PlacedChunk]) -> None:
+        self._copy(self._copies(chunks))
 
     def raise_to(self, values: Values) -> None:
         theirs = self._memory.theirs
@@ -223,12 +222,12 @@ class CudaQueue(Queue):
         own = self._memory.own
         self._driver.operate(self._handle, WRITE, [(own[count], 0) for count in counts])
 
-    def _ends(self, loads: Sequence[Load]) -> list[tuple[int, int, int]]:
-        """Of each part of a tensor its address, that of its place, and its bytes."""
+    def _copies(self, chunks: Sequence[PlacedChunk]) -> list[tuple[int, int, int]]:
+        """Each part as a pull: its address in the tensor, the address of its place, and its bytes."""
         return [
-            (tensors[number].data_ptr() + begin, self._memory.places[keeper] + offset + behind, nbytes)
-            for tensors, parts, keeper, offset, _ in loads
-            for number, begin, nbytes, behind in parts
+            (tensors[number].data_ptr() + begin, self._memory.places[keeper] + offset + in_chunk, nbytes)
+            for tensors, parts, keeper, offset, _ in chunks
+            for number, begin, nbytes, in_chunk in parts
         ]
 
     def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:

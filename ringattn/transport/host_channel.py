@@ -1,4 +1,4 @@
-"""Records between the hosts of some ranks of the job, which wait for no GPU: through memory on one host, over gloo between hosts."""
+"""Records between the processes of some ranks of the job, without waiting for a GPU: through memory on one host, else over gloo."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 class HostChannel(Ranks):
-    """`size` ranks of the job's default group under a name that they share and no other ranks use; set up by the first record."""
+    """A channel between `size` ranks of the job's default group. The name is theirs alone; the first record sets the channel up."""
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self.rank = rank
@@ -52,17 +52,17 @@ class HostChannel(Ranks):
         return [bytes(everyone[begin : begin + length]) for begin in range(0, len(everyone), length)]
 
     def _connect(self) -> Any:
-        # dist.new_group would need the job's other ranks, or that all members have made equally many groups before
+        # dist.new_group would need the job's other ranks, or members that have all made the same number of groups before
         store: Any = dist.distributed_c10d._get_default_store()
-        # a store answers one call at a time: another thread that waits in it for this one would wait for ever
-        store = store.clone() if hasattr(store, "clone") else store  # torch 2.8
-        # names come back when a group has been destroyed, keys of the store stay
+        # a store serves one call at a time, so a thread that waits in it for this one would wait for ever: use a clone
+        store = store.clone() if hasattr(store, "clone") else store  # torch 2.8 has no clone
+        # a new group may get the name of a destroyed one, whose keys are still in the store
         generation = store.add(f"ringattn/{self._name}/{self.rank}", 1)
         prefix = dist.distributed_c10d.PrefixStore(f"ringattn/{self._name}/{generation}/", store)
         return dist.ProcessGroupGloo(prefix, self.rank, self.size, timeout=_TIMEOUT)
 
     def _share(self, group: Any) -> SharedRecords | None:
-        """Memory that all ranks map, or None where one of them cannot."""
+        """Memory that all ranks map, or None if one of them cannot map it."""
         file, mine = None, b"\0" * shared_records.KEY
         if self.rank == 0:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Threads as ranks in one process, for tests: the same code paths without processes."""
+"""Ranks as threads of one process, for tests: they run the same code as ranks that are processes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ _TIMEOUT = 120.0
 
 
 class _Mailboxes:
+    """The queues of messages between ranks: one of each kind for each sender and receiver."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._boxes: dict[tuple[int, int, str], queue.Queue] = defaultdict(queue.Queue)
         self._groups: dict[tuple[int, ...], _Mailboxes] = defaultdict(_Mailboxes)
 
     def of(self, ranks: tuple[int, ...]) -> _Mailboxes:
-        """Those of a group within this one."""
+        """The mailboxes of a group of some of these ranks."""
         with self._lock:
             return self._groups[ranks]
 
@@ -33,7 +35,9 @@ class _Mailboxes:
             return self._boxes[src, dst, kind]
 
 
-class _Pending(Handle):
+class _MailHandle(Handle):
+    """Receives that have not copied from their mailboxes yet."""
+
     def __init__(self, waiting: list[tuple[queue.Queue, torch.Tensor]]) -> None:
         self._waiting = waiting
 
@@ -47,7 +51,7 @@ class _Pending(Handle):
 
 
 class LoopbackTransport(Transport):
-    """One rank of a world of threads; `bytes_sent_to` counts what it has sent to each rank."""
+    """One rank of a world of threads; `bytes_sent_to[rank]` counts the bytes that it has sent to a rank."""
 
     def __init__(self, rank: int, size: int, mailboxes: _Mailboxes, ranks_per_node: int | None = None) -> None:
         self.rank = rank
@@ -57,7 +61,7 @@ class LoopbackTransport(Transport):
         self._mailboxes = mailboxes
 
     def subgroup(self, ranks: Sequence[int]) -> LoopbackTransport:
-        """This rank in a group of some of the ranks, numbered in the order given; each of them makes it."""
+        """This rank's transport in a group of some ranks, numbered in the order given; each of these ranks must make it."""
         return LoopbackTransport(list(ranks).index(self.rank), len(ranks), self._mailboxes.of(tuple(ranks)))
 
     @property
@@ -73,7 +77,7 @@ class LoopbackTransport(Transport):
             assert tensor.is_contiguous()
             self.bytes_sent_to[dst] += tensor.numel() * tensor.element_size()
             self._mailboxes.box(self.rank, dst, "data").put(tensor.clone())
-        return _Pending([(self._mailboxes.box(src, self.rank, "data"), tensor) for src, tensor in receives])
+        return _MailHandle([(self._mailboxes.box(src, self.rank, "data"), tensor) for src, tensor in receives])
 
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
         for dst in range(self.size):
@@ -88,9 +92,10 @@ class LoopbackTransport(Transport):
 
 
 def run_ranks(size: int, work: Callable[[LoopbackTransport], T], ranks_per_node: int | None = None) -> list[T]:
-    """Run `work(transport)` as `size` ranks, each in a thread; their results in rank order. The first error of a rank is raised.
+    """Run `work(transport)` as `size` ranks, each in a thread, and return the results in rank order.
 
-    The transports say that ranks are on nodes of `ranks_per_node`, or (None) all on one.
+    The transports say that each node has `ranks_per_node` ranks, or (None) that all ranks are on one node. Raises the first rank's
+    error; `queue.Empty`, which another rank's error may have caused, only if there is no other.
     """
     mailboxes = _Mailboxes()
     results: list = [None] * size

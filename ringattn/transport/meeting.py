@@ -1,4 +1,4 @@
-"""How ranks open something together, step by step: a rank that fails in a step is missed by none."""
+"""How ranks set something up together, step by step: if a rank fails in a step, all ranks learn of it and none waits for it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch.distributed.distributed_c10d import Store
 from .base import Ranks
 
 _RECORD_BYTES = 4096
-_PAYLOAD = b"="  # what a record of a step begins with; that of facts is a JSON object
+_PAYLOAD = b"="  # the first byte of a record within a step; a record of facts is a JSON object
 
 
 class Meeting:
-    """All ranks call the same methods in the same order, but for one that fails in a step: it goes on to the next `swap`."""
+    """All ranks call the same methods in the same order. A rank that fails in a step skips to the next `swap`."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._left_behind = False  # in this step, by a rank that has failed
+        self._left_behind = False  # whether this step ended early because another rank failed in it
 
     def swap(self, facts: dict) -> list[dict]:
-        """Every rank's facts, once none is in a step any more."""
+        """Every rank's facts, once all ranks have left their step."""
         text = json.dumps(facts).encode()
         records = self._all_gather(text)
         while any(record.startswith(_PAYLOAD) for record in records):
@@ -29,7 +29,10 @@ class Meeting:
         return [json.loads(record) for record in records]
 
     def take(self, steps: Mapping[str, Callable[[], object]]) -> str | None:
-        """Take steps, named by what is said where they fail; None, or the same on every rank: which rank has failed, where, and why."""
+        """Take steps, given under the text that describes their failure.
+
+        Returns None, or a text that is the same on every rank: which rank has failed, in which step, and why.
+        """
         for failure, step in steps.items():
             errors = [record["error"] for record in self.swap({"error": self._error(step)})]
             failed = [rank for rank, text in enumerate(errors) if text]
@@ -38,7 +41,7 @@ class Meeting:
         return None
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """Within a step, every rank's bytes, as many on each. Raises RuntimeError where a rank has failed in it."""
+        """Within a step, every rank's bytes, of one length. Raises RuntimeError if a rank has left the step."""
         records = self._all_gather(_PAYLOAD + payload)
         gone = [rank for rank, record in enumerate(records) if not record.startswith(_PAYLOAD)]
         if gone:
@@ -47,7 +50,7 @@ class Meeting:
         return [record[len(_PAYLOAD) :][: len(payload)] for record in records]
 
     def _error(self, step: Callable[[], object]) -> str:
-        """What a step fails with here, or nothing."""
+        """The first line of the error with which a step fails on this rank, or an empty text."""
         self._left_behind = False
         try:
             step()
@@ -64,10 +67,10 @@ class Meeting:
 
 
 class MeetingStore(Store):
-    """What torch's symmetric memory takes for a store. It puts a value there and reads those of all ranks, again and again.
+    """A store for torch's symmetric memory, which repeatedly sets one value and reads those of all ranks.
 
-    Torch numbers these exchanges by process, not by group: ranks that were in other groups before look under other names, and wait
-    for ever (pytorch/pytorch#196082). Here names do not count, for each value that is put there is gathered from all ranks.
+    Torch numbers these exchanges by process, not by group. Ranks that were in other groups before would look under other names and wait
+    for ever (pytorch/pytorch#196082). This store ignores names: setting a value gathers it from all ranks.
     """
 
     def __init__(self, meeting: Meeting) -> None:

@@ -1,4 +1,4 @@
-"""Transport over a torch.distributed process group: NCCL on GPUs, gloo on CPUs."""
+"""A transport over a torch.distributed process group: NCCL on GPUs, gloo on CPUs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .host_channel import HostChannel
 class _Works(Handle):
     """Works of a process group, and the tensors that they use.
 
-    NCCL's stream begins a transfer after what the current stream was to do before, and `wait` has the current stream go on after the
-    transfer: memory let go of from then on is used again only behind it. Until then this handle holds sources and targets, whatever
-    becomes of it, so that nothing else comes to lie in them while NCCL reads and writes there.
+    NCCL's stream begins a transfer after the current stream's earlier operations, and `wait` lets the current stream go on after the
+    transfer: memory freed from then on is reused only after it. Until then `outstanding` keeps this handle, and so sources and targets,
+    alive even if the caller drops it, so that nothing else is allocated there while NCCL reads and writes.
     """
 
     def __init__(self, works: list[dist.Work], tensors: list[torch.Tensor], outstanding: set[Handle]) -> None:
@@ -36,12 +36,12 @@ class _Works(Handle):
 
 
 class ProcessGroupTransport(Transport):
-    """Point-to-point transfers in one batch an exchange; group ranks are translated to global ones."""
+    """Point-to-point transfers, one batch per exchange; it translates group ranks to global ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        # weak, so that what is kept for a group goes with it
+        # weak, so that the group can be freed: this transport is kept with it
         self._group = weakref.ref(group)
         self._global_ranks = dist.get_process_group_ranks(group)
         self._ranks_per_node = _ranks_per_node(self._global_ranks)
@@ -66,7 +66,7 @@ class ProcessGroupTransport(Transport):
 
     def connect(self, device: torch.device) -> None:
         if device.type not in self._connected and self._backends[device.type] == "nccl":
-            # NCCL sets up a communicator in a group's first call, in which all ranks must take part; in an exchange some may idle
+            # NCCL sets up a communicator in a group's first call, and all ranks must take part: some may idle in an exchange
             dist.all_reduce(torch.zeros(1, device=device), group=self._group())
         self._connected.add(device.type)
 
@@ -85,15 +85,18 @@ class ProcessGroupTransport(Transport):
 def _lent(x: torch.Tensor) -> torch.Tensor:
     """The same memory, as a tensor that torch's allocator does not know.
 
-    torch marks what NCCL sends or receives between two ranks as used by NCCL's stream (`record_stream`), whatever its settings. Once let
-    go of, such memory is free again only when the GPU has come there: a host far ahead would take more and more. `_Works` keeps it safe
-    without that. Only the native allocator ignores addresses that it did not give out; others may refuse them.
+    With any setting, torch marks tensors of NCCL's sends and receives as used by NCCL's stream (`record_stream`). The allocator then
+    reuses freed memory only once the GPU has reached that point, so a host far ahead would take more and more memory. `_Works`
+    keeps the memory safe without that. Only the native allocator ignores addresses that it did not give out; others may refuse them.
     """
     return from_dlpack(to_dlpack(x)) if x.is_cuda and torch.cuda.get_allocator_backend() == "native" else x
 
 
 def _ranks_per_node(global_ranks: list[int]) -> int | None:
-    """By the launcher's number of ranks on each node, consecutive ones; without it all are on one."""
+    """Ranks on each node, from the launcher's LOCAL_WORLD_SIZE (consecutive ranks); without it all are on one node.
+
+    None if the group's nodes hold different numbers of ranks, or ranks that are not consecutive.
+    """
     size = os.environ.get("LOCAL_WORLD_SIZE")
     if size is None:
         return len(global_ranks)

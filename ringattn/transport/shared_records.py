@@ -1,4 +1,4 @@
-"""Records between processes of one host, through memory that all of them map: microseconds, where sockets take hundreds."""
+"""Records between processes of one host, through memory that all of them map: in microseconds, where sockets take hundreds."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import time
 import zlib
 from datetime import timedelta
 
-if sys.platform != "win32":  # which has no such folder either
+if sys.platform != "win32":  # which has no _FOLDER either
     import fcntl
 
 _FOLDER = "/dev/shm"
 _SLOT = 1024  # bytes of a piece of a record, with its header
 _HEADER = struct.Struct("<QIII")  # the piece's number, bytes of the whole record, bytes of the piece, checksum
 _PIECE = _SLOT - _HEADER.size
-# pieces of each rank that lie there at a time: one that gives up waiting leaves its record for those who come later
+# pieces of each rank that stay in the file: a rank that gives up waiting leaves its record for ranks that come later
 _KEPT = 64
-_TOKEN = 16  # bytes at the file's start, by which ranks know it
-KEY = _TOKEN + 64  # bytes of token and path
-_ALIVE_EVERY = 0.25  # seconds between looks at whether those waited for are still there
+_TOKEN = 16  # bytes at the file's start that identify it
+KEY = _TOKEN + 64  # bytes: the token and the path
+_ALIVE_EVERY = 0.25  # seconds between checks that an awaited rank's process is alive
 
 
 class SharedRecords:
-    """A file that rank 0 makes, and all ranks map; each writes its own part, one piece after another, and reads the others'.
+    """A file that rank 0 creates and all ranks map. Each rank writes pieces of records into its own part and reads those of the others.
 
-    A piece counts when its number and checksum are right, whatever order another processor sees its bytes in. Each rank locks one
-    byte of the file, which the system unlocks when the process ends, so that nobody waits for a rank that is gone.
+    A piece is valid if its number and checksum are right; the checksum is needed because another processor may see the bytes in any
+    order. Each rank locks one byte of the file. The system unlocks it when the process ends, so that nobody waits for a dead rank.
     """
 
     def __init__(self, file: int, rank: int, size: int) -> None:
@@ -48,9 +48,9 @@ class SharedRecords:
         os.close(self._file)
 
     def all_gather(self, record: bytes, patience: float | None, timeout: timedelta) -> list[bytes] | None:
-        """Every rank's record, all of one length; None once `patience` seconds have passed.
+        """Every rank's record, all of one length; None after `patience` seconds.
 
-        Raises RuntimeError where a rank has ended, has a record of another length, or does not come within `timeout`.
+        Raises RuntimeError if a rank has ended, has a record of another length, or does not write its record within `timeout`.
         """
         pieces = [record[begin : begin + _PIECE] for begin in range(0, len(record), _PIECE)] or [b""]
         with self._numbers:
@@ -69,7 +69,7 @@ class SharedRecords:
                     elif patience is not None:
                         found = None
                     else:
-                        raise RuntimeError(f"rank {rank} has not made this call for {timeout}: look where it stands")
+                        raise RuntimeError(f"rank {rank} has not made this call within {timeout}: find out where it hangs")
         return None if found is None else [b"".join(parts) for parts in found]
 
     def _write(self, number: int, length: int, piece: bytes) -> None:
@@ -78,7 +78,7 @@ class SharedRecords:
         self._memory[begin : begin + _HEADER.size + len(piece)] = header + piece
 
     def _wait(self, rank: int, number: int, length: int, until: float) -> bytes | None:
-        """A rank's piece, or None once it is later than `until`."""
+        """A rank's piece, or None if it does not come before the time `until`."""
         begin = self._place(rank, number)
         looks = 0
         alive_at = time.monotonic()
@@ -99,7 +99,7 @@ class SharedRecords:
                     return piece
             looks += 1
             if looks > 50:
-                # others may want this processor, or the interpreter
+                # let other threads have this processor, or the interpreter
                 time.sleep(0 if looks < 500 else 5e-5 if looks < 10_000 else 1e-3)
             now = time.monotonic()
             if now > until:
@@ -110,7 +110,7 @@ class SharedRecords:
                     raise RuntimeError(f"rank {rank} has ended, and this rank waits for it: look at the output of rank {rank}")
 
     def _lock(self, rank: int) -> None:
-        """Lock a rank's byte. Raises OSError where another process holds it."""
+        """Lock a rank's byte. Raises OSError if another process holds it."""
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
 
     def _alive(self, rank: int) -> bool:
@@ -126,7 +126,7 @@ class SharedRecords:
 
 
 def create(size: int) -> tuple[int, bytes]:
-    """A file for so many ranks, and its key for `find`. Raises OSError where there is no room, or no such memory."""
+    """A file for `size` ranks, and its key for `find`. Raises OSError if /dev/shm has no room or does not exist."""
     file, path = tempfile.mkstemp(prefix="ringattn-", dir=_FOLDER)
     token = os.urandom(_TOKEN)
     try:
@@ -140,7 +140,7 @@ def create(size: int) -> tuple[int, bytes]:
 
 
 def find(key: bytes, size: int) -> int:
-    """The file that another rank has created. Raises OSError where it is not this host's."""
+    """The file that another rank has created. Raises OSError if it is not on this host."""
     file = os.open(_path(key), os.O_RDWR)
     if os.pread(file, _TOKEN, 0) != key[:_TOKEN] or os.fstat(file).st_size != _bytes(size):
         os.close(file)
@@ -149,7 +149,7 @@ def find(key: bytes, size: int) -> int:
 
 
 def forget(key: bytes) -> None:
-    """Take the file's name away; it lives on with those who have it."""
+    """Remove the file's name; the file lives on while a rank has it open."""
     os.unlink(_path(key))
 
 

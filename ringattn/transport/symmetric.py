@@ -1,4 +1,4 @@
-"""Transports for GPUs of one host that reach each other's memory: `SymmetricTransport`, and `AutomaticTransport`, which tries it first."""
+"""`SymmetricTransport`, for GPUs of one host that reach each other's memory, and `AutomaticTransport`, which uses it where it can."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from .process_group import ProcessGroupTransport
 from .staged import StagedTransport
 
 DEFAULT_BUDGET = 256 << 20  # bytes
-_LEAST = 64 << 10  # bytes of a channel
+_LEAST = 64 << 10  # bytes of an arena for each other rank
 
 _log = logging.getLogger(__name__)
 
 
 class SymmetricTransport(StagedTransport):
-    """Copy engines move messages through memory that all ranks map, while kernels have all multiprocessors; no NCCL.
+    """Copy engines move messages through memory that all ranks map, so that kernels have all multiprocessors; NCCL is not used.
 
-    Each rank keeps one arena of `budget` bytes on its GPU from the first call on, as long as the transport lives, cut in equal
-    channels. Larger messages go in pieces. All ranks must be on one host, on GPUs of their own that reach each other's memory.
+    From the first call on, and as long as the transport lives, each rank keeps one arena of `budget` bytes on its GPU, divided equally
+    among the other ranks. Messages larger than that go in pieces. All ranks must be on one host, each on its own GPU, and the GPUs
+    must reach each other's memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, budget: int = DEFAULT_BUDGET, control: Ranks | None = None) -> None:
@@ -58,7 +59,7 @@ class SymmetricTransport(StagedTransport):
             raise ValueError(f"q is on {device}, but this transport's memory is on {self._device}: use one GPU a rank")
 
     def open(self, device: torch.device) -> str | None:
-        """Make the arenas, or say why that cannot be, the same on every rank; all ranks call it together."""
+        """Make the arenas. Returns None, or why that is impossible, the same on every rank; all ranks call it together."""
         if self.size > 1:
             if torch.cuda.is_current_stream_capturing():
                 raise ValueError(
@@ -86,13 +87,13 @@ class SymmetricTransport(StagedTransport):
 
     def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
         unmap_kept()
-        # the driver's functions work on this thread's device
+        # the driver's functions use the thread's current device
         with torch.cuda.device(self._device):
             return super().exchange(sends, receives, at_rest=at_rest)
 
 
 class AutomaticTransport(Transport):
-    """NCCL, until the first call with tensors on GPUs finds that memory can be shared; which one it is, is logged once."""
+    """NCCL, or the symmetric transport if the first call with tensors on GPUs finds that the ranks can use it; it logs the choice once."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._process_group = ProcessGroupTransport(group)
@@ -167,7 +168,7 @@ def obstacle(records: Sequence[dict]) -> str | None:
 
 
 def _facts(device: torch.device) -> dict:
-    """What other ranks must know of this one."""
+    """What `obstacle` needs to know about this rank."""
     index = torch.cuda.current_device() if device.index is None else device.index
     count = torch.cuda.device_count()
     gpus = [str(torch.cuda.get_device_properties(other).uuid)[:18] for other in range(count)]
@@ -183,7 +184,7 @@ def _facts(device: torch.device) -> dict:
 
 
 def _host() -> str:
-    """What is equal for processes that can pass memory to each other: one running kernel, and one view of files and processes."""
+    """A text that is equal for processes that can share memory: one running kernel, and one view of files, processes and network."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     kernel = boot.read_text().strip() if boot.exists() else socket.gethostname()
     spaces = [Path("/proc/self/ns", name) for name in ("mnt", "pid", "net")]

@@ -1,4 +1,4 @@
-"""Dense attention of a whole sequence, which every rank draws alike, and what a rank's shard is off by."""
+"""Dense attention over a whole sequence that all ranks draw alike, and the errors of a rank's shard."""
 
 import torch
 
@@ -14,7 +14,7 @@ MASKS = {
     "causal": lambda n: ra.causal(),
     "full": lambda n: ra.full(),
     "window": lambda n: ra.sliding_window(11, 3),
-    "documents": lambda n: ra.documents(lengths=[n // 3, 0, 1 if n > 3 else 0, n // 5]),  # and padding
+    "documents": lambda n: ra.documents(lengths=[n // 3, 0, 1 if n > 3 else 0, n // 5]),  # the rest is padding
     "prefix": lambda n: ra.prefix(n // 3),
     "global|window": lambda n: ra.global_tokens(range(0, n, 13)) | ra.sliding_window(4, 4),
     "dilated&causal": lambda n: (ra.dilated_window((5, 5), 3) | ra.sliding_window(2)) & ra.causal(),
@@ -23,7 +23,7 @@ MASKS = {
 
 
 def inputs(n, seed, heads=(4, 2), dtype=torch.float64, batch=1):
-    """q, k, v, dout and weights of lse, with query and K/V heads and odd head dims."""
+    """q, k, v, dout and a weight for each lse; `heads`: of queries, of K/V; head dims are odd."""
     h, hk = heads
     generator = torch.Generator().manual_seed(seed)
     shapes = (batch, n, h, 5), (batch, n, hk, 5), (batch, n, hk, 3), (batch, n, h, 3), (batch, h, n)
@@ -31,16 +31,16 @@ def inputs(n, seed, heads=(4, 2), dtype=torch.float64, batch=1):
 
 
 def difference(x, y):
-    """Greatest difference; infinities of one sign are equal."""
+    """The greatest difference; infinities of the same sign are equal."""
     assert x.shape == y.shape
     off = torch.where(x == y, 0, x - y).abs()
     return float(off.max()) if off.numel() else 0.0
 
 
 def check(group, rank, mask, layout, schedule, q, k, v, dout, dlse=None):
-    """Greatest difference of this rank's out, statistics and gradients, through out and lse if it has a weight, from the reference's.
+    """The greatest difference of this rank's out, statistics and gradients from the reference's.
 
-    Rank 1 leaves the statistics out of its loss, and takes part all the same.
+    Gradients flow through out, and with dlse through lse too. Rank 1 leaves the statistics out of its loss, but takes part.
     """
     if dlse is not None:
         dlse = dlse.clone()
@@ -60,7 +60,7 @@ def check(group, rank, mask, layout, schedule, q, k, v, dout, dlse=None):
 
 
 def check_unshard(group, rank, layout, shape, dim=1):
-    """unshard is the inverse of shard, and its gradient the adjoint."""
+    """unshard is the inverse of shard, and its gradient is the adjoint."""
     x = torch.randint(-99, 99, shape, generator=torch.Generator().manual_seed(layout.seq_len)).double()  # sums are exact
     leaf = ra.shard(x, layout, rank, dim).requires_grad_()
     whole = ra.unshard(leaf, layout, group, dim)
@@ -70,7 +70,7 @@ def check_unshard(group, rank, layout, shape, dim=1):
 
 
 def errors_in_16_bits(group, rank, layout, q, k, v, dout):
-    """Errors of a rank's shard of out, dq, dk and dv, and of dense attention in the same dtype."""
+    """The errors of a rank's shard of out, dq, dk and dv, each with that of dense attention in the same dtype."""
     results = {}
     for kind in (torch.float64, q.dtype):
         leaves = [x.to(kind).requires_grad_() for x in (q, k, v)]

@@ -1,4 +1,4 @@
-"""Ranks that disagree, or of which one has bad input: an error on every rank that names the odd one, within seconds; never a hang."""
+"""If ranks disagree, or one rank has bad input, every rank raises an error that names the odd rank, within seconds; no rank hangs."""
 
 import re
 import time
@@ -16,7 +16,7 @@ N = 24
 
 
 def arguments(rank, world_size):
-    """What every rank passes if it does nothing odd: shards of 24 tokens."""
+    """The common arguments of all ranks: shards of 24 tokens."""
     held = ra.zigzag(N, world_size).lengths[rank]
     return {
         "q": (1, held, 4, 8),
@@ -40,7 +40,7 @@ def call(group, odd):
 
 
 def disagree(group, odd_rank, odd, common):
-    """The message that this rank gets where `odd_rank` calls with `odd`, how long it took, and whether the group works afterwards."""
+    """This rank's error if `odd_rank` calls with `odd`, how long it took, and whether the group works afterwards."""
     began = time.monotonic()
     message = ""
     try:
@@ -104,7 +104,7 @@ DISAGREEMENTS = {
 
 
 @pytest.mark.parametrize(("odd", "common", "message"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
-def test_every_rank_hears_of_the_odd_one(gloo, odd, common, message):
+def test_every_rank_names_the_odd_one(gloo, odd, common, message):
     for text, took, works in gloo.run(4, disagree, 2, odd, common, timeout=30):
         with pytest.raises(ValueError, match=f"^ranks disagree: .*{message}"):
             raise ValueError(text)
@@ -147,7 +147,7 @@ def test_bad_input_of_every_rank(gloo):
 
 
 def default_lengths(group):
-    """Shards that no default layout has."""
+    """Shards of lengths that no default layout has."""
     rank = dist.get_rank(group)
     q = torch.ones(1, 8 if rank == 1 else 6, 2, 4)
     with pytest.raises(ValueError) as caught:
@@ -163,12 +163,12 @@ def test_lengths_that_fit_no_default_layout(gloo):
 
 
 def again(group):
-    """What ranks say that have agreed before, and of which one then changes its mind, twice."""
+    """The errors if ranks agree once, and then one rank changes an argument, twice."""
     call(group, {})
     return [disagree(group, 1, {"softmax_scale": 0.5}, {}) for _ in range(2)]
 
 
-def test_ranks_that_agreed_before_hear_of_a_difference(gloo):
+def test_a_difference_after_an_agreement_is_an_error(gloo):
     for found in gloo.run(3, again, timeout=30):
         for text, _, works in found:
             assert re.search(r"softmax_scale is 0\.5 on rank 1, but 0\.35355\d+ on ranks 0, 2", text)
@@ -176,7 +176,7 @@ def test_ranks_that_agreed_before_hear_of_a_difference(gloo):
 
 
 def late(group):
-    """Rank 1 refuses its input and has given up waiting when the others call."""
+    """Rank 1 refuses its input, and no longer waits when the others call."""
     agree._PATIENCE = 0.2
     rank = dist.get_rank(group)
     if rank != 1:
@@ -186,7 +186,20 @@ def late(group):
     return found
 
 
-def test_ranks_that_come_late_hear_of_it_too(gloo):
+def test_only_errors_of_input_are_told():
+    class Silent:
+        size = 2
+
+        def all_gather_control(self, record, patience):
+            raise AssertionError("nothing to tell")
+
+    with pytest.raises(KeyError), agree.refusing(Silent()):
+        raise KeyError("not an error of input")
+    with agree.refusing(Silent()):
+        pass
+
+
+def test_ranks_that_come_late_raise_the_error_too(gloo):
     for text, took, works in gloo.run(3, late, timeout=30):
         assert "softmax_scale is nan, but must be finite" in text
         assert took < 5
@@ -213,20 +226,20 @@ def unshard_disagreement(group, odd_rank, odd):
         ({"layout": ra.striped(8, 4)}, r"layout is striped\(.*\) on rank 3, but zigzag\(.*\) on ranks 0, 1, 2"),
     ],
 )
-def test_unshard_hears_of_the_odd_one(gloo, odd, message):
+def test_unshard_names_the_odd_one(gloo, odd, message):
     for text in gloo.run(4, unshard_disagreement, 3, odd):
         with pytest.raises(ValueError, match=message):
             raise ValueError(text)
 
 
 def capturing(yes=True):
-    """As in a capture in a CUDA graph, to what asks."""
+    """Let the library believe that a CUDA graph is captured, or not."""
     return mock.patch.object(check, "captured", return_value=yes)
 
 
 def captured(group):
-    """What a rank hears where rank 1 alone captures a call, before and after the same call that is not captured; where all capture one
-    pass of a call alone; and where rank 1 alone captures `unshard`."""
+    """This rank's errors if rank 1 alone captures a call, before and after the same call without a capture; if all ranks capture only
+    one pass of a call; and if rank 1 alone captures `unshard`."""
     rank, options = dist.get_rank(group), {"softmax_scale": 0.75}
     messages = []
 

@@ -1,4 +1,4 @@
-"""Compiled attention over gloo: agreement, exchange and gradients are inside of the operators."""
+"""Compiled attention over gloo: agreement, exchanges and gradients happen inside the operators."""
 
 from unittest.mock import patch
 
@@ -16,7 +16,7 @@ N = 37
 
 
 def compiled_gradients(group, mesh, layout, mask):
-    """Greatest summed difference of this rank's out and gradients, compiled, from the reference's."""
+    """The greatest summed difference of this rank's compiled out and gradients from the reference's."""
     rank = dist.get_rank(group)
     held = ra.default_layout(mask, N, dist.get_world_size(group)) if layout is None else layout
     q, k, v, dout, _ = dense.inputs(N, 0)
@@ -42,14 +42,14 @@ AXES = "ring", "heads"
 HYBRIDS = {
     "mesh": lambda mesh: mesh,
     "hybrid": lambda mesh: ra.hybrid(mesh, *AXES),
-    # its axes are found by their names
+    # the hybrid's axes, too, are found by their names
     "a mesh of other names": lambda mesh: ra.hybrid(mesh, "up", "across"),
 }
 
 
 def compiled_grid(group, name, made_within):
-    """The whole graph's launches of each pass on a 2 x 2 grid, under the policy, and the greatest summed difference of this rank's
-    out, lse and gradients from the reference's; ranks 4 to 7 only make groups."""
+    """The launches of each pass by the whole graph on a 2 x 2 grid, with the checkpoint policy, and the greatest summed difference of
+    this rank's out, lse and gradients from the reference's. Ranks 4 to 7 only take part in making groups."""
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("up", "across") if "other" in name else AXES)
     rank = dist.get_rank(group)
     if rank >= 4:
@@ -85,7 +85,7 @@ def compiled_grid(group, name, made_within):
 
 
 def disagree(group):
-    """What a compiled call with another mask on rank 1 says, and whether the next one works."""
+    """The error of a compiled call with another mask on rank 1, and whether the next call works."""
     rank = dist.get_rank(group)
     q, k, v = (ra.shard(x, ra.zigzag(N, 3), rank) for x in dense.inputs(N, 0)[:3])
     run = torch.compile(
@@ -97,8 +97,8 @@ def disagree(group):
 
 
 def compiled_on_gpus(group, on_grid):
-    """Whether torch.compile, with its default backend and no graph break, gives the bits of eager mode: out and gradients, on this
-    rank of all GPUs, as a ring or as a ring of pairs."""
+    """Whether torch.compile, with its default backend and no graph break, gives the bits of eager mode for this rank's out and
+    gradients. All GPUs form a ring, or (on_grid) a ring of pairs."""
     where = init_device_mesh("cuda", (group.size() // 2, 2), mesh_dim_names=AXES) if on_grid else group
     rank = ra.hybrid(where).rank if on_grid else group.rank()
     layout = ra.zigzag(1000, group.size())
@@ -108,7 +108,7 @@ def compiled_on_gpus(group, on_grid):
     *leaves, dout = (ra.shard(x, layout, rank).requires_grad_() for x in whole)
 
     def attention(q, k, v):
-        # doubling and halving round nothing, in whatever precision they are fused
+        # doubling and halving are exact in any precision of fused code
         return ra.ring_attention(2 * q, k, v, layout=layout, mask=ra.sliding_window(300), group=where) / 2
 
     torch.compiler.reset()
@@ -152,7 +152,7 @@ def test_a_compiled_grid_is_exact_and_runs_once(gloo, name, made_within):
         assert difference < 1e-12
 
 
-def test_ranks_that_disagree_in_compiled_code_hear_of_it(gloo):
+def test_a_disagreement_in_compiled_code_is_an_error_on_every_rank(gloo):
     for message, works in gloo.run(3, disagree, timeout=120):
         assert "mask is prefix(5)" in message
         assert "on rank 1, but causal()" in message

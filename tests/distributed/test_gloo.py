@@ -1,4 +1,4 @@
-"""Ring attention over real process groups: every rank's output, statistics and gradients against the dense reference, in fp64."""
+"""Ring attention over process groups of gloo: every rank's output, statistics and gradients against the dense reference, in fp64."""
 
 import gc
 import time
@@ -27,7 +27,7 @@ ALL_SCHEDULES = SCHEDULES | WAVES | DOUBLE_RINGS
 
 
 def lopsided(n, world_size):
-    """Rank 0 holds the end, the last rank every other token of the beginning, a rank between the others; some hold nothing."""
+    """Rank 0 holds the end, the last rank every other token of the beginning, a middle rank the tokens between; some ranks hold nothing."""
     if world_size == 1:
         return ra.Layout(n, ((ra.Span(n // 2, n - n // 2), ra.Span(0, n // 2)),), "lopsided")
     half, quarter = n // 2, n // 4
@@ -42,7 +42,7 @@ def lopsided(n, world_size):
 
 
 def check(group, n, mask, layout, schedule, seed, change=None):
-    """`dense.check` of gradients through out."""
+    """`dense.check`, with gradients through out only."""
     q, k, v, dout, _ = inputs(n, seed, batch=1 + seed % 2)
     held_by_last = torch.zeros(n, dtype=torch.bool)
     held_by_last[layout.positions(layout.world_size - 1)] = True
@@ -54,7 +54,7 @@ def check(group, n, mask, layout, schedule, seed, change=None):
 
 
 def check_many(group, cases):
-    """`check` of each (mask, layout, schedule, n), by name; the worst few."""
+    """`check` each (mask, layout, schedule, n), given by names; returns the worst few."""
     world_size = dist.get_world_size(group)
     found = []
     for seed, (mask, layout, schedule, n) in enumerate(cases):
@@ -65,7 +65,7 @@ def check_many(group, cases):
 
 @pytest.mark.parametrize("world_size", range(1, 9))
 def test_every_rank_agrees_with_the_reference(gloo, world_size):
-    # schedules and lengths shift with the number of ranks, so that together all combinations of mask, layout and schedule occur
+    # schedules and lengths shift with the number of ranks, so that all tests together try all masks with all layouts and schedules
     names = tuple(SCHEDULES)
     cases = [
         (mask, layout, names[(i + world_size) % 3], LENGTHS[(3 * i + 2 * world_size) % 7])
@@ -88,7 +88,7 @@ def test_a_thousand_tokens(gloo, world_size, cases):
 
 
 def some(schedule, shift):
-    """Each mask with two or three layouts, at shifting lengths."""
+    """Each mask with two or three layouts, at changing lengths."""
     cases = [(mask, layout, schedule, LENGTHS[i % 7]) for i, (mask, layout) in enumerate(product(MASKS, LAYOUTS))]
     return cases[shift % 2 :: 2]
 
@@ -119,7 +119,7 @@ def test_group_ranks_are_not_global_ranks(gloo):
 
 
 def two_groups(group):
-    """Evens and odds go round their own rings at the same time, with different lengths; then all ranks together."""
+    """Even and odd ranks run separate rings at the same time, with different lengths; then all ranks run one ring."""
     groups = [dist.new_group([0, 2, 4, 6]), dist.new_group([1, 3, 5, 7])]
     parity = dist.get_rank() % 2
     cases = [("causal", "zigzag", "ring", 61 + 30 * parity), ("bigbird", "striped", "gather", 97 - 40 * parity)] * (2 + parity)
@@ -136,7 +136,7 @@ def test_two_groups_at_once_and_the_default_group(gloo):
 
 
 def meshes(group):
-    """One-dimensional meshes, and both axes of a two-dimensional one."""
+    """The differences for a 1-D mesh and for both axes of a 2-D one, and the error for the 2-D mesh."""
     line = init_device_mesh("cpu", (8,))
     plane = init_device_mesh("cpu", (2, 4), mesh_dim_names=("data", "ring"))
     found = []
@@ -161,7 +161,7 @@ def test_device_meshes(gloo):
 
 
 def default_layouts(group, n):
-    """Without a layout the shards are taken to be of the default one."""
+    """Without a layout, the shards are those of the default layout."""
     found = []
     for make in MASKS.values():
         mask = make(n)
@@ -178,7 +178,7 @@ def test_the_default_layout_comes_from_the_shards(gloo):
 
 
 def gradients_of_lse(group, n):
-    """Gradients through the statistics alone and together with the output."""
+    """Gradients through the statistics alone, and through statistics and output."""
     rank, layout = dist.get_rank(group), ra.zigzag(n, dist.get_world_size(group))
     q, k, v, dout, _ = inputs(n, 7)
     weight = torch.linspace(-1, 1, n, dtype=torch.float64)
@@ -200,7 +200,7 @@ def test_gradients_of_the_statistics(gloo):
 
 
 def some_leaves(group, n):
-    """Gradients where only one of q, k, v wants one, and none."""
+    """Gradients if only one of q, k, v needs one, and if none does."""
     rank, layout = dist.get_rank(group), ra.contiguous(n, dist.get_world_size(group))
     *whole, dout, _ = inputs(n, 8)
     found = []
@@ -221,7 +221,7 @@ def test_gradients_of_some_inputs(gloo):
 
 
 def slow_rank(group, n):
-    """One rank comes late every time; three layers, one backward through all."""
+    """One rank is late in each of three layers; one backward pass runs through all layers."""
     rank, layout = dist.get_rank(group), ra.zigzag(n, dist.get_world_size(group))
     q, *_ = inputs(n, 9)
     whole = q[..., :3].clone().requires_grad_()
@@ -240,7 +240,7 @@ def test_layers_and_a_slow_rank(gloo):
     assert max(gloo.run(4, slow_rank, 50)) < 1e-10
 
 
-def put_together(group, n):
+def round_trips(group, n):
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     for make in LAYOUTS.values():
         layout = make(n, world_size)
@@ -253,7 +253,7 @@ def put_together(group, n):
 @pytest.mark.parametrize("world_size", [1, 2, 5, 7])
 def test_unshard(gloo, world_size):
     for n in (0, 1, 23):
-        gloo.run(world_size, put_together, n)
+        gloo.run(world_size, round_trips, n)
 
 
 def half_precision(group, n, dtype):
@@ -269,7 +269,7 @@ def test_half_precision(gloo, dtype):
 
 
 def many_lengths(group, calls):
-    """Facts, plans and layouts kept after calls with many lengths."""
+    """How many facts, plans and layouts are kept after calls with many lengths."""
     world_size = dist.get_world_size(group)
     for n in range(calls):
         q = torch.ones(1, len(range(dist.get_rank(group), n, world_size)), 1, 2)
@@ -286,7 +286,7 @@ def test_plans_kept_are_bounded(gloo):
 
 
 def come_and_go(group):
-    """What is kept for groups that have come, been used and gone, on all 8 ranks; a group's name comes back each time."""
+    """How many contexts stay after groups were made, used and destroyed, on all 8 ranks; later groups get the names of earlier ones."""
     before = len(groups._contexts)
     for members in [(0, 1, 2), (1, 2, 3), (0, 1, 2), (0, 4)] * 2:
         made = dist.new_group(members)
@@ -302,7 +302,7 @@ def come_and_go(group):
 
 
 def threads_at_once(group):
-    """The first call with each of some groups, from a thread of its own."""
+    """The first call with each of four groups, in a separate thread each."""
     groups = [dist.new_group(range(4)) for _ in range(4)]
     q = torch.ones(1, 2, 1, 2)
     if dist.get_rank() < 4:
@@ -315,5 +315,5 @@ def test_groups_connect_from_threads_at_once(gloo):
     assert gloo.run(8, threads_at_once, timeout=30) == [[4.0] * 4] * 8
 
 
-def test_contexts_go_with_their_groups(gloo):
+def test_contexts_are_freed_with_their_groups(gloo):
     assert gloo.run(8, come_and_go) == [0] * 8

@@ -1,4 +1,4 @@
-"""Attention captured in CUDA graphs on GPUs: the bits of calls that are not, however ranks are delayed, and errors where ranks differ."""
+"""Attention in CUDA graphs: replays give the bits of other calls, however ranks are delayed, and ranks that differ raise errors."""
 
 import gc
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ import ringattn as ra
 
 pytestmark = pytest.mark.gpu
 
-SMALL = 1 << 20  # a budget of which messages take many pieces
+SMALL = 1 << 20  # a budget so small that messages go in many pieces
 CYCLES = 2_000_000  # about a millisecond
 SCHEDULES = [ra.ring(), ra.waves(1), ra.waves(2), ra.gather(), None]
 
@@ -26,7 +26,7 @@ def world_size(request):
 
 @contextmanager
 def deterministic():
-    """Or dq would differ in its last bits from run to run."""
+    """Without it, dq differs in its last bits from run to run."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -46,7 +46,7 @@ class Call:
         self.change(0)
 
     def change(self, seed):
-        """Other numbers in the same inputs."""
+        """Write other numbers into the same inputs."""
         generator = torch.Generator("cuda").manual_seed(100 * seed + self.rank)
         with torch.no_grad():
             for x in (*self.leaves, self.dout):
@@ -63,7 +63,7 @@ class Call:
         return self.forward(), *self.backward()
 
     def expected(self, count):
-        """Results that are not captured, of inputs 0, 1, ...; made on a side stream, as torch has it before a capture."""
+        """Results without a capture, for inputs 0, 1, ...; on a side stream, as torch asks for before a capture."""
         found = []
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -72,7 +72,7 @@ class Call:
                 self.change(seed)
                 found.append([x.clone() for x in self.both()])
         torch.cuda.current_stream().wait_stream(stream)
-        # graphs of tests before this one may be garbage, and none may go while another is captured
+        # collect graphs of earlier tests: no graph may be freed while another is captured
         gc.collect()
         return found
 
@@ -90,8 +90,8 @@ def same(got, expected):
 
 @deterministic()
 def replayed(group, budget, schedule, apart):
-    """Whether replays have the bits of calls that are not captured: both passes in one graph or, `apart`, in two; other inputs each time,
-    and calls that are not captured between them."""
+    """Whether replays give the bits of other calls. Both passes are in one graph or, `apart`, in two. Inputs change each time, and other
+    calls run between replays."""
     call = Call(group, group if budget is None else ra.symmetric(group, budget=budget), schedule)
     expected = call.expected(6)
     if apart:
@@ -121,7 +121,7 @@ def test_replays_have_the_bits_of_other_calls(nccl, world_size, budget, schedule
 
 
 def beside(group, schedule):
-    """Whether out, dk and dv of replays have the same bits where launches run side by side, and by how much dq differs."""
+    """Whether replays give the same bits of out, dk and dv if launches run side by side, and the greatest difference of dq."""
     call = Call(group, ra.symmetric(group), schedule, tokens=2048)
     expected = call.expected(3)
     graph, results = capture(call.both)
@@ -144,7 +144,7 @@ def test_launches_side_by_side(nccl, world_size, schedule):
 
 @deterministic()
 def delayed(group, schedule, budget):
-    """How many results of 100 replays are wrong while ranks are delayed at random, and calls that are not captured come between."""
+    """How many results of 100 replays are wrong if ranks are delayed at random and other calls run between replays."""
     call = Call(group, ra.symmetric(group, budget=budget), schedule)
     expected = call.expected(4)
     graph, results = capture(call.both)
@@ -173,7 +173,7 @@ def test_delays_change_nothing(nccl, world_size, schedule, budget):
 
 @deterministic()
 def graphed_callable(group):
-    """Whether torch's own way to make graphs of a function gives the same bits: out and gradients."""
+    """Whether torch.cuda.make_graphed_callables gives the same bits of out and gradients."""
     call = Call(group, ra.symmetric(group), ra.gather())
     expected = call.expected(3)
     graphed = torch.cuda.make_graphed_callables(lambda q, k, v: ra.ring_attention(q, k, v, **call.options), tuple(call.leaves))
@@ -191,10 +191,10 @@ def test_graphed_callables(nccl, world_size):
 
 @deterministic()
 def collected(group):
-    """Whether replays are right where garbage with an arena was collected during the capture, and bytes of the GPU that it left behind."""
+    """Whether replays are right if an arena was garbage-collected during the capture, and the GPU bytes that it left behind."""
     call = Call(group, ra.symmetric(group), ra.ring())
     expected = call.expected(2)
-    dist.barrier(group)  # NCCL takes memory of its own, too, at its first
+    dist.barrier(group)  # NCCL allocates memory at its first call
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
     gone = ra.symmetric(group, budget=1 << 30)
@@ -214,7 +214,7 @@ def collected(group):
         graph.replay()
         right.append(same(results, expected[seed]))
     right.append(same(call.both(), expected[1]))
-    # an arena goes when no rank maps it any more
+    # an arena is freed when no rank maps it any more
     torch.cuda.synchronize()
     dist.barrier(group)
     return right, before - torch.cuda.mem_get_info()[0]
@@ -228,7 +228,7 @@ def test_a_transport_may_go_during_a_capture(nccl, world_size):
 
 @deterministic()
 def grid(group):
-    """Whether both passes over a ring of pairs, and `unshard`, can be captured."""
+    """Whether graphs of both passes over a ring of pairs, and of `unshard`, are right."""
     mesh = init_device_mesh("cuda", (group.size() // 2, 2), mesh_dim_names=("ring", "heads"))
     call = Call(group, mesh, None)
     expected = call.expected(2)
@@ -264,8 +264,8 @@ def refusal(work):
 
 @deterministic()
 def refused(group):
-    """What this rank hears where a call is captured that was not made before, where one rank alone captures, and where one pass is
-    captured alone; and whether calls are right afterwards, captured and not."""
+    """This rank's errors if a call is captured that was not made before, if one rank alone captures, and if one pass alone is captured;
+    and whether calls are right afterwards, captured or not."""
     call = Call(group, ra.symmetric(group), ra.ring())
     messages = [refusal(lambda: capture(call.both))]
     expected = call.expected(1)[0]
@@ -282,7 +282,7 @@ def refused(group):
     return messages, same(results, expected), same(call.both(), expected)
 
 
-def test_what_cannot_be_captured_is_refused_on_every_rank(nccl, world_size):
+def test_wrong_captures_are_refused_on_every_rank(nccl, world_size):
     others = ", ".join(str(rank) for rank in range(world_size) if rank != 1)
     for (first, odd, backward, forward), *right in nccl.run(world_size, refused):
         assert "this call is captured in a CUDA graph, and the first of its kind: make the same call once before" in first
@@ -301,7 +301,7 @@ def reduced_overhead(group):
     torch.compiler.reset()
 
     def attention(q, k, v):
-        # doubling rounds nothing, in whatever precision it is fused
+        # doubling is exact in any precision of fused code
         return 2 * ra.ring_attention(2 * q, k, v, **call.options)
 
     compiled = torch.compile(attention, mode="reduce-overhead", fullgraph=True)

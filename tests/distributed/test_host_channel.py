@@ -1,4 +1,4 @@
-"""Records between processes: through memory on one host, and over gloo where one of them cannot map it."""
+"""Records between processes: through memory on one host, or over gloo if a process cannot map that memory."""
 
 import os
 import time
@@ -15,7 +15,7 @@ def channel(group, name):
 
 
 def swap(group, name, shared=True):
-    """Whether records went through memory, whether those of many lengths were right, and the last lengths."""
+    """Whether records went through memory, whether records of many lengths are right, and the last records' lengths."""
     rank = dist.get_rank(group)
     host = channel(group, name)
     with pytest.MonkeyPatch.context() as patch:
@@ -47,7 +47,7 @@ def test_many_records_in_a_row(gloo):
 
 
 def impatient(group):
-    """Rank 0 gives up twice, with a record of several pieces, before the others come."""
+    """Rank 0 stops waiting twice, the second time with a record of several pieces, before the others come."""
     host = channel(group, "impatient")
     rank = dist.get_rank(group)
     host.all_gather_control(b"x")
@@ -59,7 +59,7 @@ def impatient(group):
     return [x and [len(record) for record in x] for x in found], after
 
 
-def test_records_lie_there_for_those_who_come_late(gloo):
+def test_records_stay_for_ranks_that_come_late(gloo):
     first, *others = gloo.run(3, impatient)
     assert first == ([None, None], [b"\0", b"\1", b"\2"])
     assert others == [([[25] * 3, [3000] * 3], [b"\0", b"\1", b"\2"])] * 2
@@ -94,19 +94,19 @@ def other_call(group):
     return True
 
 
-def test_ranks_in_different_calls_are_told(gloo):
+def test_ranks_in_different_calls_raise_an_error(gloo):
     assert gloo.run(2, other_call) == [True] * 2
 
 
 def test_a_rank_that_does_not_come_is_named():
     file, key = shared_records.create(2)
     shared_records.forget(key)
-    with pytest.raises(RuntimeError, match=r"rank 1 has not made this call for 0:00:00\.050000: look where it stands"):
+    with pytest.raises(RuntimeError, match=r"rank 1 has not made this call within 0:00:00\.050000: find out where it hangs"):
         shared_records.SharedRecords(file, 0, 2).all_gather(b"x", None, timedelta(seconds=0.05))
 
 
 def left_alone(group):
-    """Rank 1 has a child that shares its memory, and ends while rank 0 waits for it."""
+    """Rank 1 forks a child, which shares its memory, and ends while rank 0 waits for rank 1."""
     host = channel(group, "left alone")
     rank = dist.get_rank(group)
     host.all_gather_control(b"x")

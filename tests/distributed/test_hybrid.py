@@ -1,4 +1,4 @@
-"""Grids of ranks over gloo: every rank's output, statistics and gradients against the dense reference, in fp64, and errors."""
+"""Grids of ranks over gloo: every rank's output, statistics and gradients against the dense reference, in fp64; and errors."""
 
 import gc
 import time
@@ -19,7 +19,7 @@ from ringattn.runtime.op import BACKWARD, FORWARD
 from tests.distributed import dense
 from tests.distributed.dense import inputs
 
-# ring x heads, and the heads that go with them: query and K/V
+# (ring, heads axis): (query heads, K/V heads) to try
 GRIDS = {
     (2, 2): ((8, 2), (4, 1), (6, 6)),
     (2, 3): ((6, 2), (3, 1), (12, 3), (9, 9)),
@@ -36,7 +36,7 @@ LENGTHS = (61, 5, 47, 97)
 
 
 def lopsided(n, world_size):
-    """The last rank holds half of the sequence, rank 1 and at most one other the rest, out of order; the others nothing."""
+    """The last rank holds half of the sequence; rank 1 and at most one other hold the rest, out of order; other ranks hold nothing."""
     spans = [() for _ in range(world_size)]
     spans[-1] = (ra.Span(1, n // 2, 2),)
     even = (n + 1) // 2
@@ -49,7 +49,7 @@ _meshes = {}
 
 
 def grid(shape, names=("ring", "heads")):
-    """A mesh of the first ranks, made once; on all 8 ranks together."""
+    """A mesh of the first ranks, made once; all 8 ranks must call it together."""
     if (shape, names) not in _meshes:
         ranks = torch.arange(shape[0] * shape[1]).view(shape)
         _meshes[shape, names] = DeviceMesh("cpu", ranks, mesh_dim_names=names)
@@ -57,12 +57,12 @@ def grid(shape, names=("ring", "heads")):
 
 
 def check(group, rank, n, mask, layout, schedule, heads, seed):
-    """`dense.check` of gradients through out and lse."""
+    """`dense.check`, with gradients through out and lse."""
     return dense.check(group, rank, mask, layout, schedule, *inputs(n, seed, heads, batch=1 + seed % 2))
 
 
 def check_grid(group, shape, names, cases):
-    """`check` of each case on a grid; the worst few. Ranks that are not in it have nothing to do."""
+    """`check` each case on a grid; returns the worst few. Ranks outside of the grid do nothing."""
     mesh = grid(shape, names)
     if mesh.get_coordinate() is None:
         return []
@@ -96,7 +96,7 @@ def test_the_heads_axis_may_come_first(gloo):
 
 
 def cube(group):
-    """Two grids at once, axes picked by name and by number, of a mesh of three dimensions; and what is kept for them."""
+    """Two grids at once, of a 3-D mesh, with axes given by name and by number; both give the same object."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "seq", "head"))
     pair = ra.hybrid(mesh, ring="seq", heads="head")
     assert ra.hybrid(mesh["seq", "head"], 0, 1) is pair
@@ -115,7 +115,7 @@ def test_grids_of_a_larger_mesh(gloo):
     assert max(worst for _, worst in found) < 1e-10
 
 
-def put_together(group, shape, n):
+def round_trips(group, shape, n):
     mesh = grid(shape)
     if mesh.get_coordinate() is None:
         return
@@ -127,7 +127,7 @@ def put_together(group, shape, n):
 @pytest.mark.parametrize("shape", [(2, 3), (4, 2)], ids="{0[0]}x{0[1]}".format)
 def test_unshard(gloo, shape):
     for n in (5, 23):
-        gloo.run(8, put_together, shape, n)
+        gloo.run(8, round_trips, shape, n)
 
 
 def half_precision(group, shape, heads, n):
@@ -173,7 +173,7 @@ def test_the_operators_keep_their_contract(gloo, mask, layout, heads):
 
 
 def checkpointed(group):
-    """For no checkpoint, one that recomputes all, and one by the policy: launches of both passes, and the inputs' gradients."""
+    """Launches of both passes and the inputs' gradients: without a checkpoint, with full recomputation, and with the policy."""
     mesh = grid((2, 2))
     if mesh.get_coordinate() is None:
         return None
@@ -208,7 +208,7 @@ def test_the_checkpoint_policy_saves_attention_from_running_twice(gloo):
 
 
 def call(group, odd):
-    """What every rank of a 2 x 2 grid passes if it does nothing odd, but for what is odd: 24 tokens, 4 heads over 2."""
+    """A call on a 2 x 2 grid with the common arguments, except for those in `odd`: 24 tokens, 4 query heads and 2 K/V heads."""
     options = {"h": 4, "layout": ra.zigzag(24, 4), "mask": ra.causal(), "return_stats": False, "swapped": False, **odd}
     mesh = grid((2, 2))
     pair = ra.hybrid(mesh, "heads", "ring") if options.pop("swapped") else mesh
@@ -218,7 +218,7 @@ def call(group, odd):
 
 
 def disagree(group, odd_rank, odd):
-    """The message that a rank gets where one calls with `odd`, how long it took, and whether the grid works afterwards."""
+    """This rank's error if one rank calls with `odd`, how long it took, and whether the grid works afterwards."""
     mesh = grid((2, 2))
     if mesh.get_coordinate() is None:
         return None
@@ -241,7 +241,7 @@ DISAGREEMENTS = {
 
 
 @pytest.mark.parametrize(("odd", "message"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
-def test_every_rank_hears_of_the_odd_one(gloo, odd, message):
+def test_every_rank_names_the_odd_one(gloo, odd, message):
     for text, took, works in gloo.run(8, disagree, 3, odd, timeout=30)[:4]:
         with pytest.raises(ValueError, match=message):
             raise ValueError(text)
@@ -249,7 +249,7 @@ def test_every_rank_hears_of_the_odd_one(gloo, odd, message):
         assert works
 
 
-def test_statistics_are_each_rank_s_own_choice(gloo):
+def test_each_rank_may_choose_to_return_statistics(gloo):
     for text, _, works in gloo.run(8, disagree, 3, {"return_stats": True}, timeout=30)[:4]:
         assert text == ""
         assert works
@@ -272,7 +272,7 @@ def test_bad_input_of_one_rank_stops_all(gloo, odd, message):
 
 
 def bad_meshes(group):
-    """What meshes that make no grid are refused with."""
+    """The errors for meshes that do not make a grid."""
     mesh = grid((2, 4), ("data", "ring"))
     unordered = DeviceMesh("cpu", [[0, 3], [2, 1], [4, 5], [6, 7]], mesh_dim_names=("ring", "heads"))
     unnamed = DeviceMesh("cpu", [[0, 1, 2, 3], [4, 5, 6, 7]])
@@ -303,7 +303,7 @@ def test_bad_meshes(gloo):
 
 
 def outsider(group):
-    """A mesh that this rank is not in."""
+    """The error of a rank outside of the mesh."""
     mesh = grid((2, 2))
     if mesh.get_coordinate() is None:
         with pytest.raises(ValueError) as caught:
@@ -316,7 +316,7 @@ def test_a_rank_outside_the_mesh(gloo):
 
 
 def come_and_go(group):
-    """Nothing stays of grids whose groups are gone, and a new mesh of the same ranks works."""
+    """How many grids stay after their groups are destroyed; a new mesh of the same ranks must work."""
     before = len(groups._hybrids)
     for _ in range(3):
         mesh = DeviceMesh("cpu", [[0, 1, 2, 3], [4, 5, 6, 7]], mesh_dim_names=("ring", "heads"))
@@ -331,5 +331,5 @@ def come_and_go(group):
     return len(groups._hybrids) - before
 
 
-def test_grids_go_with_their_groups(gloo):
+def test_grids_are_freed_with_their_groups(gloo):
     assert gloo.run(8, come_and_go) == [0] * 8

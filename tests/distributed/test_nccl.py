@@ -1,6 +1,6 @@
-"""The numerics contract on GPUs, one rank each: errors against fp64, on every rank by itself, at every number of ranks.
+"""The numerics contract on GPUs, one rank per GPU: errors against fp64, on each rank by itself, for every number of ranks.
 
-All ranks draw the same whole sequence and compute the dense fp64 and same-dtype references from it by themselves.
+Each rank draws the same whole sequence and computes the dense references from it, in fp64 and in the same dtype.
 """
 
 import re
@@ -43,7 +43,7 @@ def inputs(seq_len, heads, dtype):
 
 
 def dense(q, k, v, dout, mask, dtype):
-    """(out, dq, dk, dv) and lse of the whole sequence, in fp64, computed in `dtype`."""
+    """(out, dq, dk, dv) and lse of the whole sequence, computed in `dtype` and returned in fp64."""
     leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
     out, stats = ra.reference.attention(*leaves, mask=mask, return_stats=True)
     gradients = torch.autograd.grad(out, leaves, dout.to(dtype))
@@ -58,7 +58,7 @@ def ring(q, k, v, dout, layout, mask, group, schedule, rank):
 
 
 def errors(group, dtype, heads, seq_len, names, layouts, grid=None):
-    """For each case what this rank's shard is off by: see `judge`. On a grid of all ranks, if its shape (ring, heads) is given."""
+    """The errors of this rank's shard in each case, for `judge`; `grid`: the shape (ring, heads) of a grid of all ranks."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if grid is not None:
         group = ra.hybrid(init_device_mesh("cuda", grid, mesh_dim_names=("ring", "heads")))
@@ -97,7 +97,7 @@ def errors(group, dtype, heads, seq_len, names, layouts, grid=None):
 
 
 def judge(ranks):
-    """The contract: a list of what breaks it."""
+    """What breaks the contract, as a list of texts."""
     broken = []
     for case in ranks[0]:
         for rank, rows in enumerate(ranks):
@@ -113,7 +113,7 @@ def judge(ranks):
         for what in NAMES:
             ring_error, single = (sum(rows[case][what][i] for rows in ranks) ** 0.5 for i in (2, 3))
             if not ring_error <= 1.25 * single:
-                broken.append(f"{case}: {what} of {len(ranks)} ranks is off by {ring_error / single:.2f}x what one rank is")
+                broken.append(f"{case}: {what} of {len(ranks)} ranks is off by {ring_error / single:.2f}x the error of one rank")
     return broken
 
 
@@ -135,7 +135,7 @@ def test_uneven_shards_and_head_dims(nccl, world_size, heads, seq_len):
 
 @pytest.mark.parametrize("heads", [(4, 2, 128, 128), (4, 1, 64, 64)], ids=["shared out", "copied"])
 def test_a_grid_of_all_gpus(nccl, heads):
-    """Rings of half of the GPUs, and pairs along the heads' axis, for which K/V heads suffice or are copied."""
+    """Rings of half of the GPUs, and pairs on the heads axis, with K/V heads for both ranks of a pair or with copied ones."""
     count = torch.cuda.device_count()
     if count % 2:
         pytest.skip("needs an even number of GPUs")
@@ -150,7 +150,7 @@ def test_sixteen_thousand_tokens(nccl, world_size):
 
 
 def repeat(group, seq_len):
-    """Whether repeated runs give the same bits, and whether changed tokens leave all outputs before them as they were."""
+    """Whether repeated runs give the same bits, and whether changed tokens leave all earlier outputs unchanged."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     q, k, v, dout = inputs(seq_len, (4, 2, 128, 128), torch.bfloat16)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -176,7 +176,7 @@ def test_same_bits_every_time(nccl, world_size):
 
 
 def round_trip(group, seq_len):
-    """Whether unshard gives the whole back, and its backward the sum of the ranks' gradients."""
+    """Whether unshard returns the whole sequence, and its backward pass the sum of the ranks' gradients."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     x = inputs(seq_len, (2, 1, 64, 64), torch.float32)[0]
     layout = ra.zigzag(seq_len, world_size)
@@ -192,7 +192,7 @@ def test_unshard(nccl, world_size):
 
 
 def full_precision(group, seq_len):
-    """Errors of fp32 beside those of dense fp32 without TF32."""
+    """Errors in fp32, to compare with dense fp32 without TF32."""
     torch.backends.cuda.matmul.allow_tf32 = False
     return errors(group, torch.float32, (2, 1, 64, 64), seq_len, ("causal",), ("zigzag",))
 
@@ -202,7 +202,7 @@ def test_fp32(nccl, world_size):
 
 
 def refusal(group, odd):
-    """What a rank hears when rank `odd[0]` calls in its own way, and whether the group works afterwards."""
+    """This rank's error if rank `odd[0]` calls differently, and whether the group works afterwards."""
     rank = dist.get_rank(group)
     odd_rank, change = odd
     heads, device, scale = 2, "cuda", None
@@ -237,7 +237,7 @@ def test_a_rank_that_differs_stops_every_rank(nccl, change, message):
 
 
 def other_backends(group):
-    """What a gloo group says to GPU tensors, and whether a group of both backends takes tensors of either device."""
+    """The error of a gloo group for GPU tensors, and whether a group of both backends takes tensors of both devices."""
     gloo, both = dist.new_group(backend="gloo"), dist.new_group(backend="cpu:gloo,cuda:nccl")
     q = torch.ones(1, 16, 2, 32, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(ValueError) as caught:
@@ -255,7 +255,7 @@ def test_groups_of_other_backends(nccl):
 
 
 class Steps:
-    """Steps of a rank, forward and backward, over NCCL; with two inputs in turn, so that old rows are wrong ones."""
+    """Forward and backward steps of a rank over NCCL, with two inputs in turn, so that stale rows give wrong results."""
 
     def __init__(self, group, schedule, seq_len):
         self.rank = dist.get_rank(group)
@@ -270,7 +270,7 @@ class Steps:
             torch.cuda.synchronize()
 
     def run(self, count):
-        """Reserved bytes after so many steps."""
+        """Run `count` steps; returns the reserved bytes afterwards."""
         for i in range(count):
             for x, y in zip(ring(*self.inputs[i % 2], *self.options)[0], self.right[i % 2], strict=True):
                 self.wrong += (x != y).any()
@@ -278,14 +278,14 @@ class Steps:
 
 
 def host_ahead(group, schedule, seq_len):
-    """Reserved bytes after 10 steps, and after 6 more that are queued before the GPU begins; whether they were; outputs that differ."""
+    """Reserved bytes after 10 steps, and after 6 more that are queued before the GPU starts; whether they were; how many outputs differ."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.cuda.empty_cache()  # or what an earlier test took would do
+    torch.cuda.empty_cache()  # otherwise memory reserved by an earlier test would suffice
     steps = Steps(group, schedule, seq_len)
     before = steps.run(10)
     torch.cuda.synchronize()
     dist.barrier(group)
-    # one rank's GPU after the other's, so that transfers wait, too
+    # one rank's GPU starts after the other's, so that transfers wait, too
     torch.cuda._sleep(1_000_000_000 * (1 + steps.rank))
     begun = torch.cuda.Event()
     begun.record()
@@ -296,7 +296,7 @@ def host_ahead(group, schedule, seq_len):
 
 
 @pytest.mark.parametrize("schedule", [ra.ring(), ra.gather()], ids=["ring", "gather"])
-def test_a_host_that_is_ahead_takes_no_more_memory(nccl, schedule):
+def test_a_host_that_is_ahead_needs_no_more_memory(nccl, schedule):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     for before, after, ahead, wrong in nccl.run(2, host_ahead, schedule, 8192):
@@ -306,7 +306,7 @@ def test_a_host_that_is_ahead_takes_no_more_memory(nccl, schedule):
 
 
 def dropped(group):
-    """Whether memory is handed out again while a transfer uses it whose handle is gone."""
+    """Whether memory is reused while a transfer uses it whose handle was dropped."""
     transport = ra.process_group(group)
     transport.connect(torch.device("cuda"))
     peer = 1 - transport.rank

@@ -1,4 +1,4 @@
-"""The ranks that tests run on: errors come back with their traceback, hangs end, and both leave working ranks behind."""
+"""The ranks that tests run on: errors come back with their tracebacks, hangs end, and the ranks work again afterwards."""
 
 import os
 import time
@@ -14,7 +14,7 @@ def rank_sum(group, offset):
     return dist.get_rank(group), int(x)
 
 
-def fail_each_its_way(group):
+def fail_differently(group):
     if dist.get_rank(group) == 1:
         raise KeyError("the odd one")
     if dist.get_rank(group) == 2:
@@ -36,11 +36,11 @@ def test_failures_are_reported_and_the_ranks_work_again(gloo):
     ranks = type(gloo)("gloo", 3)
     try:
         with pytest.raises(AssertionError) as caught:
-            ranks.run(3, fail_each_its_way, timeout=3)
+            ranks.run(3, fail_differently, timeout=3)
         message = str(caught.value)
         assert "KeyError: 'the odd one'" in message.split("--- rank 1 of")[1]
         assert "the process ended" in message.split("--- rank 2 of")[1]
-        assert "in fail_each_its_way" in message.split("--- ranks [0] of (0, 1, 2) did not finish, 3 s allowed")[1]
+        assert "in fail_differently" in message.split("--- ranks [0] of (0, 1, 2) did not finish, 3 s allowed")[1]
         assert ranks.run(2, rank_sum, 0) == [(0, 1), (1, 1)]
     finally:
         ranks.close()

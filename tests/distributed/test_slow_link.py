@@ -1,9 +1,9 @@
-"""Two nodes with a slow link between them: which bytes cross it, and how long a pass takes, for each schedule.
+"""Two nodes with a slow link between them: how many bytes cross it, and how long each pass takes, for each schedule.
 
-A node is a network namespace with four ranks; a virtual cable joins the two, and a token bucket at either end holds it to a rate. Ranks of
-one node talk over its loopback device, so that the cable's own counters tell what crosses.
+A node is a network namespace with four ranks. A virtual cable joins the two nodes, and a token bucket at each end limits its rate. Ranks
+of one node talk over its loopback device, so the cable's counters count only the bytes between nodes.
 
-Run as a script, this file is the ranks' launcher: it imports torch once and forks them into the namespaces.
+As a script, this file is the ranks' launcher: it imports torch once and forks the ranks into the namespaces.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NODES, RANKS_PER_NODE = 2, 4
 WORLD_SIZE = NODES * RANKS_PER_NODE
-TOKENS, HEADS, HEAD_DIM = 12, 16, 256  # of a rank: many bytes for little compute
-SHARD = 2 * TOKENS * HEADS * HEAD_DIM * 4  # K and V in fp32, bytes
+TOKENS, HEADS, HEAD_DIM = 12, 16, 256  # per rank: many bytes and little compute
+SHARD = 2 * TOKENS * HEADS * HEAD_DIM * 4  # bytes of K and V in fp32
 LINK_BYTES_PER_SECOND = 30e6 / 8
 # shards of K/V that leave a node in a forward pass
 SHARDS_OUT = {"ring": WORLD_SIZE - 1, "double ring": RANKS_PER_NODE, "hybrid": RANKS_PER_NODE}
-FASTER = 0.8  # at most this share of the ring's time: four shards against seven take 0.57 of it where only the link takes time
-ROUNDS = 8  # at most, to find a moment in which this machine's processors are free
+FASTER = 0.8  # the greatest share of the ring's time: four shards instead of seven take 0.57 of it if only the link takes time
+ROUNDS = 8  # at most, to find a moment when this machine's processors are free
 
 
 def test_bytes_and_time_over_a_slow_link(nodes):
@@ -41,7 +41,7 @@ def test_bytes_and_time_over_a_slow_link(nodes):
         # the backward pass moves K/V again, and as many bytes of fp32 dK/dV
         for part, wanted in enumerate((shards * SHARD, 2 * shards * SHARD)):
             for node in range(NODES):
-                # headers, acknowledgements and the records by which ranks agree come on top
+                # plus headers, acknowledgements and the records by which ranks agree
                 assert wanted <= found[method]["bytes"][node][part] <= 1.15 * wanted, (method, found[method])
             # nothing is faster than the link
             assert found[method]["seconds"][part] > 0.9 * wanted / LINK_BYTES_PER_SECOND, (method, found[method])
@@ -76,7 +76,7 @@ def nodes():
             command(*inside, "link", "set", "lo", "up")
             command(*inside, "address", "add", f"10.77.0.{i + 1}/24", "dev", "cable")
             command(*inside, "link", "set", "cable", "up")
-            # a queue that nothing drops out of
+            # a queue that drops nothing
             rate = f"{LINK_BYTES_PER_SECOND * 8:.0f}bit"
             command(
                 "tc", "-n", name, "qdisc", "add", "dev", "cable", "root", "tbf", "rate", rate, "burst", "128kb", "latency", "2s"
@@ -88,7 +88,7 @@ def nodes():
 
 
 def run_ranks(nodes: list[str]) -> dict:
-    """Per method: "seconds" of the fastest forward pass and backward pass, and the least "bytes" that each node sent in them."""
+    """For each method: "seconds" of the fastest forward and backward pass, and the least "bytes" that each node sent in them."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
@@ -111,7 +111,7 @@ def run_ranks(nodes: list[str]) -> dict:
 
 
 def launch(path: str, nodes: list[str]) -> int:
-    """Fork a rank for each place on each node; the first failure ends all."""
+    """Fork the ranks into their nodes; returns the worst exit status."""
     import ringattn  # noqa: F401  once for all ranks
 
     for rank in range(WORLD_SIZE):
@@ -125,7 +125,7 @@ def launch(path: str, nodes: list[str]) -> int:
 
 
 def serve(rank: int, path: str) -> None:
-    """One rank: run each method, and on rank 0 write what was measured."""
+    """One rank: run each method; rank 0 writes the measurements."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -175,7 +175,7 @@ def fastest(rounds: list[tuple[list, list]]) -> dict:
 
 
 def mark(dist) -> tuple[float, int]:
-    """Now, and the bytes that have left this node, while all ranks are here."""
+    """The time, and the bytes that have left this node so far, while all ranks wait here."""
     dist.barrier()
     now = time.perf_counter()
     (line,) = [line for line in Path("/proc/self/net/dev").read_text().splitlines() if line.strip().startswith("cable:")]

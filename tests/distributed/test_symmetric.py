@@ -1,4 +1,5 @@
-"""The symmetric transport on GPUs: the bits of the process group's, whatever is slow; no waiting host; copies beside full GPUs."""
+"""The symmetric transport on GPUs: it gives the bits of the process group's transport, whatever is slow; the host does not wait, and
+copies run beside kernels that fill the GPU."""
 
 import gc
 import itertools
@@ -23,7 +24,7 @@ from ringattn.transport.symmetric import SymmetricTransport
 
 pytestmark = pytest.mark.gpu
 
-SMALL = 1 << 20  # a budget of which messages take many pieces
+SMALL = 1 << 20  # a budget so small that messages go in many pieces
 CYCLES = 2_000_000  # about a millisecond
 
 
@@ -36,7 +37,7 @@ def world_size(request):
 
 @triton.jit
 def spin(target, STEPS):
-    """Keeps its multiprocessor busy: with enough programs of 32 warps there is no room for another kernel."""
+    """Keep a multiprocessor busy: enough programs of 32 warps leave no room for another kernel."""
     x = tl.arange(0, 1024).to(tl.float32)
     for _ in range(STEPS):
         x = x * 0.999 + 0.001
@@ -44,12 +45,12 @@ def spin(target, STEPS):
 
 
 def beside_a_full_gpu(group):
-    """Milliseconds of an exchange of 64 MiB, and of a kernel behind it that holds every multiprocessor; the host's; whether it is right."""
+    """Milliseconds of an exchange of 64 MiB, of a later kernel that fills every multiprocessor, and of the host; whether data are right."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     symmetric = ra.symmetric(group)
     device = torch.device("cuda", torch.cuda.current_device())
     symmetric.connect(device)
-    # two to a multiprocessor, or one after the other
+    # two programs per multiprocessor, side by side or one after the other
     programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
     target = torch.empty(programs * 1024, device=device)
     spin[programs,](target, 160, num_warps=32)
@@ -87,7 +88,7 @@ def results(group, layout, schedule, seed=0, dtype=torch.bfloat16):
     shapes = (1, s, 4, 64), (1, s, 2, 64), (1, s, 2, 64), (1, s, 4, 64)
     *leaves, dout = (torch.randn(shape, generator=generator, device="cuda", dtype=dtype) for shape in shapes)
     leaves = [x.requires_grad_() for x in leaves]
-    # or dq would differ in its last bits from run to run
+    # otherwise dq differs in its last bits from run to run
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         out = ra.ring_attention(*leaves, layout=layout, group=group, schedule=schedule)
@@ -97,14 +98,14 @@ def results(group, layout, schedule, seed=0, dtype=torch.bfloat16):
 
 
 def layouts(world_size):
-    """Of growing and shrinking sizes, equal and unequal shards."""
+    """Layouts of growing and shrinking lengths, with equal and unequal shards."""
     yield from (ra.zigzag(n, world_size) for n in (2048, 515, 8192, 16))
     ends = [0, 1, *range(900, 900 * world_size - 900, 900), 900 * world_size]
     yield ra.Layout(ends[-1], tuple((ra.Span(begin, end - begin),) for begin, end in zip(ends, ends[1:])))
 
 
 def same(group, budget):
-    """Cases in which the symmetric transport does not give the bits of the process group's, several calls in a row."""
+    """The cases in which the symmetric transport gives other bits than the process group's, in several calls in a row."""
     over_process_group, symmetric = ra.process_group(group), ra.symmetric(group, budget=budget)
     wrong = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -124,7 +125,7 @@ def test_same_bits_as_over_the_process_group(nccl, world_size, budget):
 
 
 def overlapping(group):
-    """Whether ranks of which the first two were in a group of their own before share memory, too."""
+    """Whether ranks can share memory after the first two of them shared memory in a smaller group."""
     rank, device = dist.get_rank(group), torch.device("cuda", torch.cuda.current_device())
     if rank < 2:
         pair = dist.new_group([0, 1], use_local_synchronization=True)
@@ -144,7 +145,7 @@ def test_a_larger_group_after_a_smaller_one(nccl):
 
 
 def messages(group, budget, seed):
-    """Whether messages of random sizes come whole, two exchanges under way at once, each tensor scribbled on after its wait."""
+    """Whether messages of random sizes arrive whole. Two exchanges are under way at once; sent tensors are overwritten after the wait."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     symmetric = ra.symmetric(group, budget=budget)
     symmetric.connect(torch.device("cuda", torch.cuda.current_device()))
@@ -181,12 +182,12 @@ def messages(group, budget, seed):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("budget", [SMALL, 256 << 20], ids=["in pieces", "whole"])
-def test_messages_come_whole(nccl, world_size, budget, seed):
+def test_messages_arrive_whole(nccl, world_size, budget, seed):
     assert all(nccl.run(world_size, messages, budget, seed))
 
 
 def delayed(group, where, wait_for_readers, cycles=CYCLES):
-    """Whether bits stay the same while some ranks' copies, or computations, come late."""
+    """Whether bits stay the same if some ranks' copies, or computations, are late."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     layout = ra.zigzag(1024 * world_size, world_size)
     symmetric = ra.symmetric(group, budget=SMALL)
@@ -226,14 +227,14 @@ def test_delays_change_nothing(nccl, world_size, where):
     assert nccl.run(world_size, delayed, where, True) == [True] * world_size
 
 
-def test_a_delay_shows_where_nobody_waits_for_readers(nccl, world_size):
-    """That the test above can fail."""
-    # a delay that no busy host makes up for
+def test_a_delay_changes_bits_if_nobody_waits_for_readers(nccl, world_size):
+    """So the test above can fail."""
+    # a delay longer than any that a busy host causes
     assert not all(nccl.run(world_size, delayed, "pull", False, 20 * CYCLES))
 
 
 def beside(group, schedule):
-    """Relative differences of dq, dk and dv that launches side by side, some of them late, make to those of one after another."""
+    """The relative differences of dq, dk and dv between launches side by side, some of them late, and launches one after another."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     layout = ra.zigzag(2048 * world_size, world_size)
     symmetric = ra.symmetric(group)
@@ -269,7 +270,7 @@ def beside(group, schedule):
 
 @pytest.mark.parametrize("schedule", [ra.ring(), ra.gather(), ra.waves(1)], ids=repr)
 def test_launches_side_by_side(nccl, world_size, schedule):
-    """dk and dv are the same bits; dq is added in no fixed order in any case."""
+    """dk and dv have the same bits; dq is always summed in no fixed order."""
     plan = ra.make_plan(ra.zigzag(2048 * world_size, world_size), ra.causal())
     wanted = compile_program(schedule, plan, 0).backward.side_by_side
     for (dq, dk, dv), kinds in nccl.run(world_size, beside, schedule):
@@ -279,7 +280,7 @@ def test_launches_side_by_side(nccl, world_size, schedule):
 
 
 def steps(group, count):
-    """Bytes in use on the GPU after 20 and after all steps: (by torch, kept by torch, by all)."""
+    """Bytes used on the GPU after 20 and after all steps: (by torch's tensors, reserved by torch, by all)."""
     symmetric = ra.symmetric(group)
     layout = ra.zigzag(4096, dist.get_world_size(group))
     used = []
@@ -296,19 +297,19 @@ def steps(group, count):
 def test_memory_is_flat(nccl, world_size):
     for (early, late), outstanding in nccl.run(world_size, steps, 300, timeout=200):
         assert early[:2] == late[:2]
-        # other tests' processes may have left the GPU meanwhile
+        # other tests' processes may have freed GPU memory meanwhile
         assert late[2] <= early[2] + (8 << 20)
         assert outstanding == 0
 
 
 def come_and_go(group):
-    """Bytes of the GPU that are gone after transports that are no more."""
+    """GPU bytes that stay in use after transports were freed."""
     layout = ra.zigzag(512, dist.get_world_size(group))
 
     def free_bytes():
         torch.cuda.synchronize()
         gc.collect()
-        # an arena goes when no rank maps it any more
+        # an arena is freed when no rank maps it any more
         dist.barrier(group)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info()[0]
@@ -321,12 +322,12 @@ def come_and_go(group):
     return before - after
 
 
-def test_arenas_go_with_their_transports(nccl, world_size):
+def test_arenas_are_freed_with_their_transports(nccl, world_size):
     assert max(nccl.run(world_size, come_and_go)) < 64 << 20
 
 
 def choice(group):
-    """What a group takes by itself, what it says, and whether that gives the bits of the process group."""
+    """Whether a group chooses the symmetric transport, what it logs, and whether bits are those of the process group's transport."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -341,7 +342,7 @@ def choice(group):
     return isinstance(get_context(group).transport._gpu, SymmetricTransport), lines, equal
 
 
-def test_a_group_on_one_host_takes_it_by_itself(nccl, world_size):
+def test_a_group_on_one_host_uses_it_by_itself(nccl, world_size):
     found = nccl.run(world_size, choice)
     assert all(symmetric and equal for symmetric, _, equal in found)
     for rank, (_, lines, _) in enumerate(found):

@@ -1,4 +1,4 @@
-"""A model prepared by accelerate around a ring: parameters after a step are those of one process, with accumulation and clipping."""
+"""A model that accelerate prepares, around a ring: a step gives the parameters of one process, with accumulation and clipping."""
 
 import importlib.util
 import os
@@ -17,7 +17,7 @@ from ringattn.training.causal_lm import IGNORE, CausalLMLoss, shift_labels
 from ringattn.training.data import shard_batch
 from ringattn.training.loss import Reduction, count_tokens, mean_loss
 
-# `make test` installs it, but for a GPU host without network
+# `make test` installs it, except on a GPU host without network
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
 
 N, VOCAB, LR, CLIP = 41, 37, 0.5, 0.3
@@ -32,7 +32,7 @@ def make_model():
 
 
 def batch(replica, micro):
-    """A sequence whose ranks count differently many tokens, in each replica and micro-batch."""
+    """A sequence; the number of tokens that count differs between ranks, replicas and micro-batches."""
     ids = torch.randint(VOCAB, (1, N), generator=torch.Generator().manual_seed(10 * micro + replica))
     labels = shift_labels(ids)
     labels[:, 3 : 9 + 4 * replica + 2 * micro] = IGNORE
@@ -54,7 +54,7 @@ def step_of_one_process(replicas, accumulation, smoothing=0.0):
 
 
 def mean_of(state, replicas):
-    """The mean loss over all tokens of the replicas' first batches, by these weights."""
+    """The mean loss over all tokens of the replicas' first batches, with these weights."""
     model = make_model()
     model.load_state_dict(state)
     batches = [batch(replica, 0) for replica in range(replicas)]
@@ -69,9 +69,9 @@ def summed_loss(outputs, labels, smoothing):
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
 
 
-@patch.dict(os.environ)  # accelerate keeps its plugins there
+@patch.dict(os.environ)  # accelerate keeps its plugins in the environment
 def step_under_accelerate(group, accumulation, replicas, device="cpu", fsdp=False):
-    """The same on this rank of a mesh (replicas, ring)."""
+    """The same step on this rank of a mesh (replicas, ring)."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size, MASTER_ADDR="localhost")
     os.environ.update({name: str(value) for name, value in names.items()})  # as torchrun or accelerate launch would
@@ -113,7 +113,7 @@ def step_under_accelerate(group, accumulation, replicas, device="cpu", fsdp=Fals
 
 @patch.dict(os.environ)
 def step_under_the_trainer(group, accumulation, replicas, folder, smoothing=0.0, by_the_trainer=False):
-    """The same by transformers' Trainer, which counts the labels of all ranks itself."""
+    """The same step by transformers' Trainer, which itself counts the labels of all ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_ADDR="localhost", MASTER_PORT=29511)
     os.environ.update({name: str(value) for name, value in names.items()})
@@ -168,7 +168,7 @@ def step_under_the_trainer(group, accumulation, replicas, folder, smoothing=0.0,
 
 @pytest.fixture(scope="module")
 def processes():
-    """Four ranks of their own: accelerate takes the default group for all there are."""
+    """Four separate ranks, because accelerate uses all ranks of the default group."""
     from ranks import Ranks
 
     pool = Ranks("gloo", 4, ("accelerate", "transformers.models.llama.modeling_llama"))
@@ -186,17 +186,17 @@ def assert_same(found, replicas, accumulation, within, smoothing=0.0):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_step_is_that_of_one_process(processes, accumulation):
+def test_a_step_equals_that_of_one_process(processes, accumulation):
     assert_same(processes.run(4, step_under_accelerate, accumulation, 2), 2, accumulation, 1e-6)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_step_of_the_trainer_is_that_of_one_process(processes, accumulation, tmp_path):
+def test_a_step_of_the_trainer_equals_that_of_one_process(processes, accumulation, tmp_path):
     assert_same(processes.run(4, step_under_the_trainer, accumulation, 2, str(tmp_path), timeout=120), 2, accumulation, 1e-6)
 
 
-def test_a_step_of_the_trainer_with_a_loss_of_ones_own(processes, tmp_path):
-    """With smoothed labels, which the Trainer's own `label_smoothing_factor` would shift once more."""
+def test_a_step_of_the_trainer_with_a_custom_loss(processes, tmp_path):
+    """The loss smooths labels; the Trainer's own `label_smoothing_factor` would shift them once more."""
     found = processes.run(4, step_under_the_trainer, 2, 2, str(tmp_path), 0.3, timeout=120)
     assert_same(found, 2, 2, 1e-6, smoothing=0.3)
     for message in processes.run(4, step_under_the_trainer, 1, 2, str(tmp_path), 0.3, True, timeout=120):
@@ -205,7 +205,7 @@ def test_a_step_of_the_trainer_with_a_loss_of_ones_own(processes, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
-def test_a_step_on_gpus_is_that_of_one_process(nccl, fsdp):
+def test_a_step_on_gpus_equals_that_of_one_process(nccl, fsdp):
     count = torch.cuda.device_count()
     replicas = 1 if count % 2 else 2
     assert_same(nccl.run(count, step_under_accelerate, 2, replicas, "cuda", fsdp, timeout=120), replicas, 2, 5e-6)

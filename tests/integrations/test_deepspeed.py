@@ -1,4 +1,4 @@
-"""DeepSpeed around a ring: every parameter after a step is that of one process, for each ZeRO stage, mesh and way to accumulate."""
+"""DeepSpeed around a ring: steps give the parameters of one process, for each ZeRO stage, mesh and number of accumulated batches."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ import ringattn as ra
 from ringattn.integrations.deepspeed import DeepSpeedParallel
 from ringattn.training.loss import count_tokens, mean_loss
 
-# `make test` installs it, but for a GPU host without network
+# `make test` installs it, except on a GPU host without network
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 
 N, VOCAB, WIDTH, LR, CLIP = 24, 17, 8, 0.5, 0.4
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Summed loss of a tiny language model."""
+    """A tiny language model that returns its summed loss."""
 
     def __init__(self, checkpoint=None):
         super().__init__()
@@ -68,7 +68,7 @@ def batch(replica, micro):
 
 
 def parameters_of_one_process(replicas, accumulation, steps):
-    """After each step of plain SGD on the mean over all tokens: what every rank must have."""
+    """What every rank must have after each step of plain SGD on the mean over all tokens."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), LR)
     found = []
@@ -77,7 +77,7 @@ def parameters_of_one_process(replicas, accumulation, steps):
         tokens = sum(int((labels != IGNORE).sum()) for _, labels in batches)
         loss = sum(model(*one) for one in batches) / tokens
         loss.backward()
-        # the norm over all ranks, to which DeepSpeed adds 1e-6 as torch does
+        # DeepSpeed adds 1e-6 to the norm over all ranks, as torch does
         assert nn.utils.clip_grad_norm_(model.parameters(), CLIP) > CLIP
         optimizer.step()
         optimizer.zero_grad()
@@ -100,13 +100,13 @@ def start(parallel, stage, accumulation, dtype, checkpoint=None, scatter=True, d
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": dtype == torch.bfloat16},
     }
-    # with sequence parallel DeepSpeed adds gradients in fp32, its default for seq_parallel_communication_data_type
+    # with sequence parallelism DeepSpeed sums gradients in fp32, its default for seq_parallel_communication_data_type
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), LR), config=config, mpu=parallel)
     return engine
 
 
 def run_step(engine, parallel, step):
-    """One optimiser step; the mean loss over all its tokens."""
+    """Take one optimiser step; returns the mean loss over all its tokens."""
     accumulation = engine.gradient_accumulation_steps()
     layout = engine.module.blocks[0].options["layout"]
     mine = []
@@ -132,7 +132,7 @@ def whole_parameters(engine, stage):
 
 
 def prepare(group, ring, device):
-    """DeepSpeed without its launcher and without compiling its operators, and its groups."""
+    """Set DeepSpeed up without its launcher and without compiled operators; returns its groups."""
     os.environ["LOCAL_RANK"] = str(group.rank()) if device == "cuda" else "0"
     os.environ["DS_ACCELERATOR"] = device
     import deepspeed
@@ -161,7 +161,7 @@ def trained(group, ring, stage, accumulation, dtype, checkpointing, scatter=True
 
 
 def of_a_file(group, ring, stage, device="cpu"):
-    """The losses of two steps by the configuration in launch/jobs/deepspeed, what steps the weights, and the rates of learning."""
+    """With the configuration in launch/jobs/deepspeed: the losses of two steps, the optimiser, and the learning rates."""
     parallel = prepare(group, ring, device)
     import deepspeed
 
@@ -181,18 +181,18 @@ def of_a_file(group, ring, stage, device="cpu"):
 
 
 def assert_configured(found, replicas):
-    """Of steps that are small: the losses of one process whose weights stay."""
+    """Steps are so small that the losses are those of one process with constant weights."""
     wanted = [sum(Model()(*batch(r, step)).item() for r in range(replicas)) for step in range(2)]
     counts = [sum(int((batch(r, step)[1] != IGNORE).sum()) for r in range(replicas)) for step in range(2)]
     for losses, optimizer, (first, second) in found:
         assert losses == pytest.approx([loss / count for loss, count in zip(wanted, counts, strict=True)], rel=1e-2)
-        # DeepSpeed's own is compiled at its first use
+        # not DeepSpeed's own, which would be compiled at its first use
         assert optimizer == "torch.optim.adamw.AdamW"
         assert first < second
 
 
 def resumed(group, ring, stage, folder, device="cpu"):
-    """Parameters after a second step, straight on and from a checkpoint of the first."""
+    """Loss and parameters after a second step: without interruption, and from a checkpoint of the first step."""
     parallel = prepare(group, ring, device)
     torch.use_deterministic_algorithms(device == "cuda", warn_only=True)
     engine = start(parallel, stage, 1, torch.float32, device=device)
@@ -210,7 +210,7 @@ def resumed(group, ring, stage, folder, device="cpu"):
 
 @pytest.fixture(scope="module")
 def pools(gloo):
-    """Jobs of DeepSpeed, which needs all ranks of a job: a pool a world size. It is to compile no operators."""
+    """One job per world size, because DeepSpeed needs all ranks of a job; it must not compile operators."""
     made = {}
     os.environ.update(DS_BUILD_OPS="0", DS_ACCELERATOR="cpu")
 
@@ -226,7 +226,7 @@ def pools(gloo):
 
 
 def assert_steps(found, wanted, parameters_within, loss_within):
-    """Each rank's loss and parameters after each step."""
+    """Check each rank's loss and parameters after each step."""
     for ranks_steps in found:
         for (loss, parameters), (wanted_loss, wanted_parameters) in zip(ranks_steps, wanted, strict=True):
             assert loss == pytest.approx(wanted_loss, rel=loss_within)
@@ -256,7 +256,7 @@ def assert_steps(found, wanted, parameters_within, loss_within):
     ],
     ids=lambda x: str(x),
 )
-def test_steps_are_those_of_one_process(pools, ring, replicas, stage, accumulation, checkpointing, scatter):
+def test_steps_equal_those_of_one_process(pools, ring, replicas, stage, accumulation, checkpointing, scatter):
     wanted = parameters_of_one_process(replicas, accumulation, 2)
     found = pools(ring * replicas).run(
         ring * replicas, trained, ring, stage, accumulation, torch.float32, checkpointing, scatter, timeout=120
@@ -266,7 +266,7 @@ def test_steps_are_those_of_one_process(pools, ring, replicas, stage, accumulati
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_steps_in_bfloat16(pools, stage):
-    """To bf16's rounding of parameters and activations."""
+    """Up to bf16's rounding of parameters and activations."""
     wanted = parameters_of_one_process(2, 1, 2)
     assert_steps(pools(4).run(4, trained, 2, stage, 1, torch.bfloat16, False, timeout=120), wanted, **IN_BF16)
 
@@ -284,7 +284,7 @@ def test_the_configurations_for_launchers_train(pools, stage):
 
 
 def rings_of_gpus():
-    """All GPUs, half of them in each of two rings where their number is even: (ring, replicas)."""
+    """(ring, replicas) on all GPUs: two rings of half of them each if their number is even, otherwise one ring."""
     count = torch.cuda.device_count()
     return (count, 1) if count % 2 else (count // 2, 2)
 
@@ -295,7 +295,7 @@ def rings_of_gpus():
     [(1, 1, torch.float32), (3, 2, torch.float32), (1, 1, torch.bfloat16), (3, 1, torch.bfloat16)],
     ids=str,
 )
-def test_steps_on_gpus_are_those_of_one_process(nccl, stage, accumulation, dtype):
+def test_steps_on_gpus_equal_those_of_one_process(nccl, stage, accumulation, dtype):
     ring, replicas = rings_of_gpus()
     wanted = parameters_of_one_process(replicas, accumulation, 2)
     found = nccl.run(ring * replicas, trained, ring, stage, accumulation, dtype, False, True, "cuda", timeout=120)
@@ -336,7 +336,7 @@ def test_other_meshes_are_refused(pools):
 
 
 def test_an_engine_without_the_ring_is_refused():
-    """It would take the mean over all ranks in every stage."""
+    """Without it, DeepSpeed would average over all ranks in every stage."""
     parallel = object.__new__(DeepSpeedParallel)
     with pytest.raises(ValueError, match=r"initialize it with deepspeed\.initialize\(\.\.\., mpu=parallel\)"):
         parallel.reduction(SimpleNamespace(mpu=None))

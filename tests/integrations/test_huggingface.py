@@ -1,4 +1,4 @@
-"""Hugging Face models on a ring give the logits and gradients of the same models dense; options are honoured or refused."""
+"""Hugging Face models on a ring give the logits and gradients of dense attention; options are honoured or refused."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from torch._functorch.aot_autograd import make_boxed_func
 from transformers.masking_utils import AttentionMaskInterface
 
 import ringattn as ra
-from ringattn.integrations.huggingface import NAME, Live, LiveMask, attach, detach, register, ring_attention_forward
-from ringattn.integrations.huggingface_checks import check_targets
+from ringattn.integrations.huggingface import NAME, attach, detach, register, ring_attention_forward
+from ringattn.integrations.huggingface_attachment import LiveMask, LivePairs
+from ringattn.integrations.huggingface_labels import check_targets
 from ringattn.training.causal_lm import CausalLMLoss, shift_labels, sum_gradients
 
 TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 SIZES = dict(**TINY, num_key_value_heads=2, use_cache=False, bos_token_id=None, eos_token_id=None, pad_token_id=None)
 WINDOW = 7
 BERT = dict(**TINY, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
-# from 5.0 on, the attention of encoders and of Qwen2-MoE goes through transformers' interface
+# from version 5.0 on, the attention of encoders and of Qwen2-MoE uses AttentionInterface
 SINCE_5 = getattr(transformers.BertModel, "_supports_attention_backend", False)
 ALTERNATING = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 
@@ -32,7 +33,7 @@ ALTERNATING = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "ful
 def make(kind: str, **settings) -> nn.Module:
     config_type = getattr(transformers, f"{kind}TextConfig" if kind in ("Gemma3", "Gemma4") else f"{kind}Config")
     model = getattr(transformers, f"{kind}ForCausalLM")(config_type(**{**SIZES, **settings}))
-    # what keeps fp64 where there is a choice: eager attention rounds weights to fp32, grouped experts take no fp64
+    # keep fp64 where possible: eager attention rounds weights to fp32, and grouped experts do not take fp64
     if kind not in ("GptOss", "Gemma2"):
         model.set_attn_implementation("sdpa")
     if hasattr(model, "set_experts_implementation"):
@@ -45,9 +46,9 @@ MODELS = {
     "qwen3": lambda: make("Qwen3", head_dim=16),
     # every layer has the window
     "mistral": lambda: make("Mistral", sliding_window=WINDOW),
-    # the second layer has it
+    # the second layer has the window
     "qwen2": lambda: make("Qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
-    # the scale is not that of head_dim
+    # the scale does not follow from head_dim
     "gemma2": lambda: make("Gemma2", head_dim=8, query_pre_attn_scalar=5, attn_logit_softcapping=None, **ALTERNATING),
     "gemma3": lambda: make("Gemma3", head_dim=8, query_pre_attn_scalar=5, **ALTERNATING),
     # sinks in both layers, a window in one, experts
@@ -71,7 +72,7 @@ MODELS = {
         moe_intermediate_size=16,
         first_k_dense_replace=1,
     ),
-    # attention whose class has another name, twice a layer
+    # two attention modules per layer, whose class has another name
     "longcat-flash": lambda: make(
         "LongcatFlash",
         num_layers=2,
@@ -88,7 +89,7 @@ MODELS = {
         moe_topk=2,
         zero_expert_num=2,
     ),
-    # tells its attention that it is not causal whenever it has a mask
+    # says that its attention is not causal whenever it has a mask
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=61,
@@ -104,16 +105,16 @@ MODELS = {
         )
     ),
 }
-# frequencies that depend on the last position of the sequence, here on both sides of what a rank holds
+# frequencies that depend on the last position: a rank's own last position would give others
 STRETCHED = dict(rope_theta=100.0, factor=4.0, original_max_position_embeddings=12)
 for kind, scaling in dict(dynamic={}, longrope=dict(short_factor=[1.0] * 4, long_factor=[2.0, 3.0, 4.0, 5.0])).items():
     MODELS[kind] = lambda rope=dict(rope_type=kind, **STRETCHED, **scaling): make(
         "Llama", max_position_embeddings=12, **{"rope_parameters" if SINCE_5 else "rope_scaling": rope}
     )
 if SINCE_5:
-    # sees in both directions
+    # attention in both directions
     MODELS["bert"] = lambda: transformers.BertForMaskedLM(transformers.BertConfig(**BERT))
-    # asks for the mask of a window of 0, which no layer has
+    # asks for the mask of a window of 0, though no layer has a window
     MODELS["qwen2-moe"] = lambda: make(
         "Qwen2Moe", moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4, num_experts_per_tok=2
     )
@@ -132,13 +133,13 @@ if GEMMA4:
 LAYOUTS = {"zigzag": ra.zigzag, "contiguous": ra.contiguous, "striped": ra.striped}
 DOCUMENTS = (11, 1, 17, 8)
 BOUNDS = [0, 11, 12, 29, 37]
-# DeepSeek's and LongCat's experts run in fp32 alone in older versions; Gemma 2's eager attention rounds its weights to fp32
+# in older versions DeepSeek's and LongCat's experts run only in fp32; Gemma 2's eager attention rounds its weights to fp32
 DTYPES = {"deepseek-v3": torch.float32, "longcat-flash": torch.float32}
 TOLERANCE = {"deepseek-v3": 2e-6, "longcat-flash": 2e-6, "gemma2": 2e-6, "gemma4": 2e-6}
 
 
 class Norm(nn.Module):
-    """An RMS norm of transformers, in fp64 throughout: its own rounds to fp32 inside, which would hide small errors."""
+    """An RMS norm in fp64: transformers' own rounds to fp32 inside, which would hide small errors."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -169,12 +170,12 @@ def sequence(seq_len: int) -> torch.Tensor:
 
 
 def dense_run(name: str, seq_len: int, mask: ra.Mask | None = None, packed: bool = False):
-    """Logits, mean loss and gradients, of the whole sequence in one process; packed: documents that transformers itself keeps apart."""
+    """Logits, mean loss and gradients of the whole sequence in one process; packed: transformers itself separates documents."""
     model = build(name)
     tokens = sequence(seq_len)
     allowed = None if mask is None else mask.dense(seq_len)[None, None]
     if name == "gpt-oss" and packed:
-        # transformers makes this model's masks without looking for documents: they are given by kind of layer, to be added
+        # transformers ignores documents in this model's masks: give masks to add, for each kind of layer
         mask = ra.documents(lengths=DOCUMENTS)
         live = dict(full_attention=mask, sliding_attention=mask & ra.sliding_window(WINDOW - 1))
         allowed = {kind: torch.where(mask.dense(seq_len), 0.0, -1e30)[None, None] for kind, mask in live.items()}
@@ -208,7 +209,7 @@ def ring_run(group, name: str, layout: ra.Layout, mask: ra.Mask | None, recomput
         inputs |= dict(position_ids=ra.shard(restarting(layout.seq_len), layout, rank).expand(2, -1))
     logits = model(**inputs).logits
     if recompute:
-        # another call, of other documents, before the first one's layers run again
+        # a call with other documents, before the first call's layers run again
         with torch.no_grad():
             model(input_ids=ids, cu_seq_lens_q=[0, 5, 37])
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (2 * (layout.seq_len - 1))
@@ -229,7 +230,7 @@ def assert_same(results: list, layout: ra.Layout, expected: tuple, atol: float =
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_alone_a_model_is_the_dense_one(name):
+def test_on_one_rank_a_model_equals_the_dense_one(name):
     layout = ra.zigzag(37, 1)
     assert_same([ring_run(None, name, layout, None)], layout, dense_run(name, 37), TOLERANCE.get(name, 1e-10))
 
@@ -255,7 +256,7 @@ def test_alone_a_model_is_the_dense_one(name):
     + [("gemma4", 2, "zigzag")] * GEMMA4,
     ids=lambda value: str(value),
 )
-def test_on_a_ring_a_model_is_the_dense_one(gloo, name, world_size, kind):
+def test_on_a_ring_a_model_equals_the_dense_one(gloo, name, world_size, kind):
     layout = LAYOUTS[kind](37, world_size)
     results = gloo.run(world_size, ring_run, name, layout, None, timeout=120)
     assert_same(results, layout, dense_run(name, 37), TOLERANCE.get(name, 1e-10))
@@ -273,7 +274,7 @@ def test_on_a_ring_a_model_is_the_dense_one(gloo, name, world_size, kind):
     ],
     ids=lambda value: str(value),
 )
-def test_packed_documents_see_themselves_only(gloo, name, world_size, kind, documents):
+def test_packed_documents_see_only_themselves(gloo, name, world_size, kind, documents):
     layout = LAYOUTS[kind](37, world_size)
     results = gloo.run(world_size, ring_run, name, layout, None, False, documents, timeout=120)
     assert_same(results, layout, dense_run(name, 37, packed=True))
@@ -294,7 +295,7 @@ def test_an_attached_mask_within_a_models_window(gloo, name):
     assert_same(gloo.run(2, ring_run, name, layout, mask, timeout=120), layout, dense_run(name, 37, whole))
 
 
-def test_documents_of_a_call_lie_within_an_attached_mask():
+def test_documents_of_a_call_are_intersected_with_an_attached_mask():
     layout, mask = ra.zigzag(37, 1), ra.prefix(20)
     result = ring_run(None, "llama", layout, mask, False, "bounds")
     whole = mask & ra.documents(lengths=DOCUMENTS, causal=False)
@@ -313,7 +314,7 @@ def test_a_call_that_fails_leaves_nothing_behind(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 def test_compiled_layers_have_no_graph_break(name):
-    """One graph for layers alike; packed documents are others."""
+    """Equal layers share one graph; packed documents have another."""
     model = build(name)
     attach(model, layout=ra.zigzag(37, 1))
     calls = [dict(input_ids=sequence(37), **extra) for extra in ({}, dict(cu_seq_lens_q=BOUNDS, cu_seq_lens_k=BOUNDS))]
@@ -332,7 +333,7 @@ def test_compiled_layers_have_no_graph_break(name):
 
 
 def test_a_compiled_model_has_all_layers_in_one_graph():
-    """Graphs end where the model is entered and asks for its mask, and nowhere at attention, forward or backward."""
+    """Graphs break at the model's entry and at its request for a mask, but never at attention, forward or backward."""
     torch.compiler.reset()
     model = build("llama")
     attach(model, layout=ra.zigzag(37, 1))
@@ -354,7 +355,7 @@ def test_a_compiled_model_has_all_layers_in_one_graph():
 
     for inputs in (dict(input_ids=sequence(37)), dict(input_ids=sequence(37), cu_seq_lens_q=BOUNDS)):
         torch.testing.assert_close(run(compiled, inputs), run(model, inputs), rtol=0, atol=1e-10)
-        # the embedding, how transformers looks for documents, the layers, the head
+        # the embedding, transformers' search for documents, the layers, the head
         assert len(forwards) <= 4
         assert [count for count in forwards if count] == [count for count in backwards if count] == [len(model.model.layers)]
         forwards.clear()
@@ -363,7 +364,7 @@ def test_a_compiled_model_has_all_layers_in_one_graph():
 
 
 def compiled_on_gpus(group, name: str, packed: bool):
-    """Relative errors of this rank's logits and gradients in bf16, by eager and by compiled layers, against fp32."""
+    """The relative errors of this rank's logits and gradients in bf16 against fp32, for eager and for compiled layers."""
     layout = ra.zigzag(37, group.size())
     inputs = dict(input_ids=ra.shard(sequence(37), layout, group.rank()).cuda())
     if packed:
@@ -391,8 +392,8 @@ def test_compiled_layers_on_gpus_are_as_exact_as_eager_ones(nccl, name, packed):
         assert 0 < compiled <= 1.5 * eager < 0.1
 
 
-def test_frequencies_of_a_call_that_is_over_are_refused():
-    """A rotary embedding that runs again in the backward pass would choose its frequencies by this rank's positions."""
+def test_frequencies_after_a_call_are_refused():
+    """A rotary embedding that runs again in the backward pass would choose its frequencies from this rank's positions."""
     model = build("dynamic")
     attach(model, layout=ra.zigzag(9, 1))
     model(input_ids=sequence(9))
@@ -414,7 +415,7 @@ def positions_that_disagree(group, kind: str):
     elif kind == "ahead":
         inputs |= dict(position_ids=positions + 3 * group.rank())
     else:
-        # a jump within a document: rank 1 says that 0 to 8 are one, rank 0 that one starts at 10
+        # a jump within a document: for rank 1 the tokens 0 to 8 are one document, for rank 0 a document starts at 10
         inputs |= dict(position_ids=positions if group.rank() else torch.tensor([[0, 1, 2, 2, 0, 1]]))
     with pytest.raises(ValueError) as raised:
         model(**inputs)
@@ -446,7 +447,7 @@ def padding_on_one_rank(group):
     return str(raised.value)
 
 
-def test_what_one_rank_is_refused_for_is_said_on_all(gloo):
+def test_padding_on_one_rank_is_an_error_on_all(gloo):
     mine, others = gloo.run(2, padding_on_one_rank, timeout=30)
     assert others.startswith("attention_mask hides tokens")
     assert "rank 1 refused the input: rank 1: attention_mask hides tokens" in mine
@@ -458,7 +459,7 @@ def test_position_ids_given_are_kept():
     inputs = dict(input_ids=sequence(8), position_ids=torch.arange(8)[None] * 3)
     ring = model(**inputs).logits
     detach(model)
-    # with its mask given, transformers does not take the gaps for the ends of packed documents
+    # with a mask given, transformers does not treat the gaps as ends of packed documents
     dense = model(**inputs, attention_mask=ra.causal().dense(8)[None, None]).logits
     torch.testing.assert_close(ring, dense, rtol=0, atol=1e-10)
 
@@ -471,7 +472,7 @@ def test_a_model_that_keeps_its_attention_is_refused_when_attached(monkeypatch):
     model(input_ids=sequence(9))
 
 
-def test_arguments_without_names_are_as_good():
+def test_positional_arguments_work_too():
     model = build("llama")
     attach(model, layout=ra.zigzag(9, 1))
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
@@ -497,7 +498,7 @@ def test_another_layout_replaces_the_first_and_detach_undoes_it():
     assert torch.equal(model(input_ids=sequence(9)).logits, before)
 
 
-def test_a_model_loaded_with_the_rings_attention_is_detached_to_torchs():
+def test_a_model_loaded_with_the_rings_attention_gets_sdpa_when_detached():
     register()
     model = build("llama")
     before = model(input_ids=sequence(9)).logits
@@ -507,14 +508,14 @@ def test_a_model_loaded_with_the_rings_attention_is_detached_to_torchs():
     assert torch.equal(model(input_ids=sequence(9)).logits, before)
 
 
-def test_detaching_what_is_not_attached_changes_nothing():
+def test_detaching_a_model_that_is_not_attached_changes_nothing():
     model = build("llama")
     model.set_attn_implementation("eager")
     detach(model)
     assert model.config._attn_implementation == "eager"
 
 
-def test_an_attached_model_whose_attention_is_set_anew_is_refused():
+def test_an_attached_model_whose_attention_was_changed_is_refused():
     model = build("llama")
     attach(model, layout=ra.zigzag(9, 1))
     model.set_attn_implementation("sdpa")
@@ -525,7 +526,7 @@ def test_an_attached_model_whose_attention_is_set_anew_is_refused():
 
 
 class Adapted(nn.Module):
-    """As PEFT wraps a model whose layers have adapters in them: what is not its own is the model's."""
+    """As PEFT wraps a model with adapters in its layers: unknown attributes are the model's."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -544,7 +545,7 @@ class Adapted(nn.Module):
         return self.base_model(**inputs)
 
 
-def test_a_model_in_adapters_is_attached_and_detached():
+def test_a_model_with_adapters_is_attached_and_detached():
     model = Adapted(build("llama"))
     ids = sequence(9)
     dense = model(input_ids=ids).logits
@@ -588,7 +589,7 @@ def test_a_mask_of_ones_asks_for_nothing():
     assert torch.equal(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits, model(input_ids=ids).logits)
 
 
-# what is refused
+# refused options and models
 
 
 def attend_with(module: nn.Module, keys: int = 6, **options) -> None:
@@ -629,11 +630,11 @@ def test_options_are_refused_by_name(options, message):
         attend_with(attached_module(), **options)
 
 
-def test_options_that_ask_for_nothing_pass():
+def test_options_without_effect_pass():
     attend_with(attached_module(), softcap=None, s_aux=None, output_attentions=False, dropout=0.0, sliding_window=None)
 
 
-def test_determinism_can_be_asked_for_where_torch_is_told_so():
+def test_the_option_deterministic_passes_if_torch_is_deterministic():
     torch.use_deterministic_algorithms(True)
     try:
         attend_with(attached_module(), deterministic=True)
@@ -661,10 +662,10 @@ def test_windows_that_differ_are_refused():
         attend_with(attached_module(), sliding_window=4, attention_mask=LiveMask(None, 5, True))
 
 
-def test_a_window_that_only_the_mask_knows_is_honoured():
+def test_a_window_given_only_by_the_mask_is_honoured():
     module = attached_module()
     q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
-    by_mask, _ = ring_attention_forward(module, q, k, k, LiveMask(Live(None), 2, True))
+    by_mask, _ = ring_attention_forward(module, q, k, k, LiveMask(LivePairs(None), 2, True))
     by_module, _ = ring_attention_forward(module, q, k, k, None, sliding_window=2)
     assert torch.equal(by_mask, by_module)
     assert not torch.equal(by_mask, ring_attention_forward(module, q, k, k, None)[0])
@@ -750,7 +751,7 @@ def test_a_cache_that_a_config_asks_for_is_off():
     assert model(input_ids=sequence(6)).past_key_values is None
 
 
-def test_a_local_mean_is_refused_among_ranks(gloo):
+def test_a_local_mean_is_refused_on_several_ranks(gloo):
     gloo.run(2, mean_of_own_tokens, timeout=60)
 
 
@@ -785,7 +786,7 @@ def test_a_softcap_is_refused():
         model(input_ids=sequence(6))
 
 
-def test_layers_that_mix_tokens_otherwise_are_refused():
+def test_layers_that_mix_tokens_by_other_means_are_refused():
     model = build("llama")
     model.model.layers[1].mlp.short = nn.Conv1d(4, 4, 3)
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.short is a Conv1d, which mixes tokens"):
@@ -831,7 +832,7 @@ def test_layers_that_mix_tokens_otherwise_are_refused():
     ]
     * SINCE_5,
 )
-def test_models_to_which_a_shard_is_another_sequence_are_refused(make_model, message):
+def test_models_that_take_a_shard_for_the_whole_sequence_are_refused(make_model, message):
     with pytest.raises(ValueError, match=message):
         attach(make_model(), layout=ra.zigzag(6, 1))
 
@@ -844,14 +845,14 @@ def test_an_encoder_with_a_decoder_is_refused():
 
 
 def test_the_loss_of_any_causal_head_is_guarded():
-    """Not of those alone that have CausalLM in their name."""
+    """Also of heads without CausalLM in their name."""
     model = build("gpt2")
     attach(model, layout=ra.zigzag(6, 1))
     with pytest.raises(ValueError, match="shift them before sharding"):
         model(input_ids=sequence(6), labels=sequence(6))
 
 
-def test_losses_of_other_heads_are_refused_among_ranks():
+def test_losses_of_other_heads_are_refused_on_several_ranks():
     layout, inputs = ra.zigzag(12, 2), dict(input_ids=sequence(6))
     model = transformers.BertForMaskedLM(transformers.BertConfig(**BERT))
     for name in ("labels", "start_positions"):
@@ -874,8 +875,8 @@ def test_a_head_around_an_attached_model_is_guarded_too(again):
     assert not model._forward_pre_hooks
 
 
-def test_a_head_whose_forward_is_called_around_its_hooks_is_guarded():
-    """As PEFT before 0.21 calls it: the model within is entered by a call, and has its positions."""
+def test_a_head_whose_forward_is_called_without_its_hooks_is_guarded():
+    """As by PEFT before 0.21: the hooks of the model inside still run and fill in its positions."""
     model, ids = build("llama"), sequence(6)
     before = model(input_ids=ids, labels=ids).loss
     for _ in range(2):
@@ -886,14 +887,14 @@ def test_a_head_whose_forward_is_called_around_its_hooks_is_guarded():
             head.forward(input_ids=ids, labels=ids)
         assert torch.equal(head.forward(input_ids=ids).logits, model(input_ids=ids).logits)
         assert torch.isfinite(head.forward(input_ids=ids, labels=ids, shift_labels=shift_labels(ids)).loss)
-        with pytest.raises(ValueError, match="LlamaAttention runs in a model that was entered by its forward"):
+        with pytest.raises(ValueError, match="LlamaAttention runs in a model whose forward was called directly"):
             head.model.forward(input_ids=ids)
     detach(model)
     assert torch.equal(model(input_ids=ids, labels=ids).loss, before)
 
 
 def test_modules_and_masks_that_disagree_on_what_is_causal_are_refused():
-    """transformers' kinds of attention go by the one or by the other."""
+    """Some attention implementations of transformers follow the module, others the mask."""
     model, ids = build("llama"), sequence(6)
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
@@ -933,14 +934,14 @@ def labels_around_the_decoder(group):
     return str(raised.value)
 
 
-def test_labels_that_one_ranks_head_is_refused_for_are_said_on_all(gloo):
+def test_refused_labels_of_one_ranks_head_are_an_error_on_all(gloo):
     others, mine = gloo.run(2, labels_around_the_decoder, timeout=30)
     assert mine.startswith("labels would be shifted within the shard")
     assert "rank 1 refused the input: rank 1: labels would be shifted" in others
 
 
 def test_shifted_labels_that_are_counted_without_labels_are_refused():
-    """As transformers' Trainer calls a model with label_smoothing_factor, to shift the labels once more afterwards."""
+    """With label_smoothing_factor, transformers' Trainer calls a model so, and shifts the labels once more afterwards."""
     model, ids = build("llama"), sequence(6)
     inputs = dict(input_ids=ids, shift_labels=shift_labels(ids), num_items_in_batch=10)
     attach(model, layout=ra.zigzag(6, 1))
@@ -952,7 +953,7 @@ def test_shifted_labels_that_are_counted_without_labels_are_refused():
 
 
 class OwnLoss(transformers.LlamaForCausalLM):
-    """As GPT2DoubleHeadsModel's and GraniteSpeech's, which take any arguments and make nothing of most."""
+    """A loss as in GPT2DoubleHeadsModel and GraniteSpeech, which take any arguments and ignore most of them."""
 
     def forward(self, input_ids, labels=None, **options):
         logits = super().forward(input_ids=input_ids, **options).logits
@@ -960,7 +961,7 @@ class OwnLoss(transformers.LlamaForCausalLM):
 
 
 class LossOfShiftedLabels(transformers.LlamaForCausalLM):
-    """As Liger's forward passes, which need no labels beside."""
+    """A loss of shift_labels alone, as in Liger's forward passes."""
 
     def forward(self, input_ids, **options):
         shift_labels = options.pop("shift_labels", None)
@@ -968,7 +969,7 @@ class LossOfShiftedLabels(transformers.LlamaForCausalLM):
         return self.loss_function(logits=logits, labels=None, shift_labels=shift_labels, vocab_size=SIZES["vocab_size"], **options)
 
 
-def test_losses_that_models_make_in_their_own_ways_are_refused_among_ranks():
+def test_models_own_kinds_of_losses_are_refused_on_several_ranks():
     config, layout, ids = transformers.LlamaConfig(**SIZES), ra.zigzag(12, 2), sequence(6)
     all_of_it = dict(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=22)
     with pytest.raises(ValueError, match="labels is given to OwnLoss, whose loss would be of this rank's tokens alone"):
@@ -1003,11 +1004,11 @@ def shards_taken_for_the_sequence(group):
     assert torch.equal(kept, model(input_ids=ids, logits_to_keep=0).logits[:, [2, 5]])
 
 
-def test_what_is_made_of_one_token_is_refused_among_ranks(gloo):
+def test_outputs_made_from_one_token_are_refused_on_several_ranks(gloo):
     gloo.run(2, shards_taken_for_the_sequence, timeout=60)
 
 
-def test_layers_that_each_rank_would_skip_by_itself_are_refused():
+def test_layers_that_ranks_would_skip_at_random_are_refused():
     model = build("llama")
     model.config.layerdrop = 0.5
     attach(model, layout=ra.zigzag(6, 1))
@@ -1016,8 +1017,8 @@ def test_layers_that_each_rank_would_skip_by_itself_are_refused():
     model.eval()(input_ids=sequence(6))
 
 
-def test_packed_documents_whose_mask_is_taken_away_are_refused():
-    """What accelerate does to each attention module with `cp_size` above 1."""
+def test_packed_documents_without_their_mask_are_refused():
+    """With `cp_size` above 1, accelerate takes the mask away from each attention module."""
     model = build("llama")
     attach(model, layout=ra.zigzag(6, 1))
     for layer in model.model.layers:
@@ -1030,7 +1031,7 @@ def test_packed_documents_whose_mask_is_taken_away_are_refused():
 
 
 def test_a_mask_that_sees_ahead_is_refused():
-    """Image blocks see themselves in both directions: transformers adds that to the mask function."""
+    """Image blocks attend in both directions: transformers adds that to the mask function."""
     register()
     function = AttentionMaskInterface()[NAME]
     blocks = torch.tensor([0, 1, 1, 0])
@@ -1064,7 +1065,7 @@ def image_on_one_rank(group):
     return str(raised.value)
 
 
-def test_a_mask_that_one_rank_is_refused_for_is_said_on_all(gloo):
+def test_a_refused_mask_of_one_rank_is_an_error_on_all(gloo):
     others, mine = gloo.run(2, image_on_one_rank, timeout=30)
     assert mine.startswith("this model adds a mask function of its own")
     assert "rank 1 refused the input: rank 1: this model adds a mask function" in others
@@ -1079,13 +1080,13 @@ def dropout_on_one_rank(group):
     return str(raised.value)
 
 
-def test_an_option_that_one_rank_is_refused_for_is_said_on_all(gloo):
+def test_a_refused_option_of_one_rank_is_an_error_on_all(gloo):
     others, mine = gloo.run(2, dropout_on_one_rank, timeout=30)
     assert mine.startswith("dropout is 0.25")
     assert "rank 1 refused the input: rank 1: dropout is 0.25" in others
 
 
-def test_attach_refuses_what_it_cannot_do():
+def test_attach_refuses_bad_arguments_and_models():
     model = build("llama")
     with pytest.raises(ValueError, match="layout is for 4 ranks, but the group has 1"):
         attach(model, layout=ra.zigzag(6, 4))

@@ -1,4 +1,4 @@
-"""`replace_attention`: a hand-written model around a ring is the model on whole sequences; what cannot be honoured is refused."""
+"""`replace_attention`: a hand-written model gives the same results around a ring as whole; options that cannot be honoured are refused."""
 
 import copy
 
@@ -45,7 +45,7 @@ def whole_input():
 
 
 def around_a_ring(group, options, mask, striped):
-    """This rank's greatest difference of output and parameter gradients from the model on one process with a dense mask."""
+    """The greatest difference of this rank's output and parameter gradients from those of one process with a dense mask."""
     size, rank = group.size(), group.rank()
     layout = ra.striped(N, size) if striped else None
     held = ra.default_layout(ra.causal() if mask is None and options.get("is_causal", True) else mask or ra.full(), N, size)
@@ -73,7 +73,7 @@ def around_a_ring(group, options, mask, striped):
 
 @pytest.mark.parametrize("compile_first", [False, True], ids=["replaced first", "compiled first"])
 def test_compiled_models_are_replaced(compile_first):
-    """And what is refused stays so."""
+    """Options are refused in compiled models too."""
     mask, x = ra.documents(lengths=[5, N - 5]), whole_input()[0]
     model = Model()
     replaced = ra.replace_attention(model, mask=mask)
@@ -101,14 +101,14 @@ def test_compiled_models_are_replaced(compile_first):
     ],
     ids=["causal", "full", "causal within a mask", "mask"],
 )
-def test_the_model_around_a_ring_is_the_whole_model(gloo, options, mask, striped):
+def test_the_model_around_a_ring_equals_the_whole_model(gloo, options, mask, striped):
     assert max(gloo.run(3, around_a_ring, options, mask, striped)) < 1e-11
 
 
 REFUSED = {
     "mask": (
         {"attn_mask": torch.ones(N, N, dtype=torch.bool), "is_causal": False},
-        "attn_mask is given, but around a ring the mask is",
+        "attn_mask is given, but around a ring a mask is",
     ),
     "dropout": ({"dropout_p": 0.1}, "dropout_p is 0.1, but attention dropout is not supported"),
     "heads": ({"enable_gqa": False}, "key has 2 heads and query has 4: pass enable_gqa=True"),
@@ -116,14 +116,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_honoured_is_refused(options, message):
+def test_options_that_cannot_be_honoured_are_refused(options, message):
     model = Model(**options)
     ra.replace_attention(model)
     with pytest.raises(ValueError, match=message):
         model(whole_input()[0])
 
 
-def test_modules_are_chosen_by_class_by_predicate_or_one_by_one():
+def test_modules_are_chosen_by_class_predicate_or_list():
     def replaced(model):
         return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
@@ -141,7 +141,7 @@ def test_modules_are_chosen_by_class_by_predicate_or_one_by_one():
         assert not replaced(model)
     with pytest.raises(ValueError, match="Linear has no module with attention or attn in the name"):
         ra.replace_attention(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="modules holds a Linear that is no part of the model"):
+    with pytest.raises(ValueError, match="modules holds a Linear that is not part of the model"):
         ra.replace_attention(Model(), modules=[nn.Linear(2, 2)])
     model = Model()
     ra.replace_attention(model, modules=[model.layers[0].q])
@@ -162,7 +162,7 @@ def test_checkpointing_within_a_chosen_module_is_refused():
     """Its second forward pass would run outside of the module, and attend within the shard."""
     model, x = CheckpointingAttention(), whole_input()[0].requires_grad_()
     replaced = ra.replace_attention(model)
-    with pytest.raises(ValueError, match="attention runs without gradients within a module that has them"):
+    with pytest.raises(ValueError, match="attention runs without gradients inside a module that has them"):
         model(x)
     with torch.no_grad():
         model(x)
@@ -173,9 +173,9 @@ def test_checkpointing_within_a_chosen_module_is_refused():
 
 
 def test_modules_that_cannot_be_replaced_are_refused():
-    """Its fast path in evaluation goes around the module altogether."""
+    """In evaluation, the fast path of torch's module does not make the call at all."""
     with pytest.raises(
-        ValueError, match=r"MultiheadAttention computes attention by torch\.nn\.MultiheadAttention, which goes around"
+        ValueError, match=r"MultiheadAttention computes attention by torch\.nn\.MultiheadAttention, which does not make"
     ):
         ra.replace_attention(nn.TransformerEncoderLayer(8, 2, 16))
     model = Model()

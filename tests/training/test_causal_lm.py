@@ -16,7 +16,7 @@ def test_labels_are_the_next_tokens():
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 31, 64])
-def test_loss_and_gradients_are_those_of_whole_logits(chunk):
+def test_loss_and_gradients_equal_those_of_whole_logits(chunk):
     torch.manual_seed(0)
     hidden = torch.randn(2, 31, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(17, 8, dtype=torch.float64, requires_grad=True)
@@ -65,7 +65,7 @@ def gradients_of_ranks(group, with_missing):
     first.grad = torch.full((3,), float(rank + 1))
     if not (with_missing and rank == 1):
         second.grad = torch.full((3,), 10.0)
-    sum_gradients([first, second, frozen, first], group)  # a tied one comes twice
+    sum_gradients([first, second, frozen, first], group)  # a tied parameter comes twice
     assert frozen.grad is None
     return first.grad, second.grad
 
@@ -77,7 +77,7 @@ def test_gradients_are_summed_over_ranks(gloo, with_missing):
         assert second.tolist() == [20.0 if with_missing else 30.0] * 3
 
 
-def test_alone_gradients_stay():
+def test_gradients_of_one_rank_stay():
     parameter = torch.nn.Parameter(torch.ones(3))
     sum_gradients([parameter])
     assert parameter.grad is None

@@ -1,4 +1,4 @@
-"""`ringattn.training.data`: packed documents, each rank's rows of a batch, and documents told from positions."""
+"""`ringattn.training.data`: packed documents, each rank's rows of a batch, and documents found from positions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LAYOUTS = {"zigzag": ra.zigzag, "contiguous": ra.contiguous, "striped": ra.strip
 
 
 def together(parts: list[torch.Tensor], layout: ra.Layout) -> torch.Tensor:
-    """The whole (b, s) of all ranks' rows."""
+    """The whole tensor (b, s), from all ranks' rows."""
     whole = parts[0].new_empty(parts[0].shape[0], layout.seq_len)
     for rank, part in enumerate(parts):
         whole[:, layout.positions(rank)] = part
     return whole
 
 
-def test_packed_documents_keep_to_themselves():
+def test_packed_documents_see_only_themselves():
     batch = pack([[5, 6, 7], [], torch.tensor([8]), [9, 10]])
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10]]
     assert batch["shift_labels"].tolist() == [[6, 7, IGNORE, IGNORE, 10, IGNORE]]
@@ -143,8 +143,8 @@ def test_bad_batches_are_named(batch, message):
     ],
     ids=["bounds", "bounds of keys", "positions", "positions from 1"],
 )
-def test_labels_cross_no_documents_end(told):
-    """Nor does a token after the last document predict anything, where bounds say that it sees nothing."""
+def test_labels_do_not_cross_documents(told):
+    """If bounds are given, tokens after the last document predict nothing either, because they see nothing."""
     ids = torch.arange(8)[None]
     after = 7 if "position_ids" in told else IGNORE
     part = shard_batch(dict(input_ids=ids, labels=ids, **told), ra.contiguous(8, 1), 0)
@@ -152,8 +152,8 @@ def test_labels_cross_no_documents_end(told):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
-def test_tokens_of_few_bits_and_arrays_are_taken(dtype):
-    """As they lie in a memory-mapped file: a label that is not counted needs a sign."""
+def test_narrow_tokens_and_arrays_are_taken(dtype):
+    """As in a memory-mapped file. Labels become int64, because `IGNORE` is negative."""
     ids = np.arange(6, dtype=dtype)[None]
     part = shard_batch(dict(input_ids=ids, shift_labels=ids), ra.contiguous(6, 2), 1)
     assert part["shift_labels"].dtype == torch.int64
@@ -191,6 +191,6 @@ def documents_here(group, layout, bounds):
 
 @pytest.mark.parametrize("bounds", [[0, 13], [0, 5, 6, 13], [0, *range(1, 14)]], ids=["one", "three", "each its own"])
 @pytest.mark.parametrize(("name", "world_size"), [("contiguous", 3), ("striped", 4)])
-def test_documents_are_told_from_positions(gloo, name, world_size, bounds):
+def test_documents_are_found_from_positions(gloo, name, world_size, bounds):
     found = gloo.run(world_size, documents_here, LAYOUTS[name](13, world_size), bounds)
     assert found == [None if len(bounds) == 2 else bounds] * world_size

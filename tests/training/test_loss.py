@@ -1,4 +1,4 @@
-"""`ringattn.training.loss`: the mean over all tokens and its gradient, under each wrapper's own reduction of gradients."""
+"""`ringattn.training.loss`: the mean over all tokens and its gradient, for each wrapper's reduction of gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build() -> CausalLMLoss:
 
 
 def whole_batch(replica: int) -> dict[str, torch.Tensor]:
-    """A sequence a replica. The first rank's half has few labels; the second replica's last quarter, a rank's shard, has none."""
+    """A replica's sequence. The first half has few labels; the last quarter of the second replica, a rank's shard, has none."""
     ids = torch.randint(61, (1, SEQ_LEN), generator=torch.Generator().manual_seed(replica))
     labels = ids.clone()
     labels[:, 1:9] = IGNORE
@@ -50,7 +50,7 @@ def expected(replicas: int):
 
 
 def wrapped_step(group, wrapper: str, replicas: int, ring: int, accumulate: bool = False, device: str = "cpu"):
-    """A step on the first replicas x ring ranks; the others only make groups. Run on all ranks of the job."""
+    """A step on the first replicas x ring ranks; the other ranks only take part in making groups. Run it on all ranks of the job."""
     torch.set_num_threads(1)
     mesh = DeviceMesh(device, torch.arange(replicas * ring).view(replicas, ring), mesh_dim_names=("data", "ring"))
     everyone = DeviceMesh(device, torch.arange(replicas * ring))
@@ -71,7 +71,7 @@ def wrapped_step(group, wrapper: str, replicas: int, ring: int, accumulate: bool
             fully_shard(layer, mesh=everyone)
         fully_shard(model, mesh=everyone)
     if accumulate:
-        # the same tokens in two micro-batches, whose labels share them out unevenly
+        # the same tokens in two micro-batches: each counts other tokens, and the numbers differ
         parts = [mine["shift_labels"].clone(), mine["shift_labels"].clone()]
         parts[0][:, :4], parts[1][:, 4:] = IGNORE, IGNORE
         total = count_tokens(*parts, group=group)
@@ -116,7 +116,7 @@ def test_micro_batches_add_up(gloo):
 
 
 def over_axes(group):
-    """Losses, counts and gradients over a mesh of two axes and a grid, and what is said to a transport and a list."""
+    """Losses, counts and gradients over a mesh of two axes and a grid, and the errors for a transport and a list."""
     mesh = DeviceMesh("cpu", torch.arange(8).view(4, 2), mesh_dim_names=("ring", "heads"))
     found, said = [], []
     for where in (mesh, ra.hybrid(mesh), mesh["ring"]):
@@ -148,7 +148,7 @@ def test_groups_may_have_several_axes(gloo):
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_gradients_on_gpus_are_those_of_the_mean_over_all_tokens(nccl, wrapper):
-    """All GPUs, half of them in each of two rings, where their number is even."""
+    """On all GPUs: two rings of half of them each if their number is even, otherwise one ring."""
     count = torch.cuda.device_count()
     replicas = 1 if count % 2 else 2
     results = nccl.run(count, wrapped_step, wrapper, replicas, count // replicas, False, "cuda", timeout=120)
@@ -173,7 +173,7 @@ def test_the_factors_of_wrappers():
 
 
 def test_the_factor_is_not_rounded_to_a_narrow_loss():
-    """In fp16 a mean over 100 million tokens had a factor of 0."""
+    """In fp16 the factor of a mean over 100 million tokens would be 0."""
     value = torch.tensor(10.0, dtype=torch.float16, requires_grad=True)
     step = mean_loss(value, torch.tensor([[1]]), reduction=Reduction(3), tokens=10**8)
     assert step.loss.item() == pytest.approx(3e-7)
@@ -190,7 +190,7 @@ def test_the_factor_is_not_rounded_to_a_narrow_loss():
         (lambda: count_tokens(), "labels is empty"),
         (lambda: count_tokens([torch.zeros(1, 3)]), r"count_tokens\(\*labels\)"),
         (lambda: CausalLMLoss(build().model.model), "has no linear output embedding"),
-        (lambda: CausalLMLoss(build()), "CausalLMLoss is no model of transformers: give one before it is wrapped"),
+        (lambda: CausalLMLoss(build()), "CausalLMLoss is not a model of transformers: give one before it is wrapped"),
     ],
     ids=["divisor", "data parallel", "no sum", "a number", "a list", "no labels", "a list of labels", "no head", "wrapped"],
 )
@@ -204,7 +204,7 @@ KINDS = ["Llama", "Phi", "Gemma2", "Cohere", "Granite"] + ["HyperCLOVAX"] * hasa
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_summed_loss_is_that_of_the_models_own_logits(kind):
-    """An output bias (Phi), a final softcap (Gemma 2), a scale (Cohere), a divisor (Granite), which another takes for a scale."""
+    """An output bias (Phi), a final softcap (Gemma 2), a scale (Cohere), and a divisor (Granite) that HyperCLOVAX uses as a scale."""
     sizes = dict(
         vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
     )
@@ -229,8 +229,8 @@ def test_the_summed_loss_is_that_of_the_models_own_logits(kind):
     torch.testing.assert_close(torch.autograd.grad(loss, parameters), torch.autograd.grad(whole, parameters), rtol=1e-4, atol=1e-6)
 
 
-def test_a_head_with_layers_of_its_own_is_refused():
-    """BERT's has a dense layer and a norm before the output embedding, which is all that the loss takes."""
+def test_a_head_with_further_layers_is_refused():
+    """BERT's head has a dense layer and a norm before the output embedding; the loss would use the output embedding alone."""
     sizes = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
     model = transformers.BertLMHeadModel(transformers.BertConfig(**sizes, is_decoder=True))
     with pytest.raises(
@@ -240,20 +240,20 @@ def test_a_head_with_layers_of_its_own_is_refused():
 
 
 class Multiplied(transformers.LlamaForCausalLM):
-    """As MuseGlimmer's."""
+    """Multiplies its logits in its own forward pass, as MuseGlimmer does."""
 
     def forward(self, **inputs):
         return super().forward(**inputs).logits * self.config.output_multiplier
 
 
 class Unscaled(transformers.CohereForCausalLM):
-    """As AyaVision's, which has Cohere's config within and a head of its own."""
+    """Has Cohere's config but its own head, without the scale, as AyaVision does."""
 
     def forward(self, **inputs):
         return self.lm_head(self.model(**inputs)[0])
 
 
-def test_a_scale_is_that_of_the_models_forward_pass():
+def test_a_scale_applies_only_if_the_forward_pass_uses_it():
     config = build().model.config
     config.output_multiplier = 0.25
     ids = torch.randint(61, (2, 9))
@@ -266,7 +266,7 @@ def test_a_scale_is_that_of_the_models_forward_pass():
 
 
 class Kept(nn.Module):
-    """As PEFT's `modules_to_save` leaves a module: itself, frozen, and the copies that adapters train."""
+    """A module in PEFT's `modules_to_save`: the frozen original, and the copies that adapters train."""
 
     def __init__(self, module: nn.Linear) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ def test_losses_of_routers_are_not_left_out_silently():
 @pytest.mark.gpu
 @pytest.mark.parametrize("autocast", [True, False])
 def test_the_fused_kernel_gives_the_chunked_loss(autocast):
-    """Liger's kernel against the chunks in fp32: as close as chunks of the kernel's dtype are, three times in gradients."""
+    """Liger's kernel against chunks in fp64: its error is at most 2x that of chunks in its own dtype, and 3x in gradients."""
     pytest.importorskip("liger_kernel")
     from ringattn.training.causal_lm import Head, fused_token_loss
 

@@ -1,4 +1,4 @@
-"""Layers whose inputs, and what attention computed in them, wait in host memory for the backward pass."""
+"""Checkpointed layers whose inputs and attention's results stay in host memory until the backward pass."""
 
 import copy
 
@@ -20,7 +20,7 @@ WIDTH = 8
 
 
 class Layer(nn.Module):
-    """Attention with dropout, and something that all layers are given."""
+    """Attention with dropout, and an argument that all layers share."""
 
     def __init__(self, width=WIDTH, group=None, **options):
         super().__init__()
@@ -60,7 +60,7 @@ def sequence(s=13, width=WIDTH, device="cpu"):
 
 
 def step(model, x=None, **options):
-    """The output and all gradients, dropout drawn alike."""
+    """The output and all gradients, with the same dropout in every call."""
     torch.manual_seed(2)
     x = sequence(device=next(model.parameters()).device) if x is None else x
     out = model(x, **options)
@@ -76,7 +76,7 @@ def same(got, wanted):
 
 @pytest.fixture
 def forwards(monkeypatch):
-    """A list that is as long as this device has computed the forward pass often."""
+    """A list with one entry for each forward pass of attention that this device has computed."""
     calls, forward = [], local.forward
     monkeypatch.setattr(local, "forward", lambda *args, **options: calls.append(1) or forward(*args, **options))
     return calls
@@ -91,7 +91,7 @@ def deterministic():
 
 @pytest.fixture
 def parked(monkeypatch):
-    """The sizes of what has gone to host memory."""
+    """The sizes of the tensors copied to host memory."""
     sizes, park = [], offload.HostMemory.park
     monkeypatch.setattr(offload.HostMemory, "park", lambda self, x, place: sizes.append(x.numel()) or park(self, x, place))
     return sizes
@@ -113,7 +113,7 @@ def test_losses_and_gradients_are_the_same_to_the_bit(device, share, forwards, d
 
 
 def test_inputs_and_attentions_results_of_the_first_layers_are_parked(parked):
-    """Not positions, which have no gradient; what all layers are given once; nothing without gradients."""
+    """Positions are not, because they have no gradient. A shared tensor is parked once, and without gradients nothing is."""
     model, rows = build(), 2 * 13
     a_layers = [rows * WIDTH, rows * WIDTH, rows * 2, rows * 2]  # input, out, row_max, row_sum
     for count in range(4):
@@ -148,8 +148,8 @@ def test_a_backward_pass_may_run_twice_and_two_forward_passes_before_it():
     torch.testing.assert_close([p.grad for p in model.parameters()], wanted)
 
 
-def test_what_a_layer_gets_in_backward_is_its_copy(monkeypatch):
-    """All but the last layer's, which are still on the device, and whose copies are not asked for."""
+def test_the_backward_pass_uses_the_copies(monkeypatch):
+    """Except for the last layer's tensors, which are still on the device, so that their copies are not used."""
     model = build()
     wanted = step(model)
     ra.checkpoint_layers(model.layers, offload=3)
@@ -171,8 +171,8 @@ def test_what_a_layer_gets_in_backward_is_its_copy(monkeypatch):
     assert model.layers[0].qkv.weight.grad.isnan().all()
 
 
-def test_host_memory_is_used_again(monkeypatch):
-    """In later steps as it is, and replaced where a sequence is longer; none is left beside it."""
+def test_host_memory_is_reused(monkeypatch):
+    """Later steps reuse it. A longer sequence replaces it, and no smaller buffers stay."""
     made, buffer = [], offload.HostMemory.buffer
 
     def count(self, nbytes, device, free):
@@ -194,7 +194,8 @@ def test_host_memory_is_used_again(monkeypatch):
 
 
 def test_copies_are_waited_for(monkeypatch):
-    """There: before the next layer begins. Back: a layer's results with its recomputation, the layer before's inputs after it."""
+    """Copies to the host end before the next layer begins. A layer's results come back with its recomputation, and then the inputs
+    of the layer before it."""
     events = []
 
     class Stream(torch.cpu.Stream):
@@ -257,12 +258,12 @@ def test_under_compile_layers_are_checkpointed_but_not_offloaded(forwards):
     torch.testing.assert_close(step(compiled), wanted)
     assert len(forwards) == 3
     ra.checkpoint_layers(compiled.layers, offload=1)
-    with pytest.raises(Exception, match=r"checkpoint_layers does not work under torch\.compile where offload is above 0"):
+    with pytest.raises(Exception, match=r"checkpoint_layers does not work under torch\.compile if offload is above 0"):
         step(compiled)
     torch.compiler.reset()
 
 
-def test_what_cannot_be_checkpointed_is_named():
+def test_layers_that_cannot_be_checkpointed_are_named():
     layers = nn.ModuleList(Layer() for _ in range(2))
     for args, message in (
         ((Layer(),), "layers is a Layer, one module"),
@@ -294,7 +295,7 @@ def test_layers_of_transformers(forwards, llama):
 
 
 def wrapped_steps(group, device, width, wrapper, first):
-    """Whether a rank's second step is the same with two of three layers in host memory; `first`: before the model is wrapped."""
+    """Whether a rank's second step is the same with two of three layers in host memory; `first`: set so before the model is wrapped."""
     found = []
     layout = ra.zigzag(26, group.size())
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -326,7 +327,7 @@ def test_wrapped_models_give_the_same_bits(gloo, wrapper, first):
     assert gloo.run(2, wrapped_steps, "cpu", WIDTH, wrapper, first) == [True, True]
 
 
-# what follows waits for GPUs
+# GPU tests
 
 
 @pytest.mark.gpu
@@ -338,7 +339,7 @@ def test_wrapped_models_give_the_same_bits_on_gpus(nccl, wrapper):
 
 @pytest.mark.gpu
 def test_the_gpu_waits_for_copies_and_copies_for_the_gpu(monkeypatch, deterministic):
-    """The same bits where every copy begins late."""
+    """The bits stay the same if every copy starts late."""
     model = build("cuda", width=128)
     wanted = step(model, sequence(2048, 128, "cuda"))
     ra.checkpoint_layers(model.layers, offload=3)
@@ -357,7 +358,7 @@ def test_the_gpu_waits_for_copies_and_copies_for_the_gpu(monkeypatch, determinis
 
 @pytest.mark.gpu
 def test_device_memory_falls_by_what_is_offloaded():
-    """The peak of a step whose host is ahead of its GPU; on the host, not a byte more than the tensors take."""
+    """The peak of a step whose host is ahead of its GPU. Host memory holds exactly the bytes of the tensors."""
     count, s, width = 6, 12_345, 256
     model = build("cuda", count=count, width=width, mask=ra.causal()).bfloat16()
     x = sequence(s, width, "cuda").bfloat16()
@@ -366,7 +367,7 @@ def test_device_memory_falls_by_what_is_offloaded():
     for offloaded in (0, 3, 6):
         ra.checkpoint_layers(model.layers, offload=offloaded)
         for _ in range(2):
-            # kernels are compiled and memory is locked in the first step
+            # the first step compiles kernels and locks memory
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             torch.cuda._sleep(1_000_000_000)
@@ -376,7 +377,7 @@ def test_device_memory_falls_by_what_is_offloaded():
         peaks[offloaded] = torch.cuda.max_memory_allocated()
         assert ahead
     assert peaks[0] - peaks[3] == pytest.approx(3 * (2 * an_input + stats), rel=0.05)
-    # the last layer's are still there when they are wanted, and the input of the one before comes early
+    # the last layer's tensors are still on the device when needed, and the input of the layer before comes early
     assert peaks[0] - peaks[6] >= 0.95 * (5 * (2 * an_input + stats) - an_input)
     free = [len(x) for xs in model.layers[0].host_memory._free.values() for x in xs]
     assert sum(free) == count * (2 * an_input + stats)

@@ -1,4 +1,4 @@
-"""`ringattn.training.tiled`: modules over tiles of the sequence give the same, and hold less."""
+"""`ringattn.training.tiled`: modules give the same results over tiles of the sequence, with less memory."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_a_models_mlps_are_tiled_in_place():
     assert type(model.model.layers[0].mlp).__name__ == "LlamaMLP"
 
 
-def test_tiled_norms_keep_their_input_alone():
-    """A norm of bf16 keeps it in fp32, and it normalized, where tiles keep views of it; gradients of the weight add up."""
+def test_tiled_norms_keep_only_their_input():
+    """A bf16 norm keeps its input in fp32, and the normalized input; tiles keep only views of the input. Weight gradients add up."""
     torch.manual_seed(0)
     norm = transformers.models.llama.modeling_llama.LlamaRMSNorm(16).bfloat16()
     x = torch.randn(1, 11, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -71,7 +71,7 @@ def test_tiled_norms_keep_their_input_alone():
 
 @pytest.mark.gpu
 def test_tiles_take_less_memory_on_a_gpu():
-    """Of a hidden layer that is the most there is, an eighth: two tiles of sixteen at a time, forward and backward."""
+    """An eighth of the hidden layer, which dominates: two of sixteen tiles exist at a time, forward and backward."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(hidden_size=64, intermediate_size=8192, vocab_size=8, num_attention_heads=1)
     mlp = transformers.models.llama.modeling_llama.LlamaMLP(config).cuda()
@@ -87,8 +87,8 @@ def test_tiles_take_less_memory_on_a_gpu():
         assert (ours - theirs).norm() < 1e-5 * theirs.norm()
 
 
-def test_tokens_without_a_batch_are_tiled_alike():
-    """As experts get them."""
+def test_tokens_without_a_batch_are_tiled_too():
+    """Experts get such tokens."""
     torch.manual_seed(0)
     module, x = nn.Linear(6, 5), torch.randn(13, 6)
     seen = []
@@ -97,10 +97,10 @@ def test_tokens_without_a_batch_are_tiled_alike():
     assert seen == [4, 4, 4, 1]
 
 
-def test_what_cannot_be_tiled_is_named():
+def test_modules_that_cannot_be_tiled_are_named():
     with pytest.raises(ValueError, match="rows is 0, but must be at least 1"):
         tiled(nn.Identity(), torch.zeros(1, 4, 2), 0)
-    with pytest.raises(ValueError, match="the module gives a tuple for a tile"):
+    with pytest.raises(ValueError, match="the module returns a tuple for a tile"):
         tiled(lambda x: (x, x), torch.zeros(1, 4, 2), 2)
     with pytest.raises(ValueError, match="Identity has no module whose class name ends in 'MLP'"):
         tile_modules(nn.Identity(), 4)

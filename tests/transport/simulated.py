@@ -1,8 +1,8 @@
-"""Ranks whose memory operations run one at a time in an order that a test chooses: to prove the protocol of `staged.py`.
+"""Simulated memory of ranks, to test the protocol of `staged.py`: operations run one at a time, in an order that a test chooses.
 
-Every operation of every queue may come next whose wait is over, and copies happen in two halves, so that a torn or overwritten
-message shows. If nothing can come next and something is left, the ranks have locked each other out: `Deadlock`. What is captured
-becomes a graph, whose operations may run in any order that its edges leave.
+The next operation may be the first of any queue that need not wait. A copy takes two operations, half of the bytes each, so that a torn
+or overwritten message shows. If operations are left and none can run, the ranks have deadlocked: `Deadlock`. Captured operations
+become a graph, which runs them in any order that its edges allow.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from contextlib import contextmanager
 import torch
 
 from ringattn.transport.base import Ranks
-from ringattn.transport.staged import Count, Load, Mark, Memory, Part, Queue, StagedTransport, Values
+from ringattn.transport.memory import Count, Mark, Memory, Part, PlacedChunk, Queue, Values
+from ringattn.transport.staged import StagedTransport
 
 _TIMEOUT = 60.0
 
-_Key = tuple[int, Count]  # the rank that keeps a count, and which it is
+_Key = tuple[int, Count]  # the rank whose memory holds the count, and the count
 
 
 class Deadlock(AssertionError):
-    """Every queue that is not empty waits."""
+    """Operations are left, and every queue waits."""
 
 
 class World:
     """The memory of all ranks, and their queues.
 
-    `choose(queues)` picks the queue, of those that may go on, that does its next operation. With `serial` a rank's queues are one.
+    `choose(queues)` picks one of the queues that can go on; it runs its next operation. With `serial`, all queues of a rank are one.
     """
 
     def __init__(self, size: int, capacity: int, choose: Callable[[list[int]], int], *, serial: bool = False) -> None:
@@ -43,14 +44,14 @@ class World:
         self.choose = choose
 
     def step(self) -> bool:
-        """Do one operation, if any may come next."""
+        """Run one operation, if any can run; return whether one did."""
         able = [index for index, queue in enumerate(self.queues) if queue and queue[0].ready()]
         if able:
             self.queues[self.choose(able)].popleft().run()
         return bool(able)
 
     def finish(self) -> None:
-        """Do all that is queued."""
+        """Run all that is queued. Raises Deadlock if some operations cannot run."""
         while self.step():
             pass
         left = [len(queue) for queue in self.queues if queue]
@@ -59,13 +60,15 @@ class World:
 
 
 class _Operation:
+    """Something to `run` once it is `ready`."""
+
     def __init__(self, run: Callable[[], object], ready: Callable[[], bool] = lambda: True) -> None:
         self.run = run
         self.ready = ready
 
 
 class Graph:
-    """What a rank's queues were told while it was captured: nodes, of which each comes after some before it."""
+    """The operations of a rank's queues during a capture: nodes, each with the earlier nodes that it comes after."""
 
     def __init__(self, world: World) -> None:
         self._nodes: list[tuple[SimulatedQueue, _Operation, list[int]]] = []
@@ -75,26 +78,26 @@ class Graph:
 
     def add(self, queue: SimulatedQueue, operation: _Operation, after: Sequence[int] = ()) -> int:
         before = [*after, *([self._last[queue]] if queue in self._last else [])]
-        assert before or not self._nodes, "a queue must come after what is captured before it is captured itself"
+        assert before or not self._nodes, "a queue must wait for a captured operation before its own operations are captured"
         self._nodes.append((queue, operation, before))
         self._last[queue] = len(self._nodes) - 1
         return self._last[queue]
 
     def end(self) -> None:
-        """All that was captured must come before the end of the queue that computes."""
+        """End the capture. The last operation, of the queue that computes, must come after all others."""
         reached, found = set(), [len(self._nodes) - 1] if self._nodes else []
         while found:
             node = found.pop()
             if node not in reached:
                 reached.add(node)
                 found += self._nodes[node][2]
-        assert len(reached) == len(self._nodes), "a queue was captured and not joined"
+        assert len(reached) == len(self._nodes), "a queue was captured, and the queue that computes does not wait for it"
         if not self._world.serial:
             self._queues = {queue: deque() for queue in self._last}
             self._world.queues += self._queues.values()
 
     def run(self, current: SimulatedQueue) -> None:
-        """Queue all of it."""
+        """Queue all operations."""
         started: list[bool] = []
         done: set[int] = set()
         current.run(lambda: started.append(True))
@@ -109,7 +112,7 @@ class Graph:
         current.run(lambda: None, lambda: len(done) == len(self._nodes))
 
     def _order(self) -> Iterator[int]:
-        """All nodes in some order that the edges leave."""
+        """All nodes, in some order that the edges allow."""
         missing = [len(before) for _, _, before in self._nodes]
         behind: list[list[int]] = [[] for _ in self._nodes]
         for number, (_, _, before) in enumerate(self._nodes):
@@ -127,6 +130,8 @@ class Graph:
 
 
 class SimulatedQueue(Queue):
+    """A queue of a rank of a `World`."""
+
     def __init__(self, memory: SimulatedMemory, operations: deque[_Operation]) -> None:
         self.operations = operations
         self._memory = memory
@@ -151,7 +156,7 @@ class SimulatedQueue(Queue):
 
     def after(self, mark: Mark) -> None:
         if self._memory.graph is not None:
-            assert isinstance(mark, int), "what is captured cannot come after what is not"
+            assert isinstance(mark, int), "a captured operation cannot come after one that is not captured"
             self._memory.graph.add(self, _Operation(lambda: None), [mark])
         else:
             self.run(lambda: None, lambda: bool(mark))
@@ -160,13 +165,13 @@ class SimulatedQueue(Queue):
         have = self._world.counts
         self.run(lambda: None, lambda: all(have.get((self._rank, count), 0) >= value for count, value in values))
 
-    def stage(self, loads: Sequence[Load]) -> None:
-        for load, part in _parts(loads):
-            self._copy(_place(self._world, load, part), _bytes(load, part))
+    def stage(self, chunks: Sequence[PlacedChunk]) -> None:
+        for chunk, part in _parts(chunks):
+            self._copy(_place(self._world, chunk, part), _bytes(chunk, part))
 
-    def pull(self, loads: Sequence[Load]) -> None:
-        for load, part in _parts(loads):
-            self._copy(_bytes(load, part), _place(self._world, load, part))
+    def pull(self, chunks: Sequence[PlacedChunk]) -> None:
+        for chunk, part in _parts(chunks):
+            self._copy(_bytes(chunk, part), _place(self._world, chunk, part))
 
     def raise_to(self, values: Values) -> None:
         for count, value in values:
@@ -179,7 +184,7 @@ class SimulatedQueue(Queue):
             self.run(lambda key=(self._rank, count): self._world.counts.update({key: 0}))
 
     def _raise(self, key: _Key, value: int) -> None:
-        assert value > self._world.counts.get(key, 0), "a count only grows"
+        assert value > self._world.counts.get(key, 0), "counts only grow"
         self._world.counts[key] = value
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -189,7 +194,7 @@ class SimulatedQueue(Queue):
 
 
 class _Host(SimulatedQueue):
-    """A host thread as the queue that computes: it does what it is told at once, and does others' operations while it waits."""
+    """The queue that computes, as a host thread: it runs its operations at once, and those of other queues while it waits."""
 
     def run(self, action: Callable[[], object], ready: Callable[[], bool] = lambda: True) -> None:
         with self._world.changed:
@@ -201,7 +206,7 @@ class _Host(SimulatedQueue):
 
 
 class SimulatedMemory(Memory):
-    """One rank's view of a `World`. Its computation is a queue too, unless the host's thread is to compute by itself."""
+    """One rank's view of a `World`. Its computation is a queue, or (`on_host`) the host's thread."""
 
     def __init__(self, world: World, rank: int, *, on_host: bool) -> None:
         self.rank = rank
@@ -229,7 +234,7 @@ class SimulatedMemory(Memory):
 
     @contextmanager
     def capture(self) -> Iterator[Graph]:
-        """What is queued meanwhile does not run, but becomes a graph."""
+        """Operations queued within it do not run, but become a graph."""
         graph = self.graph = Graph(self.world)
         try:
             yield graph
@@ -247,14 +252,14 @@ class SimulatedTransport(StagedTransport):
         self._use(self.memory)
 
 
-def _parts(loads: Sequence[Load]) -> Iterator[tuple[Load, Part]]:
-    return ((load, part) for load in loads for part in load.parts)
+def _parts(chunks: Sequence[PlacedChunk]) -> Iterator[tuple[PlacedChunk, Part]]:
+    return ((chunk, part) for chunk in chunks for part in chunk.parts)
 
 
-def _bytes(load: Load, part: Part) -> torch.Tensor:
-    return load.tensors[part.number].view(-1).view(torch.uint8)[part.begin : part.begin + part.nbytes]
+def _bytes(chunk: PlacedChunk, part: Part) -> torch.Tensor:
+    return chunk.tensors[part.number].view(-1).view(torch.uint8)[part.begin : part.begin + part.nbytes]
 
 
-def _place(world: World, load: Load, part: Part) -> torch.Tensor:
-    begin = load.offset + part.offset
-    return world.arenas[load.keeper][begin : begin + part.nbytes]
+def _place(world: World, chunk: PlacedChunk, part: Part) -> torch.Tensor:
+    begin = chunk.offset + part.offset
+    return world.arenas[chunk.keeper][begin : begin + part.nbytes]

@@ -1,4 +1,4 @@
-"""Ranks that open something together: what each hears when one fails, and torch's exchanges in groups that overlap."""
+"""Ranks that set something up together: the error on each rank if one fails, and torch's exchanges in groups that overlap."""
 
 import pytest
 from torch._C._distributed_c10d import _resolve_process_group
@@ -11,14 +11,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def exchange(store, rank, size, number):
-    """As torch does: a rank's value under a name with a number of its own, and then those of the others."""
+    """As torch does: set a rank's value under a name with its own number, and then get the values of all ranks."""
     store.set(f"prefix/{number}/{rank}", bytes([rank]))
     store.wait([f"prefix/{number}/{other}" for other in range(size)])
     return [store.get(f"prefix/{number}/{other}") for other in range(size)]
 
 
-def test_names_of_exchanges_do_not_count():
-    """They differ between ranks of which some were in other groups before."""
+def test_names_of_exchanges_do_not_matter():
+    """They differ between ranks if some were in other groups before."""
 
     def rank(transport):
         with as_group(Meeting(transport), transport.rank, transport.size) as name:
@@ -31,7 +31,7 @@ def test_names_of_exchanges_do_not_count():
 
 
 @pytest.mark.parametrize("last", range(4))
-def test_a_rank_that_fails_between_exchanges_is_missed_by_none(last):
+def test_all_ranks_learn_of_a_rank_that_fails_between_exchanges(last):
     def step(meeting, transport):
         store = MeetingStore(meeting)
         for number in range(3):

@@ -1,4 +1,4 @@
-"""The protocol of the symmetric transport, on simulated memory: every message arrives whole, in any order that operations may take."""
+"""The protocol of the symmetric transport, on simulated memory: every message arrives whole, in whatever order operations run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 import ringattn as ra
 from ringattn.transport import Peer, run_ranks
 from ringattn.transport import staged as staged_module
-from ringattn.transport.staged import Channel, bursts, cut, room
+from ringattn.transport.channels import Channel, make_chunks, split_at, usable
+from ringattn.transport.exchange_plan import make_exchange_plan
 from tests.transport.simulated import Deadlock, SimulatedQueue, SimulatedTransport, World
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Rank:
-    """What a transport asks of the one that carries its records."""
+    """The attributes that a transport reads from the transport of its records."""
 
     def __init__(self, rank, size):
         self.rank, self.size = rank, size
@@ -28,9 +29,9 @@ class Rank:
 
 @dataclass
 class Case:
-    """Sizes in bytes of the messages from rank to rank, for each exchange; `depth` exchanges are outstanding at once.
+    """The sizes in bytes of each exchange's messages from rank to rank; `depth` exchanges are outstanding at once.
 
-    Exchanges `at_rest` are so by their number, again and again.
+    at_rest: whether the first exchange is at rest, the second, and so on; from the start again after the last.
     """
 
     size: int
@@ -54,14 +55,14 @@ def cases(draw):
 
 
 def policy(seed):
-    """Queues of changing rank: the first of those that may go on does, so that some fall far behind others."""
+    """Chooses the queue of the highest priority; priorities change at random, so that some queues fall far behind others."""
     rng = random.Random(seed)
-    ranks = {}
+    priorities = {}
 
     def choose(able):
         if rng.random() < 0.1:
-            ranks.clear()
-        return max(able, key=lambda queue: ranks.setdefault(queue, rng.random()))
+            priorities.clear()
+        return max(able, key=lambda queue: priorities.setdefault(queue, rng.random()))
 
     return choose
 
@@ -72,9 +73,9 @@ def content(src, dst, exchange, index, nbytes, turn=0):
 
 
 def program(transport, case, turn=lambda: 0):
-    """Queue all of a rank's work: tensors are written just before they are sent, checked when they have come, then scribbled on.
+    """Queue all of a rank's work: write tensors just before they are sent, check them when they have arrived, then overwrite them.
 
-    What is in them depends on the turn at which that happens.
+    Their content depends on `turn()` when the write runs.
     """
     run = transport.memory.current.run
     waiting = []
@@ -158,11 +159,11 @@ def test_no_wait_can_be_left_out(monkeypatch, cases, ready):
 
 @pytest.mark.parametrize(
     ("cases", "ready", "off"),
-    # a near channel has room for more than these exchanges: there it does no harm to wait until more has been read
+    # a near channel holds more than these exchanges send, so waiting for one read chunk more does no harm there
     [(FAR, True, 1), (FAR, True, -1), (FAR, False, 1), (FAR, False, -1), (NEAR, True, 1), (NEAR, True, -1), (NEAR, False, -1)],
     ids=lambda value: None if isinstance(value, (bool, int)) else value[0].at_rest[0],
 )
-def test_no_wait_can_be_for_another_piece(monkeypatch, cases, ready, off):
+def test_no_wait_can_be_for_another_chunk(monkeypatch, cases, ready, off):
     def wrong(queue, values):
         wait(queue, [(count, value + off * (count.ready == ready)) for count, value in values])
 
@@ -177,11 +178,14 @@ def test_tensors_may_not_change_before_the_wait(monkeypatch, cases):
     assert found(cases) > len(cases) // 4
 
 
-GRAPHS = "abaab"  # two graphs, in turns
+GRAPHS = "abaab"  # two graphs, in this order
 
 
 def replay(case, order=GRAPHS):
-    """The work of some turns, as a graph of all exchanges, as one of the last alone, or not captured; with other content every turn."""
+    """Run the case once a turn, with other content each turn.
+
+    order: for each turn "a", a graph of all exchanges; "b", a graph of the last exchange alone; or ".", without a graph.
+    """
     world = World(case.size, case.capacity, policy(case.seed), serial=case.serial)
     transports = [SimulatedTransport(Rank(rank, case.size), world) for rank in range(case.size)]
     works = {"a": case, "b": replace(case, exchanges=case.exchanges[-1:]), ".": case}
@@ -197,7 +201,7 @@ def replay(case, order=GRAPHS):
                 graphs[rank, work].run(current)
 
     queue(".", 0)
-    # a capture begins when the device is at rest
+    # a capture begins on an idle device
     world.finish()
     for rank, transport in enumerate(transports):
         for work in "ab":
@@ -231,7 +235,7 @@ def test_counts_must_be_set_back(monkeypatch, cases):
 
 
 @replays
-def test_what_is_ready_must_be_set_back_before_all_is_read(monkeypatch, cases):
+def test_ready_counts_must_be_set_back_before_all_is_read(monkeypatch, cases):
     late = []
 
     def set_back_late(queue, counts):
@@ -258,7 +262,7 @@ def test_senders_must_wait_until_all_is_read(monkeypatch, cases, order, captured
         if in_graph != captured:
             kept(queue, channels, in_graph, pulls)
         elif in_graph:
-            # the count is set back, when nobody has waited for it
+            # set the count back without waiting for it
             with monkeypatch.context() as patch:
                 patch.setattr(SimulatedQueue, "wait", lambda queue, values: None)
                 kept(queue, channels, in_graph, pulls)
@@ -272,8 +276,8 @@ def test_senders_must_wait_until_all_is_read(monkeypatch, cases, order, captured
     assert (found(cases[:12], run) > 0) == (captured or "." in order)
 
 
-def test_what_is_queued_before_a_wait_comes_before_it_in_a_graph(monkeypatch):
-    """In any order that a device gives a graph."""
+def test_operations_queued_before_a_wait_precede_it_in_a_graph(monkeypatch):
+    """Also on a device that runs a graph's operations one at a time, in any order that the edges allow."""
 
     def follow(queues, others):
         if any(queue is queue._memory.current for queue in (*queues, *others)):
@@ -285,7 +289,7 @@ def test_what_is_queued_before_a_wait_comes_before_it_in_a_graph(monkeypatch):
     assert found(SERIAL, replay) > 0
 
 
-def test_a_lock_out_is_told():
+def test_a_deadlock_is_found():
     world = World(2, 2048, policy(0))
     transports = [SimulatedTransport(Rank(rank, 2), world) for rank in range(2)]
     transports[0].exchange([], [Peer(1, torch.empty(4))]).wait()
@@ -299,50 +303,50 @@ def messages(sizes):
 
 @given(st.lists(st.lists(st.integers(1, 5000), min_size=1, max_size=4), max_size=10), st.integers(1, 6), st.integers(2, 5))
 def test_places_in_a_channel(exchanges, halves, size):
-    """Bursts cover the messages in order; none lies where one does that need not have been read."""
+    """Chunks cover the messages in order, and no chunk overlaps one that may not have been read yet."""
     capacity = halves * 1024 + 300
     channel = Channel(1, 0, size, capacity, sends=True)
     base = (size - 2) * capacity
-    lying = []
+    unread = []
     for sizes in exchanges:
         joined = []
-        for burst in bursts(messages(sizes), room(capacity)):
+        for chunk in make_chunks(messages(sizes), usable(capacity)):
             end = 0
-            for part in burst.parts:
+            for part in chunk.parts:
                 assert part.offset == -(-end // 512) * 512
                 end = part.offset + part.nbytes
                 joined += [(part.number, part.begin + i) for i in range(part.nbytes)]
-            load = channel.place(burst, ())
-            assert end <= burst.nbytes < end + 512
-            assert load.parts == burst.parts
-            assert base <= load.offset and load.offset + burst.nbytes <= base + capacity
-            assert load.offset % 512 == base % 512
-            assert load.needs < channel.count
-            lying = [(number, old, stop) for number, old, stop in lying if number >= load.needs]
-            stop = load.offset + burst.nbytes
-            assert all(other <= load.offset or stop <= begin for _, begin, other in lying)
-            lying.append((channel.count - 1, load.offset, stop))
+            placed = channel.place(chunk, ())
+            assert end <= chunk.nbytes < end + 512
+            assert placed.parts == chunk.parts
+            assert base <= placed.offset and placed.offset + chunk.nbytes <= base + capacity
+            assert placed.offset % 512 == base % 512
+            assert placed.must_be_read < channel.count
+            unread = [(number, old, stop) for number, old, stop in unread if number >= placed.must_be_read]
+            stop = placed.offset + chunk.nbytes
+            assert all(other <= placed.offset or stop <= begin for _, begin, other in unread)
+            unread.append((channel.count - 1, placed.offset, stop))
         assert joined == [(number, i) for number, nbytes in enumerate(sizes) for i in range(nbytes)]
 
 
 @pytest.mark.parametrize("size", range(2, 9))
 def test_each_channel_has_a_place_of_its_own(size):
-    """With a third rank, if there is one, or with the reader, and a near one with the sender."""
+    """A far channel lies with a third rank, or with the reader of two ranks; a near channel lies with the sender."""
     world = World(size, 4096, policy(0))
     places = []
     for src in range(size):
         transport = SimulatedTransport(Rank(src, size), world)
         for dst in {*range(size)} - {src}:
             for channel in transport._channels.out[dst]:
-                load = channel.place(*bursts(messages([1]), 512), ())
-                places.append((load.keeper, load.offset))
-                assert 0 <= load.offset < 4096 * (size - 1)
-                assert load.keeper == src if channel.ready.near else load.keeper not in (src, *([dst] if size > 2 else []))
+                placed = channel.place(*make_chunks(messages([1]), 512), ())
+                places.append((placed.keeper, placed.offset))
+                assert 0 <= placed.offset < 4096 * (size - 1)
+                assert placed.keeper == src if channel.ready.near else placed.keeper not in (src, *([dst] if size > 2 else []))
             assert [channel.ready.near for channel in transport._channels.out[dst]] == [False, True]
     assert len(set(places)) == len(places)
 
 
-def test_what_is_at_rest_goes_the_near_way_if_there_is_room_for_twice_as_much():
+def test_exchanges_at_rest_use_the_near_channel_if_it_holds_twice_as_much():
     transport = SimulatedTransport(Rank(0, 3), World(3, 8192, policy(0)))
     small, large = (torch.empty(nbytes, dtype=torch.uint8) for nbytes in (2048, 2049))
     for tensors, at_rest, near in (
@@ -360,10 +364,10 @@ def test_what_is_at_rest_goes_the_near_way_if_there_is_room_for_twice_as_much():
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("nbytes", [700, 9000, 40000])
 def test_nobody_waits_for_the_computation_of_another(monkeypatch, size, nbytes):
-    """Rank 0 computes until the others have all its messages, and copies within it wait for that, as those of a GPU do."""
+    """Rank 0 computes until the others have all its messages; as on a GPU, copies within rank 0 wait for its computation."""
     world = World(size, 8192, policy(size))
     transports = [SimulatedTransport(Rank(rank, size), world) for rank in range(size)]
-    computes, come = [], []
+    computes, arrived = [], []
 
     def patient(queue, target, source):
         within = queue._rank == queue.keeper == 0
@@ -373,10 +377,10 @@ def test_nobody_waits_for_the_computation_of_another(monkeypatch, size, nbytes):
     for name in ("stage", "pull"):
         kept = getattr(SimulatedQueue, name)
 
-        def one_by_one(queue, loads, kept=kept):
-            for load in loads:
-                queue.keeper = load.keeper
-                kept(queue, [load])
+        def one_by_one(queue, chunks, kept=kept):
+            for chunk in chunks:
+                queue.keeper = chunk.keeper
+                kept(queue, [chunk])
 
         monkeypatch.setattr(SimulatedQueue, name, one_by_one)
     monkeypatch.setattr(SimulatedQueue, "_copy", patient)
@@ -385,40 +389,40 @@ def test_nobody_waits_for_the_computation_of_another(monkeypatch, size, nbytes):
         handle = transport.exchange(sends, [Peer(0, messages[rank])] if rank else [])
         if rank == 0:
             transport.memory.current.run(lambda: computes.append(True))
-            transport.memory.current.run(computes.clear, lambda: len(come) == size - 1)
+            transport.memory.current.run(computes.clear, lambda: len(arrived) == size - 1)
         handle.wait()
         if rank:
-            transport.memory.current.run(lambda: come.append(True))
+            transport.memory.current.run(lambda: arrived.append(True))
     world.finish()
     assert all((message == 7).all() for message in messages[1:])
 
 
 @given(st.lists(st.integers(1, 9000), max_size=5), st.integers(2, 8))
-def test_what_is_cut_off_fits_and_the_rest_follows(sizes, halves):
+def test_the_first_part_of_a_split_fits_and_the_rest_follows(sizes, halves):
     capacity, largest = 1024 * halves, 512 * halves
     channel = Channel(0, 1, 2, capacity, sends=True, near=True)
-    channel.place(*bursts(messages([700]), largest), ())
-    first, rest = cut(messages(sizes), capacity, largest)
+    channel.place(*make_chunks(messages([700]), largest), ())
+    first, rest = split_at(messages(sizes), capacity, largest)
     covered = [(number, begin + i) for number, begin, nbytes in (*first, *rest) for i in range(nbytes)]
     assert sorted(covered) == [(number, i) for number, nbytes in enumerate(sizes) for i in range(nbytes)]
-    assert all(channel.place(burst, ()).needs <= 1 for burst in bursts(first, largest))
+    assert all(channel.place(chunk, ()).must_be_read <= 1 for chunk in make_chunks(first, largest))
     assert not rest or sum(-(-nbytes // 512) * 512 for *_, nbytes in first) > largest - 512
 
 
 def test_long_messages_are_pulled_while_they_are_staged():
-    found = bursts(messages([2000, 100, 400]), 1024)
-    assert [[part[:3] for part in burst.parts] for burst in found] == [[(0, 0, 1024)], [(0, 1024, 976)], [(1, 0, 100), (2, 0, 400)]]
-    # eight ranks' arena: the way by a third rank holds a burst that is pulled beside one that is staged
+    found = make_chunks(messages([2000, 100, 400]), 1024)
+    assert [[part[:3] for part in chunk.parts] for chunk in found] == [[(0, 0, 1024)], [(0, 1024, 976)], [(1, 0, 100), (2, 0, 400)]]
+    # of eight ranks, a far channel holds a chunk that is pulled beside one that is staged
     capacity = 36 << 20
-    (far, *_), *_ = staged_module._make_plan(0, 8, capacity, ((1, 64 << 20),), (), False, 1).rounds
+    (far, *_), *_ = make_exchange_plan(0, 8, capacity, ((1, 64 << 20),), (), False, 1).rounds
     channel = Channel(0, 1, 8, capacity // 2, sends=True)
-    assert [channel.place(far[0].burst, ()).needs for _ in range(4)] == [0, 0, 1, 2]
+    assert [channel.place(far[0].chunk, ()).must_be_read for _ in range(4)] == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("schedule", [ra.ring(), ra.gather()], ids=str)
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_attention_over_staged_messages(size, schedule):
-    """The same bits as over plain ones, forward and backward, with arenas far smaller than a shard."""
+    """Forward and backward give the same bits as over a plain transport, with arenas far smaller than a shard."""
     seq_len = 61
     generator = torch.Generator().manual_seed(size)
     q, dout = (torch.randn(1, seq_len, 4, 16, dtype=torch.float64, generator=generator) for _ in range(2))

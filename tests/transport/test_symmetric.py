@@ -1,4 +1,4 @@
-"""When ranks can share memory, and what is said when they cannot."""
+"""When ranks can share memory, what they say if they cannot, and what a call costs the host."""
 
 import ctypes
 import gc
@@ -46,7 +46,7 @@ OBSTACLES = {
 
 
 @pytest.mark.parametrize(("changes", "reason"), OBSTACLES.values(), ids=OBSTACLES)
-def test_what_keeps_ranks_from_sharing_memory(changes, reason):
+def test_obstacles_to_sharing_memory(changes, reason):
     found = obstacle([facts(rank, **changes.get(rank, {})) for rank in range(4)])
     if reason is None:
         assert found is None
@@ -75,7 +75,7 @@ def refusal(make):
 
 
 def over_gloo(group):
-    """What a rank hears whose tensors are on the CPU, and of a budget too small; and whether other transports work."""
+    """The errors for tensors on the CPU and for a budget that is too small, and whether other transports work."""
     messages = refusal(lambda: ra.symmetric(group)), refusal(lambda: ra.symmetric(group, budget=1000))
     over = ra.process_group(group)
     alone = ra.symmetric(dist.new_group([dist.get_rank()], use_local_synchronization=True))
@@ -95,7 +95,7 @@ def captured(group):
         torch.cuda.is_current_stream_capturing = kept
 
 
-def test_no_graph_captures_its_beginning(gloo):
+def test_memory_cannot_be_mapped_during_a_capture(gloo):
     gloo.run(2, captured)
 
 
@@ -107,7 +107,7 @@ def test_on_cpus(gloo):
 
 
 def test_arenas_stay_mapped_while_a_graph_is_captured(monkeypatch):
-    """Whose garbage is collected during a capture, which must not wait for the device."""
+    """A capture must not wait for the device, so memory collected as garbage meanwhile is unmapped later."""
     capturing = True
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     memory, arena = object.__new__(CudaMemory), torch.empty(1)
@@ -122,7 +122,7 @@ def test_arenas_stay_mapped_while_a_graph_is_captured(monkeypatch):
 
 
 class Driver:
-    """Streams, events and the driver's functions, which do nothing and are counted."""
+    """Streams, events and driver functions that do nothing and count their calls."""
 
     def __init__(self):
         driver, self.called = self, Counter()
@@ -164,7 +164,7 @@ class Driver:
 
 
 class Arenas:
-    """`_SymmetricMemory` that gives each rank the first one's arena."""
+    """A `_SymmetricMemory` that gives every rank the same arena."""
 
     def __init__(self, arena):
         self.arena = arena
@@ -182,7 +182,7 @@ class Arenas:
 
 
 class Alike(Ranks):
-    """A rank of a world in which all have the same records."""
+    """A rank of a group in which all ranks have the same records."""
 
     def __init__(self, rank, size):
         self.rank, self.size = rank, size
@@ -192,7 +192,7 @@ class Alike(Ranks):
 
 
 class OnNoDevice(SymmetricTransport):
-    """The symmetric transport of a rank, for tensors that stay where they are."""
+    """The symmetric transport of a rank, for tensors on the CPU; nothing is copied."""
 
     def check_device(self, device):
         pass
@@ -207,7 +207,7 @@ class OnNoDevice(SymmetricTransport):
 
 @pytest.fixture
 def driver(monkeypatch):
-    """What the transport takes for a GPU's."""
+    """A CUDA driver without a GPU, for the transport."""
     driver = Driver()
     monkeypatch.setattr(cuda_memory.ctypes, "CDLL", lambda name: driver)
     monkeypatch.setattr(cuda_memory, "load_driver", cuda_memory.Driver)
@@ -224,12 +224,12 @@ def driver(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     yield driver
-    # memory asks whether a graph is captured when it goes
+    # free the memory here: it asks whether a graph is captured
     gc.collect()
 
 
 def calls_of(function):
-    """How many functions, of Python's and others, are called meanwhile, in this thread."""
+    """How many functions, Python's and built-in ones, this thread calls meanwhile."""
     count = 0
 
     def profile(frame, event, argument):
@@ -245,7 +245,7 @@ def calls_of(function):
 
 
 COUNTED = ("current_stream", "record", "wait", "cuMemcpyBatchAsync", "cuStreamBatchMemOp_v2")
-# by ranks, of a forward and of a backward pass: functions called at most, and how often those above are
+# by number of ranks, for a forward and a backward pass: the most functions called, and the calls of those counted
 OVERHEAD = {
     2: [(315, 1, 3, 4, 2, 3), (615, 3, 16, 20, 4, 6)],
     8: [(1190, 7, 21, 28, 14, 21), (1980, 10, 49, 60, 18, 27)],
@@ -254,7 +254,7 @@ OVERHEAD = {
 
 @pytest.mark.parametrize("size", OVERHEAD)
 def test_what_a_call_costs_the_host(size, driver, monkeypatch):
-    """Without kernels, and not in time: what a call does anew, although its plan is that of the last one, shows here."""
+    """Counted in function calls, without kernels. It rises if a call repeats work that an earlier call with the same plan has done."""
     tokens, layout, group = 256, ra.zigzag(256 * size, size), OnNoDevice(None, control=Alike(0, size))
     q, k, v, dout = (torch.randn(1, tokens, h, 8) for h in (4, 2, 2, 4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -281,7 +281,7 @@ def test_what_a_call_costs_the_host(size, driver, monkeypatch):
 
 
 class MemoryOperation(ctypes.Structure):
-    """CUstreamBatchMemOpParams, as cuda.h has it, of a wait or a write; its union holds six numbers of 64 bits."""
+    """CUstreamBatchMemOpParams of cuda.h, for a wait or a write; its union holds six numbers of 64 bits."""
 
     _fields_ = (
         ("operation", ctypes.c_uint),
@@ -293,8 +293,8 @@ class MemoryOperation(ctypes.Structure):
     )
 
 
-def test_what_the_driver_is_given(driver, monkeypatch):
-    """Counts as it lays them out, which are of 32 bits, and copies of targets, sources and sizes."""
+def test_arguments_of_the_driver(driver, monkeypatch):
+    """Counts of 32 bits in the driver's own structure, and copies as targets, sources and sizes."""
     given = []
     for name in ("cuStreamBatchMemOp_v2", "cuMemcpyBatchAsync"):
         monkeypatch.setattr(driver, name, lambda *arguments: given.append(arguments) or 0)

@@ -1,4 +1,4 @@
-"""Threads as ranks: order, counting, control records, and failures that are told."""
+"""Ranks as threads: order, counted bytes, control records, and errors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def test_results_come_in_rank_order():
 def test_a_ring_of_sends_at_once():
     def work(t):
         here = torch.full((3,), float(t.rank))
-        came = torch.full((3,), float("nan"))
-        handle = t.exchange([Peer((t.rank + 1) % t.size, here)], [Peer((t.rank - 1) % t.size, came)])
-        # what is sent is what it was when the exchange began
+        arrived = torch.full((3,), float("nan"))
+        handle = t.exchange([Peer((t.rank + 1) % t.size, here)], [Peer((t.rank - 1) % t.size, arrived)])
+        # the exchange sends the values of its start
         here.fill_(-1)
         handle.wait()
-        return came.tolist()
+        return arrived.tolist()
 
     assert run_ranks(4, work) == [[float((rank - 1) % 4)] * 3 for rank in range(4)]
 
@@ -31,12 +31,12 @@ def test_receives_match_sends_in_order():
     def work(t):
         other = 1 - t.rank
         sends = [Peer(other, torch.full((n,), 10 * t.rank + n)) for n in (1, 2, 3)]
-        boxes = [torch.empty(n, dtype=torch.int64) for n in (1, 2, 3)]
-        first = t.exchange(sends[:1], [Peer(other, boxes[0])])
-        second = t.exchange(sends[1:], [Peer(other, box) for box in boxes[1:]])
+        targets = [torch.empty(n, dtype=torch.int64) for n in (1, 2, 3)]
+        first = t.exchange(sends[:1], [Peer(other, targets[0])])
+        second = t.exchange(sends[1:], [Peer(other, target) for target in targets[1:]])
         first.wait()
         second.wait()
-        return [box.tolist() for box in boxes]
+        return [target.tolist() for target in targets]
 
     assert run_ranks(2, work) == [[[11], [12, 12], [13, 13, 13]], [[1], [2, 2], [3, 3, 3]]]
 
@@ -89,7 +89,7 @@ def test_an_error_of_a_rank_is_raised():
         run_ranks(3, work)
 
 
-def test_an_error_is_told_before_the_timeouts_that_it_causes():
+def test_an_error_comes_before_the_timeouts_that_it_causes():
     def work(t):
         if t.rank == 1:
             raise KeyError("the odd one")

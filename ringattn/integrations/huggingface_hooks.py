@@ -1,0 +1,170 @@
+"""What runs around an attached model and inside it: the hooks of its modules, and transformers' mask function.
+
+torch.compile traces none of it: it keeps the call in a ContextVar, and ranks may talk to each other in it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..runtime.agree import Facts, agree, refusing
+from ..training.data import documents_of_positions, packed_positions
+from .huggingface_attachment import NAME, Attachment, LiveMask, LivePairs, ModelCall, current_call
+from .huggingface_checks import check_head, check_inputs, check_mask, check_output, models, take_documents
+from .huggingface_labels import agree_on_count, check_targets
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_Function = TypeVar("_Function", bound=Callable)
+
+_LAST_POSITION = Facts({"function": "the last position, by which rotary frequencies are chosen"})
+
+
+def _not_compiled(function: _Function) -> _Function:
+    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
+
+
+def hook_model(model: nn.Module) -> None:
+    """Let a model that is attached for the first time fill in positions and check its input."""
+    model.register_forward_pre_hook(_enter, with_kwargs=True)
+    model.register_forward_hook(_leave, always_call=True)
+
+
+def hook_rotary(module: nn.Module) -> None:
+    """Let a rotary embedding see the last position of all ranks."""
+    module.register_forward_pre_hook(_add_last, with_kwargs=True)
+    module.register_forward_hook(_drop_last)
+
+
+def hook_holder(model: nn.Module) -> None:
+    """Let a model that holds an attached model check its input, unless it does so already."""
+    if _around not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_around, with_kwargs=True)
+
+
+def unhook(module: nn.Module) -> None:
+    """Remove all these hooks."""
+    _remove(module, (_enter, _leave, _around, _add_last, _drop_last))
+
+
+def unhook_holder(model: nn.Module) -> None:
+    """Undo `hook_holder`."""
+    _remove(model, (_around,))
+
+
+def _remove(module: nn.Module, ours: Iterable[Callable]) -> None:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if hook in ours]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks_always_called.pop(key, None)
+
+
+@_not_compiled
+def live_mask(*args: Any, local_size: int | None = None, **options: Any) -> LiveMask:
+    """transformers' mask function: returns what is live instead of a tensor. Raises ValueError if the mask asks for more."""
+    call = current_call.get()
+    if call is None:
+        return LiveMask(None, local_size, check_mask(**options))
+    with refusing(getattr(call.model, NAME).ranks):
+        is_causal = check_mask(**options)
+    # a model without windows may still ask for the mask of a window (Qwen2-MoE: of 0)
+    if is_causal is not None and (local_size is None or (is_causal and local_size > 0)):
+        call.live.mask_for(is_causal, local_size)  # compiled layers cannot make it, but find it made
+    return LiveMask(call.live, local_size, is_causal)
+
+
+@_not_compiled
+def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Before an attached model runs: check its input, fill in positions, and note what is live."""
+    attachment: Attachment = model.ringattn  # pyright: ignore[reportAssignmentType]
+    call = current_call.get()
+    # a model inside another attached model, whose hook has filled in positions and noted what is live
+    is_inner = call is not None and call.model is not model
+    packed = None
+    args, kwargs = _by_name(model, args, kwargs)
+    with refusing(attachment.ranks):
+        if model.config._attn_implementation != NAME:
+            raise ValueError(
+                f"{type(model).__name__} is attached, but its attention was set to {model.config._attn_implementation!r} since, which "
+                "would attend within the shard: attach it again, or detach it"
+            )
+        tokens = check_inputs(model, args, kwargs, attachment.layout, attachment.rank)
+        if not is_inner:
+            check_targets(model, kwargs, attachment.layout, attachment.ignored)
+            packed, kwargs = take_documents(kwargs)
+    if not is_inner:
+        agree_on_count(attachment.ranks, kwargs)
+    if getattr(model.config, "use_cache", None):
+        kwargs = {**kwargs, "use_cache": False}
+    if is_inner:
+        return args, kwargs
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        here = attachment.layout.positions(attachment.rank)
+        positions = (here if packed is None else packed_positions(packed, here))[None]
+        kwargs = {**kwargs, "position_ids": positions.to(tokens.device)}
+    elif packed is None and attachment.live.mask is None:
+        packed = documents_of_positions(positions, attachment.layout, attachment.ranks)
+    last = None
+    if attachment.needs_last_position:
+        last = max(agree(attachment.ranks, _LAST_POSITION, int(positions.max())))
+    live = attachment.live if packed is None else LivePairs(attachment.live.mask, packed)
+    current_call.set(ModelCall(model, live, last))
+    return args, kwargs
+
+
+@_not_compiled
+def _leave(model: PreTrainedModel, args: tuple, output: Any) -> None:
+    """After an attached model ran, or failed: the call is over."""
+    call = current_call.get()
+    if call is not None and call.model is model:
+        current_call.set(None)
+        check_output(model, output, getattr(model, NAME).layout)
+
+
+@_not_compiled
+def _around(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Before a model runs that is not attached but holds one that is: its head would take the shard for the whole sequence."""
+    attachment: Attachment | None = next((getattr(part, NAME) for part in models(model) if hasattr(part, NAME)), None)
+    if attachment is None or hasattr(model, NAME):
+        return
+    kwargs = _by_name(model, args, kwargs)[1]
+    with refusing(attachment.ranks):
+        check_head(model)
+        check_targets(model, kwargs, attachment.layout, attachment.ignored)
+    agree_on_count(attachment.ranks, kwargs)
+
+
+def _by_name(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """A call's arguments by their names; a single positional argument stays as it is."""
+    named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) if len(args) > 1 else {}
+    if named.keys() & kwargs.keys():
+        return args, kwargs  # given twice: the model itself raises the error
+    return args[len(named) :], {**named, **kwargs}
+
+
+@_not_compiled
+def _add_last(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Before a rotary embedding chooses its frequencies by the largest position: append the last position of all ranks."""
+    call = current_call.get()
+    if call is None or call.last_position is None:
+        raise ValueError(
+            f"{type(module).__name__} chooses its frequencies by the last position of the sequence, which is known only within a call of "
+            "the attached model: checkpoint the layers, but not the rotary embeddings"
+        )
+    by_name = "position_ids" in kwargs
+    positions = kwargs["position_ids"] if by_name else args[1]  # (..., s)
+    positions = torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), call.last_position)], dim=-1)
+    return (args, {**kwargs, "position_ids": positions}) if by_name else ((args[0], positions, *args[2:]), kwargs)
+
+
+def _drop_last(module: nn.Module, args: tuple, output: Any) -> Any:
+    """After it: remove that position from the embeddings (..., s + 1, d)."""
+    return tuple(part[..., :-1, :] for part in output) if isinstance(output, tuple) else output[..., :-1, :]

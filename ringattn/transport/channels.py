@@ -1,0 +1,135 @@
+"""Channels: messages cut into chunks, and the place of each chunk in the ring buffer of its pair of ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .memory import Count, Part, PlacedChunk
+
+ALIGNMENT = 512  # bytes
+
+# messages, or parts of them, each as (the tensor's number, first byte, bytes)
+Messages = Sequence[tuple[int, int, int]]
+
+
+class Chunk(NamedTuple):
+    """Messages, or parts of messages, side by side: `nbytes` in all. A channel's counts count chunks."""
+
+    parts: tuple[Part, ...]
+    nbytes: int
+
+
+class Channel:
+    """The places of the chunks from one rank to another, in a ring buffer. Both ends get the same places from the same sizes.
+
+    Every arena holds one channel of each distance between sender and reader, one after the other from byte `begin` on. A `near` channel
+    lies with the sender; a far one lies with a third rank, or with the reader where there are two ranks.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        peer: int,
+        size: int,
+        capacity: int,
+        *,
+        sends: bool,
+        near: bool = False,
+        begin: int = 0,
+        captured: bool = False,
+    ) -> None:
+        self._capacity = usable(capacity)
+        src, dst = (rank, peer) if sends else (peer, rank)
+        distance = (dst - src) % size
+        third = distance + 1 if distance + 1 < size else 1
+        self.keeper = src if near else (src + third) % size
+        self.ready, self.read = Count(near, True, peer, captured), Count(near, False, peer, captured)
+        self.awaited = 0  # the greatest value of `read` that the sender has queued a wait for
+        self.count = 0  # chunks placed so far
+        self._base = begin + (distance - 1) * capacity
+        self._head = 0
+        self._occupied: deque[tuple[int, int, int]] = deque()  # (number, begin, end), oldest first
+
+    def place(self, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> PlacedChunk:
+        """The next chunk's place."""
+        must_be_read, occupied, first = 0, self._occupied, self._head
+        if first + chunk.nbytes > self._capacity:
+            # wrap around; the chunks behind `first` are older than all those at the start
+            while occupied and occupied[0][1] >= first:
+                must_be_read = occupied.popleft()[0] + 1
+            first = 0
+        self._head = end = first + chunk.nbytes
+        while occupied and occupied[0][1] < end and occupied[0][2] > first:
+            must_be_read = occupied.popleft()[0] + 1
+        occupied.append((self.count, first, end))
+        self.count += 1
+        return PlacedChunk(tensors, chunk.parts, self.keeper, self._base + first, must_be_read)
+
+
+class Channels:
+    """A rank's channels to each other rank (`out`) and from each other rank (`into`): pairs of a far and a near channel."""
+
+    def __init__(self, rank: int, size: int, capacity: int, *, captured: bool = False) -> None:
+        far, near = shares(size, capacity)
+
+        def pair(peer: int, sends: bool) -> tuple[Channel, Channel]:
+            return (
+                Channel(rank, peer, size, far, sends=sends, captured=captured),
+                Channel(rank, peer, size, near, sends=sends, captured=captured, near=True, begin=far * (size - 1)),
+            )
+
+        others = [other for other in range(size) if other != rank]
+        self.out = {dst: pair(dst, True) for dst in others}
+        self.into = {src: pair(src, False) for src in others}
+
+
+def shares(size: int, capacity: int) -> tuple[int, int]:
+    """Bytes of a pair's far and near channel. Of two ranks the far channel gets the smaller share: its chunks wait for the reader."""
+    far = capacity // 2 if size > 2 else max(2, capacity // (4 * ALIGNMENT)) * ALIGNMENT
+    return far, capacity - far
+
+
+def usable(capacity: int) -> int:
+    """The bytes of a channel that are used: two halves of aligned places."""
+    used = capacity // (2 * ALIGNMENT) * (2 * ALIGNMENT)
+    assert used, capacity
+    return used
+
+
+def padded(nbytes: int) -> int:
+    """The bytes that a part of a message takes in a channel."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def make_chunks(messages: Messages, largest: int) -> list[Chunk]:
+    """Messages in chunks of at most `largest` bytes."""
+    found: list[list[Part]] = []
+    end = largest  # of the last chunk
+    for number, first, nbytes in messages:
+        for begin in range(0, nbytes, largest):
+            part = min(largest, nbytes - begin)
+            if end + padded(part) > largest:
+                found.append([])
+                end = 0
+            found[-1].append(Part(number, first + begin, part, end))
+            end += padded(part)
+    return [Chunk(tuple(parts), parts[-1].offset + padded(parts[-1].nbytes)) for parts in found]
+
+
+def split_at(messages: Messages, capacity: int, largest: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    """What a channel of `capacity` bytes holds at once, in chunks of at most `largest` bytes, and the rest of the messages."""
+    # the place at the channel's end may be too small for a chunk
+    free = capacity - largest
+    first, rest = [], []
+    for number, begin, nbytes in messages:
+        fits = min(nbytes, free)
+        free -= padded(fits)
+        if fits:
+            first.append((number, begin, fits))
+        if fits < nbytes:
+            rest.append((number, begin + fits, nbytes - fits))
+    return first, rest
