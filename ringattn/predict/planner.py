@@ -16,8 +16,8 @@ from ..schedule.schedules import Schedule, Waves, double_ring, gather, ring, wav
 from .machine import Machine
 from .simulation import ITEM, Option, Prediction, Workload, simulate
 
-# a ring of more ranks than this, than four nodes and than six waves is not simulated: its figures are extrapolated from two
-# smaller rings with shards of the same size, since every further rank adds the same amount
+# the most ranks of a ring that is simulated whole (or those of four nodes or six waves, if more). The figures of a longer ring are
+# extrapolated from two smaller ones with shards of the same size, since every further rank adds the same amount
 _RANKS = 32
 MAX_TOKENS = 1 << 30  # twice its square still fits an int64
 

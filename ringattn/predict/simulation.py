@@ -44,7 +44,8 @@ class Workload:
 class Option:
     """A way to run the workload: a schedule for the ring, and a heads axis of `heads_axis` ranks (1: none).
 
-    An axis whose ranks share a node uses copy engines, which are the default of groups too, unless `nccl`; any other axis uses NCCL.
+    If the ranks of an axis share a node, copy engines move its messages, as in groups by default; with `nccl`, NCCL does. Between nodes
+    it is always NCCL.
     """
 
     schedule: Schedule
