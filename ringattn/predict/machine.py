@@ -55,7 +55,7 @@ class Machine:
         return replace(self, **rates)
 
 
-# `launch/bench.py fit` finds both tflops, and NCCL's latency and slowdown, from docs/measurements.json. The rest is assumed: protocols
+# `launch/bench fit` finds both tflops, and NCCL's latency and slowdown, from docs/measurements.json. The rest is assumed: protocols
 # take a third of the nominal 450 GB/s of NVLink, and a fifth of the nominal 50 GB/s between nodes.
 H200 = Machine(
     name="h200",

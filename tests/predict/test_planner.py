@@ -1,4 +1,4 @@
-"""The planner counts what the schedules do. `launch/test_bench_fit.py` compares predictions with measurements."""
+"""The planner counts what the schedules do. `launch/bench/test_fit.py` compares predictions with measurements."""
 
 from __future__ import annotations
 
