@@ -87,7 +87,7 @@ def fold(queries: Table, keys: Table, regions: Table, stride: int) -> tuple[Tabl
     index = np.concatenate([piece[0] for piece in pieces]) if pieces else np.empty(0, dtype=np.int64)
     k_of = np.concatenate([piece[1] for piece in pieces]) if pieces else index
     q_start, q_length, q_row = queries[q_of].T
-    # one column for each pair of query span and region; `take` repeats it for each of the pair's tiles
+    # one column a pair of query span and region; `take` repeats it for each of the pair's tiles
     i0 = q_row + np.maximum(0, -((q_start - part[:, 0]) // stride))
     i1 = q_row + np.minimum(q_length, -((q_start - part[:, 1]) // stride))
     known = np.stack([q_of, i0, i1, q_row, q_start - part[:, 4], part[:, 5] - q_start, part[:, 2], part[:, 3]])
