@@ -1,6 +1,6 @@
-"""`python -m ringattn plan`: what a layer's attention takes on given GPUs with each schedule, predicted by `planner.py`.
+"""`python -m ringattn plan` predicts, with `planner.py`, what a layer's attention takes on given GPUs with each schedule.
 
-One world and length prints a table of the schedules, and recommends one; several print the best of each.
+For one number of GPUs and one length it prints a table of the schedules and recommends one; for several, the best schedule of each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COLUMNS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command line; None is the process's own."""
+    """Run a command line; None means the process's own."""
     parser = argparse.ArgumentParser(prog="python -m ringattn", description="Attention over sequences too long for one GPU.")
     commands = parser.add_subparsers(required=True)
     plan = commands.add_parser("plan", help="predict time, communication and memory of each schedule", description=__doc__)
@@ -35,14 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan.add_argument("--heads", type=int, default=32, help="query heads (default 32)")
     plan.add_argument("--kv-heads", type=int, default=8, help="K/V heads (default 8)")
     plan.add_argument("--head-dim", type=int, default=128, help="(default 128)")
-    plan.add_argument("--mask", default="causal", help="causal (default), full, or window:TOKENS: causal, the last so many")
+    plan.add_argument("--mask", default="causal", help="causal (default), full, or window:TOKENS: causal, the last TOKENS keys")
     plan.add_argument(
         "--memory-gib",
         type=float,
-        help="what attention may take of a GPU beyond q, k, v, out and their gradients (default: all that these leave)",
+        help="GPU memory for attention beyond q, k, v, out and their gradients (default: all that these leave free)",
     )
     plan.add_argument("--machine", choices=sorted(MACHINES), default="h200")
-    plan.add_argument("--rates", nargs="+", default=[], metavar="NAME=VALUE", help="figures of the machine to replace: node_gbs=90")
+    plan.add_argument("--rates", nargs="+", default=[], metavar="NAME=VALUE", help="machine figures to replace, e.g. node_gbs=90")
     plan.add_argument("--nccl", action="store_true", help="move messages over NCCL within nodes too, not by copy engines")
     plan.add_argument("--json", action="store_true", help="print all figures as JSON")
     plan.add_argument("--timeline", metavar="PNG", help="draw the recommended schedule, step by step; needs matplotlib")
@@ -58,7 +58,7 @@ def _plan(given: argparse.Namespace) -> None:
     mask = parse_mask(given.mask)
     worlds = list(product(given.gpus, given.tokens))
     if given.timeline and len(worlds) > 1:
-        raise ValueError(f"--timeline draws one world, but {len(worlds)} are given: leave one value of --gpus and of --tokens")
+        raise ValueError(f"--timeline draws one world, but {len(worlds)} are given: give one value of --gpus and one of --tokens")
     if given.timeline:
         timeline.need_figures()
     found = []
@@ -87,7 +87,7 @@ def _plan(given: argparse.Namespace) -> None:
 
 
 def parse_mask(text: str) -> Mask:
-    """The mask of a word. Raises ValueError for one that is none."""
+    """The mask that `text` names. Raises ValueError if it names none."""
     word, _, number = text.partition(":")
     if text in ("causal", "full"):
         return causal() if text == "causal" else full()
@@ -105,7 +105,7 @@ def _rate(text: str) -> tuple[str, float]:
 
 
 def _budget(memory_gib: float | None, machine: Machine, work: Workload, gpus: int) -> float:
-    """Bytes for attention beyond what it is given and returns."""
+    """Bytes of a GPU for attention beyond q, k, v, out and their gradients."""
     if memory_gib is not None:
         if not 0 < memory_gib < inf:
             raise ValueError(f"memory_gib is {memory_gib}, but must be more than 0, and finite")

@@ -24,7 +24,7 @@ from .schedule.schedules import Schedule
 from .transport import Alone
 
 _DEFAULT_MASK = causal()
-_STATS = "True for out and its statistics"
+_STATS = "pass True to get out and its statistics"
 
 
 @overload
@@ -69,7 +69,7 @@ def ring_attention(
     schedule: Schedule | None = None,
     return_stats: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, Stats]:
-    """softmax(softmax_scale * q k^T) v over the whole sequence, of which each rank holds a shard; a collective, differentiable.
+    """softmax(softmax_scale * q k^T) v over the whole sequence, of which each rank holds a shard. A differentiable collective.
 
     Every rank of the group calls it with its own shards and the same options. Source: Ring Attention (Liu et al. 2023), with the
     block-merge formula of `partial.py` and the backward pass of FlashAttention (Dao et al. 2022, algorithm 4).
@@ -78,10 +78,10 @@ def ring_attention(
         q: (b, s_local, h, d), bf16, fp16 or fp32, or fp64 on CPU; d up to 256.
         k: (b, s_local, hk, d) with h % hk == 0 (MHA, GQA, MQA).
         v: (b, s_local, hk, d_v), d_v up to 256.
-        layout: who holds which positions; by default `default_layout` of the mask (zigzag for causal), with the sequence length
-            taken from the shards.
+        layout: which rank holds which positions; by default `default_layout` of the mask (zigzag for causal), with the sequence
+            length taken from the shards.
         mask: which pairs are live; causal by default.
-        group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group (with none initialised: one rank); or a 2-D
+        group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group (one rank if none is initialised); or a 2-D
             DeviceMesh with the axes "ring" and "heads", or `hybrid(...)`: an all-to-all to heads along one axis, a ring along the other;
             or a transport, `symmetric(...)` or `process_group(...)`.
         softmax_scale: 1/sqrt(d) by default.
@@ -92,10 +92,9 @@ def ring_attention(
     Returns out (b, s_local, h, d_v) in q's dtype; rows with nothing live are 0. Raises ValueError for bad input, and on every
     rank if ranks disagree or one refuses its input.
 
-    A call can be captured in a CUDA graph, by all ranks together, once the same call has been made outside of it.
+    After the same call has been made once, all ranks together can capture it in a CUDA graph.
 
-    The same call gives the same bits, but for the gradient of q on Hopper GPUs, where only `torch.use_deterministic_algorithms(True)` makes
-    sure of that.
+    The same call gives the same bits. For the gradient of q on Hopper GPUs, this needs `torch.use_deterministic_algorithms(True)`.
 
     >>> import torch, ringattn as ra
     >>> q = k = v = torch.randn(1, 16, 2, 8)
@@ -136,17 +135,17 @@ def attend(
     k_positions: torch.Tensor | None = None,
     softmax_scale: float | None = None,
 ) -> Partial:
-    """Attention of local queries to local keys: a `Partial`, to `merge` with partials of other keys and `finish`. Differentiable.
+    """Attention of local queries to local keys: a `Partial` to `merge` with partials of other keys, then `finish`. Differentiable.
 
     Args:
         q: (b, sq, h, d); k: (b, sk, hk, d); v: (b, sk, hk, d_v), dtypes and sizes as for `ring_attention`.
         mask: which pairs of global positions are live; causal by default.
         q_positions: (sq,) integers, the global position of each query; 0, 1, 2, ... by default.
-        k_positions: (sk,) integers, likewise of each key.
+        k_positions: (sk,) integers, the global position of each key; 0, 1, 2, ... by default.
         softmax_scale: 1/sqrt(d) by default.
 
-    Returns out (b, sq, h, d_v), normalised over these keys, and row_max, row_sum (b, h, sq), all fp32 (fp64 for fp64). Communicates
-    nothing. Raises ValueError for bad input.
+    Returns out (b, sq, h, d_v), normalised over these keys, and row_max, row_sum (b, h, sq), all fp32 (fp64 for fp64). Nothing is
+    communicated. Raises ValueError for bad input.
     """
     mask = _DEFAULT_MASK if mask is None else mask
     check.qkv(q, k, v)

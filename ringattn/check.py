@@ -1,4 +1,4 @@
-"""What a user passes is checked here, before any communication: each error names the argument, what came, what was wanted."""
+"""Checks of what a user passes, before any communication: each error names the argument, what came and what was wanted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._C._functorch import is_gradtrackingtensor
 from torch.autograd import forward_ad
 
 MAX_HEAD_DIM = 256
-MAX_POSITION = 1 << 48  # sums of a few positions are int64
+MAX_POSITION = 1 << 48  # sums of a few positions then fit an int64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # advice for `instance`
 BUILD_A_LAYOUT = "build one with zigzag(seq_len, world_size) and the like"
@@ -38,7 +38,7 @@ def integers(name: str, values: Any) -> np.ndarray:
 
 
 def as_array(name: str, values: Any, wanted: str) -> np.ndarray:
-    """`values` as an array; `wanted` says of what shape, for the message if they have none."""
+    """`values` as an array; `wanted` describes the shape in the error for ragged values."""
     if isinstance(values, torch.Tensor):
         return values.detach().cpu().numpy()
     try:
@@ -48,7 +48,7 @@ def as_array(name: str, values: Any, wanted: str) -> np.ndarray:
 
 
 def window(name: str, value: Any) -> tuple[Any, Any]:
-    """`(left, right)` of a pair, or of one value for both."""
+    """`(left, right)` from a pair, or from one value for both sides."""
     if not isinstance(value, tuple):
         return value, value
     if len(value) != 2:
@@ -65,7 +65,7 @@ def dim(name: str, x: torch.Tensor, value: Any) -> int:
 
 
 def instance(name: str, value: Any, kind: type, advice: str) -> None:
-    """`value` must be a `kind`."""
+    """Raise ValueError, with `advice`, unless `value` is a `kind`."""
     if not isinstance(value, kind):
         shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise ValueError(f"{name} is {shown}, but must be a {kind.__name__}: {advice}")
@@ -88,42 +88,42 @@ def softmax_scale(value: Any, head_dim: int) -> float:
 
 
 def qkv(q: Any, k: Any, v: Any) -> None:
-    """Types, shapes (b, s, h, d), (b, sk, hk, d), (b, sk, hk, d_v), dtypes and devices that attention can take."""
+    """Refuse types, shapes, dtypes and devices that attention cannot take: (b, s, h, d), (b, sk, hk, d), (b, sk, hk, d_v)."""
     tensors(q, k, v)
     backward_mode(q, k, v)
     fit(q, k, v)
 
 
 def tensors(q: Any, k: Any, v: Any) -> None:
-    """Tensors that attention can take, each by itself: plain, of four dimensions."""
+    """Refuse each tensor that attention cannot take by itself: it must be plain and have four dimensions."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _dense_tensor(name, x)
 
 
 def captured(x: torch.Tensor) -> bool:
-    """Whether what is done with x now is captured in a CUDA graph, instead of being done."""
+    """Whether operations on x are now captured in a CUDA graph instead of executed."""
     return x.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def backward_mode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Tensors that nothing differentiates but the ordinary autograd: forward mode would take them for constants."""
+    """Refuse tensors in forward mode or torch.func, which would treat attention as a constant; ordinary autograd is fine."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         tangent = forward_ad.unpack_dual(x).tangent if forward_ad._current_level >= 0 else None
         if tangent is not None or is_gradtrackingtensor(x):
             raise ValueError(
-                f"{name} is differentiated in forward mode or by torch.func, which attention does not know: "
+                f"{name} is differentiated in forward mode or by torch.func, which attention does not support: "
                 "call backward, or torch.autograd.grad"
             )
 
 
 def fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Tensors of one dtype on one device, of shapes that fit together."""
+    """Refuse tensors of different dtypes, on different devices, or of shapes that do not fit together."""
     _same_kind(q, k, v)
     shapes(q, k, v)
 
 
 def shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Sizes that fit together: (b, s, h, d), (b, sk, hk, d), (b, sk, hk, d_v) with h % hk == 0."""
+    """Refuse sizes that do not fit together: (b, s, h, d), (b, sk, hk, d), (b, sk, hk, d_v) with h % hk == 0."""
     b, _, h, d = q.shape
     for name, x in (("k", k), ("v", v)):
         if x.shape[0] != b:
@@ -142,7 +142,7 @@ def shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def same_tokens(q: torch.Tensor, k: torch.Tensor) -> None:
-    """Self-attention over a ring: a rank's K/V are of the same tokens as its Q."""
+    """Refuse different numbers of tokens: in self-attention over a ring, a rank's Q, K and V hold the same tokens."""
     if q.shape[1] != k.shape[1]:
         raise ValueError(
             f"q has {q.shape[1]} tokens and k has {k.shape[1]}: a rank's q, k and v must hold the same tokens; "
@@ -151,7 +151,7 @@ def same_tokens(q: torch.Tensor, k: torch.Tensor) -> None:
 
 
 def positions(name: str, value: Any, tokens: int, argument: str) -> torch.Tensor:
-    """Global positions, one a token, as a one-dimensional int64 tensor; 0, 1, 2, ... for None."""
+    """Global positions, one for each token, as a one-dimensional int64 tensor; 0, 1, 2, ... for None."""
     if value is None:
         return torch.arange(tokens)
     array = integers(name, value)

@@ -1,6 +1,6 @@
-"""`Digested`, the base of layouts, masks and schedules: values that are known by a fingerprint of what they say.
+"""`Digested`, the base of layouts, masks and schedules: immutable values with a fingerprint of their content.
 
-The fingerprint stands for the value where no object can go: between ranks, as a key of caches, and in compiled graphs.
+The fingerprint stands for the value where an object cannot be used: between ranks, as a key of caches, and in compiled graphs.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ F = TypeVar("F", bound=Callable)
 
 
 class Digested:
-    """An immutable value, made by a frozen dataclass, with its `digest`: 32 hex digits, equal for equal values on any rank."""
+    """An immutable value (a frozen dataclass) with its `digest`: 32 hex digits, which are the same for equal values on all ranks."""
 
-    # computed when the value is made: torch.compile reads it, and cannot hash
+    # computed when the value is made: torch.compile can read it but cannot trace the hashing
     digest: str
 
     def _key(self) -> bytes:
-        """What tells this value from all others."""
+        """Bytes that differ for any two different values."""
         raise NotImplementedError
 
     def __post_init__(self) -> None:
@@ -32,7 +32,7 @@ class Digested:
         with _lock:
             first = _alive.setdefault(self.digest, self)
         if first is not self:
-            # the one that `find` knows stays alive as long as any of its equals
+            # keep the value that `find` returns alive as long as any equal value
             object.__setattr__(self, "_first", first)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -48,14 +48,14 @@ _lock = Lock()
 
 
 def find(digest: str | None) -> Any:
-    """The value with a digest, while it or an equal one is alive; None for None."""
+    """The value with this digest, as long as it or an equal value is alive; None for None."""
     return None if digest is None else _alive[digest]
 
 
 def constant(function: F) -> F:
-    """Have torch.compile call `function` when it traces, and take what it returns for a constant.
+    """Make torch.compile call `function` when it traces, and treat the result as a constant.
 
-    The same as `torch.compiler.assume_constant_result`, which imports the compiler, seconds of work, to set this mark.
+    `torch.compiler.assume_constant_result` sets the same mark, but first imports the compiler, which takes seconds.
     """
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function

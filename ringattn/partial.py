@@ -24,8 +24,8 @@ class Stats:
     """The softmax's statistics of every query row: (b, h, s), fp32 (fp64 for fp64 input).
 
     `row_max` is the greatest live score after scaling, in natural-log units, and -inf for a row with nothing live; `row_sum` is
-    the sum of exp(score - row_max), and 0 for such a row. The pair stands for `lse`: gradients flow through `row_sum` and
-    `lse`, and `row_max` is a constant to autograd.
+    the sum of exp(score - row_max), and 0 for such a row. Together they give `lse`. Gradients flow through `row_sum` and
+    `lse`; `row_max` is a constant to autograd.
     """
 
     row_max: torch.Tensor
@@ -84,7 +84,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     if a.out.device != b.out.device:
         raise ValueError(f"partials on {a.out.device} and {b.out.device} do not merge: move both to one device")
     row_max = torch.maximum(a.row_max, b.row_max).detach()
-    # nothing live in either: a finite pivot avoids inf - inf
+    # for rows with nothing live in either partial, a finite pivot avoids inf - inf
     pivot = torch.where(row_max == float("-inf"), 0.0, row_max)
     weight_a = a.row_sum * (a.row_max.detach() - pivot).exp()
     weight_b = b.row_sum * (b.row_max.detach() - pivot).exp()
@@ -99,7 +99,8 @@ def finish(
 ) -> torch.Tensor | tuple[torch.Tensor, Stats]:
     """The attention output of a partial that has seen all its keys: (b, s, h, d_v) in `dtype`, by default the partial's own.
 
-    With `return_stats` also its `Stats`. Rows with nothing live are 0. Raises ValueError for what is no `Partial` or no dtype.
+    With `return_stats` also its `Stats`. Rows with nothing live are 0. Raises ValueError if `part` is not a `Partial`, or `dtype` not a
+    dtype.
     """
     check.instance("part", part, Partial, "make one with attend(...)")
     if dtype is not None:

@@ -1,4 +1,4 @@
-"""Dense attention in any dtype with any mask: the oracle, and what the naive user would write.
+"""Dense attention in any dtype with any mask, written as simply as possible: the oracle of all tests.
 
 Shapes: b batch, s tokens, h query heads, hk key/value heads, d head dim, d_v value head dim.
 """
@@ -25,8 +25,8 @@ def attention(
 
     Args:
         q: (b, s, h, d), of any floating-point dtype.
-        k: (b, s, hk, d) with h % hk == 0, of q's dtype, like v.
-        v: (b, s, hk, d_v).
+        k: (b, s, hk, d) with h % hk == 0, in q's dtype.
+        v: (b, s, hk, d_v), in q's dtype.
         mask: causal by default, like `ring_attention`.
         softmax_scale: 1/sqrt(d) by default.
         return_stats: also return `Stats` (b, h, s) in the inputs' dtype (fp32 for bf16 and fp16).

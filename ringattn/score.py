@@ -1,4 +1,4 @@
-"""What happens to a score between q k^T and the softmax: today, the scale."""
+"""What happens to a score between q k^T and the softmax: for now, it is scaled."""
 
 from __future__ import annotations
 

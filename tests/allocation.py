@@ -1,4 +1,4 @@
-"""Memory of tensors, counted as they are made and freed, on any device."""
+"""Counts the memory of tensors as they are made and freed, on any device."""
 
 import weakref
 
@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Peak(TorchDispatchMode):
-    """`peak`: the most bytes of new tensors alive at once, without those `given`. `largest`: elements of the largest result."""
+    """`peak`: the most bytes of tensors alive at once, without those `given`. `largest`: elements of the largest tensor."""
 
     def __init__(self, *given: torch.Tensor):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Fixtures for all tests: processes as ranks, over `gloo` and `nccl`, and the strategies of `strategies.py`."""
+"""Fixtures of all tests: `gloo` and `nccl` run functions on several ranks; `strategies.py` adds its strategies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def _load(name: str):
-    """Import a module beside this file, whose folder is not on the path in importlib mode."""
+    """Import a module of this folder, which is not on the path in pytest's importlib mode."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
         module = importlib.util.module_from_spec(spec)
@@ -50,7 +50,7 @@ def _gpus():
 
 @pytest.fixture
 def nccl(_gpus):
-    """Ranks over NCCL, one per GPU, for tests marked gpu: `nccl.run(world_size, function, *args)`."""
+    """Ranks over NCCL, one a GPU, for tests marked gpu: `nccl.run(world_size, function, *args)`."""
     return _gpus
 
 
@@ -70,7 +70,7 @@ def llama():
 
 @pytest.fixture(params=[1, 2, 4, 8], ids="{}gpus".format)
 def world_size(request):
-    """A number of GPUs; skips if there are fewer."""
+    """A number of GPUs; skips if this machine has fewer."""
     if torch.cuda.device_count() < request.param:
-        pytest.skip(f"needs {request.param} GPUs, and {torch.cuda.device_count()} are here")
+        pytest.skip(f"needs {request.param} GPUs, but this machine has {torch.cuda.device_count()}")
     return request.param

@@ -1,4 +1,4 @@
-"""Strategies for several test files: masks, each with an independent formula, and layouts of any spans."""
+"""Strategies that several test files draw from: masks, each with an independent formula, and layouts of any spans."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ settings.register_profile("explore", deadline=None, max_examples=1000)
 
 
 def pytest_configure(config):
-    """Use the same examples in every run; `--hypothesis-profile explore` draws new ones."""
+    """Draw the same examples in every run; `--hypothesis-profile explore` draws fresh ones."""
     if config.getoption("--hypothesis-profile", None) is None:
         settings.load_profile("fixed")
 
 
 @pytest.fixture
 def one_thread():
-    """Torch computes on one thread: for small tensors, and for ranks that are threads."""
+    """Torch computes on one thread, which suits small tensors and ranks that are threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -31,7 +31,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def mask_strategy():
-    """`mask_strategy(seq_len)` draws (mask, live); the boolean matrix `live[q, k]` follows from the mask's definition, without regions."""
+    """`mask_strategy(seq_len)` draws (mask, live): `live[q, k]` is a boolean matrix from the mask's definition, without regions."""
     return _masks
 
 
@@ -100,7 +100,7 @@ def _layouts(seq_len: int, world_size: int):
 
 @st.composite
 def _custom_layouts(draw, seq_len: int, world_size: int):
-    """Cut the sequence into segments, each segment by its own stride, and each residue once more; deal the pieces to ranks in any order."""
+    """Layouts of segments: each has its own stride, each residue is cut in two, and the pieces go to ranks in any order."""
     cuts = sorted(draw(st.lists(st.integers(0, seq_len), max_size=3)))
     pieces = []
     for start, stop in zip([0, *cuts], [*cuts, seq_len]):

@@ -1,4 +1,4 @@
-"""Ring attention against the dense oracle, each rank by itself. Threads are the ranks, so every world size runs in one process."""
+"""Ring attention against the dense oracle, on each rank by itself. Ranks are threads, so every world size runs in one process."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_any_layout_and_mask_is_exact(layout_strategy, mask_strategy, data, seq_
 
 
 def test_the_oracle_is_the_textbook_formula():
-    """One number at a time, for two masks and grouped heads."""
+    """Computes one number at a time, for two masks and grouped heads."""
     q, k, v, _ = make_inputs(9, Shape(b=2, h=4, hk=2, d=3, d_v=2))
     for mask in (ra.causal(), ra.documents([4, 3])):
         live = mask.dense(9)
@@ -344,13 +344,13 @@ def empty_is_nan():
     [
         (ra.zigzag(64, 4), ra.causal()),
         (custom_layout(61, 4), ra.full()),
-        # keys that nobody sees, and own keys that only others see
+        # keys that no query sees, and keys that only other ranks' queries see
         (ra.contiguous(64, 4), ra.documents([20, 30], causal=False) & ra.sliding_window(9, 7)),
         (ra.contiguous(64, 4), ra.prefix(5)),
     ],
     ids=["causal", "full", "padding", "prefix"],
 )
-def test_no_gradient_is_of_memory_that_nobody_wrote(layout, mask, schedule, empty_is_nan):
+def test_no_gradient_reads_memory_that_was_not_written(layout, mask, schedule, empty_is_nan):
     inputs = make_inputs(layout.seq_len)
     assert_every_rank(ring(*inputs, mask, layout, SCHEDULES[schedule]), dense(*inputs, mask), layout)
 
@@ -370,7 +370,7 @@ def test_autocast_rounds_nothing(dtype):
         assert torch.equal(plain, cast)
 
 
-# values that are known
+# known values
 
 
 @SOME_WORLDS
@@ -386,7 +386,7 @@ def test_uniform_weights_average_the_values(world_size):
 @SOME_WORLDS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_one_hot_weights_pick_a_value(world_size, dtype):
-    """A query points at one key, whose score stands 200 above all others."""
+    """Each query points at one key, whose score is 200 above all others."""
     seq_len = 32
     v = make_inputs(seq_len, dtype=dtype)[2]
     target = torch.randint(seq_len, (seq_len,), generator=torch.Generator().manual_seed(0))
@@ -398,7 +398,7 @@ def test_one_hot_weights_pick_a_value(world_size, dtype):
     for rank, (out, _, dq, dk, dv) in enumerate(ring(q, k, v, dout, ra.full(), layout, softmax_scale=200.0)):
         assert torch.equal(out, v[:, target[layout.positions(rank)]])
         torch.testing.assert_close(dv, ra.shard(counts, layout, rank))
-        # dP - delta is 0 but for the rounding of two sums of 8 products, which the scale makes 200 times larger
+        # dP - delta is 0 up to the rounding of two sums of 8 products, which the scale makes 200 times larger
         bound = 1e-12 if dtype == torch.float64 else 1e-3
         assert max(float(x.abs().amax()) for x in (dq, dk)) < bound
 
@@ -410,7 +410,7 @@ def test_a_constant_value_comes_out(mask, world_size):
     layout = ra.striped(65, world_size)
     for out, _, dq, dk, _ in ring(q, k, torch.full_like(v, 3.5), dout, mask, layout):
         torch.testing.assert_close(out, torch.full_like(out, 3.5), rtol=0, atol=1e-13)
-        # and the scores make no difference
+        # scores do not change the output, so their gradients are 0
         assert max(float(x.abs().amax()) for x in (dq, dk)) < 1e-12
 
 
@@ -421,7 +421,7 @@ def test_large_logits(largest, schedule):
     scale = largest / float(torch.einsum("bqhd,bkd->bhqk", q, k[:, :, 0]).abs().max())
     layout = ra.zigzag(97, 5)
     got = ring(q, k, v, dout, ra.causal(), layout, SCHEDULES[schedule], softmax_scale=scale)
-    # a score of 2.5e5 is rounded to 3e-11, which exp makes a relative error of the weights
+    # a score of 2.5e5 is rounded by 3e-11, which exp turns into a relative error of the weights
     assert_every_rank(
         got, dense(q, k, v, dout, ra.causal(), softmax_scale=scale), layout, tolerance=1e-15 * largest * scale + 1e-10
     )
@@ -442,7 +442,7 @@ def test_large_logits_are_finite_in_low_precision(dtype):
 @pytest.mark.parametrize("schedule", ["ring", "gather"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_rows_that_see_nothing_are_zero(world_size, schedule, dtype):
-    """Padding, and queries whose blocks are all dead: exact zeros, and no NaN from what stands in dead rows."""
+    """Padding, and queries whose blocks are all dead, give exact zeros and no NaN."""
     q, k, v, dout = make_inputs(80, dtype=dtype)
     mask = ra.documents([20, 11, 0, 9])
     layout = ra.zigzag(80, world_size)
@@ -491,8 +491,8 @@ def mean_error(got, wanted):
 @pytest.mark.parametrize("mask", [ra.causal(), ra.sliding_window(60, 20), ra.documents([100, 1, 156])], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_errors_are_those_of_dense_attention_and_do_not_grow_with_ranks(dtype, mask, schedule):
-    """Against float64 on the same rounded inputs: out within 2x and gradients within 3x of dense attention in the same dtype, on each
-    rank; at 8 ranks within 1.25x of one rank."""
+    """Errors are against float64 on the same rounded inputs. On each rank they are at most 2x (out) and 3x (gradients) those of dense
+    attention in the same dtype; on 8 ranks at most 1.25x those of one rank."""
     q, k, v, dout = make_inputs(257, Shape(h=2, hk=1, d=32, d_v=32), dtype)
     exact = dense(*(x.double() for x in (q, k, v, dout)), mask)
     plain = dense(q, k, v, dout, mask)
@@ -512,13 +512,13 @@ def test_errors_are_those_of_dense_attention_and_do_not_grow_with_ranks(dtype, m
     for name in NAMES:
         (mean, largest), (mean_of_8, largest_of_8) = errors[name, 1], errors[name, 8]
         assert mean_of_8 <= 1.25 * mean, name
-        # the one worst element of a float32 result hangs on the order of a few sums
+        # the worst element of a float32 result depends on the order of a few sums
         assert largest_of_8 <= 1.25 * largest or torch.float32 in (dtype, got[0][NAMES.index(name)].dtype), name
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_pass_through_a_rank_that_computes_none_of_them(schedule):
-    """Rank 1 sees itself alone; what rank 2 sees of rank 0 goes by way of it, in fp32."""
+    """Rank 1 sees only itself; gradients of rank 2 for rank 0 pass through rank 1, in fp32."""
     mask = ra.block_sparse([[1, 0, 0], [0, 1, 0], [1, 0, 1]], 5)
     inputs = make_inputs(15, dtype=torch.bfloat16)
     layout = ra.contiguous(15, 3)
@@ -540,7 +540,7 @@ def peak_of(seq_len):
 def test_memory_grows_with_tokens_and_not_with_their_square():
     peak_of(64)
     small, large = peak_of(2048), peak_of(8192)
-    # a block of scores, and then only what a token needs
+    # the largest tensor is a block of scores; all else grows with tokens
     assert large.largest <= 256 * 512
     assert large.peak <= 4.4 * small.peak
     assert large.peak < 8192 * 8192
@@ -576,7 +576,7 @@ def test_attend_with_repeated_positions_sees_each_row():
 
 
 def test_attend_of_other_positions_and_lengths():
-    """The queries of a chunk far into a sequence, over all that stands before it: what decoding does."""
+    """The queries of a late chunk attend to all keys before them, as in decoding."""
     q, k, v, dout = make_inputs(64)
     out = ra.finish(ra.attend(q[:, 50:], k, v, q_positions=torch.arange(50, 64)))
     torch.testing.assert_close(out, dense(q, k, v, dout, ra.causal())[0][:, 50:], rtol=0, atol=1e-12)
@@ -620,7 +620,7 @@ def test_unshard_is_the_inverse_of_shard_and_its_gradient_the_adjoint(make_layou
 
 
 def test_unshard_has_second_derivatives():
-    """Each rank's loss is half of the sum of cubes of the whole, as the other's."""
+    """Each of the two ranks has half of the sum of cubes of the whole as its loss."""
     layout = ra.zigzag(7, 2)
     x = torch.arange(1.0, 8.0, dtype=torch.float64)[None]
 
@@ -748,12 +748,12 @@ def test_the_default_layout_and_schedule(mask, world_size):
         torch.testing.assert_close(out, ra.shard(wanted, layout, rank), rtol=0, atol=1e-12)
 
 
-def test_a_plan_that_another_thread_pushes_out_is_made_again():
+def test_a_plan_that_another_thread_evicts_is_made_again():
     plans = OrderedDict()
 
     class Key:
         def __hash__(self):
-            # whenever this thread looks, another has just filled the cache
+            # empties the cache at each look-up, as if another thread had just filled it
             plans.clear()
             return 0
 

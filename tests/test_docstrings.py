@@ -1,4 +1,4 @@
-"""Examples in docstrings run, and print what the docstrings show."""
+"""Examples in docstrings run, and print what the docstring shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODULES = ["ringattn", *(found.name for found in pkgutil.walk_packages(ringattn.
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_print_what_they_say(name):
+def test_examples_print_what_the_docstring_shows(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 

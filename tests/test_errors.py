@@ -139,7 +139,7 @@ OPTIONS = {
     "group is a name": (lambda: call(group="world"), "group is a str, but must be a ProcessGroup, a DeviceMesh, hybrid"),
     "q of torch.func": (
         lambda: torch.func.grad(lambda q: call(q=q).sum())(tensor()),
-        "q is differentiated in forward mode or by torch.func, which attention does not know: call backward",
+        "q is differentiated in forward mode or by torch.func, which attention does not support: call backward",
     ),
     "q with a tangent": (local_with_a_tangent, "q is differentiated in forward mode or by torch.func"),
     "too few positions": (

@@ -1,4 +1,4 @@
-"""The repository as a package: what Python can import from its root, what the wheel holds, where the version is written."""
+"""The repository as a package: what can be imported from its root, what the wheel holds, where the version is written."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize("folder", ["kernels", "launch", "tests", "examples"])
-def test_folders_of_the_top_level_are_no_packages(folder):
-    # a package called kernels would hide Hugging Face's, which transformers looks for
+def test_top_level_folders_are_not_packages(folder):
+    # a package called kernels would shadow Hugging Face's, which transformers looks for
     assert (ROOT / folder).is_dir()
     assert not (ROOT / folder / "__init__.py").exists()
 
@@ -39,8 +39,8 @@ def test_transformers_runs_from_the_root_of_the_repository():
     assert done.stdout.strip() == "(1, 4, 8)"
 
 
-def test_importing_it_imports_no_compiler_and_no_tensor_parallelism():
-    # each takes longer to import than all of ringattn
+def test_importing_ringattn_imports_no_compiler_and_no_tensor_parallelism():
+    # each of these takes longer to import than all of ringattn
     code = (
         "import sys, torch; before = set(sys.modules); import ringattn;"
         "print(sorted({'sympy', 'torch._dynamo', 'torch.distributed.tensor', 'transformers', 'triton'} & (set(sys.modules) - before)))"
@@ -58,7 +58,7 @@ def test_the_version_is_written_in_one_place():
     assert holders == ["ringattn/_version.py"]
 
 
-# absent only on a GPU host that uses its own packages and has no network
+# hatchling is missing only on GPU hosts without a network, which use their own packages
 @pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="hatchling is not installed")
 def test_the_wheel_holds_both_packages(tmp_path):
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
@@ -75,10 +75,10 @@ def test_the_wheel_holds_both_packages(tmp_path):
 
 def test_modules_are_found_under_their_former_names():
     code = (
-        "from ringattn.training.data import shard_batch;"
-        "import ringattn.training.loss, ringattn.training.loss, ringattn.training.data;"
+        "from ringattn.integrations.data import shard_batch;"
+        "import ringattn.integrations.loss, ringattn.training.loss, ringattn.training.data;"
         "from ringattn.integrations import causal_lm, tiled, verify;"
-        "assert ringattn.training.loss is ringattn.training.loss;"
+        "assert ringattn.integrations.loss is ringattn.training.loss;"
         "assert shard_batch is ringattn.training.data.shard_batch;"
         "assert verify.verify is ringattn.verify and callable(ringattn.verify)"
     )
@@ -87,7 +87,7 @@ def test_modules_are_found_under_their_former_names():
 
 
 def test_no_module_imports_one_that_imports_it():
-    """Imports run one way, also those within functions and for type checkers."""
+    """No circle of imports, not even with imports inside functions or for type checkers."""
     imports = {name: sorted(imported(name, path)) for name, path in MODULES.items()}
     open_, closed = [], set()
 
@@ -123,7 +123,7 @@ MODULES = {module_name(path): path for path in sorted((ROOT / "ringattn").rglob(
 
 
 def imported(name, path):
-    """The modules of the package that a file names in an import anywhere in it."""
+    """The modules of the package that a file imports, anywhere in it."""
     found = set()
     package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):

@@ -47,7 +47,7 @@ def inputs(sk, dtype=torch.float64, seed=0):
 
 
 def dense(q, k, v, live, scale):
-    """softmax(scale * q k^T) v and its log-sum-exp, the textbook way, with rows of nothing live 0."""
+    """softmax(scale * q k^T) v and its log-sum-exp by the textbook formula; rows with nothing live are 0."""
     k, v = (x.repeat_interleave(H // HK, dim=2) for x in (k, v))
     scores = (scale * torch.einsum("bqhd,bkhd->bhqk", q, k)).masked_fill(~live, -math.inf)
     weights = torch.softmax(scores, dim=-1).nan_to_num()
@@ -129,13 +129,13 @@ def test_partials_of_any_split_merge_into_dense_attention(data, largest):
         )
     distance = queries[:, None] - torch.arange(seq_len)
     out, lse = dense(q, k, v, (distance <= 4) & (distance >= -1), scale)
-    # rounding of a score of 2.5e5 alone is 3e-11, and exp turns it into a relative error
+    # a score of 2.5e5 is rounded by 3e-11, which exp turns into a relative error
     tolerance = 1e-13 * max(10.0, largest)
     torch.testing.assert_close(ra.finish(merged), out, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(merged.stats.lse, lse, rtol=1e-12, atol=1e-12)
 
 
-def test_a_split_that_sees_nothing_leaves_no_trace():
+def test_a_partial_that_sees_nothing_changes_nothing():
     q, k, v = inputs(S)
     seen = ra.attend(q, k, v, mask=ra.causal())
     later = torch.arange(100, 100 + S)
@@ -166,7 +166,7 @@ def test_finish():
     assert torch.equal(stats.lse, part.row_max + part.row_sum.log())
 
 
-def test_lse_of_a_row_whose_sum_is_no_number_is_none():
+def test_lse_of_a_row_whose_sum_is_nan_is_nan():
     assert ra.Stats(torch.tensor([0.5]), torch.tensor([math.nan])).lse.isnan().all()
 
 
@@ -188,7 +188,7 @@ def halves(q, k, v, mask):
 
 
 def small_inputs():
-    """Four tokens, two query heads on one key head: gradcheck runs once an element."""
+    """Four tokens, two query heads on one key head: few, since gradcheck runs once for each element."""
     return [x[:1, :4, :heads].requires_grad_() for x, heads in zip(inputs(4), (2, 1, 1))]
 
 

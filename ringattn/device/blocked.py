@@ -1,7 +1,7 @@
-"""Attention over a set of tiles in plain torch: the path of devices without Triton kernels, and of fp64.
+"""Attention over a set of tiles in plain torch, for devices without Triton kernels and for fp64.
 
-The same functions, statistics and in-place rules as the kernels. Works block by block (FlashAttention, Dao et al. 2022,
-algorithms 1 and 4), so that memory grows with tokens and not with their square; computes in fp32, or fp64 for fp64 input.
+It has the functions, statistics and in-place rules of the kernels. It works block by block (FlashAttention, Dao et al. 2022,
+algorithms 1 and 4), so that memory grows with tokens and not with their square. It computes in fp32, or fp64 for fp64 input.
 
 Shapes: b batch, sq and sk rows of q and of the k/v buffer, h query heads, hk key/value heads, g = h / hk, d and d_v head dims.
 """
@@ -24,7 +24,7 @@ State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """Rows of q and what the backward pass reads of each beside them; statistics are those of all keys."""
+    """Rows of q, and what else the backward pass reads of each row; statistics are over all keys."""
 
     q: torch.Tensor  # (b, sq, h, d)
     dout: torch.Tensor  # (b, sq, h, d_v)
@@ -53,8 +53,8 @@ def forward(
 ) -> State:
     """Attention of q (b, sq, h, d) over the tiles' pairs with k (b, sk, hk, d) and v (b, sk, hk, d_v).
 
-    `state` is (out (b, sq, h, d_v), row_max (b, h, sq), row_sum (b, h, sq)) of other keys, updated in place. Returns the state;
-    with `final`, out in q's dtype.
+    `state` is (out (b, sq, h, d_v), row_max (b, h, sq), row_sum (b, h, sq)) over other keys; it is updated in place. Returns the
+    state; with `final`, out is in q's dtype.
     """
     b, sq, h, _ = q.shape
     hk, d_v = k.shape[2], v.shape[3]
@@ -94,7 +94,7 @@ def delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
 
 
 class QuerySums:
-    """dQ of one backward pass, in fp32 (fp64): shaped as q (b, sq, h, d)."""
+    """Sums of dQ over one backward pass, in fp32 (fp64 for fp64) and q's shape (b, sq, h, d)."""
 
     def __init__(self, q: torch.Tensor) -> None:
         self.total = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -120,7 +120,7 @@ def backward(
 
     P = exp(S - row_max) / row_sum, dV += P^T dout, dS = P (dout V^T - delta), dQ += scale dS K, dK += scale dS^T Q.
 
-    With add=False, overwrites all of dk and dv, of any dtype, whatever they held; their sums are fp32 (fp64) in any case.
+    With add=False, overwrites all of dk and dv, which may have any dtype and content; sums are always fp32 (fp64 for fp64).
     """
     q, dout, hk = queries.q, queries.dout, k.shape[2]
     acc_dtype = dq.total.dtype

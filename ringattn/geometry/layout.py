@@ -111,7 +111,7 @@ def contiguous(seq_len: int, world_size: int) -> Layout:
 
 @constant
 def zigzag(seq_len: int, world_size: int) -> Layout:
-    """Rank r holds the r-th and the r-th last of `2 * world_size` equal chunks: even work under a causal mask.
+    """Rank r holds the r-th of `2 * world_size` equal chunks and the r-th from the end: even work under a causal mask.
 
     Source: Llama 3 (Dubey et al. 2024, section 3.3.2). Raises ValueError for a negative length, or no ranks.
 

@@ -39,7 +39,8 @@ class Load(Enum):
 class Mask(Digested):
     """A set of live (query, key) pairs of global positions. Immutable; combine masks with `a | b` and `a & b`.
 
-    A new mask is a frozen dataclass with `_table`. The defaults of all properties are safe; it overrides those that say too little.
+    A new mask is a frozen dataclass with `_table`. The defaults of `load`, `reach` and `scales` hold for every mask; override them to
+    promise more.
     """
 
     @property
@@ -102,7 +103,7 @@ class Mask(Digested):
         return out
 
     def picture(self, path: str | None = None, *, seq_len: int = 64, layout: Shards | None = None) -> Any:
-        """Draw the mask and save it at `path`, as its suffix says (.png). With a layout, colours show which rank computes each pair.
+        """Draw the mask, and save it at `path`, such as mask.png. With a layout, colours show which rank computes each pair.
 
         Returns the matplotlib figure. Needs matplotlib.
         """

@@ -9,42 +9,42 @@ from math import isfinite
 
 @dataclass(frozen=True)
 class Link:
-    """A way to move messages: what an exchange takes beyond its bytes, and from a kernel beside it."""
+    """A way to move messages: what an exchange costs besides its bytes, and how much it slows a kernel that runs beside it."""
 
     latency_us: float
-    slowdown: float  # a kernel takes longer by this share of the time for which both run
+    slowdown: float  # a kernel takes longer by this share of the time in which both run
     copies: int  # how often a message crosses the links of a node
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a GPU and its links do. Rates count 4 h d operations a live pair forward, 2.5 times that backward."""
+    """The rates of a GPU and its links. Attention counts 4 h d operations a live pair forward, 2.5 times that backward."""
 
     name: str
     forward_tflops: float  # of the kernels, on long shards
     backward_tflops: float
-    forward_launch_us: float  # of a launch beyond its operations: its start, and the tail in which processors run dry
+    forward_launch_us: float  # time of a launch besides its operations: its start, and its end, when multiprocessors idle
     backward_launch_us: float
     hbm_gbs: float  # the GPU's memory, bytes read and written
-    nvlink_gbs: float  # a GPU sends, and receives, within its node
-    node_gbs: float  # and between nodes
+    nvlink_gbs: float  # that a GPU sends, and at the same time receives, within its node
+    node_gbs: float  # the same between nodes
     nccl_latency_us: float  # see Link
     nccl_slowdown: float
-    copy_latency_us: float  # the same of copy engines
+    copy_latency_us: float  # the same for copy engines
     copy_slowdown: float
     memory_gib: float
 
     @property
     def nccl(self) -> Link:
-        """Within nodes and between them."""
+        """NCCL, within nodes and between them."""
         return Link(self.nccl_latency_us, self.nccl_slowdown, copies=1)
 
     def copy_engines(self, ranks: int) -> Link:
-        """Between the ranks of one node: by way of a third's memory, where there is one."""
+        """Copy engines between the ranks of one node: messages go through the memory of a third rank, if there is one."""
         return Link(self.copy_latency_us, self.copy_slowdown, copies=2 if ranks > 2 else 1)
 
     def with_rates(self, rates: Mapping[str, float]) -> Machine:
-        """The same with some figures replaced. Raises ValueError for an unknown name, or a value that is no such figure."""
+        """This machine with some figures replaced. Raises ValueError for an unknown name, or a value that is too small or not finite."""
         known = [field.name for field in fields(self) if field.name != "name"]
         for name, value in rates.items():
             if name not in known:
@@ -55,8 +55,8 @@ class Machine:
         return replace(self, **rates)
 
 
-# Both tflops, and NCCL's latency and slowdown, are what `launch/bench fit` finds in docs/measurements.json. Assumed: the rest; of
-# nominally 450 GB/s over NVLink and 50 between nodes a third and a fifth go to protocols.
+# `launch/bench fit` finds both tflops, and NCCL's latency and slowdown, from docs/measurements.json. The rest is assumed: protocols
+# take a third of the nominal 450 GB/s of NVLink, and a fifth of the nominal 50 GB/s between nodes.
 H200 = Machine(
     name="h200",
     forward_tflops=705,

@@ -1,7 +1,7 @@
 """Predicts time, exposed communication and memory of a layer's attention on many GPUs, for every schedule: `python -m ringattn plan`.
 
-The work is counted, not guessed (`simulation.py`): live pairs of each rank and owner come from the plan, rows of each message from
-the schedule's own transfers. What the machine makes of them is a model of a few constants, `Machine`.
+`simulation.py` counts the work: live pairs of each rank and owner come from the plan, rows of each message from the schedule's
+transfers. `Machine`, a model of a few constants, turns these counts into times.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ..schedule.schedules import Schedule, Waves, double_ring, gather, ring, wav
 from .machine import Machine
 from .simulation import ITEM, Option, Prediction, Workload, simulate
 
-# a ring of more ranks than this (or than four nodes or six waves have) is not simulated: the figures of two smaller ones, with
-# shards of the same size, are continued, for every further rank adds the same
+# the most ranks of a ring that is simulated whole (or those of four nodes or six waves, if more). The figures of a longer ring are
+# extrapolated from two smaller ones with shards of the same size, since every further rank adds the same amount
 _RANKS = 32
-MAX_TOKENS = 1 << 30  # twice the square of it is still an int64
+MAX_TOKENS = 1 << 30  # twice its square still fits an int64
 
 
 def predict(machine: Machine, work: Workload, gpus: int, gpus_per_node: int, option: Option) -> Prediction:
-    """One option on so many GPUs; those of a node are next to each other. Raises ValueError if work or option do not fit them."""
+    """Predict one option on `gpus` GPUs; those of a node have consecutive ranks. Raises ValueError if work or option do not fit them."""
     check_work(work, gpus, gpus_per_node)
     u, gpus_per_node = option.heads_axis, min(gpus, gpus_per_node)
     if gpus % u or work.heads % u:
@@ -39,13 +39,13 @@ def predict(machine: Machine, work: Workload, gpus: int, gpus_per_node: int, opt
     )
     if work.mask.reach is None:
         return _continued(small, large, (n - worlds[1]) / (worlds[1] - worlds[0]))
-    # the ranks that do most do no more in larger worlds; the mean lacks ever less of what the first positions do not see
+    # in a larger world the busiest ranks do no more work, but the mean rises: the first positions, which see fewer keys, weigh less
     further = (worlds[1] / n - 1) / (1 - worlds[1] / worlds[0])
     return replace(large, flop=large.flop + (large.flop - small.flop) * further)
 
 
 def options(work: Workload, gpus: int, gpus_per_node: int, *, nccl: bool = False) -> list[Option]:
-    """The ways worth comparing; with `nccl`, without copy engines. Heads axes lie within nodes, or hold all GPUs."""
+    """The options worth comparing; with `nccl`, without copy engines. A heads axis lies within a node, or holds all GPUs."""
     gpus_per_node = min(gpus, gpus_per_node)
     axes = [u for u in range(1, gpus_per_node + 1) if gpus_per_node % u == 0]
     if gpus > gpus_per_node:
@@ -66,17 +66,17 @@ def options(work: Workload, gpus: int, gpus_per_node: int, *, nccl: bool = False
 
 
 def recommend(predictions: Iterable[Prediction], memory: float) -> Prediction | None:
-    """The fastest, forward and backward, of those that take at most so many bytes beyond inputs, output and gradients."""
+    """The fastest (forward plus backward) that takes at most `memory` bytes beyond inputs, output and gradients; None if none does."""
     return min((p for p in predictions if p.peak <= memory), key=lambda p: p.total, default=None)
 
 
 def held_bytes(work: Workload, gpus: int) -> int:
-    """What a GPU holds of q, k, v, out and the gradients of all four."""
+    """Bytes that q, k, v, out and the gradients of all four take on a GPU."""
     return ceil(work.tokens / gpus) * work.head_dim * 4 * (work.heads + work.kv_heads) * ITEM
 
 
 def check_work(work: Workload, gpus: int, gpus_per_node: int) -> None:
-    """Raise ValueError for what is no attention, or no world."""
+    """Raise ValueError if the sizes of the attention or the numbers of GPUs are impossible."""
     figures = {"gpus": gpus, "gpus_per_node": gpus_per_node, "tokens": work.tokens, "head_dim": work.head_dim}
     figures |= {"heads": work.heads, "kv_heads": work.kv_heads}
     for name, value in figures.items():
@@ -86,20 +86,21 @@ def check_work(work: Workload, gpus: int, gpus_per_node: int) -> None:
         if figures[name] > most:
             raise ValueError(f"{name} is {figures[name]}, but must be at most {most}")
     if gpus > gpus_per_node and gpus % gpus_per_node:
-        raise ValueError(f"gpus is {gpus}, but must be a multiple of the {gpus_per_node} of a node, or fewer")
+        raise ValueError(f"gpus is {gpus}, but must be a multiple of the {gpus_per_node} GPUs of a node, or fewer")
     if work.heads % work.kv_heads:
         raise ValueError(f"kv_heads is {work.kv_heads}, which does not divide the {work.heads} heads")
     work.mask.check_length(work.tokens)
 
 
 def _smaller_worlds(mask: Mask, schedule: Schedule, n: int, per_node: int, shard: int) -> tuple[int, int] | None:
-    """Ranks of two rings, of whole nodes, larger than twice the mask's reach and three waves, to stand for one of n; None if n is small.
+    """The sizes of two smaller rings from which a ring of n ranks is extrapolated; None if it is to be simulated whole.
 
-    Only full and causal masks and windows look the same in worlds of all sizes.
+    Both rings have whole nodes and are longer than twice the mask's reach and than three waves. Only full and causal masks and windows
+    look the same at all sizes.
     """
     if not mask.scales:
         return None
-    # K/V of one wave and dK/dV of another meet from the third on
+    # from the third wave on, memory holds K/V of one wave and dK/dV of another
     waves_ = schedule.in_forward
     of_waves = 3 * (waves_.width or 0) if isinstance(waves_, Waves) else 0
     half = per_node * max(2, ceil(max(_RANKS / 2, of_waves, 2 * (mask.reach or 0) / shard) / per_node))
@@ -107,10 +108,10 @@ def _smaller_worlds(mask: Mask, schedule: Schedule, n: int, per_node: int, shard
 
 
 def _continued(small: Prediction, large: Prediction, further: float) -> Prediction:
-    """The line through two predictions, so many of their distances beyond the second."""
+    """The line through two predictions, at `further` times their distance beyond the second."""
     names = ["forward", "backward", "exposed", "alone_forward", "alone_backward", "flop", "sent", "sent_between_nodes"]
     if len(small.backward_steps) == len(large.backward_steps):
-        # larger steps; more steps hold as much each
+        # with the same number of steps each holds more; with more steps each holds as much as before
         names.append("peak")
     ends = {name: (getattr(small, name), getattr(large, name)) for name in names}
     return replace(large, **{name: high + (high - low) * further for name, (low, high) in ends.items()})

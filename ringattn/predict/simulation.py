@@ -1,8 +1,8 @@
-"""One layer's attention on a model of a machine, step by step.
+"""Simulates one layer's attention on a model of a machine, step by step.
 
-Each rank goes through its steps at its own pace: a step lasts as long as its computation or its exchange, which run beside each other,
-and an exchange begins when all whom the rank swaps messages with in it have come to that step. Pairs are those of the plan, messages
-those of the schedule, for all ranks. An all-to-all of a heads axis has nothing beside it.
+Each rank goes through its steps at its own pace. The computation and the exchange of a step run side by side, and the step lasts as
+long as the longer one. An exchange begins when all ranks that the rank swaps messages with have reached that step. Live pairs come
+from the plan, messages from the schedule, for all ranks. Nothing runs beside the all-to-all of a heads axis.
 
 Shapes: n ranks of the ring, t steps; h query heads and hk key/value heads of a rank.
 """
@@ -26,7 +26,7 @@ from ..schedule.schedules import Schedule
 from .machine import Link, Machine
 
 ITEM = 2  # bytes of an element of q, k, v
-_SUM = 4  # of sums: states between steps, and gradients
+_SUM = 4  # bytes of an element of sums: states between steps, and gradients
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Option:
-    """A way to run it: a schedule around the ring, beside a heads axis of `heads_axis` ranks (1: none).
+    """A way to run the workload: a schedule for the ring, and a heads axis of `heads_axis` ranks (1: none).
 
-    An axis whose ranks share a node moves messages by copy engines, as groups do by themselves, or over NCCL; any other over NCCL.
+    If the ranks of an axis share a node, copy engines move its messages, as in groups by default; with `nccl`, NCCL does. Between nodes
+    it is always NCCL.
     """
 
     schedule: Schedule
@@ -57,7 +58,7 @@ class Option:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step of the rank that is last: of its computation, of its exchange by itself, and of the step with what it waits for."""
+    """Seconds of a step of the rank that ends last: its computation, its exchange by itself, and the whole step with its waits."""
 
     name: str
     compute: float
@@ -67,14 +68,14 @@ class StepTime:
 
 @dataclass(frozen=True)
 class PassTime:
-    """A pass's steps, its seconds, and those that it would take if communication were free."""
+    """A pass's steps, its seconds, and the seconds that it would take if communication were free."""
 
     steps: tuple[StepTime, ...]
     seconds: float
     free: float
 
     def between(self, before: Sequence[StepTime], after: Sequence[StepTime]) -> PassTime:
-        """The same with steps that have nothing beside them."""
+        """This pass with steps before and after it, which have nothing beside them."""
         around = (*before, *after)
         seconds, free = (sum(getattr(step, name) for step in around) for name in ("total", "compute"))
         return PassTime((*before, *self.steps, *after), self.seconds + seconds, self.free + free)
@@ -82,19 +83,19 @@ class PassTime:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a layer, and bytes a GPU, of the one that has most."""
+    """Seconds of a layer, and bytes on the GPU that has most."""
 
     option: Option
     forward: float
     backward: float
     exposed: float  # what free communication would save
-    alone_forward: float  # in one launch, without communication: the kernels' rate on the same work
+    alone_forward: float  # the same work in one launch, without communication: the kernels' rate
     alone_backward: float
     flop: float  # forward and backward
     sent: float  # forward and backward
     sent_between_nodes: float
     peak: float  # beyond inputs, output and gradients
-    gpus: int  # that were simulated, and the work they did: smaller than asked for where figures are continued
+    gpus: int  # the simulated GPUs and, in `work`, what they did: smaller than asked for if figures are extrapolated
     work: Workload
     forward_steps: tuple[StepTime, ...]
     backward_steps: tuple[StepTime, ...]
@@ -113,7 +114,7 @@ class Prediction:
 
 
 def simulate(machine: Machine, work: Workload, gpus: int, gpus_per_node: int, option: Option) -> Prediction:
-    """All ranks and steps of one option."""
+    """Simulate all ranks and steps of one option."""
     world = Simulation(machine, work, gpus, gpus_per_node, option)
     forward, backward = world.forward(), world.backward()
     alone = [float(world.kernel(world.pairs.sum(axis=1), backward).max()) for backward in (False, True)]
@@ -137,7 +138,7 @@ def simulate(machine: Machine, work: Workload, gpus: int, gpus_per_node: int, op
 
 
 class Simulation:
-    """One option on some GPUs: what each rank computes, moves and holds in each step. The layout is by default the mask's."""
+    """One option on some GPUs: what each rank computes, moves and holds in each step. `layout` is by default the mask's own default."""
 
     def __init__(
         self, machine: Machine, work: Workload, gpus: int, gpus_per_node: int, option: Option, layout: Layout | None = None
@@ -154,7 +155,7 @@ class Simulation:
         self.h, self.hk, self.d = work.heads // self.u, work.kv_heads * self.copies // self.u, work.head_dim
         self.node = np.arange(self.n) * self.u // gpus_per_node
 
-        # ranks of a heads axis on this node and on others, but for itself
+        # the other ranks of a rank's heads axis: those on its node, those on other nodes
         inside = min(self.u, gpus_per_node)
         self.peers = np.array([inside - 1, self.u - inside])
         programs = compile_programs(option.schedule, plan, range(self.n))
@@ -171,7 +172,7 @@ class Simulation:
         return self._link(self.u, self.u)
 
     def _link(self, ranks: int, among: int) -> Link:
-        """Of an axis of so many ranks, which lie within `among` consecutive ones."""
+        """The link of an axis of `ranks` ranks, which lie within `among` consecutive ones."""
         by_copy_engines = among <= self.gpus_per_node and not self.option.nccl
         return self.machine.copy_engines(ranks) if by_copy_engines else self.machine.nccl
 
@@ -184,7 +185,7 @@ class Simulation:
         return 2 * self.hk * self.d * _SUM
 
     def kernel(self, pairs: np.ndarray, backward: bool) -> np.ndarray:
-        """Seconds of launches by themselves."""
+        """Seconds of launches with nothing beside them."""
         machine = self.machine
         rate, launch = machine.forward_tflops, machine.forward_launch_us
         flop = 4.0 * pairs * self.h * self.d
@@ -208,7 +209,7 @@ class Simulation:
 
     def forward(self) -> PassTime:
         counts = self._forward
-        # the state is written for, and read from, each other step
+        # each launch but the first reads the state of the one before; each but the last writes it
         computes = counts.pairs > 0
         resumed = computes & (np.cumsum(computes, axis=0) > 1)
         left = computes & (np.cumsum(computes[::-1], axis=0)[::-1] > 1)
@@ -221,7 +222,7 @@ class Simulation:
         counts = self._backward
         computes = counts.pairs > 0
         resumed = computes & (np.cumsum(computes, axis=0) > 1)
-        # an Add reads what came and the sum, and writes the sum
+        # an Add reads the received rows and the sum, and writes the sum
         touched = (computes * 1.0 + resumed) * self.rows * self.h * self.d * _SUM + 3 * counts.sums * self.grad_row
         compute = self.kernel(counts.pairs, backward=True) + touched / self.machine.hbm_gbs / 1e9
         there = self._swap("q, k, v, dout to heads", self._qkv + self._out + 3 * self._stat)
@@ -236,11 +237,11 @@ class Simulation:
         return ring + swapped * self.peers
 
     def peak_bytes(self) -> float:
-        """Of the backward pass, beyond inputs, output and gradients: sums of all gradients, statistics, others' K/V and dK/dV at hand.
+        """The most bytes in the backward pass beyond inputs, output and gradients: gradient sums, statistics, others' K/V and dK/dV.
 
-        The most is held by a launch, when the gradients to return have no room yet, or when sums become those, or, around an all-to-all,
-        by dq, dk and dv before and after they come back, beside q, k, v, dout and the statistics of a rank's heads. Rows that are
-        copied before they leave count until they have.
+        The peak comes in a launch, before the returned gradients are allocated; or when sums are rounded to these gradients; or in the
+        last all-to-all, with dq, dk and dv from both before and after it. With a heads axis, q, k, v, dout and the statistics of a
+        rank's heads add to all of these. Rows that are copied before they are sent count until they have left.
         """
         stat = self.rows * self.h * _SUM
         state = 3 * stat  # row_max, row_sum, delta
@@ -248,7 +249,7 @@ class Simulation:
             state += 3 * self.u * self._stat + (2 * self.h + 2 * self.hk) * self.d * ITEM * self.rows
         returned = self.u * self.own_rows * self.h * self.d * ITEM + self.own_rows * self.kv_row * self.u // self.copies
         query_sums = self.rows * self.h * self.d * _SUM
-        # sums of dq are let go of before dk and dv are rounded
+        # the sums of dq are freed before dk and dv are rounded
         dq = self.rows * self.h * self.d * ITEM
         if any(self._backward.pairings):
             others = self.others_bytes(beside_launch=2 * stat)
@@ -260,12 +261,12 @@ class Simulation:
         return state + most - returned
 
     def others_bytes(self, beside_launch: int = 0) -> int:
-        """The most of others' K/V and dK/dV that a rank holds at a time in the backward pass, with what a launch has besides."""
+        """The most bytes of others' K/V and dK/dV that a rank holds at a time in the backward pass; a launch adds `beside_launch`."""
         passes = self._backward.passes
         return max(peak_bytes(each, self.row_bytes, beside_launch=beside_launch, gathered=True) for each in passes)
 
     def _count(self, passes: Sequence[Pass]) -> _Counts:
-        """What all ranks do in each step of a pass."""
+        """Count what all ranks do in each step of a pass."""
         counts = _Counts(passes, self.n)
         for rank, each in enumerate(passes):
             for x in each.instructions:
@@ -282,12 +283,12 @@ class Simulation:
         return counts
 
     def _transfer(self, moved: np.ndarray, link: Link) -> np.ndarray:
-        """Seconds of exchanges: links within nodes and between them, and both directions, work at once. (..., 2) to (...)."""
+        """Seconds of exchanges, (..., 2) to (...): links within nodes, links between nodes and both directions work at the same time."""
         seconds = (moved / np.array([self.machine.nvlink_gbs / link.copies, self.machine.node_gbs]) / 1e9).max(axis=-1)
         return seconds + (seconds > 0) * link.latency_us / 1e6
 
     def _paced(self, compute: np.ndarray, counts: _Counts) -> PassTime:
-        """With the steps of the rank that ends last."""
+        """The pass with every rank at its own pace; its steps are those of the rank that ends last."""
         transfer = self._transfer(counts.moved, self.link).max(axis=1)  # (t, n)
         busy = compute + np.minimum(compute, transfer) * self.link.slowdown
         begin = _begin(busy, transfer, counts.pairings)
@@ -323,7 +324,7 @@ class Simulation:
 
     @property
     def _dkv_row(self) -> int:
-        # those of copies are yet to be added
+        # gradients of copied heads are still to be added, so they are sums
         return self.grad_row if self.copies > 1 else self.kv_row
 
 
@@ -340,7 +341,7 @@ class _Counts:
 
 
 def _begin(busy: np.ndarray, transfer: np.ndarray, pairings: Sequence[Sequence[tuple[int, int]]]) -> np.ndarray:
-    """When each rank begins each step, and at last ends: (t + 1, n)."""
+    """When each rank begins each step, and in the last row ends, in seconds: (t + 1, n)."""
     begin = np.zeros((len(busy) + 1, busy.shape[1]))
     for t, now in enumerate(begin[:-1]):
         src, dst = np.array(pairings[t], dtype=np.int64).reshape(-1, 2).T

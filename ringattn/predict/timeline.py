@@ -20,9 +20,9 @@ def need_figures() -> Any:
 
 
 def draw(prediction: Prediction, path: str | Path) -> None:
-    """The steps of a forward and a backward pass, of the rank that ends last. The path's suffix chooses the format, PNG without one.
+    """Draw the steps of a forward and a backward pass, on the rank that ends last. The path's suffix chooses the format; default PNG.
 
-    Raises ValueError if matplotlib is not installed, or does not know the suffix.
+    Raises ValueError if matplotlib is not installed, or does not support the suffix.
     """
     Figure = need_figures()
     figure = Figure(figsize=(11, 4.8), layout="constrained", facecolor="white")

@@ -1,14 +1,14 @@
-"""Sequence to heads and back, around a ring: attention on a grid of ranks, `ring` x `heads`.
+"""Attention on a grid of ranks, `ring` x `heads`: an all-to-all from sequence to heads, a ring, and an all-to-all back.
 
 Rank r of the grid is the `r % heads.size`-th on its heads axis and the `r // heads.size`-th on its ring axis, and holds shard r of the
-layout. On the heads axis (size u) an all-to-all gives each rank all rows of the u ranks for 1/u of the heads; a ring whose shards
-are the u ranks' rows, one after the other, runs along the other axis; the inverse all-to-all takes the output back. With a ring of
-one rank this is Ulysses, with a heads axis of one rank ring attention.
+layout. On the heads axis (size u) an all-to-all gives each rank all rows of the u ranks for 1/u of the heads. A ring runs along the
+other axis; its shards are the u ranks' rows, one after the other. The inverse all-to-all takes the output back. With a ring of one
+rank this is Ulysses; with a heads axis of one rank it is ring attention.
 
 Sources: DeepSpeed-Ulysses (Jacobs et al. 2023, section 3); USP, both at once (Fang and Zhao 2024, section 3.1).
 
 Shapes: b batch, s tokens of this rank, S tokens of its heads axis, h query heads, hk key/value heads, d head dim, d_v value head dim.
-What moves between ranks is (rows, b, heads, d), so that a rank's rows are one contiguous message.
+Messages have the shape (rows, b, heads, d), so that a rank's rows are contiguous.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ..transport import Peer, Ranks, Transport
 
 
 class Hybrid(Ranks):
-    """A grid of ranks, row by row: `rank = ring.rank * heads.size + heads.rank`. Pass it as `group`; `hybrid` makes one of a mesh.
+    """A grid of ranks, row by row: `rank = ring.rank * heads.size + heads.rank`. Pass it as `group`; `hybrid` makes one from a mesh.
 
-    `everyone` are all ranks of the grid, in any order: rank r of the grid is `members[r]` there. `names` are those of the axes' process
-    groups, if that is what they are: compiled graphs know the grid by them.
+    `everyone` holds all ranks of the grid, in any order: rank r of the grid is rank `members[r]` of `everyone`. `names` are the names
+    of the axes' process groups, if the axes are process groups; compiled graphs find the grid by them.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Hybrid(Ranks):
             axis.connect(device)
 
     def check_heads(self, h: int) -> None:
-        """Raise ValueError if the heads axis cannot share h query heads."""
+        """Raise ValueError if h query heads cannot be divided among the ranks of the heads axis."""
         if h % self.heads.size:
             raise ValueError(
                 f"q has {h} heads, which the {self.heads.size} ranks of the heads axis do not divide: "
@@ -83,13 +83,13 @@ class Hybrid(Ranks):
         return layout.lengths[first : first + self.heads.size]
 
     def axis_layout(self, layout: Layout) -> Layout:
-        """The rows of this rank's heads axis, one rank's after the other's, as a layout of their own."""
+        """A layout of the rows of this rank's heads axis alone, rank after rank."""
         starts = accumulate(self.rows(layout), initial=0)
         return Layout(sum(self.rows(layout)), tuple((Span(start, n),) for start, n in zip(starts, self.rows(layout))), "rows")
 
     @cached_property
     def facts(self) -> dict[str, object]:
-        """What must be equal on all ranks for the grid to be one."""
+        """Facts of the grid that must be equal on all ranks."""
         order = "in order" if self._members == tuple(range(self.size)) else f"in the order {self._members}"
         return {"mesh": f"{self!r} {order}"}
 
@@ -116,7 +116,7 @@ class HeadExchange:
         return [(end - n, end) for end, n in zip(ends, self.rows)]
 
     def own_order(self, order: Order | None) -> Order | None:
-        """This rank's part of an order of all the axis's rows: a plan sorts rows within spans, and so within ranks."""
+        """This rank's part of an order of all rows of the axis. A plan sorts rows only within spans, hence only within ranks."""
         if order is None:
             return None
         begin, end = self._bounds[self.transport.rank]
@@ -125,7 +125,7 @@ class HeadExchange:
         return None if (own == np.arange(end - begin)).all() else Order(own)
 
     def to_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Each (b, s, n, d), n a multiple of the axis's size, to (b, S, n / size, d): the axis's rows, this rank's heads."""
+        """Each (b, s, n, d), with n a multiple of the axis's size, to (b, S, n / size, d): the axis's rows, this rank's heads."""
         u, mine = self.transport.size, self.transport.rank
         slabs = [x.unflatten(2, (u, -1)).permute(2, 1, 0, 3, 4).contiguous() for x in tensors]  # (u, s, b, n / u, d)
         found = [x.new_empty(sum(self.rows), *x.shape[2:]) for x in slabs]
@@ -158,5 +158,5 @@ class HeadExchange:
 
 
 def kv_copies(h: int, hk: int, u: int) -> int:
-    """How often each K/V head goes along, so that each of u ranks gets those of its h / u query heads, in groups of equal size."""
+    """How many copies of each K/V head are sent, so that each of u ranks gets those of its h / u query heads, in equal groups."""
     return h // hk // gcd(h // u, h // hk)

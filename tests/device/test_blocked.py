@@ -1,4 +1,4 @@
-"""The plain-torch computation of tiles: in place, in any number of launches, with nothing touched but what the tiles name."""
+"""The plain-torch computation of tiles: in place, in any number of launches, touching only the rows that tiles name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def exact(q, k, v, dout, tiles):
 
 
 def gradients(q, k, v, dout, tiles, out, row_max, row_sum):
-    """dq, dk, dv; dk and dv added to ones, so that what is not added to shows."""
+    """dq, dk, dv. dk and dv are added to ones, so that an overwrite would show."""
     dq, dk, dv = blocked.QuerySums(q), *(torch.ones(x.shape, dtype=row_sum.dtype) for x in (k, v))
     queries = blocked.Queries(q, dout, row_max, row_sum, blocked.delta(out, dout))
     blocked.backward(queries, k, v, tiles, softmax_scale=SCALE, dq=dq, dk=dk, dv=dv)
@@ -92,7 +92,7 @@ def test_launches_on_a_state_add_up(tiles, order, first):
     state = blocked.forward(q, k, v, parts[1], softmax_scale=SCALE, state=state, final=False)
     assert kept == [x.data_ptr() for x in state]
     assert_close(state, whole)
-    # each launch needs the merged statistics, and no more
+    # a backward launch needs only the merged statistics
     added = [gradients(q, k, v, dout, part, *state) for part in parts]
     assert_close(tuple(a + b for a, b in zip(*added)), gradients(q, k, v, dout, tiles, *whole))
 
@@ -166,7 +166,7 @@ def test_views_of_buffers_with_rows_first():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_overwriting_dk_and_dv_leaves_nothing_of_what_was_there_and_adds_to_dq(dtype):
+def test_without_add_dk_and_dv_are_overwritten_and_dq_is_added_to(dtype):
     q, k, v, dout = (x.to(dtype) for x in make_inputs(7, 9))
     tiles = tiles_of([(2, 7, 3, 8, -2, 5)], 7, 9)
     out, row_max, row_sum = blocked.forward(q, k, v, tiles, softmax_scale=SCALE)

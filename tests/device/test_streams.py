@@ -1,4 +1,4 @@
-"""Launches side by side: a pass gives the same bits however late each is computed, and on a GPU as one after another."""
+"""Launches side by side: a pass gives the same bits however late each launch is computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEDULES = [ra.ring(), ra.gather(), ra.waves(1), ra.waves(2), ra.double_ring(2)
 
 
 class Late(streams.InOrder):
-    """Computes a launch when something that is said to come after it comes."""
+    """Computes each launch as late as fences allow: when a later operation must wait for it."""
 
     current = threading.local()
 
@@ -88,7 +88,7 @@ def in_order(request):
     ids=lambda case: f"{case[0]}-{case[1]}",
     indirect=True,
 )
-def test_however_late_a_launch_is(in_order, late):
+def test_late_launches_give_the_same_bits(in_order, late):
     schedule, mask, layout, wanted = in_order
     for got, expected in zip(gradients(schedule, mask, layout), wanted, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))

@@ -1,4 +1,4 @@
-"""The planner: what it counts is what the schedules do. `launch/bench/test_fit.py` compares what it predicts with what was measured."""
+"""The planner counts what the schedules do. `launch/bench/test_fit.py` compares predictions with measurements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.allocation import Peak
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CAUSAL = Workload(65536, 32, 8, 128, ra.causal())
-# nothing but bytes over links, and operations over rates
+# with these at 0, time is bytes over the links' rates and operations over the kernels' rates, and nothing else
 NOTHING_BESIDES = (
     "nccl_latency_us",
     "nccl_slowdown",
@@ -48,7 +48,7 @@ MASKS = {"causal": ra.causal(), "full": ra.full(), "window": ra.sliding_window(1
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("u", [1, 2])
 def test_counts_are_those_of_the_steps(schedule, mask, u):
-    """Pairs and rows of every rank and step are those that the ranks run."""
+    """The simulation counts the pairs that the plan has for each rank, and the bytes that the schedule's transfers move."""
     n, gpus = 1003, 8
     world = Simulation(H200, Workload(n, 8, 4, 16, mask), gpus, 4, Option(schedule, u))
     plan = ra.make_plan(ring_layout(ra.default_layout(mask, n, gpus), u), mask)
@@ -63,13 +63,13 @@ def test_counts_are_those_of_the_steps(schedule, mask, u):
     heads = 4 * kv_copies(8, 4, u) // u
     if u > 1:
         own = max(ra.default_layout(mask, n, gpus).lengths)
-        # q twice, dq, out and dout, k and v twice, dk and dv, and five fp32 statistics, each to the one other rank of the heads axis
+        # q twice, dq, out and dout, k and v twice, dk and dv, and five fp32 statistics: half of each goes to the other rank of the axis
         swapped = own * (item * (5 * (8 // u) * 16 + 3 * heads * d) + 5 * 4 * (8 // u))
     assert world.sent.sum(axis=1) == pytest.approx(heads * d * (2 * item * kv + 4 * grads) + swapped)
 
 
 class Sums:
-    """dQ's sums as the kernels keep them: let go of once they are rounded."""
+    """dQ's sums as the kernels keep them: freed once they are rounded."""
 
     def __init__(self, q):
         self.sums = torch.empty(q.shape, dtype=torch.float32)
@@ -80,7 +80,7 @@ class Sums:
 
 
 class Sizes(LoopbackTransport):
-    """Messages that hold their memory on their way and are never copied: a transport's own is not counted."""
+    """Messages hold their memory while under way and are not copied, so that no memory of the transport is counted."""
 
     def exchange(self, sends, receives, *, at_rest=False):
         for peer, x in sends:
@@ -125,12 +125,12 @@ def test_peak_is_what_a_backward_pass_allocates(ranks, mask, layout, monkeypatch
             return peak.peak - 2 * rows * (h + 2 * hk) * d
 
         world = Simulation(H200, Workload(n, h, hk, d, mask), ranks, 8, Option(schedule), layout)
-        # but for indices of scattered rows
+        # up to the indices of scattered rows
         assert world.peak_bytes() == pytest.approx(max(run_ranks(ranks, peak)), rel=0.01)
 
 
 def test_bytes_of_a_ring():
-    """Of a full mask: P - 1 shards of K/V forward and again backward, and P - 1 of fp32 dK/dV; all leave nodes of one GPU."""
+    """A full mask moves P - 1 shards of K/V forward, again backward, and P - 1 of fp32 dK/dV; with one GPU a node all cross nodes."""
     work = replace(CAUSAL, mask=ra.full())
     for gpus in (2, 4, 8):
         shard = work.tokens // gpus * work.kv_heads * 2 * work.head_dim
@@ -139,13 +139,13 @@ def test_bytes_of_a_ring():
             assert p.sent == (gpus - 1) * shard * (2 * 2 + 4)
             assert p.sent_between_nodes == 0
             assert predict(H200, work, gpus, 1, Option(schedule)).sent_between_nodes == p.sent
-        # 16-bit q, k, v (twice), out, dout, dq, dk, dv, and five fp32 statistics, but for what stays
+        # 16-bit q, k, v (twice), out, dout, dq, dk, dv, and five fp32 statistics, without the part that stays on the rank
         p = predict(H200, work, gpus, 8, Option(ra.ring(), gpus))
         assert p.sent == work.tokens // gpus * (2 * (5 * 32 + 6 * 8) * 128 + 5 * 4 * 32) * (gpus - 1) / gpus
 
 
 def test_bytes_between_nodes():
-    """A double ring takes each shard once to each node, and its gradients once home; a heads axis of a node as much of a share."""
+    """A double ring takes each shard once to each other node and its gradients once home; a heads axis of a node moves as much."""
     work = replace(CAUSAL, mask=ra.full())
     shard = work.tokens // 16 * work.kv_heads * 2 * work.head_dim
     between = {str(o): predict(H200, work, 16, 4, o).sent_between_nodes for o in (Option(ra.double_ring(4)), Option(ra.ring(), 4))}
@@ -166,7 +166,7 @@ def test_nothing_is_exposed_where_compute_dominates(schedule):
 
 @pytest.mark.parametrize("u", [1, 4, 2])
 def test_copy_engines_move_a_message_twice(u):
-    """By way of a third rank, where there is one; between nodes there is NCCL alone."""
+    """A message goes through a third rank, if there is one; between nodes there is only NCCL."""
     slow = IDEAL.with_rates({"nvlink_gbs": 0.01, "hbm_gbs": 1e9})
     option = Option(ra.ring(), u)
     over_nccl = replace(option, nccl=True)
@@ -189,7 +189,7 @@ def test_an_exchange_of_heads_is_exposed():
 @pytest.mark.parametrize("nccl", [False, True])
 @pytest.mark.parametrize("ranks", [8, 16])
 def test_the_default_of_unequal_steps_beats_the_ring(ranks, nccl):
-    """Packed documents on balanced shards; on average it is a tenth faster, and nowhere slower by more than a fiftieth."""
+    """For packed documents on balanced shards, the default is a tenth faster on average, and never slower by more than a fiftieth."""
     gains = []
     for seed in range(4):
         weights = np.random.default_rng(seed).lognormal(0, 1.5, 20 * (1 + seed))
@@ -232,7 +232,7 @@ def test_more_work_takes_longer():
     times = [predict(H200, replace(CAUSAL, tokens=n), 8, 8, Option(ra.ring())) for n in (1 << 15, 1 << 16, 1 << 18, 1 << 20)]
     for a, b in zip(times, times[1:]):
         assert (a.forward, a.backward, a.peak, a.sent) < (b.forward, b.backward, b.peak, b.sent)
-        # kernels have less to lose on longer shards
+        # on longer shards communication and launches cost a smaller share
         assert a.alone / a.total < b.alone / b.total
     assert predict(H200, CAUSAL, 16, 8, Option(ra.ring())).alone < predict(H200, CAUSAL, 8, 8, Option(ra.ring())).alone
 
@@ -247,14 +247,14 @@ def test_more_work_takes_longer():
     [Option(ra.ring()), Option(ra.waves(8)), Option(ra.gather()), Option(ra.double_ring(4)), Option(ra.ring(), 2)],
     ids=str,
 )
-def test_larger_worlds_continue_smaller_ones(option, mask, tolerance):
-    """Beyond 32 ranks, figures are continued from 16 and 32, to within a percent of those of all ranks."""
+def test_larger_worlds_are_extrapolated_from_smaller_ones(option, mask, tolerance):
+    """Beyond 32 ranks, figures are extrapolated from 16 and 32 ranks, to within a percent of a simulation of all ranks."""
     gpus = 64 * option.heads_axis
     work = Workload(gpus * 4000, 8, 2, 128, mask)
     short, whole = predict(H200, work, gpus, 4, option), simulate(H200, work, gpus, 4, option)
     for name in ("forward", "backward", "alone", "flop", "sent", "sent_between_nodes"):
         assert getattr(short, name) == pytest.approx(getattr(whole, name), rel=tolerance), name
-    # of waves, which find eight of the largest needs together only in larger worlds
+    # waves differ most: eight owners of which a rank needs the most rows come in one wave only in larger worlds
     assert short.peak == pytest.approx(whole.peak, rel=0.2)
 
 
@@ -289,7 +289,7 @@ def test_options_fit_their_world():
             assert predict(H200, replace(CAUSAL, tokens=2048, heads=heads, kv_heads=1), gpus, per_node, option).total > 0
 
 
-def test_heads_axes_share_a_node_or_hold_all():
+def test_heads_axes_lie_within_a_node_or_hold_all_gpus():
     assert {o.heads_axis for o in options(CAUSAL, 64, 8)} == {1, 2, 4, 8}
     for gpus, per_node, axes in ((6, 8, {1, 2, 3, 6}), (12, 6, {1, 2, 3, 6, 12}), (24, 8, {1, 2, 4, 8, 24}), (5, 8, {1})):
         assert {o.heads_axis for o in options(replace(CAUSAL, heads=24, kv_heads=8), gpus, per_node)} == axes
@@ -301,7 +301,7 @@ def test_held_bytes():
 
 ERRORS = {
     "no GPUs": (["--gpus", "0"], "gpus is 0, but must be at least 1"),
-    "nodes": (["--gpus", "12"], "gpus is 12, but must be a multiple of the 8 of a node, or fewer"),
+    "nodes": (["--gpus", "12"], "gpus is 12, but must be a multiple of the 8 GPUs of a node, or fewer"),
     "tokens": (["--tokens", "-5"], "tokens is -5, but must be at least 1"),
     "too many tokens": (["--tokens", "5000000000"], "tokens is 5000000000, but must be at most 1073741824"),
     "head_dim": (["--head-dim", "257"], "head_dim is 257, but must be at most 256"),
@@ -380,7 +380,7 @@ def test_the_command_and_its_timeline(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_timeline_lies_where_it_is_said_to(tmp_path, capsys):
+def test_a_timeline_is_saved_at_the_given_path(tmp_path, capsys):
     path = tmp_path / "line"
     command_line.main(["plan", "--gpus", "1", "--tokens", "1", "--timeline", str(path)])
     printed = capsys.readouterr()
@@ -389,11 +389,11 @@ def test_a_timeline_lies_where_it_is_said_to(tmp_path, capsys):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_timeline_says_of_what_it_is():
+def test_the_title_of_a_timeline():
     assert timeline._title(predict(H200, CAUSAL, 8, 8, Option(ra.ring()))) == (
         "ring(): 8 GPUs, 65,536 tokens, causal() (predicted)"
     )
-    # a large ring is drawn by the smaller one that stands for it
+    # for a large ring, the timeline shows the smaller one from which it is extrapolated
     large = predict(H200, replace(CAUSAL, tokens=1 << 20), 128, 8, Option(ra.ring()))
     assert timeline._title(large).startswith(f"ring(): 32 GPUs, {(1 << 20) // 4:,} tokens")
 

@@ -1,4 +1,4 @@
-"""The operators: what torch.compile, selective checkpointing and fake tensors see of attention."""
+"""The operators of attention under torch.compile, selective checkpointing and fake tensors."""
 
 import copy
 import gc
@@ -28,7 +28,7 @@ MASKS = {
     "causal": ra.causal(),
     "window": ra.sliding_window(5, 2),
     "documents": ra.documents([7, 0, 9]),
-    # its plan puts rows in another order
+    # the plan of this one sorts rows
     "dilated": ra.dilated_window((4, 2), 3),
 }
 
@@ -59,7 +59,7 @@ def make_blocks(n, **options):
 
 
 def gradients(model, run=None):
-    """Of the model's parameters, for a loss of `run`'s output."""
+    """Gradients of the model's parameters, for a loss of the output of `run`."""
     generator = torch.Generator().manual_seed(1)
     x, weight = torch.randn(2, 2, 13, 8, dtype=torch.float64, generator=generator).to(next(model.parameters()))
     (run or model)(x).mul(weight).sum().backward()
@@ -75,7 +75,7 @@ TOLERANCE = {"cpu": 1e-12, "cuda": 1e-5}
 
 @pytest.fixture
 def launches(monkeypatch):
-    """How often this device has computed the forward and the backward pass."""
+    """How many forward and backward launches this device has computed."""
     counts = {"forward": 0, "backward": 0}
     for name in counts:
         original = getattr(local, name)
@@ -90,7 +90,7 @@ def launches(monkeypatch):
 
 @pytest.fixture
 def compiled():
-    """torch.compile that refuses graph breaks; backend aot_eager traces forward and backward, and compiles nothing."""
+    """torch.compile that refuses graph breaks; its backend aot_eager traces forward and backward but compiles nothing."""
     torch.compiler.reset()
     yield lambda function: torch.compile(function, fullgraph=True, backend="aot_eager")
     torch.compiler.reset()
@@ -98,15 +98,15 @@ def compiled():
 
 @pytest.mark.parametrize("operator", [FORWARD, BACKWARD], ids=str)
 def test_compiled_cuda_graphs_leave_attention_out(operator):
-    """Its ranks agree in every call, which a replay leaves out, and what its first call makes is no output."""
-    # torch before 2.8 has no word for it
+    """A replay would skip the agreement of ranks, and a first call makes memory that is no output of the operator."""
+    # torch before 2.8 has no such tag
     assert getattr(torch.Tag, "cudagraph_unsafe", torch.Tag.pt2_compliant_tag) in operator.tags
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_the_operators_keep_their_contract(mask, heads_first):
-    """Schemas, no aliases, shapes, dtypes and strides of fake tensors, tracing, of the forward and the backward operator."""
+    """For both operators: schemas, no aliases, tracing, and the shapes, dtypes and strides of fake tensors."""
     q, k, v = inputs(s=16)
     if heads_first:
         q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v))
@@ -172,7 +172,7 @@ def test_options_are_constants_of_a_graph():
         (2, dict(mask=ra.sliding_window(3))),
         (2, dict(mask=ra.causal())),
         (3, dict(layout=ra.striped(16, 1))),
-        # one rank holds everything in order, however it is called
+        # on one rank, all named layouts are the same
         (3, dict(layout=ra.zigzag(16, 1))),
         (4, dict(schedule=ra.ring())),
         (5, dict(schedule=ra.gather())),
@@ -202,7 +202,7 @@ def test_bad_input_is_refused_when_a_graph_runs(compiled):
         compiled(lambda: ra.ring_attention(q, k, v, layout=ra.zigzag(17, 1)))()
 
 
-def test_a_run_lives_for_its_call_and_its_backward_pass():
+def test_a_call_object_lives_until_its_backward_pass_is_done():
     q, k, v = inputs()
     out = ra.ring_attention(q, k, v)
     number = out.grad_fn.call.number
@@ -213,7 +213,7 @@ def test_a_run_lives_for_its_call_and_its_backward_pass():
         find_call(number)
 
 
-def test_a_run_of_a_graph_lives_as_long_as_its_group():
+def test_the_call_object_of_a_graph_lives_as_long_as_its_group():
     layout, mask = ra.zigzag(5, 1), ra.causal()
     number = compiled_call((), layout.digest, mask.digest, None)
     assert compiled_call((), layout.digest, mask.digest, None) == number
@@ -232,7 +232,7 @@ def test_a_run_of_a_graph_lives_as_long_as_its_group():
         find_call(number)
 
 
-def test_calls_alike_are_checked_once():
+def test_equal_calls_are_checked_once():
     context = Context(Alone())
     q, k, v = inputs()
 
@@ -280,7 +280,7 @@ def with_checkpoints(model, **options):
 @pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("mask", [ra.causal(), MASKS["dilated"]], ids=repr)
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-def test_the_policy_saves_attention_from_running_twice(device, mask, compile_it, launches, compiled):
+def test_with_the_policy_attention_runs_once(device, mask, compile_it, launches, compiled):
     model = make_blocks(2, dtype=DTYPE[device], mask=mask).to(device)
     wanted = gradients(model)
     for options, forwards in (({}, 4), (dict(context_fn=ra.checkpoint_contexts), 2)):

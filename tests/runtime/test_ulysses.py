@@ -1,4 +1,4 @@
-"""Grids of threads: the exchange between sequence and heads, what moves, and what stays."""
+"""Grids of threads as ranks: the exchange between sequence and heads, the bytes that move, the tensors that are saved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def grid_of(transport, u):
 
 @pytest.mark.parametrize("rows", [(3, 3), (2, 0, 5), (0, 4, 1, 1), (0, 0)], ids=str)
 def test_there_and_back(rows):
-    """Row r of rank i, head n, holds (i, r, n): each rank gets all rows of its heads, rank by rank, and its own rows back."""
+    """Row r of rank i holds (i, r, n) in head n. Each rank gets all rows of its heads, rank by rank, then its own rows back."""
     u, per_rank = len(rows), 2
     counted = [[(i, r) for r in range(n)] for i, n in enumerate(rows)]
 
@@ -55,15 +55,17 @@ def test_every_query_head_meets_its_key_head(u):
                 held = keys[rank * local : (rank + 1) * local]
                 for head in range(mine):
                     assert held[head // (mine // local)] == (rank * mine + head) // (h // hk), (h, hk)
-            # no more copies than needed where one divides the other
+            # no more copies than needed if u divides hk or hk divides u
             assert copies == max(1, u // hk) or (hk % u and u % hk), (h, hk)
 
 
 @pytest.mark.parametrize(("ring", "heads"), [(2, 2), (2, 3), (1, 3)], ids="{}".format)
 @pytest.mark.parametrize("schedule", [ra.ring(), ra.gather()], ids=repr)
 def test_bytes_on_each_axis(ring, heads, schedule):
-    """The ring moves whole shards of 1 / heads of K/V, the heads axis all but 1 / heads of q, k, v, out and the statistics; the
-    backward pass has K/V once more and gradients along the ring, and its inputs' gradients, dout and delta too on the heads axis."""
+    """The ring moves whole shards of 1 / heads of K/V; the heads axis moves all but 1 / heads of q, k, v, out and the statistics.
+
+    The backward pass moves K/V again and their gradients along the ring, and q, k, v, dout, delta, the statistics and the inputs'
+    gradients on the heads axis."""
     b, n, h, hk, d, d_v, itemsize = 1, 24 * ring * heads, 12, 6, 4, 2, 8
     layout = ra.contiguous(n, ring * heads)
 
@@ -107,7 +109,7 @@ def test_same_bits_twice():
 
 
 def test_gradients_of_copies_are_rounded_once():
-    """Two query heads of one K/V head, whose gradients all but cancel: bf16 parts would lose what is left."""
+    """The gradients of two query heads of one K/V head nearly cancel: if they were rounded to bf16 first, their sum would be lost."""
     torch.manual_seed(1)
     q, k, v, dout = (torch.randn(1, 40, n, 8).bfloat16() for n in (1, 1, 1, 1))
     q, dout = q.repeat(1, 1, 2, 1), torch.cat([dout, -dout + (torch.randn(1, 40, 1, 8) / 64).bfloat16()], dim=2)
@@ -132,8 +134,8 @@ def test_orders_stay_within_ranks():
     assert second.own_order(None) is None
 
 
-def test_what_is_saved_is_inputs_and_results():
-    """Nothing of the other ranks' rows waits for the backward pass."""
+def test_only_inputs_and_results_are_saved():
+    """No rows of other ranks are kept for the backward pass."""
 
     def work(transport):
         q, k, v = (torch.randn(1, 5, heads, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))

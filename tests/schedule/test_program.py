@@ -1,4 +1,4 @@
-"""Programs: run on positions instead of numbers, every live pair is computed once and every gradient comes home once."""
+"""Programs run on positions instead of numbers: every live pair is computed once, every gradient reaches its owner once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def cases(layout_strategy, mask_strategy):
 
 
 def fitting(schedule, world_size):
-    """The schedule for so many ranks."""
+    """The schedule, made to fit `world_size` ranks."""
     return ra.double_ring(math.gcd(world_size, schedule.ranks_per_node)) if isinstance(schedule, DoubleRing) else schedule
 
 
@@ -76,15 +76,15 @@ class Wires:
 class Rank:
     """A rank whose K/V rows are their positions, and whose sums count, for each key, each query's contribution.
 
-    Launches of the backward pass run as early or as late as fences let them: those of steps for which `early` says so before the launch
-    of the step before, others not before a fence waits for them.
+    Launches of the backward pass run as early or as late as fences allow: in steps that `early` selects, before the launches of the
+    step before; in other steps, only when a fence waits for them.
     """
 
     def __init__(self, program: Pass, positions, rank, live, early=lambda step: False):
         self.program, self.rank, self.early = program, rank, early
         self.queries, self.seq_len = positions[rank], len(live)
         self.memory = {program.own: positions[rank]}
-        # who is alone adds nothing later: its gradients are of the inputs' dtype, all others of the sums'
+        # a rank alone adds nothing later, so its gradients have the inputs' dtype; others have the sums' dtype
         self.dtype = np.int16 if program.alone else np.int64
         self.seen = np.zeros_like(live)
         self.late, self.done, self.receives = [], set(), ()
@@ -131,7 +131,7 @@ class Rank:
             yield
 
     def open(self, x):
-        # what is opened holds nothing that is wanted
+        # fill opened buffers with values that no result may hold
         shape, value = ((x.buffer.rows,), -1) if x.buffer.holds is Holds.KV else ((x.buffer.rows, self.seq_len), 1000)
         fresh = np.full(shape, value, np.int64 if x.buffer.holds is Holds.KV else self.dtype)
         assert x.buffer not in self.memory
@@ -201,15 +201,15 @@ def simulate(schedule, layout, mask):
     programs = compile_programs(schedule, plan, ranks)
     assert len({(program.forward.steps, program.backward.steps) for program in programs}) == 1
     live = mask.dense(layout.seq_len).numpy().astype(int)
-    # forward: each query has seen its keys once, and the last launch says so
+    # forward: each query has seen its keys once, and the last launch is marked `last`
     world = [Rank(programs[rank].forward, positions, rank, live) for rank in ranks]
     run(world)
     assert np.array_equal(sum(rank.seen for rank in world), live)
     for rank in world:
         assert [launch.last for launch in rank.program.launches] == [False] * (len(rank.program.launches) - 1) + [True]
         assert rank.memory.keys() == {rank.program.own}
-    # backward: every query's contribution to every key it sees is at the key's owner, once, whether odd steps are computed as early
-    # and even ones as late as they may be, or the other way round
+    # backward: every query's contribution to every key it sees is at the key's owner, once. Odd steps run as early and even steps as
+    # late as they may, then the other way round
     for odd in range(2):
         world = [
             Rank(programs[rank].backward, positions, rank, live, early=lambda step, odd=odd: step % 2 == odd) for rank in ranks
@@ -236,7 +236,7 @@ def test_simulated_double_rings(layout_strategy, mask_strategy, nodes, data):
     simulate(ra.double_ring(nodes[1]), data.draw(layout_strategy(seq_len, math.prod(nodes))), mask)
 
 
-def test_the_simulation_finds_a_fence_that_is_missing(monkeypatch):
+def test_the_simulation_finds_a_missing_fence(monkeypatch):
     """Without the fence before exchanges, sums leave before they are computed."""
     fence = Rank.compute
     monkeypatch.setattr(
@@ -276,13 +276,13 @@ def test_steps_have_the_order_that_the_docstring_gives(world_size):
     ],
 )
 def test_where_launches_run_side_by_side(schedule, rows, world_size, wanted):
-    """Not with sums between them, and the fewer the longer they are."""
+    """Only if no sums lie between them; the more launches, the shorter the shards must be."""
     plan = ra.make_plan(ra.zigzag(rows * world_size, world_size), ra.causal())
     assert {compile_program(schedule, plan, rank).backward.side_by_side for rank in range(world_size)} == {wanted}
 
 
 @pytest.mark.parametrize("schedule", [ra.ring(), ra.waves(1), ra.waves(2)], ids=repr)
-def test_a_hop_makes_no_buffer_anew(schedule):
+def test_later_steps_reuse_buffers(schedule):
     """With shards of one size, a pass makes as many buffers on 19 ranks as on 13: later steps reuse those of earlier ones."""
 
     def made(world_size):
@@ -305,13 +305,13 @@ ROW = RowBytes(kv=1, sums=2)
 
 
 def test_waves_as_wide_as_memory_allows():
-    """Bytes a rank in the backward pass: K/V of this wave and the next, dK/dV of this wave, of the last, and of two that came home."""
+    """A rank's bytes in the backward pass: K/V of this wave and the next, dK/dV of this wave, of the last, and of two received ones."""
     plan = ra.make_plan(ra.contiguous(80, 8), ra.full())
 
     def count(schedule):
         return backward_bytes(schedule, plan, ROW)
 
-    # shards of 10 rows, in the middle of the pass: (2 * 1 + 4 * 2) * 10 a width, where four waves are at hand
+    # shards have 10 rows: in the middle of a pass of at least four waves, each unit of width takes (2 * 1 + 4 * 2) * 10 bytes
     wanted = {100: "waves(1)", 189: "waves(1)", 190: "waves(2)", 220: "waves(3)", 10_000: "waves(7)"}
     for memory, name in wanted.items():
         assert repr(ra.waves(memory=memory).resolve(plan, 8, count)) == name

@@ -1,4 +1,4 @@
-"""Schedules: what one rank sends another receives, rows come in time, gradients get home once, and nothing needless moves."""
+"""Schedules: only needed rows move, each once to a rank and in time, and the bytes sent are those announced."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cases(layout_strategy, mask_strategy):
 
 
 def fitting(schedule, world_size):
-    """The schedule for so many ranks."""
+    """The schedule, made to fit `world_size` ranks."""
     return ra.double_ring(math.gcd(world_size, schedule.ranks_per_node)) if isinstance(schedule, DoubleRing) else schedule
 
 
@@ -56,7 +56,7 @@ def fitting(schedule, world_size):
 @settings(max_examples=30)
 @given(st.data())
 def test_only_rows_that_someone_still_needs_move(cases, schedule, data):
-    """Each transfer is of what the receiver and those after it need, and brings no rank a row twice."""
+    """A transfer holds rows that its receiver, or a rank to which the receiver passes them, needs. No rank gets a row twice."""
     layout, mask = data.draw(cases)
     plan = ra.make_plan(layout, mask)
     transfers = fitting(schedule, layout.world_size).transfers(plan)
@@ -86,7 +86,7 @@ def test_a_window_moves_only_the_neighbours_rows(row_bytes):
     plan = ra.make_plan(ra.contiguous(seq_len, 8), ra.sliding_window(window))
     for schedule in SCHEDULES.values():
         sent = [bytes_sent(schedule, plan, rank, row_bytes) for rank in range(8)]
-        # the last rank has no neighbour behind it
+        # no rank comes after the last
         assert sent == [window * row_bytes] * 7 + [0]
 
 
@@ -102,7 +102,7 @@ def test_bytes_of_causal_and_full_attention():
     full = ra.make_plan(ra.zigzag(seq_len, world_size), ra.full())
     for schedule in SCHEDULES.values():
         assert [bytes_sent(schedule, full, rank, 1) for rank in range(world_size)] == [(world_size - 1) * own] * world_size
-    # under a causal mask contiguous ranks send only to those behind them
+    # under a causal mask, contiguous ranks send only to later ranks
     causal = ra.make_plan(ra.contiguous(seq_len, world_size), ra.causal())
     assert [bytes_sent(ra.gather(), causal, rank, 1) for rank in range(world_size)] == [
         own * (7 - rank) for rank in range(world_size)
@@ -120,7 +120,7 @@ def test_bytes_of_causal_and_full_attention():
     ],
     ids=repr,
 )
-def test_a_forward_pass_sends_the_bytes_that_are_told(schedule, mask, make_layout):
+def test_a_forward_pass_sends_the_bytes_that_bytes_sent_predicts(schedule, mask, make_layout):
     world_size, seq_len = 8, 203
     layout = make_layout(seq_len, world_size)
     b, h, hk, d, d_v = 2, 4, 2, 8, 6
@@ -139,7 +139,7 @@ def test_a_forward_pass_sends_the_bytes_that_are_told(schedule, mask, make_layou
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (2, 3), (2, 4), (3, 2)])
 @pytest.mark.parametrize("schedule", [ra.ring(), ra.double_ring()], ids=repr)
 def test_bytes_between_nodes(schedule, nodes, ranks_per_node):
-    """K/V of each owner come to each other node once, twice with the backward pass; its dK/dV leave each once."""
+    """K/V of each owner come to each other node once in each pass; its dK/dV leave each other node once."""
     world_size, tokens, hk, d = nodes * ranks_per_node, 6, 2, 4
     layout = ra.contiguous(world_size * tokens, world_size)
 
@@ -166,7 +166,7 @@ def test_bytes_between_nodes(schedule, nodes, ranks_per_node):
 
 @pytest.mark.parametrize("size", [1, 3, 10])
 def test_waves_of_owners(size):
-    """Each rank's owners by distance, so many a step, straight from themselves, and the smallest wave last."""
+    """Each rank fetches owners in order of distance, `size` a step, directly from the owner; the last wave may be smaller."""
     plan = ra.make_plan(ra.contiguous(80, 8), ra.full())
     for rank in range(8):
         fetched = [t for t in ra.waves(size).transfers(plan) if t.dst == rank]
@@ -175,7 +175,7 @@ def test_waves_of_owners(size):
         assert all(t.src == t.owner and t.into == t.step + 1 for t in fetched)
 
 
-def test_owners_of_which_nothing_is_needed_have_no_place_in_a_wave():
+def test_waves_skip_owners_whose_rows_are_not_needed():
     plan = ra.make_plan(ra.contiguous(80, 8), ra.global_tokens([35]))
     for rank in set(range(8)) - {3}:
         assert [(t.owner, t.into) for t in ra.waves(1).transfers(plan) if t.dst == rank] == [(3, 1)]
@@ -293,7 +293,7 @@ SKEWED = ra.documents(lengths=[11000, 5500, 3600, 2700, 2200, 1800, 1500, 1300, 
     ],
     ids=["documents", "one-node", "nodes", "few-ranks", "prefix", "idle-ranks"],
 )
-def test_rings_of_unequal_steps_are_waves_by_default(layout, mask, ranks_per_node, wanted):
+def test_the_default_for_unequal_steps_is_waves_instead_of_a_ring(layout, mask, ranks_per_node, wanted):
     plan = ra.make_plan(layout, mask)
     assert repr(ra.default_schedule(plan, ranks_per_node)) == wanted
     assert repr(ra.default_schedule(plan, ranks_per_node, copy_engines=True)) == wanted
