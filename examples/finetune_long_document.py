@@ -31,12 +31,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from finetune_checkpoint import load_checkpoint, save_checkpoint
-from finetune_files import machine, open_log, peak_memory_gib, prepare_tokens, share_tokens, split_heldout, write_figures
-from finetune_model import activation_bytes, build_model, count_flops, count_parameters, decoder_layers
-from finetune_peers import peer_checkpoint_contexts, surroundings
-from finetune_settings import ALL, DTYPES, Settings, parse
-from finetune_trainer import LAYOUTS, Trainer, learning_rate
+from finetune.checkpoint import load_checkpoint, save_checkpoint
+from finetune.files import machine, open_log, peak_memory_gib, prepare_tokens, share_tokens, split_heldout, write_figures
+from finetune.model import activation_bytes, build_model, count_flops, count_parameters, decoder_layers
+from finetune.peers import peer_checkpoint_contexts, surroundings
+from finetune.settings import ALL, DTYPES, Settings, parse
+from finetune.trainer import LAYOUTS, Trainer, learning_rate
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
@@ -57,7 +57,7 @@ def window(tokens: torch.Tensor, seq_len: int, settings: Settings, step: int) ->
 def make_trainer(settings: Settings, model: CausalLMLoss, device: torch.device) -> Trainer:
     if settings.wrapper == "deepspeed":
         # an import of seconds, for those who ask for it
-        from finetune_deepspeed import DeepSpeedTrainer
+        from finetune.deepspeed import DeepSpeedTrainer
 
         return DeepSpeedTrainer(settings, model, device)
     return Trainer(settings, model, device)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from finetune_peers import PEERS
+
+from .peers import PEERS
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
 WRAPPERS = ("fsdp2", "ddp", "deepspeed", "none")
@@ -270,14 +271,14 @@ def _check_files(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
             "AutoTokenizer's save_pretrained, or give config.json alone for random weights"
         )
     if args.model != "tiny":
-        from finetune_model import check_model
+        from .model import check_model
 
         try:
             check_model(args)
         except (ValueError, OSError) as error:
             parser.error(f"--model is {args.model}, which cannot be trained: {error}")
     if args.resume is not None:
-        from finetune_checkpoint import check_resumable
+        from .checkpoint import check_resumable
 
         try:
             check_resumable(args)

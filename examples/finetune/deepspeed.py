@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from finetune_model import draw_weights
-from finetune_settings import DTYPES, Settings
-from finetune_trainer import Trainer, make_optimizer
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn.integrations.deepspeed import DeepSpeedParallel
 from ringattn.training.causal_lm import CausalLMLoss
+
+from .model import draw_weights
+from .settings import DTYPES, Settings
+from .trainer import Trainer, make_optimizer
 
 
 class DeepSpeedTrainer(Trainer):

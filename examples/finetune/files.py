@@ -13,8 +13,9 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 import transformers
-from finetune_settings import Settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from .settings import Settings
 
 
 def read_document(path: str | None) -> tuple[str, str]:

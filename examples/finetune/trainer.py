@@ -6,15 +6,16 @@ import math
 
 import torch
 import torch.distributed as dist
-from finetune_model import wrap
-from finetune_peers import attach_peer
-from finetune_settings import Settings
 
 import ringattn as ra
 from ringattn.integrations.huggingface import attach
 from ringattn.training.causal_lm import CausalLMLoss, shift_labels, sum_gradients
 from ringattn.training.data import shard_batch
 from ringattn.training.loss import averaged, mean_loss, summed
+
+from .model import wrap
+from .peers import attach_peer
+from .settings import Settings
 
 LAYOUTS = {"zigzag": ra.zigzag, "striped": ra.striped, "contiguous": ra.contiguous}
 

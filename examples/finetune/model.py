@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from finetune_settings import DTYPES, Settings
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +21,8 @@ from ringattn import zigzag
 from ringattn.integrations.huggingface import attach
 from ringattn.training.causal_lm import CausalLMLoss, fused_token_loss, token_loss
 from ringattn.training.tiled import tile_modules
+
+from .settings import DTYPES, Settings
 
 
 def make_config(settings: Settings, vocab: int) -> PretrainedConfig:
