@@ -1,4 +1,4 @@
-"""Train a small transformers model on packed documents, which see themselves only, and check a step against dense attention.
+"""Train a small transformers model on packed documents, each of which sees itself only. Checks one step against dense attention.
 
 python examples/train_packed.py
 torchrun --nproc-per-node 3 examples/train_packed.py

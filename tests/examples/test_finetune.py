@@ -58,7 +58,7 @@ def test_a_run_learns_and_writes_its_files(finished):
 def test_a_resumed_run_has_the_same_losses_to_the_bit(finished, text, tmp_path):
     out, _ = finished
     checkpoint = out / "checkpoint-000002"
-    run(PROGRAM, *TOY, "--text", text, "--out", tmp_path, "--resume", checkpoint)
+    run(PROGRAM, *TOY, "--text", text, "--out", tmp_path, "--resume", checkpoint, "--beside", out)
     resumed = figures(tmp_path)
     assert resumed["first_step"] == 2
     for name in ("losses", "gradient_norms"):
@@ -395,6 +395,7 @@ def test_learning_rate_warms_up_and_decays(program):
         (["--hidden", "4096"], "heads of more than 256"),
         (["--text", "/nowhere/text"], "--text is /nowhere/text, which is not a file"),
         (["--resume", "/nowhere/checkpoint"], "--resume is /nowhere/checkpoint, which is not a checkpoint"),
+        (["--beside", "/nowhere/run"], "--beside is /nowhere/run, which lacks figures.json"),
         (["--vocab", "100"], "--vocab is 100, but must be at least 257"),
         (["--tokens", "3"], "--tokens is 3: 2 ranks need 4 or more"),
         (["--steps", "-1"], "--steps is -1"),
