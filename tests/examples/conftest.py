@@ -4,7 +4,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _one_thread():
     """Tiny tensors gain nothing from more threads, which wait for each other on a busy machine."""
     threads = torch.get_num_threads()

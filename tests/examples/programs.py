@@ -17,8 +17,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import patch
 
@@ -66,8 +69,9 @@ def succeed(*command: object, gpus: bool = False) -> str:
 
 
 def run(path: Path, *arguments: object, ranks: int = 0, within: tuple[Callable, ...] = ()) -> str:
-    """What a program printed that succeeded on so many ranks, as torchrun starts them; 0: started alone.
+    """Run a program and return what it printed. Fails unless every process ends with exit code 0.
 
+    ranks: how many processes, with the variables that torchrun gives them; 0: one process without.
     within: context managers of this module that the program runs in.
     """
     with patch.dict(os.environ, environment(), clear=True):
@@ -82,14 +86,22 @@ def run(path: Path, *arguments: object, ranks: int = 0, within: tuple[Callable, 
         processes = [_FORKS.Process(target=_run, args=(*given, own, str(out))) for own, out in zip(variables, outputs)]
         for process in processes:
             process.start()
-        for process in processes:
-            process.join(_TIMEOUT)
-        for process in processes:
-            process.kill()
-            process.join()
-        printed = "".join(out.read_text() for out in outputs)
+        wait_for(processes)
+        printed = "".join(out.read_text() for out in outputs if out.exists())
     assert [process.exitcode for process in processes] == [0] * len(processes), printed
     return printed
+
+
+def wait_for(processes: Sequence[BaseProcess]) -> None:
+    """Wait until all have ended. Those that wait for one that failed, or take too long, are killed."""
+    running, deadline = list(processes), time.monotonic() + _TIMEOUT
+    while running and wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic())):
+        if any(process.exitcode for process in running):
+            deadline = min(deadline, time.monotonic() + 5)
+        running = [process for process in running if process.exitcode is None]
+    for process in processes:
+        process.kill()
+        process.join()
 
 
 def _run(path: str, arguments: list[str], within: tuple[Callable, ...], variables: dict[str, str], out: str) -> None:
