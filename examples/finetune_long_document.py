@@ -31,12 +31,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from finetune_checkpoint import load_checkpoint, save_checkpoint
-from finetune_files import machine, open_log, peak_memory_gib, prepare_tokens, share_tokens, split_heldout, write_figures
-from finetune_model import activation_bytes, build_model, count_flops, count_parameters, decoder_layers
-from finetune_peers import peer_checkpoint_contexts, surroundings
-from finetune_settings import ALL, DTYPES, Settings, parse
-from finetune_trainer import LAYOUTS, Trainer, learning_rate
+from finetune.checkpoint import load_checkpoint, save_checkpoint
+from finetune.files import machine, open_log, peak_memory_gib, prepare_tokens, share_tokens, split_heldout, write_figures
+from finetune.model import activation_bytes, build_model, count_flops, count_parameters, decoder_layers
+from finetune.peers import peer_checkpoint_contexts, surroundings
+from finetune.settings import ALL, DTYPES, Settings, parse
+from finetune.trainer import LAYOUTS, Trainer, learning_rate
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
@@ -56,8 +56,8 @@ def window(tokens: torch.Tensor, seq_len: int, settings: Settings, step: int) ->
 
 def make_trainer(settings: Settings, model: CausalLMLoss, device: torch.device) -> Trainer:
     if settings.wrapper == "deepspeed":
-        # an import of seconds, for those who ask for it
-        from finetune_deepspeed import DeepSpeedTrainer
+        # takes seconds to import
+        from finetune.deepspeed import DeepSpeedTrainer
 
         return DeepSpeedTrainer(settings, model, device)
     return Trainer(settings, model, device)
@@ -73,7 +73,7 @@ def train(settings: Settings, trainer: Trainer, tokens: torch.Tensor, device: to
     if recompute is None:
         recompute = bool(settings.offload) or activation_bytes(model.model.config, seq_len / settings.ranks) > 64e9
     if recompute and settings.attention == "ringattn":
-        # attention's output is kept: it is computed once
+        # keeps attention's output, so that attention runs once
         layers = decoder_layers(model)
         ra.checkpoint_layers(layers, offload=len(layers) if settings.offload == ALL else settings.offload)
     elif recompute:
@@ -254,7 +254,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         try:
-            # a fork has everything imported already; a process that has asked for CUDA must not be forked
+            # forked ranks need no imports, but a process that has initialized CUDA must not be forked
             method = "spawn" if settings.device == "cuda" else "fork"
             mp.start_processes(run_rank, (settings, f"{folder}/store"), nprocs=settings.ranks, start_method=method)
         except mp.ProcessExitedException as error:

@@ -16,9 +16,9 @@ if device == "cuda":
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl" if device == "cuda" else "gloo")
 world_size = dist.get_world_size()
-heads = 2 if world_size % 2 == 0 else 1  # on several hosts: the GPUs of one
+heads = 2 if world_size % 2 == 0 else 1  # on several hosts: the number of GPUs of one host
 mesh = init_device_mesh(device, (world_size // heads, heads), mesh_dim_names=("ring", "heads"))
-rank = ra.hybrid(mesh).rank  # row by row
+rank = ra.hybrid(mesh).rank  # this rank's shard: ranks are counted row by row
 
 torch.manual_seed(0)
 q = torch.randn(1, 1000, 8, 64, device=device)  # (b, s, h, d), the same on every rank

@@ -1,13 +1,29 @@
-"""Programs as a person starts them, and what they wrote."""
+"""Programs as a person starts them, and what they wrote.
+
+`start` makes a fresh process, which costs seconds of imports; `run` forks one from a server that has imported everything, once for
+all tests, and so takes no longer than the program's own work. Without `gpus=True` no program sees a GPU.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import multiprocessing
 import os
+import re
+import runpy
+import socket
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -15,22 +31,130 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+needs_accelerate = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
+
+_TIMEOUT = 280
+_FORKS = multiprocessing.get_context("forkserver")
+# what programs import; those that are not installed are left out
+_FORKS.set_forkserver_preload(
+    [
+        "torch",
+        "ringattn",
+        "transformers.models.llama.modeling_llama",
+        "transformers.trainer",
+        "accelerate",
+        "deepspeed",
+        "matplotlib.figure",
+    ]
+)
+
+
+def environment(gpus: bool = False) -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    found = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    found |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    return found if gpus else found | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
 def start(*command: object, gpus: bool = False) -> subprocess.CompletedProcess:
-    """Without GPUs, unless asked for: there may be fewer than the command's ranks."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    if not gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    return subprocess.run([sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=280)
+    return subprocess.run(
+        [sys.executable, *map(str, command)], env=environment(gpus), capture_output=True, text=True, timeout=_TIMEOUT
+    )
 
 
 def succeed(*command: object, gpus: bool = False) -> str:
     done = start(*command, gpus=gpus)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run(path: Path, *arguments: object, ranks: int = 0, within: tuple[Callable, ...] = ()) -> str:
+    """Run a program and return what it printed. Fails unless every process ends with exit code 0.
+
+    ranks: how many processes, with the variables that torchrun gives them; 0: one process without.
+    within: context managers of this module that the program runs in.
+    """
+    with patch.dict(os.environ, environment(), clear=True):
+        forkserver.ensure_running()
+    variables: list[dict[str, str]] = [{}]
+    if ranks:
+        common = dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="localhost", MASTER_PORT=free_port())
+        variables = [{name: str(value) for name, value in dict(common, RANK=i, LOCAL_RANK=i).items()} for i in range(ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(i) for i in range(len(variables))]
+        given = str(path), list(map(str, arguments)), within
+        processes = [_FORKS.Process(target=_run, args=(*given, own, str(out))) for own, out in zip(variables, outputs)]
+        for process in processes:
+            process.start()
+        wait_for(processes)
+        printed = "".join(out.read_text() for out in outputs if out.exists())
+    assert [process.exitcode for process in processes] == [0] * len(processes), printed
+    return printed
+
+
+def wait_for(processes: Sequence[BaseProcess]) -> None:
+    """Wait until all have ended. Those that wait for one that failed, or take too long, are killed."""
+    running, deadline = list(processes), time.monotonic() + _TIMEOUT
+    while running and wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic())):
+        if any(process.exitcode for process in running):
+            deadline = min(deadline, time.monotonic() + 5)
+        running = [process for process in running if process.exitcode is None]
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def _run(path: str, arguments: list[str], within: tuple[Callable, ...], variables: dict[str, str], out: str) -> None:
+    """In the process that was forked."""
+    with open(out, "wb") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    os.environ.update(variables)
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).parent))
+    with contextlib.ExitStack() as stack:
+        for manager in within:
+            stack.enter_context(manager())
+        runpy.run_path(path, run_name="__main__")
+
+
+@contextlib.contextmanager
+def dense_attention():
+    """Models keep their own attention: torch's, over all that they are given."""
+    with (
+        patch("ringattn.replace_attention", lambda *args, **options: None),
+        patch("ringattn.integrations.huggingface.attach", lambda *args, **options: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def plain_sgd():
+    """AdamW takes the steps of SGD: its own are the same however gradients are scaled."""
+    import torch
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-50 * group["lr"])
+
+    with patch("torch.optim.AdamW.step", step):
+        yield
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def losses(printed: str) -> list[float]:
+    """Of the steps that a `train_*.py` printed."""
+    found = re.findall(r"step (\d+): loss (\S+)", printed)
+    assert [int(step) for step, _ in found] == list(range(len(found)))
+    return [float(loss) for _, loss in found]
 
 
 def figures(out: Path) -> dict:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.examples.programs import EXAMPLES, ROOT, TORCHRUN, figures, needs_deepspeed, succeed
+from tests.examples.programs import EXAMPLES, ROOT, TORCHRUN, figures, losses, needs_accelerate, needs_deepspeed, succeed
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,8 @@ def on_gpus(text, tmp_path_factory):
     fp32, same_bits = ["--dtype", "float32"], ["--wrapper", "fsdp2", "--deterministic"]
     jobs = {
         "hybrid": [[*ranks, EXAMPLES / "hybrid_mesh.py"]],
-        "packed": [[*ranks, EXAMPLES / "packed_documents.py"]],
+        "packed": [[*ranks, EXAMPLES / "train_packed.py"]],
+        **{name: [[*ranks, EXAMPLES / f"train_{name}.py"]] for name in ("torch", "module", "huggingface", "fsdp2")},
         # how fast it is, beside all others, is no matter
         "doctor": [
             [*ranks, ROOT / "launch" / "doctor", "--slow", 100, "--link", 0.001, "--json", folder / "doctor" / "figures.json"]
@@ -48,9 +49,10 @@ def on_gpus(text, tmp_path_factory):
         ],
     }
     if importlib.util.find_spec("deepspeed") is not None:
-        ring = count // 2 if count % 2 == 0 else count
+        jobs["zero3"] = [[*ranks, EXAMPLES / "train_deepspeed.py"]]
         jobs["deepspeed"] = [[*ranks, *train("deepspeed", *fp32, "--wrapper", "deepspeed")]]
-        jobs["pretrain"] = [[*ranks, EXAMPLES / "deepspeed_pretrain.py", "--ring", ring, "--steps", 12]]
+    if importlib.util.find_spec("accelerate") is not None:
+        jobs |= {name: [[*ranks, EXAMPLES / f"train_{name}.py"]] for name in ("trainer", "accelerate")}
     with ThreadPoolExecutor(len(jobs)) as pool:
         running = {name: pool.submit(job, *commands) for name, commands in jobs.items()}
         yield lambda name: running[name].result(), lambda name: figures(folder / name)
@@ -63,6 +65,28 @@ def test_a_grid_and_packed_documents_on_gpus(on_gpus):
     assert max(errors) < 1e-5
     first, last = (float(line.split("loss ")[1].split()[0]) for line in printed("packed").splitlines() if line.startswith("step"))
     assert last < first / 5
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("module", "torch"),
+        ("fsdp2", "huggingface"),
+        pytest.param("zero3", "huggingface", marks=needs_deepspeed),
+        pytest.param("trainer", "huggingface", marks=needs_accelerate),
+    ],
+)
+def test_wrappers_on_gpus_take_the_same_steps(on_gpus, name, same):
+    found, expected = (losses(on_gpus[0](each)) for each in (name, same))
+    assert len(found) == 4
+    assert found == pytest.approx(expected, rel=2e-3)
+
+
+@needs_accelerate
+def test_accelerate_on_gpus_learns(on_gpus):
+    found = losses(on_gpus[0]("accelerate"))
+    assert len(found) == 4
+    assert found[-1] < found[0] - 0.2
 
 
 def test_a_step_on_gpus_is_that_of_one_process(on_gpus):
@@ -98,10 +122,6 @@ def test_deepspeed_on_gpus_gives_the_same_losses(on_gpus):
     result, other = found("deepspeed"), found("train")
     for name in ("losses", "gradient_norms", "heldout_perplexity"):
         assert result[name] == pytest.approx(other[name], rel=2e-5)
-    lines = [line for line in printed("pretrain").splitlines() if line.startswith("step ")]
-    losses = [float(line.rsplit(maxsplit=1)[-1]) for line in lines]
-    assert len(losses) == 12
-    assert losses[-1] < losses[0] - 0.3
 
 
 def test_the_doctor_finds_all_gpus_well(on_gpus):

@@ -94,7 +94,7 @@ def test_files_and_links_lead_somewhere(page):
 PROGRAMS = {
     "-m ringattn": "ringattn/__main__.py",
     "-m ringattn_kernels.variants": "kernels/ringattn_kernels/variants.py",
-    "examples/finetune_long_document.py": "examples/finetune_settings.py",
+    "examples/finetune_long_document.py": "examples/finetune/settings.py",
     "launch/doctor": "launch/doctor/examination.py",
 }
 

@@ -42,13 +42,13 @@ def attach_peer(model: nn.Module, name: str, tokens: int) -> None:
 
 
 def peer_checkpoint_contexts():
-    """A `context_fn` of checkpointing that keeps what torch's attention computed."""
+    """A `context_fn` of torch.utils.checkpoint that keeps the results of torch's attention."""
     kept = [getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default for kernel in _KERNELS]
     return create_selective_checkpoint_contexts(kept)
 
 
 def surroundings(name: str, device: torch.device) -> AbstractContextManager:
-    """What a forward pass and its backward pass must run in."""
+    """The context in which a step's forward and backward pass must run."""
     return _context_parallel(device) if name == "context-parallel" else nullcontext()
 
 
@@ -61,7 +61,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | 
 
 def context_parallel_forward(module: nn.Module, query, key, value, attention_mask, scaling=None, **unused):
     """q (b, h, s, d), k and v (b, hk, s, d) -> (b, s, h, d), None."""
-    # it has no grouped-query attention: K and V are repeated, and autograd sums their gradients
+    # context_parallel has no grouped-query attention: repeat K and V, autograd sums their gradients
     k, v = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
     return attention(query, k, v, scaling).transpose(1, 2), None
 
@@ -70,7 +70,7 @@ def context_parallel_forward(module: nn.Module, query, key, value, attention_mas
 def _context_parallel(device: torch.device):
     from torch.distributed.tensor.experimental import context_parallel
 
-    # it wants a buffer to shard; ours are sharded
+    # context_parallel requires a buffer to shard; our tensors are sharded already
     nothing = torch.zeros(1, 2 * dist.get_world_size(), device=device)
     with context_parallel(DeviceMesh.from_group(dist.group.WORLD, device.type), buffers=[nothing], buffer_seq_dims=[1]):
         yield

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from finetune_model import draw_weights
-from finetune_settings import DTYPES, Settings
-from finetune_trainer import Trainer, make_optimizer
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringattn.integrations.deepspeed import DeepSpeedParallel
 from ringattn.training.causal_lm import CausalLMLoss
+
+from .model import draw_weights
+from .settings import DTYPES, Settings
+from .trainer import Trainer, make_optimizer
 
 
 class DeepSpeedTrainer(Trainer):
@@ -26,11 +27,11 @@ class DeepSpeedTrainer(Trainer):
         config = make_config(settings)
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         if settings.shape and settings.zero == 3:
-            # a module at a time: whole, then this rank's part of it
+            # one module at a time: draw its weights whole, then keep this rank's part
             for name, module in model.named_modules():
                 if any(True for _ in module.parameters(recurse=False)):
                     draw_weights(module, settings.seed, device, name)
-                    # Init takes a module that exists in the dtype that it has, whatever the config says
+                    # Init keeps an existing module's dtype, whatever the config says
                     module.to(DTYPES[settings.dtype])
                     deepspeed.zero.Init(module=module, config_dict_or_path=config, mpu=parallel)
         elif settings.shape:
@@ -39,7 +40,7 @@ class DeepSpeedTrainer(Trainer):
         self.run, self.optimizer, *_ = deepspeed.initialize(
             model=model, optimizer=make_optimizer(model, settings), config=config, mpu=parallel
         )
-        # older versions round buffers to bf16 as well, but rotary frequencies must tell long positions apart
+        # older versions round buffers to bf16 too, in which rotary frequencies cannot tell long positions apart
         for name, buffer in model.named_buffers():
             buffer.data = buffers[name].to(device)
         self.reduction = parallel.reduction(self.run)
@@ -49,7 +50,7 @@ class DeepSpeedTrainer(Trainer):
         self.run.backward(loss.loss)
         norm = None
         if self.settings.zero == 0 and self.settings.dtype == "float32":
-            # there the engine clips by the norm without telling it; every rank holds the whole gradient
+            # the engine clips but does not report the norm here; every rank holds the whole gradient
             norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -68,14 +69,14 @@ def make_config(settings: Settings) -> dict[str, Any]:
 
 
 def prepare(settings: Settings, device: torch.device) -> Any:
-    """The module `deepspeed`, on this device and in the job that torch has set up."""
+    """Import `deepspeed` for this device, in the process group that torch has set up."""
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
-    # else it takes a GPU that it sees
+    # without this DeepSpeed takes any GPU that it sees
     os.environ.setdefault("DS_ACCELERATOR", settings.device)
     import deepspeed
 
     deepspeed.utils.logger.setLevel("WARNING")
     if settings.device == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled at the start
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # DeepSpeed would compile it at the start
     deepspeed.init_distributed(dist.get_backend(), verbose=False)
     return deepspeed

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from finetune_peers import PEERS
+
+from .peers import PEERS
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
 WRAPPERS = ("fsdp2", "ddp", "deepspeed", "none")
@@ -31,6 +32,7 @@ class Settings:
 
     text: str | None
     out: str
+    beside: str | None
     resume: str | None
     model: str
     shape: str | None
@@ -67,14 +69,14 @@ class Settings:
     verify_tokens: int
 
 
-# by device: a model and a length that take a few minutes there
+# by device: sizes for a run of a few minutes
 DEFAULTS = {
     "cpu": dict(
         ranks=2, dtype="float32", tokens=2048, steps=100, hidden=128, layers=4, heads=4, kv_heads=2, lr=6e-3, warmup=8,
         verify_tokens=1024,
     ),
     "cuda": dict(
-        ranks=None, dtype="bfloat16", tokens=0, steps=100, hidden=1024, layers=12, heads=8, kv_heads=4, lr=6e-4, warmup=10,
+        ranks=None, dtype="bfloat16", tokens=0, steps=100, hidden=1024, layers=12, heads=8, kv_heads=4, lr=6e-4, warmup=20,
         verify_tokens=4096,
     ),
 }  # fmt: skip
@@ -86,6 +88,7 @@ def parse(argv: list[str] | None = None, description: str | None = None) -> Sett
     add = parser.add_argument
     add("--text", metavar="FILE", help="the document, UTF-8 (default: Python's language reference)")
     add("--out", default="runs/long_document", metavar="DIR", help="folder to write (default: %(default)s)")
+    add("--beside", metavar="DIR", help="draw the loss of the finished run in this folder, too")
     add("--resume", metavar="DIR", help="go on from this checkpoint, up to --steps")
     add("--model", default="tiny", metavar="tiny|DIR|CONFIG.json", help="a model's folder, or its config for random weights")
     add("--shape", choices=tuple(SHAPES), help="a Llama of this size with random weights made on the device, instead of --model")
@@ -142,7 +145,7 @@ def parse(argv: list[str] | None = None, description: str | None = None) -> Sett
     add("--heads", type=int, help="its query heads (default: 4 on a CPU, 8 on GPUs)")
     add("--kv-heads", type=int, help="its key and value heads (default: 2 on a CPU, 4 on GPUs)")
     add("--lr", type=float, help="peak learning rate (default: 6e-3 on a CPU, 6e-4 on GPUs)")
-    add("--warmup", type=int, help="steps of linear warm-up; cosine decay to a tenth follows (default: 8 on a CPU, 10 on GPUs)")
+    add("--warmup", type=int, help="steps of linear warm-up; cosine decay to a tenth follows (default: 8 on a CPU, 20 on GPUs)")
     add("--clip", type=float, default=1.0, help="largest norm of the whole gradient (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the weights, the windows and the sampling (default: %(default)s)")
     add("--generate", type=int, metavar="N", help="tokens to write at the end (default: 48; none with fsdp2 or deepspeed)")
@@ -157,7 +160,7 @@ def parse(argv: list[str] | None = None, description: str | None = None) -> Sett
 
 
 def _fill(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """What was not given, by device and by model."""
+    """Fill in what was not given, by device and by model."""
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device is cuda, but this torch sees no GPU: use --device cpu")
@@ -262,6 +265,8 @@ def _check_files(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
                 parser.error(f"--text is {args.text}, which is empty")
         except UnicodeDecodeError as error:
             parser.error(f"--text is {args.text}, which is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}")
+    if args.beside is not None and not (Path(args.beside) / "figures.json").is_file():
+        parser.error(f"--beside is {args.beside}, which lacks figures.json: give the --out of a run that has ended")
     if args.model != "tiny" and not Path(args.model).exists():
         parser.error(f"--model is {args.model}, which is neither tiny nor a folder or config file here")
     if Path(args.model).is_dir() and args.resume is None and not (Path(args.model) / "tokenizer.json").is_file():
@@ -270,14 +275,14 @@ def _check_files(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
             "AutoTokenizer's save_pretrained, or give config.json alone for random weights"
         )
     if args.model != "tiny":
-        from finetune_model import check_model
+        from .model import check_model
 
         try:
             check_model(args)
         except (ValueError, OSError) as error:
             parser.error(f"--model is {args.model}, which cannot be trained: {error}")
     if args.resume is not None:
-        from finetune_checkpoint import check_resumable
+        from .checkpoint import check_resumable
 
         try:
             check_resumable(args)

@@ -8,13 +8,14 @@ import platform
 import resource
 import sysconfig
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 import transformers
-from finetune_settings import Settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from .settings import Settings
 
 
 def read_document(path: str | None) -> tuple[str, str]:
@@ -42,7 +43,7 @@ def prepare_tokens(settings: Settings, device: torch.device) -> tuple[dict, torc
         if (folder / "tokenizer.json").is_file():
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         else:
-            # a shape's vocabulary is there for its work: the text needs no more
+            # a shape's vocabulary sets the work of a step; the text needs fewer tokens
             tokenizer = train_tokenizer(text, min(settings.vocab, 8192))
         tokenizer.save(str(out / "tokenizer.json"))
         tokens = torch.tensor(tokenizer.encode(text).ids)
@@ -76,7 +77,7 @@ def share_tokens(tokens: torch.Tensor | None, device: torch.device) -> torch.Ten
 def split_heldout(settings: Settings, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens to train on and the document's tail, which is kept from training. A document shorter than a step is repeated."""
     tail = int(len(tokens) * settings.heldout)
-    # a tail that is too short to be shared out is none
+    # drop a tail that is too short for all ranks
     tail = tail if tail >= 2 * settings.ranks else 0
     training = tokens[: len(tokens) - tail]
     if settings.tokens + 1 > len(training) and settings.tokens:
@@ -92,7 +93,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def machine(device: str) -> dict:
-    """What the run ran on and with."""
+    """The machine and the versions of a run."""
     return dict(
         device=torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU, {os.cpu_count()} cores",
         python=platform.python_version(),
@@ -102,7 +103,7 @@ def machine(device: str) -> dict:
 
 
 def open_log(out: Path, first: int) -> TextIO:
-    """`log.jsonl`, to go on after step `first`: lines that a run wrote after its last checkpoint, before it was killed, are dropped."""
+    """Open `log.jsonl` to append after step `first`. Lines that a killed run wrote after its last checkpoint are dropped."""
     path = out / "log.jsonl"
     lines = path.read_text().splitlines(keepends=True) if first and path.is_file() else []
     # the last line may have been cut off
@@ -111,22 +112,43 @@ def open_log(out: Path, first: int) -> TextIO:
 
 
 def write_figures(out: Path, figures: dict) -> None:
-    """`figures.json`, and the loss over the steps as `loss.png`."""
+    """Write `figures.json` and `loss.png`, the loss over the steps, beside that of the run in `--beside`."""
     from matplotlib.figure import Figure
 
     (out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
-    first, losses = figures["first_step"], figures["losses"]
-    figure = Figure(figsize=(7.2, 4.2), layout="constrained", facecolor="white")
+    settings = figures["settings"]
+    figure = Figure(figsize=(8, 4.8), layout="constrained", facecolor="white")
     axes = figure.subplots()
-    axes.plot(range(first + 1, first + 1 + len(losses)), losses, color="#2f6db5", linewidth=1.8)
+    if settings["beside"]:
+        other = json.loads((Path(settings["beside"]) / "figures.json").read_text())
+        _plot_losses(axes, other, color="#f0a860", linewidth=5)
+    _plot_losses(axes, figures, color="#1f5fa8", linewidth=1.6)
     axes.set_xlabel("step")
     axes.set_ylabel("loss, mean over all tokens (nats)")
+    model = f"{settings['shape'] or settings['model']} model of {figures['parameters'] / 1e6:.1f}M parameters, {settings['dtype']}"
     axes.set_title(
-        f"{figures['document']['name']}: {figures['tokens_a_step']:,} tokens a step, "
-        f"{figures['settings']['ranks']} ranks, {figures.get('tokens_per_second', 0):,.0f} tokens/s",
+        f"{figures['document']['name']}: {figures['tokens_a_step']:,} tokens a step, causal mask\n"
+        f"{model}, {figures['machine']['device']}",
         fontsize=10,
     )
+    axes.legend(frameon=False)
     axes.grid(alpha=0.25)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.savefig(out / "loss.png", dpi=150)
+    figure.savefig(out / "loss.png", dpi=110)
+
+
+def _plot_losses(axes: Any, figures: dict, **style: Any) -> None:
+    first, losses, settings = figures["first_step"], figures["losses"], figures["settings"]
+    ranks = settings["ranks"]
+    names = {"ringattn": f"ring attention, {settings['layout']} layout", "ulysses-sdpa": "all-to-all around torch's attention"}
+    # with one rank there is no all-to-all, only torch's attention over the whole sequence
+    name = "dense attention (torch's)" if settings["attention"] == "ulysses-sdpa" and ranks == 1 else None
+    name = name or names.get(settings["attention"], settings["attention"])
+    backend = "" if ranks == 1 else " over NCCL" if settings["device"] == "cuda" else " over gloo"
+    axes.plot(
+        range(first + 1, first + 1 + len(losses)),
+        losses,
+        label=f"{name}, {ranks} rank{'s' if ranks > 1 else ''}{backend}",
+        **style,
+    )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-# what a checkpoint must have in common with the run that goes on from it
+# settings that a run must share with the checkpoint that it resumes
 RESUMED = (
     "model", "shape", "wrapper", "layout", "attention", "dtype", "vocab", "hidden", "layers", "heads", "kv_heads",
     "tokens", "heldout", "seed", "steps", "warmup", "lr", "clip",
@@ -60,7 +60,7 @@ def save_checkpoint(
 
 
 def check_resumable(settings: Any) -> None:
-    """Raise ValueError, naming what is wrong, if the checkpoint is not of a run like this one."""
+    """Raise ValueError if the checkpoint was written by a run with other settings; the message names the setting."""
     path = Path(settings.resume)
     if not (path / "state.json").is_file() or not (path / "tokenizer.json").is_file():
         raise ValueError(f"--resume is {path}, which is not a checkpoint's folder")
@@ -84,7 +84,7 @@ def check_resumable(settings: Any) -> None:
 
 
 def load_checkpoint(settings: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, document: torch.Tensor) -> int:
-    """Put a checkpoint's state into model, optimizer and random generators; returns the steps it had done."""
+    """Load a checkpoint into the model, the optimizer and the random generators. Returns the number of steps it had taken."""
     path = Path(settings.resume)
     state = json.loads((path / "state.json").read_text())
     if state["tokens"] != digest(document):
@@ -93,7 +93,7 @@ def load_checkpoint(settings: Any, model: torch.nn.Module, optimizer: torch.opti
     with safe_open(path / _file(settings, dist.get_rank()), "pt") as file, torch.no_grad():
         for name, parameter in parameters.items():
             _local(parameter).copy_(file.get_tensor(f"model.{name}"))
-        # as the optimizer counts them: by group, then by parameter
+        # the optimizer numbers parameters by group, then by parameter
         listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for index, parameter in enumerate(listed):
             moments = {}

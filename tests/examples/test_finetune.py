@@ -1,4 +1,4 @@
-"""Each example runs as a person would start it, at toy size: alone, with its own ranks, and under torchrun."""
+"""`finetune_long_document.py` at toy size, with ranks of its own and with torchrun's."""
 
 from __future__ import annotations
 
@@ -15,75 +15,23 @@ import torch.distributed as dist
 import transformers
 
 from ringattn.training.offload import HostMemory
-from tests.examples.programs import EXAMPLES, TORCHRUN, figures, needs_deepspeed, start, succeed
+from tests.examples.programs import EXAMPLES, figures, needs_deepspeed, run
 
+PROGRAM = EXAMPLES / "finetune_long_document.py"
 SHORT = ["--device", "cpu", "--vocab", "300", "--tokens", "61", "--steps", "4", "--warmup", "1", "--generate", "3"]
 TOY = ["--hidden", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1", *SHORT]
 
 
 @pytest.fixture(scope="session")
-def run(text, tmp_path_factory):
+def finished(text, tmp_path_factory):
     """A whole run on two ranks, with a checkpoint half way."""
     out = tmp_path_factory.mktemp("run")
-    printed = succeed(EXAMPLES / "finetune_long_document.py", *TOY, "--text", text, "--out", out, "--save-every", 2)
+    printed = run(PROGRAM, *TOY, "--text", text, "--out", out, "--save-every", 2)
     return out, printed
 
 
-@pytest.mark.parametrize("command", [[], [*TORCHRUN, 2]], ids=["alone", "torchrun"])
-def test_minimal(command):
-    printed = succeed(*command, EXAMPLES / "ring_attention_minimal.py").splitlines()
-    ranks = 2 if command else 1
-    assert len([line for line in printed if f"of {ranks}: " in line]) == ranks
-    assert all(float(line.rsplit(maxsplit=1)[-1]) < 1e-5 for line in printed if line.startswith("rank"))
-
-
-def test_hybrid_mesh():
-    printed = succeed(*TORCHRUN, 4, EXAMPLES / "hybrid_mesh.py").splitlines()
-    errors = [float(line.rsplit(maxsplit=1)[-1]) for line in printed if "a mesh of (2, 2)" in line]
-    assert len(errors) == 4
-    assert max(errors) < 1e-5
-
-
-@pytest.mark.parametrize("command", [[], [*TORCHRUN, 2]], ids=["alone", "torchrun"])
-def test_packed_documents(command):
-    printed = succeed(*command, EXAMPLES / "packed_documents.py")
-    assert f"over 123 tokens of {2 if command else 1} ranks" in printed
-    first, last = (float(line.split("loss ")[1].split()[0]) for line in printed.splitlines() if line.startswith("step"))
-    assert last < first / 5
-
-
-@needs_deepspeed
-def test_deepspeed_pretrain():
-    options = "--ring", 2, "--zero", 3, "--seq-len", 128, "--width", 32, "--steps", 12
-    printed = succeed(*TORCHRUN, 4, EXAMPLES / "deepspeed_pretrain.py", *options).splitlines()
-    losses = [float(line.rsplit(maxsplit=1)[-1]) for line in printed if line.startswith("step ")]
-    assert len(losses) == 12
-    assert losses[-1] < losses[0] - 0.3
-
-
-@needs_deepspeed
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--ring=3", "--ring is 3, but must divide the 2 ranks of the job"),
-        ("--width=40", "--width is 40, but must be a multiple of 16"),
-    ],
-)
-def test_deepspeed_pretrain_names_what_does_not_fit(option, message):
-    done = start(*TORCHRUN, 2, EXAMPLES / "deepspeed_pretrain.py", option)
-    assert done.returncode
-    assert message in done.stderr
-
-
-def test_drawing(tmp_path):
-    succeed(EXAMPLES / "draw_layouts_and_masks.py", "--seq-len", 48, "--ranks", 3, "--out", tmp_path)
-    succeed(EXAMPLES / "draw_ring.py", "--out", tmp_path)
-    for name in ("layouts_and_masks.png", "documents_balanced.png", "ring_of_gpus.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_learns_and_writes_its_files(run):
-    out, printed = run
+def test_a_run_learns_and_writes_its_files(finished):
+    out, printed = finished
     result = figures(out)
     losses = result["losses"]
     assert len(losses) == 4
@@ -107,10 +55,10 @@ def test_a_run_learns_and_writes_its_files(run):
     }
 
 
-def test_a_resumed_run_has_the_same_losses_to_the_bit(run, text, tmp_path):
-    out, _ = run
+def test_a_resumed_run_has_the_same_losses_to_the_bit(finished, text, tmp_path):
+    out, _ = finished
     checkpoint = out / "checkpoint-000002"
-    succeed(EXAMPLES / "finetune_long_document.py", *TOY, "--text", text, "--out", tmp_path, "--resume", checkpoint)
+    run(PROGRAM, *TOY, "--text", text, "--out", tmp_path, "--resume", checkpoint, "--beside", out)
     resumed = figures(tmp_path)
     assert resumed["first_step"] == 2
     for name in ("losses", "gradient_norms"):
@@ -119,34 +67,32 @@ def test_a_resumed_run_has_the_same_losses_to_the_bit(run, text, tmp_path):
     assert resumed["generated"] == figures(out)["generated"]
 
 
-def test_under_torchrun_another_number_of_ranks_has_the_same_losses(run, text, tmp_path):
-    succeed(*TORCHRUN, 3, EXAMPLES / "finetune_long_document.py", *TOY, "--text", text, "--out", tmp_path, "--layout", "striped")
+def test_under_torchrun_another_number_of_ranks_has_the_same_losses(finished, text, tmp_path):
+    run(PROGRAM, *TOY, "--text", text, "--out", tmp_path, "--layout", "striped", ranks=3)
     result = figures(tmp_path)
     assert result["settings"]["ranks"] == 3
-    assert result["losses"] == pytest.approx(figures(run[0])["losses"], rel=2e-5)
+    assert result["losses"] == pytest.approx(figures(finished[0])["losses"], rel=2e-5)
 
 
-def test_sharded_weights_give_the_same_losses_and_resume_to_the_bit(run, text, tmp_path):
+def test_sharded_weights_give_the_same_losses_and_resume_to_the_bit(finished, text, tmp_path):
     """FSDP2, in the second run with activations and MLP tiles computed again and host memory, from the shards that the first wrote."""
-    toy = [EXAMPLES / "finetune_long_document.py", *TOY[:-2], "--text", text, "--wrapper", "fsdp2"]
-    succeed(*toy, "--out", tmp_path / "first", "--save-every", 2)
+    toy = [PROGRAM, *TOY[:-2], "--text", text, "--wrapper", "fsdp2"]
+    run(*toy, "--out", tmp_path / "first", "--save-every", 2)
     first = figures(tmp_path / "first")
-    assert first["losses"] == pytest.approx(figures(run[0])["losses"], rel=2e-6)
+    assert first["losses"] == pytest.approx(figures(finished[0])["losses"], rel=2e-6)
     checkpoint = tmp_path / "first" / "checkpoint-000002"
     assert len(list(checkpoint.glob("rank-*.safetensors"))) == 2
-    succeed(*toy, "--out", tmp_path / "second", "--resume", checkpoint, "--offload", "--mlp-tile", 8)
+    run(*toy, "--out", tmp_path / "second", "--resume", checkpoint, "--offload", "--mlp-tile", 8)
     second = figures(tmp_path / "second")
     assert second["losses"] == first["losses"][2:]
     assert second["gradient_norms"] == pytest.approx(first["gradient_norms"][2:], rel=1e-6)
 
 
 @needs_deepspeed
-def test_deepspeed_gives_the_same_losses(run, text, tmp_path):
-    printed = succeed(
-        EXAMPLES / "finetune_long_document.py", *TOY[:-2], "--text", text, "--out", tmp_path, "--wrapper", "deepspeed"
-    )
+def test_deepspeed_gives_the_same_losses(finished, text, tmp_path):
+    printed = run(PROGRAM, *TOY[:-2], "--text", text, "--out", tmp_path, "--wrapper", "deepspeed")
     assert "wrapper deepspeed, ZeRO 3" in printed
-    result, other = figures(tmp_path), figures(run[0])
+    result, other = figures(tmp_path), figures(finished[0])
     for name in ("losses", "gradient_norms", "heldout_perplexity"):
         assert result[name] == pytest.approx(other[name], rel=2e-6)
     for name in ("parameters", "model_flops_a_step"):
@@ -158,19 +104,19 @@ def test_deepspeed_gives_the_same_losses(run, text, tmp_path):
 def shape_steps(group, wrappers):
     """Two steps of a small shape under each wrapper, ZeRO-3 sharding even the smallest weights: losses, norms, perplexity; facts."""
     sys.path.insert(0, str(EXAMPLES))
-    import finetune_deepspeed
+    import finetune.deepspeed
+    import finetune.settings
     import finetune_long_document as program
-    import finetune_settings
 
-    finetune_settings.SHAPES["1b"] = dict(vocab=300, hidden=16, intermediate=24, layers=2, heads=2, kv_heads=1)
-    plain = finetune_deepspeed.make_config
+    finetune.settings.SHAPES["1b"] = dict(vocab=300, hidden=16, intermediate=24, layers=2, heads=2, kv_heads=1)
+    plain = finetune.deepspeed.make_config
 
     def shard_all(settings):
         config = plain(settings)
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         return config
 
-    finetune_deepspeed.make_config = shard_all
+    finetune.deepspeed.make_config = shard_all
     tokens = torch.randint(300, (500,), generator=torch.Generator().manual_seed(0))
     found = []
     for options in wrappers:
@@ -222,7 +168,7 @@ def test_a_shape_under_every_stage_of_deepspeed(gloo, monkeypatch):
 
 def test_a_models_folder_is_trained_with_its_weights(program, text, tmp_path):
     """And so is its config alone, with random ones: another loss."""
-    from finetune_files import train_tokenizer
+    from finetune.files import train_tokenizer
 
     torch.manual_seed(5)
     config = transformers.Qwen3Config(
@@ -241,8 +187,8 @@ def test_a_models_folder_is_trained_with_its_weights(program, text, tmp_path):
     losses = []
     for number, given in enumerate((tmp_path / "model", tmp_path / "model" / "config.json")):
         out = tmp_path / str(number)
-        succeed(
-            EXAMPLES / "finetune_long_document.py",
+        run(
+            PROGRAM,
             *SHORT,
             "--text",
             text,
@@ -262,7 +208,7 @@ def test_a_models_folder_is_trained_with_its_weights(program, text, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_verify_passes(text, tmp_path, dtype):
     check = ["--verify", "--dtype", dtype, "--verify-tokens", 97]
-    printed = succeed(EXAMPLES / "finetune_long_document.py", *TOY, "--text", text, "--out", tmp_path, *check)
+    printed = run(PROGRAM, *TOY, "--text", text, "--out", tmp_path, *check)
     assert "all within bounds" in printed
     assert "FAILED" not in printed
     assert printed.count(" ok") == 12
@@ -283,10 +229,10 @@ def alone(tmp_path):
 
 
 def test_a_shapes_weights_are_made_on_the_device_and_alike_under_every_wrapper(program, monkeypatch, alone, text, tmp_path):
-    import finetune_settings
+    import finetune.settings
 
     tiny = dict(vocab=300, hidden=16, intermediate=24, layers=2, heads=2, kv_heads=1)
-    monkeypatch.setitem(finetune_settings.SHAPES, "1b", tiny)
+    monkeypatch.setitem(finetune.settings.SHAPES, "1b", tiny)
     tokens = torch.randint(300, (500,), generator=torch.Generator().manual_seed(0))
     losses = {}
     for wrapper in ("none", "ddp", "fsdp2"):
@@ -303,7 +249,7 @@ def test_a_shapes_weights_are_made_on_the_device_and_alike_under_every_wrapper(p
 
 def test_model_flops_are_counted(program):
     """By hand: 2 layers of 4 heads of 8, width 32, hidden layer 48; 10 tokens."""
-    import finetune_model
+    import finetune.model
 
     settings = program.parse(
         ["--device", "cpu", "--hidden", "32", "--heads", "4", "--kv-heads", "2", "--layers", "2", "--vocab", "300"]
@@ -311,9 +257,9 @@ def test_model_flops_are_counted(program):
     model = program.build_model(settings, torch.device("cpu"))
     weights = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 128 + 2 * 32) + 32 + 300 * 32
     attention = 2 * 10 * 10 * 4 * 8 * 2  # half of 4 s^2 h d a layer
-    assert finetune_model.count_flops(model.model.config, model, 10) == 3 * (2 * weights * 10 + attention)
+    assert finetune.model.count_flops(model.model.config, model, 10) == 3 * (2 * weights * 10 + attention)
     model.model.config.sliding_window = 4
-    assert finetune_model.count_flops(model.model.config, model, 10) is None
+    assert finetune.model.count_flops(model.model.config, model, 10) is None
 
 
 def test_mlps_and_norms_are_tiled(program):
@@ -325,7 +271,7 @@ def test_mlps_and_norms_are_tiled(program):
 def test_a_peer_computes_the_same(program, alone, text, tmp_path):
     """The Ulysses hook for comparisons, all-to-all around torch's attention on two ranks, and the ring on one."""
     arguments = [*TOY, "--text", str(text), "--out", str(tmp_path), "--layout", "contiguous", "--tokens", "60", "--generate", "0"]
-    succeed(EXAMPLES / "finetune_long_document.py", *arguments, "--attention", "ulysses-sdpa")
+    run(PROGRAM, *arguments, "--attention", "ulysses-sdpa")
     settings = program.parse([*arguments, "--ranks", "1"])
     training, _ = program.split_heldout(settings, program.prepare_tokens(settings, torch.device("cpu"))[1])
     trainer = program.Trainer(settings, program.build_model(settings, torch.device("cpu")), torch.device("cpu"))
@@ -380,13 +326,13 @@ def test_steps_of_peers_are_the_same_and_attention_is_computed_once(program, alo
 
 def test_a_resumed_runs_log_goes_on_after_its_checkpoint(program, tmp_path):
     """A killed run had written more, the last line in part."""
-    import finetune_files
+    import finetune.files
 
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    finetune_files.open_log(tmp_path, 2).close()
+    finetune.files.open_log(tmp_path, 2).close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
-    finetune_files.open_log(tmp_path, 0).close()
+    finetune.files.open_log(tmp_path, 0).close()
     assert path.read_text() == ""
 
 
@@ -421,12 +367,12 @@ def test_windows_are_drawn_by_step_and_labelled_across_their_end(program):
 
 
 def test_the_tail_is_held_out_and_short_documents_are_repeated(program):
-    import finetune_files
+    import finetune.files
 
     tokens = torch.arange(100)
     for arguments, length, tail in ((["--tokens", "10"], 90, 10), (["--tokens", "200"], 270, 10), (["--ranks", "6"], 100, 0)):
         settings = program.parse(["--device", "cpu", "--tokens", "0", "--heldout", "0.1", *arguments])
-        training, kept = finetune_files.split_heldout(settings, tokens)
+        training, kept = finetune.files.split_heldout(settings, tokens)
         assert (len(training), len(kept)) == (length, tail)
         assert kept.tolist() == tokens[100 - tail :].tolist()
         assert not set(training.tolist()) & set(kept.tolist())
@@ -449,6 +395,7 @@ def test_learning_rate_warms_up_and_decays(program):
         (["--hidden", "4096"], "heads of more than 256"),
         (["--text", "/nowhere/text"], "--text is /nowhere/text, which is not a file"),
         (["--resume", "/nowhere/checkpoint"], "--resume is /nowhere/checkpoint, which is not a checkpoint"),
+        (["--beside", "/nowhere/run"], "--beside is /nowhere/run, which lacks figures.json"),
         (["--vocab", "100"], "--vocab is 100, but must be at least 257"),
         (["--tokens", "3"], "--tokens is 3: 2 ranks need 4 or more"),
         (["--steps", "-1"], "--steps is -1"),
@@ -535,8 +482,8 @@ def test_models_that_cannot_be_trained_are_named_before_ranks_start(program, cap
     assert message in said
 
 
-def test_a_checkpoint_of_another_run_is_refused(program, capsys, run, tmp_path):
-    checkpoint = str(run[0] / "checkpoint-000002")
+def test_a_checkpoint_of_another_run_is_refused(program, capsys, finished, tmp_path):
+    checkpoint = str(finished[0] / "checkpoint-000002")
     for arguments, message in (
         (["--lr", "0.5"], "--lr is 0.5, but the checkpoint's run had"),
         (["--steps", "9"], "--steps is 9, but the checkpoint's run had 4"),
@@ -546,7 +493,7 @@ def test_a_checkpoint_of_another_run_is_refused(program, capsys, run, tmp_path):
             program.parse([*TOY, "--resume", checkpoint, *arguments])
         assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        program.parse([*TOY, "--resume", str(run[0] / "checkpoint-000004")])
+        program.parse([*TOY, "--resume", str(finished[0] / "checkpoint-000004")])
     assert "nothing left to do" in capsys.readouterr().err
     for name in ("state.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from finetune_settings import DTYPES, Settings
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +21,8 @@ from ringattn import zigzag
 from ringattn.integrations.huggingface import attach
 from ringattn.training.causal_lm import CausalLMLoss, fused_token_loss, token_loss
 from ringattn.training.tiled import tile_modules
+
+from .settings import DTYPES, Settings
 
 
 def make_config(settings: Settings, vocab: int) -> PretrainedConfig:
@@ -62,7 +63,7 @@ def check_model(settings: Any) -> None:
 
 
 def build_model(settings: Settings, device: torch.device, vocab: int = 0) -> CausalLMLoss:
-    """The model, not wrapped, with the same weights on every rank; with `--shape`, its weights without memory yet (`wrap` gives it)."""
+    """The model before it is wrapped, with the same weights on every rank. With `--shape` weights are on meta; `wrap` makes them."""
     config = make_config(settings, vocab)
     torch.manual_seed(settings.seed)
     with parameters_on_meta() if settings.shape else device:
@@ -76,7 +77,7 @@ def build_model(settings: Settings, device: torch.device, vocab: int = 0) -> Cau
 
 
 def wrap(settings: Settings, model: CausalLMLoss, device: torch.device) -> nn.Module:
-    """What is called in training: the model itself, or in DDP or FSDP2; on the device, with weights in memory."""
+    """The module that training calls: the model, in DDP, in FSDP2 or alone, on the device with its weights."""
     if settings.wrapper == "fsdp2":
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[settings.dtype], reduce_dtype=torch.float32)
         mesh = init_device_mesh(settings.device, (dist.get_world_size(),))
@@ -115,9 +116,9 @@ def parameters_on_meta() -> Iterator[None]:
 
 @torch.no_grad()
 def draw_weights(model: nn.Module, seed: int, device: torch.device, prefix: str = "") -> None:
-    """Memory on the device, and Llama's start in it, drawn by each parameter's name (which may begin with `prefix`).
+    """Allocate weights on the device and draw Llama's initial values, seeded by each parameter's name (after `prefix`).
 
-    The same weights however they are sharded, one at a time whole.
+    The values do not depend on the sharding. One whole parameter exists at a time.
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
@@ -162,19 +163,19 @@ def _fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Of the whole model: a parameter that ZeRO-3 has partitioned is empty between its uses, and remembers its size."""
+    """The parameters of the whole model. One that ZeRO-3 has partitioned is empty between its uses, but remembers its size."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
 
 
 def activation_bytes(config: Any, tokens: float) -> float:
-    """About what the layers keep for backward, of so many tokens in bf16, unless they compute it again: 20 widths and 4 hidden layers."""
+    """About the bytes that all layers keep for backward without recomputation, in bf16: 20 widths and 4 hidden layers a token."""
     config = config.get_text_config()
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return tokens * config.num_hidden_layers * (40 * config.hidden_size + 8 * inner)
 
 
 def count_flops(config: Any, model: nn.Module, tokens: int) -> float | None:
-    """Model FLOPs of a step on a sequence, forward and twice that backward, attention causal; None where that is not the whole story.
+    """Model FLOPs of a step on a sequence, forward and twice that backward, with causal attention; None for windows and experts.
 
     2 a weight and token in matmuls (the input embedding is none), and 2 * tokens^2 * heads * head_dim a layer for the causal half of
     scores and values (Narayanan et al. 2021, appendix; recomputation does not count).

@@ -6,15 +6,16 @@ import math
 
 import torch
 import torch.distributed as dist
-from finetune_model import wrap
-from finetune_peers import attach_peer
-from finetune_settings import Settings
 
 import ringattn as ra
 from ringattn.integrations.huggingface import attach
 from ringattn.training.causal_lm import CausalLMLoss, shift_labels, sum_gradients
 from ringattn.training.data import shard_batch
-from ringattn.training.loss import averaged, mean_loss, summed
+from ringattn.training.loss import MeanLoss, averaged, mean_loss, summed
+
+from .model import wrap
+from .peers import attach_peer
+from .settings import Settings
 
 LAYOUTS = {"zigzag": ra.zigzag, "striped": ra.striped, "contiguous": ra.contiguous}
 
@@ -28,7 +29,7 @@ def learning_rate(step: int, settings: Settings) -> float:
 
 
 def make_optimizer(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    # a parameter that ZeRO-3 has partitioned is empty between its uses, and remembers its shape
+    # a parameter that ZeRO-3 has partitioned is empty between its uses, but remembers its shape
     dims = {p: len(getattr(p, "ds_shape", p.shape)) for p in model.parameters()}
     matrices = [p for p, dim in dims.items() if dim >= 2]
     vectors = [p for p, dim in dims.items() if dim < 2]
@@ -55,16 +56,17 @@ class Trainer:
             attach_peer(self.model.model, self.settings.attention, tokens)
         return {name: value.to(self.device) for name, value in shard_batch(batch, layout, dist.get_rank()).items()}
 
-    def loss(self, batch: dict[str, torch.Tensor]):
+    def loss(self, batch: dict[str, torch.Tensor]) -> MeanLoss:
+        """This rank's part of the step's loss, for backward, and the mean over all ranks. `mean_loss` scales it: once, nowhere else."""
         batch = self.shards(batch)
-        # FSDP2 and DeepSpeed run in the low precision by themselves
+        # FSDP2 and DeepSpeed cast by themselves
         low = self.settings.dtype == "bfloat16" and self.settings.wrapper in ("none", "ddp")
         with torch.autocast(self.device.type, torch.bfloat16, enabled=low):
             value = self.run(**batch)
         return mean_loss(value, batch["shift_labels"], reduction=self.reduction)
 
     def rehearse(self, batch: dict[str, torch.Tensor]) -> None:
-        """A forward and backward pass that leaves nothing behind but compiled kernels and connected ranks."""
+        """A forward and backward pass without a step, so that kernels are compiled and ranks connected before the first one."""
         self.loss(batch).loss.backward()
         self.optimizer.zero_grad()
 
@@ -74,7 +76,7 @@ class Trainer:
         loss.loss.backward()
         if self.settings.wrapper == "none":
             sum_gradients(self.model.parameters())
-        # every rank holds the whole gradient, or FSDP2's tensors know of their other shards: this is the global norm
+        # the global norm: every rank holds the whole gradient, or DTensors that sum over FSDP2's shards
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         for group in self.optimizer.param_groups:

@@ -1,7 +1,7 @@
-"""Train a small transformers model on packed documents, which see themselves only, and check a step against dense attention.
+"""Train a small transformers model on packed documents, each of which sees itself only. Checks one step against dense attention.
 
-python examples/packed_documents.py
-torchrun --nproc-per-node 3 examples/packed_documents.py
+python examples/train_packed.py
+torchrun --nproc-per-node 3 examples/train_packed.py
 """
 
 import os

@@ -1,0 +1,51 @@
+"""Each `train_*.py` on two ranks takes the steps of one process that sees whole sequences with its model's own dense attention.
+
+The losses of four steps agree only if attention, labels, positions, the mean over unequal numbers of tokens, the wrapper's sum of
+gradients and the norm by which they are clipped are right.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+
+from tests.examples.programs import EXAMPLES, dense_attention, losses, needs_accelerate, needs_deepspeed, plain_sgd, run
+
+# the program, and the one that takes the same steps without a wrapper
+PROGRAMS = [
+    ("torch", "module"),
+    ("module", "module"),
+    ("huggingface", "huggingface"),
+    ("fsdp2", "huggingface"),
+    pytest.param("deepspeed", "huggingface", marks=needs_deepspeed),
+    pytest.param("trainer", "huggingface", marks=needs_accelerate),
+    pytest.param("accelerate", "accelerate", marks=needs_accelerate),
+]
+
+
+@functools.cache
+def dense(name: str) -> list[float]:
+    return losses(run(EXAMPLES / f"train_{name}.py", ranks=1, within=(dense_attention, plain_sgd)))
+
+
+@pytest.mark.parametrize(("name", "same"), PROGRAMS)
+def test_two_ranks_take_the_steps_of_one_process(name, same):
+    found = losses(run(EXAMPLES / f"train_{name}.py", ranks=2, within=(plain_sgd,)))
+    assert len(found) == 4
+    assert found == pytest.approx(dense(same), rel=2e-5)
+    assert found[-1] < found[0] - 0.3, "it learns"
+
+
+def test_packed_documents():
+    """The program compares a step with dense attention itself."""
+    printed = run(EXAMPLES / "train_packed.py", ranks=2)
+    assert "over 123 tokens of 2 ranks" in printed
+    first, last = (float(loss) for loss in re.findall(r"loss (\S+) over", printed))
+    assert last < first / 5
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("train_*.py")), ids=lambda path: path.stem)
+def test_they_are_short(path):
+    assert len(path.read_text().splitlines()) < 60
