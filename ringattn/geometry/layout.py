@@ -175,6 +175,7 @@ def default_layout(mask: Mask, seq_len: int, world_size: int) -> Layout:
       more than about two fifths of the sequence, the first and last ranks would have much less work: then `balanced`.
     - `balanced` for all other masks.
     """
+    instance("mask", mask, Mask, BUILD_A_MASK)
     if mask.load is Load.GROWING:
         return zigzag(seq_len, world_size)
     if mask.load is Load.EVEN:
