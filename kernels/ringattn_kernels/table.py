@@ -37,11 +37,13 @@ class BlockTable:
 
 
 class TileTable:
-    """An immutable set of disjoint tiles over `q_rows` x `k_rows` pairs, with the block tables that the kernels read.
+    """The tiles of one launch: an (n, 6) table over `q_rows` rows of Q and `k_rows` rows of a K/V buffer. Immutable.
 
-    Tiles without a live pair are left out: a table has pairs if it has `tiles`.
+    tiles: (n, 6) int64, (q_begin, q_end, k_begin, k_end, lo, hi), disjoint. Tiles without a live pair are left out, so that a table has
+    live pairs exactly if `len(table) > 0`.
 
-    Block tables are built once for each (device, block size, step) and kept, so that a steady-state call builds and uploads nothing.
+    The block tables that kernels read are built once for each (device, block size, step) and kept here, so that a steady-state call
+    builds and uploads nothing.
     """
 
     __slots__ = ("_derived", "k_rows", "q_rows", "tiles")
@@ -59,6 +61,10 @@ class TileTable:
         tiles.setflags(write=False)
         self.tiles, self.q_rows, self.k_rows = tiles, int(q_rows), int(k_rows)
         self._derived: dict[tuple, Any] = {}
+
+    def __len__(self) -> int:
+        """The number of tiles."""
+        return len(self.tiles)
 
     def query_blocks(self, block: int, step: int, device: torch.device, splits: int = 1) -> BlockTable:
         """Blocks of `block` query rows, stepping through keys by `step`; in splits, where the longest block has that many (see `split`)."""

@@ -1,85 +1,20 @@
-"""Whose turn it is to add to a block of sums, where the items of a launch do so in a fixed order.
+"""Turns: the fixed order in which items of a launch add to each block of sums, planned on the host.
 
 Every block of `step` rows of the other axis has a counter for each head: the item that adds to it next. An item waits until the
-counter is its own number, adds, waits until that is done, and writes the number of the next item that has the block among its steps.
-Items so add to each block in the order in which they lie in the table.
+counter holds its own number, adds, waits until the addition is done, and writes the number of the next item that has the block among its
+steps. Items therefore add to each block in the order in which they lie in the table.
 
-Nobody waits for ever. An item waits for others of its head with lower numbers alone, and programs draw their items in the order of
-the numbers: those it waits for run already, or are done. Of all items that are drawn and not done the one drawn first therefore waits
-for nobody, and ends; then the same is true of the next. It takes one running program for that, not all of them.
+No item waits for ever. An item waits only for items of its head with lower numbers, and programs draw their items in the order of
+the numbers, so the items it waits for run already or are done. Take all items that are drawn and not done: the one drawn first waits for
+nobody, and ends; then the same holds for the next one. This needs one running program, not all of them.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
-from .table import TileTable
-
-
-@gluon.jit
-def look(counter_ptr):
-    """Whose turn it is, for `wait_for_turn`: whatever is done in between hides the time that the answer takes."""
-    return gl.inline_asm_elementwise(
-        "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [counter_ptr], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def wait_for_turn(counter_ptr, item, seen):
-    """Until it is this item's turn, which it is for good if it was so when `seen`."""
-    gl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred %p;
-            .reg .b32 %now;
-            mov.b32 %now, $3;
-            setp.eq.b32 %p, %now, $2;
-            @%p bra come;
-        again:
-            ld.relaxed.gpu.global.b32 %now, [$1];
-            setp.ne.b32 %p, %now, $2;
-            @%p bra again;
-        come:
-            mov.b32 $0, 0;
-        }
-        """,
-        "=r,l,r,r",
-        [counter_ptr, item, seen],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def pass_turn(counter_ptr, successor):
-    """Once all that the copy engine was told to add has been added, not only read; in a partition whose first warp tells it.
-
-    Relaxed, as `look` is: nothing is read that another item wrote, but for the counter. The sums are added to where all multiprocessors
-    meet, in the L2, and a finished addition is there. A release would wait for more, a tenth of the kernel's time.
-    """
-    gl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred %p;
-            .reg .b32 %thread;
-            cp.async.bulk.wait_group 0;
-            bar.warp.sync 0xffffffff;
-            mov.u32 %thread, %tid.x;
-            setp.eq.u32 %p, %thread, 0;
-            @%p st.relaxed.gpu.global.b32 [$1], $2;
-            mov.b32 $0, 0;
-        }
-        """,
-        "=r,l,r",
-        [counter_ptr, successor],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+from ..table import TileTable
 
 
 @dataclass(frozen=True)

@@ -1,42 +1,25 @@
-"""Exact attention over a tile table, backward, for Hopper and head dim 256: dK and dV; dQ is `hopper_backward.query_kernel`'s.
+"""dK and dV for Hopper and head dim 256; `query_kernel` computes dQ.
 
     P = exp2(scale Q K^T - pivot)        dV += P^T dout
     dS = P * (dout V^T - delta)          dK += softmax_scale dS^T Q
 
-dK and dV of 64 key rows are 128 registers a thread of a warpgroup each, so that it can hold one of them. A program owns 64 key rows
-of one key/value head and meets blocks of queries of all heads of its group, as in `hopper_backward.key_kernel`; but one warpgroup
-computes P and dV, the other dS and dK, and P goes from the one to the other through shared memory.
+dK and dV of 64 key rows take 128 registers a thread of a warpgroup each, so that a warpgroup can hold one of them. A program owns 64 key
+rows of one key/value head and meets blocks of queries of all heads of its group, as in `key_kernel`; but one warpgroup computes P and dV,
+the other dS and dK, and P goes from the first to the second through shared memory.
 
-Shapes: as in `backward`.
+Shapes: as in `attention.backward`.
 """
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .gluon_words import barrier
-from .hopper_backward import (
-    ROWS,
-    Launch,
-    advance,
-    allocate_queries,
-    key_arguments,
-    launch_both,
-    let_next_kernel_start,
-    load_item,
-    load_span,
-    mask_scores,
-    opaque,
-    prepare,
-    produce_queries,
-    query_arguments,
-    query_kernel,
-    side_by_side,
-    tile,
-    write_rows,
-)
-from .inputs import Inputs
+from .barriers import advance, let_next_kernel_start
+from .blocks import ROWS, mask_scores, tile, write_rows
+from .fences import opaque
+from .language import barrier
+from .loads import allocate_queries, produce_queries
+from .tables import load_item, load_span, side_by_side
 
 BUFFERS = gl.constexpr(2)  # of P
 
@@ -184,29 +167,3 @@ def wide_key_kernel(
         [4, 4],
         [REGISTERS, REGISTERS],
     )  # fmt: skip
-
-
-# measured on an H200
-KEY_LAUNCHES = {256: Launch(64, 2)}
-# programs at most of the heads that run side by side, if they are several; measured on an H200
-SIDE_BY_SIDE = 128
-
-
-def backward(
-    inputs: Inputs, *, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, add_q: bool, add_kv: bool
-) -> None:  # fmt: skip
-    """As `hopper_backward.backward`."""
-    rows = prepare(inputs.statistics)
-    launch_both(
-        wide_key_kernel,
-        *wide_key_arguments(inputs, *rows, dk, dv, add_kv),
-        query_kernel,
-        *query_arguments(inputs, *rows, dq, add_q),
-    )
-
-
-def wide_key_arguments(inputs: Inputs, pivot, delta, dk, dv, add: bool) -> tuple[int, dict]:
-    """How many programs of `wide_key_kernel`, and its arguments: those of `key_kernel`, and how heads run side by side."""
-    grid, arguments = key_arguments(inputs, pivot, delta, dk, dv, add, KEY_LAUNCHES, ROWS.value)
-    chunk = max(1, SIDE_BY_SIDE // arguments["item_count"])
-    return grid, arguments | dict(chunk=chunk, heads=inputs.q.shape[0] * inputs.k.shape[2])
