@@ -1,5 +1,7 @@
 """Device helpers that all Hopper backward kernels share: sizes, the mask of an edge block, and the store of a gradient."""
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -7,6 +9,15 @@ from .language import reinterpret
 
 ROWS = gl.constexpr(64)  # of a warpgroup
 BLOCK = gl.constexpr(128)  # of a program
+
+
+class Gradients(NamedTuple):
+    """Where a program writes dk and dv, and the strides of their rows."""
+
+    dk_ptr: gl.tensor
+    dv_ptr: gl.tensor
+    dk_stride: gl.tensor
+    dv_stride: gl.tensor
 
 
 @gluon.jit

@@ -4,6 +4,8 @@ A warpgroup computes half of a step's dQ, in one part or two. The sums are fp32,
 them; `finish_kernel` brings them into the order of dq.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -16,6 +18,22 @@ from .panels import main_columns, matrix, zero_block
 
 WIDTH = gl.constexpr(64)  # rows and columns of the part of dq that a warpgroup computes
 SUMS = gl.constexpr(256)  # sums of dq in a row of their buffer
+
+
+class Staging(NamedTuple):
+    """What the two warpgroups exchange or leave for the copy engine in shared memory: buffers of dS, and their parts of dQ."""
+
+    ds: gl.tensor
+    dq: gl.tensor
+
+
+class Handover(NamedTuple):
+    """Barriers: a buffer of dS is full, or empty again; in turns, both parts of dQ are staged, or taken from there."""
+
+    ds_full: gl.tensor
+    ds_empty: gl.tensor
+    staged: gl.tensor
+    taken: gl.tensor
 
 
 @gluon.constexpr_function
@@ -90,9 +108,7 @@ def stage_dq(place, dq):
 
 
 @gluon.jit
-def add_dq(
-    sums_desc, sums_rest, staging, dq, row, HALF: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PART: gl.constexpr
-):
+def add_dq(sums, staging, dq, row, HALF: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PART: gl.constexpr):
     """Have the copy engine add a part of dq to the sums."""
     WHERE: gl.constexpr = dq_part(HEAD_DIM, STEP, HALF, PART)
     PLACE: gl.constexpr = place_of_dq(HEAD_DIM, STEP, HALF, PART)
@@ -103,41 +119,41 @@ def add_dq(
     stage_dq(place, dq)
     coordinates = [first_row_of_sums(row, HEAD_DIM) + PLACE[0] * (main_columns(HEAD_DIM) * WIDTH // SUMS) + PLACE[1], 0]
     if WHERE[2] < WIDTH:
-        async_add_shared_to_global(sums_rest, coordinates, place)
+        async_add_shared_to_global(sums[1], coordinates, place)
     else:
-        async_add_shared_to_global(sums_desc, coordinates, place)
+        async_add_shared_to_global(sums[0], coordinates, place)
 
 
 @gluon.jit
 def hand_over_dq(
-    staging, staged, taken, dq, n, HALF: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr
+    staging, handover, dq, n, HALF: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr
 ):  # fmt: skip
     """Leave this warpgroup's part of the n-th dq to `produce_and_add`."""
     PLACE: gl.constexpr = place_of_dq(HEAD_DIM, STEP, HALF, PART)
-    mbarrier.wait(taken, ((n * PARTS + PART) & 1) ^ 1)
+    mbarrier.wait(handover.taken, ((n * PARTS + PART) & 1) ^ 1)
     stage_dq(staging[PLACE[0]].slice(PLACE[1], PLACE[2], dim=0), dq)
-    mbarrier.arrive(staged, count=1)
+    mbarrier.arrive(handover.staged, count=1)
 
 
 @gluon.jit
-def allocate_staging(sums_descs, PARTS: gl.constexpr):
+def allocate_staging(sums, PARTS: gl.constexpr):
     """Shared memory for both warpgroups' dq of a step, in panels: for all of it, or, of two parts, for one at a time."""
-    main = gl.allocate_shared_memory(gl.float32, sums_descs[0].block_type.shape, sums_descs[0].layout)
-    if len(sums_descs) == 1:
+    main = gl.allocate_shared_memory(gl.float32, sums[0].block_type.shape, sums[0].layout)
+    if len(sums) == 1:
         return (main,)
     elif PARTS == 2:
-        return (main, main.slice(0, sums_descs[1].block_type.shape[0], dim=0))
+        return (main, main.slice(0, sums[1].block_type.shape[0], dim=0))
     else:
-        return (main, gl.allocate_shared_memory(gl.float32, sums_descs[1].block_type.shape, sums_descs[1].layout))
+        return (main, gl.allocate_shared_memory(gl.float32, sums[1].block_type.shape, sums[1].layout))
 
 
 @gluon.jit
-def add_panels(sums_descs, staging, row, HEAD_DIM: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr):
+def add_panels(sums, staging, row, HEAD_DIM: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr):
     """Have the copy engine add what both warpgroups left: all panels, or, of two parts, one each."""
     first = first_row_of_sums(row, HEAD_DIM)
     for panel in gl.static_range(len(staging)):
         if PARTS == 1 or panel == PART:
-            async_add_shared_to_global(sums_descs[panel], [first, 0], staging[panel])
+            async_add_shared_to_global(sums[panel], [first, 0], staging[panel])
         first += staging[panel].type.shape[0]
 
 

@@ -16,13 +16,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from .barriers import advance
-from .blocks import BLOCK, ROWS, mask_scores, write_rows
-from .dq_sums import SUMS, WIDTH, add_dq, allocate_staging, hand_over_dq, start_dq
+from .blocks import BLOCK, ROWS, Gradients, mask_scores, write_rows
+from .dq_sums import SUMS, WIDTH, Handover, Staging, add_dq, allocate_staging, hand_over_dq, start_dq
 from .fences import anew, opaque
 from .language import wait_for_products
-from .loads import allocate_queries, produce_queries
-from .ordered_loads import load_walk, produce_and_add, walk_back
-from .panels import join_columns, panels, some_rows, split_columns, start_each, start_sum, tiles, zeros
+from .loads import Inputs, allocate_queries, produce_queries
+from .ordered_loads import TurnsOfItem, load_walk, produce_and_add, walk_back
+from .panels import join_columns, matrices, panels, some_rows, split_columns, start_each, start_sum, zeros
 from .tables import load_item, side_by_side
 
 
@@ -50,8 +50,7 @@ def score_gradient(p16, dp):
 
 @gluon.jit
 def consume_and_add(
-    q_s, k_s, v_s, dout_s, pivot_s, delta_s, ds_s, staging, kv_full, q_full, dout_full, empty, ds_full, ds_empty, staged, taken,
-    sums_desc, sums_rest, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin, segment_end, steps,
+    tiles, staging, barriers, handover, sums, gradients, walk,
     group, head_row, last_row, padded_rows, k_rows, block_begin, scale, softmax_scale,
     HALF: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ADD: gl.constexpr,
     ORDERED: gl.constexpr,
@@ -65,20 +64,20 @@ def consume_and_add(
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     WIDE: gl.constexpr = is_wide(HEAD_DIM, V_DIM)
     PARTS: gl.constexpr = 2 if WIDE else 1
-    BUFFERS: gl.constexpr = ds_s.type.shape[0] // 2
-    dtype: gl.constexpr = q_s[0].dtype
+    BUFFERS: gl.constexpr = staging.ds.type.shape[0] // 2
+    dtype: gl.constexpr = tiles.q[0].dtype
     # [ROWS, HEAD_DIM] and [ROWS, V_DIM], in panels
-    k = tiles(k_s, HALF)
-    v = tiles(v_s, HALF)
+    k = matrices(tiles.k, HALF)
+    v = matrices(tiles.v, HALF)
     dk = zeros(ROWS, k)
     dv = zeros(ROWS, v)
     zero = gl.zeros([ROWS, STEP], gl.float32, SCORES)
     row0 = block_begin + HALF * ROWS
     whole = block_begin + BLOCK <= k_rows
-    segment = segment_begin
+    segment = walk.begin
     if ORDERED:
-        segment = gl.maximum(segment_end, 1) - 1
-    start, full_begin, full_end, stop = load_walk(segments_ptr, segment, whole, STEP, ORDERED)
+        segment = gl.maximum(walk.end, 1) - 1
+    start, full_begin, full_end, stop = load_walk(walk.segments_ptr, segment, whole, STEP, ORDERED)
     member = 0
     stage = 0
     phase = 0
@@ -87,32 +86,32 @@ def consume_and_add(
     # there is no step before the first: what that adds is past the end of the sums, and the copy engine leaves it out
     last_buffer = BUFFERS - 1
     last_turn = 1
-    mbarrier.wait(kv_full, 0)
-    mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
-    s = start_sum(k, tiles(q_s, 0), zero, False)
+    mbarrier.wait(barriers.kv_full, 0)
+    mbarrier.wait(barriers.q_full.index(0), 0, pred=walk.steps > 0)
+    s = start_sum(k, matrices(tiles.q, 0), zero, False)
     s = warpgroup_mma_wait(0, deps=[s])
-    for n in range(steps):
+    for n in range(walk.steps):
         # [STEP, HEAD_DIM] and [STEP, V_DIM], in panels
-        q = tiles(q_s, stage)
-        dout = tiles(dout_s, stage)
+        q = matrices(tiles.q, stage)
+        dout = matrices(tiles.dout, stage)
         # [ROWS, STEP]
         if WIDE:
             edge = (start < full_begin) | (start >= full_end)
             s_left, s_right = split_columns(s)
-            pivots = pivot_s.index(stage)
-            p_left = weights(s_left, pivots.slice(0, STEP // 2), scale, edge, segments_ptr, segment, row0, start, dtype)
+            pivots = tiles.pivot.index(stage)
+            p_left = weights(s_left, pivots.slice(0, STEP // 2), scale, edge, walk.segments_ptr, segment, row0, start, dtype)
             start_right = start + STEP // 2
             p_right = weights(
-                s_right, pivots.slice(STEP // 2, STEP // 2), scale, edge, segments_ptr, segment, row0, start_right, dtype
+                s_right, pivots.slice(STEP // 2, STEP // 2), scale, edge, walk.segments_ptr, segment, row0, start_right, dtype
             )
-        mbarrier.wait(dout_full.index(stage), phase)
+        mbarrier.wait(barriers.dout_full.index(stage), phase)
         # what comes as delta is -delta
-        dp = gl.expand_dims(delta_s.index(stage).load(COLUMNS), 0).broadcast_to([ROWS, STEP])
-        dp = start_sum(tiles(v_s, anew(HALF, k_rows)) if WIDE else v, dout, dp, True)
+        dp = gl.expand_dims(tiles.delta.index(stage).load(COLUMNS), 0).broadcast_to([ROWS, STEP])
+        dp = start_sum(matrices(tiles.v, anew(HALF, k_rows)) if WIDE else v, dout, dp, True)
         if not WIDE:
-            p = gl.exp2(s * scale - gl.expand_dims(pivot_s.index(stage).load(COLUMNS), 0))
+            p = gl.exp2(s * scale - gl.expand_dims(tiles.pivot.index(stage).load(COLUMNS), 0))
             if (start < full_begin) | (start >= full_end):
-                p = mask_scores(p, segments_ptr, segment, row0, start)
+                p = mask_scores(p, walk.segments_ptr, segment, row0, start)
             p16 = gl.convert_layout(p.to(dtype), LEFT, assert_trivial=True)
         done = stage
         stage, phase = advance(stage, phase, STAGES)
@@ -133,21 +132,21 @@ def consume_and_add(
         # started first, so that the tensor cores have work while the two warpgroups exchange dS
         dk_next = start_each(ds, q, dk)
         if WIDE:
-            mbarrier.wait(ds_empty.index(buffer), turn ^ 1)
-        ds_s.index(buffer * 2 + HALF).store(shared_ds)
+            mbarrier.wait(handover.ds_empty.index(buffer), turn ^ 1)
+        staging.ds.index(buffer * 2 + HALF).store(shared_ds)
         fence_async_shared()
-        mbarrier.arrive(ds_full.index(buffer), count=1)
+        mbarrier.arrive(handover.ds_full.index(buffer), count=1)
         if WIDE:
-            gradients = wait_for_products(0, dv_next + dk_next)
+            products = wait_for_products(0, dv_next + dk_next)
             p_left = opaque(p_left)
             p_right = opaque(p_right)
             ds = opaque(ds)
-            mbarrier.arrive(empty.index(done), count=1)
+            mbarrier.arrive(barriers.empty.index(done), count=1)
         # dq of the step before, so that neither warpgroup waits for the other
-        mbarrier.wait(ds_full.index(last_buffer), last_turn, pred=n > 0)
-        dq = start_dq(k_s, ds_s, last_buffer, k_rows, HALF, STEP, HEAD_DIM, 0)
+        mbarrier.wait(handover.ds_full.index(last_buffer), last_turn, pred=n > 0)
+        dq = start_dq(tiles.k, staging.ds, last_buffer, k_rows, HALF, STEP, HEAD_DIM, 0)
         if WIDE:
-            dq_rest = start_dq(k_s, ds_s, last_buffer, k_rows, HALF, STEP, HEAD_DIM, 1)
+            dq_rest = start_dq(tiles.k, staging.ds, last_buffer, k_rows, HALF, STEP, HEAD_DIM, 1)
         freed = last_buffer
         this_row = head_row + start
         last_buffer = buffer
@@ -158,54 +157,54 @@ def consume_and_add(
             if member == group:
                 member = 0
                 segment, start, full_begin, full_end, stop = walk_back(
-                    segments_ptr, segment, segment_begin, start, full_begin, full_end, stop, whole, STEP
+                    walk.segments_ptr, segment, walk.begin, start, full_begin, full_end, stop, whole, STEP
                 )
         else:
             start += STEP
             if start >= stop:
                 segment += 1
-                if segment == segment_end:
-                    segment = segment_begin
+                if segment == walk.end:
+                    segment = walk.begin
                     head_row += padded_rows
-                start, full_begin, full_end, stop = load_walk(segments_ptr, segment, whole, STEP, ORDERED)
+                start, full_begin, full_end, stop = load_walk(walk.segments_ptr, segment, whole, STEP, ORDERED)
         if WIDE:
             dq, dq_rest = warpgroup_mma_wait(0, deps=[dq, dq_rest])
-            mbarrier.arrive(ds_empty.index(freed), count=1, pred=n > 0)
+            mbarrier.arrive(handover.ds_empty.index(freed), count=1, pred=n > 0)
         else:
-            gradients = wait_for_products(0, dv_next + dk_next + (dq,))
-            dq = gradients[len(gradients) - 1]
+            products = wait_for_products(0, dv_next + dk_next + (dq,))
+            dq = products[len(products) - 1]
             p16 = opaque(p16)
             ds = opaque(ds)
-            mbarrier.arrive(empty.index(done), count=1)
-        dv = gradients[: len(dv)]
-        dk = gradients[len(dv) : len(dv) + len(dk)]
-        mbarrier.wait(q_full.index(stage), phase, pred=(n + 1) < steps)
+            mbarrier.arrive(barriers.empty.index(done), count=1)
+        dv = products[: len(dv)]
+        dk = products[len(dv) : len(dv) + len(dk)]
+        mbarrier.wait(barriers.q_full.index(stage), phase, pred=(n + 1) < walk.steps)
         if WIDE:
             if ORDERED:
-                hand_over_dq(staging, staged, taken, dq, n, HALF, STEP, HEAD_DIM, 0, PARTS)
-                hand_over_dq(staging, staged, taken, dq_rest, n, HALF, STEP, HEAD_DIM, 1, PARTS)
+                hand_over_dq(staging.dq, handover, dq, n, HALF, STEP, HEAD_DIM, 0, PARTS)
+                hand_over_dq(staging.dq, handover, dq_rest, n, HALF, STEP, HEAD_DIM, 1, PARTS)
             else:
-                add_dq(sums_desc, sums_rest, staging, dq, last_row, HALF, STEP, HEAD_DIM, 0)
-                add_dq(sums_desc, sums_rest, staging, dq_rest, last_row, HALF, STEP, HEAD_DIM, 1)
-        k_next = tiles(k_s, anew(HALF, k_rows)) if STEP == 64 else k
-        s_next = start_sum(k_next, tiles(q_s, stage), zero, False)
+                add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, 0)
+                add_dq(sums, staging.dq, dq_rest, last_row, HALF, STEP, HEAD_DIM, 1)
+        k_next = matrices(tiles.k, anew(HALF, k_rows)) if STEP == 64 else k
+        s_next = start_sum(k_next, matrices(tiles.q, stage), zero, False)
         if not WIDE:
             if ORDERED:
-                hand_over_dq(staging, staged, taken, dq, n, HALF, STEP, HEAD_DIM, 0, PARTS)
+                hand_over_dq(staging.dq, handover, dq, n, HALF, STEP, HEAD_DIM, 0, PARTS)
             else:
-                add_dq(sums_desc, sums_rest, staging, dq, last_row, HALF, STEP, HEAD_DIM, 0)
+                add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, 0)
         last_row = this_row
         s = warpgroup_mma_wait(0, deps=[s_next])
-    mbarrier.wait(ds_full.index(last_buffer), last_turn, pred=steps > 0)
+    mbarrier.wait(handover.ds_full.index(last_buffer), last_turn, pred=walk.steps > 0)
     for part in gl.static_range(PARTS):
-        dq = start_dq(k_s, ds_s, last_buffer, k_rows, HALF, STEP, HEAD_DIM, part)
+        dq = start_dq(tiles.k, staging.ds, last_buffer, k_rows, HALF, STEP, HEAD_DIM, part)
         dq = warpgroup_mma_wait(0, deps=[dq])
         if ORDERED:
-            hand_over_dq(staging, staged, taken, dq, steps, HALF, STEP, HEAD_DIM, part, PARTS)
+            hand_over_dq(staging.dq, handover, dq, walk.steps, HALF, STEP, HEAD_DIM, part, PARTS)
         else:
-            add_dq(sums_desc, sums_rest, staging, dq, last_row, HALF, STEP, HEAD_DIM, part)
-    write_panels(dk_ptr, stride_dks, dk, softmax_scale, row0, k_rows, ADD)
-    write_panels(dv_ptr, stride_dvs, dv, 1.0, row0, k_rows, ADD)
+            add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, part)
+    write_panels(gradients.dk_ptr, gradients.dk_stride, dk, softmax_scale, row0, k_rows, ADD)
+    write_panels(gradients.dv_ptr, gradients.dv_stride, dv, 1.0, row0, k_rows, ADD)
     if not ORDERED:
         tma.store_wait(0)
 
@@ -220,24 +219,17 @@ def write_panels(ptr, stride, values, factor, row0, row_count, ADD: gl.constexpr
 
 @gluon.jit
 def produce(
-    q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, sums_descs, q_s, k_s, v_s, dout_s, pivot_s, delta_s, staging,
-    kv_full, q_full, dout_full, empty, staged, taken, segments_ptr, successors_ptr, counters_ptr, item, segment_begin, segment_end, steps,
-    batch, kv_head, group, head0, padded_rows, block_begin,
+    inputs, sums, tiles, staging, barriers, handover, walk, turns, batch, kv_head, group, head0, padded_rows, block_begin,
     STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """What the partition without products does."""
     if ORDERED:
         produce_and_add(
-            q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, sums_descs, q_s, k_s, v_s, dout_s, pivot_s, delta_s, staging,
-            kv_full, q_full, dout_full, empty, staged, taken, segments_ptr, successors_ptr, counters_ptr, item, segment_begin,
-            segment_end, steps, batch, kv_head, group, head0, padded_rows, block_begin, STAGES, STEP, HEAD_DIM, PARTS,
+            inputs, sums, tiles, staging, barriers, handover, walk, turns, batch, kv_head, group, head0, padded_rows, block_begin,
+            STAGES, STEP, HEAD_DIM, PARTS,
         )  # fmt: skip
     else:
-        produce_queries(
-            q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
-            kv_full, q_full, dout_full, empty, segments_ptr, segment_begin, segment_end, batch, kv_head, group, head0, padded_rows,
-            block_begin, STAGES, STEP, 2,
-        )  # fmt: skip
+        produce_queries(inputs, tiles, barriers, walk, batch, kv_head, group, head0, padded_rows, block_begin, STAGES, STEP, 2)
 
 
 @gluon.jit(do_not_specialize=["item_count", "chunk", "heads", "kv_heads", "group", "padded_rows", "k_rows"])
@@ -255,23 +247,22 @@ def fused_kernel(
     BUFFERS: gl.constexpr = STAGES if is_wide(HEAD_DIM, V_DIM) else STAGES + 1
     PARTS: gl.constexpr = 2 if is_wide(HEAD_DIM, V_DIM) else 1
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STEP], q_desc.dtype)
-    q_descs, k_descs = panels(q_desc, q_rest), panels(k_desc, k_rest)
-    v_descs, dout_descs = panels(v_desc, v_rest), panels(dout_desc, dout_rest)
-    q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty = allocate_queries(
-        q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, STAGES, STEP, 2
+    inputs = Inputs(
+        panels(q_desc, q_rest), panels(k_desc, k_rest), panels(v_desc, v_rest), panels(dout_desc, dout_rest), pivot_desc, delta_desc
     )
+    tiles, barriers = allocate_queries(inputs, STAGES, STEP, 2)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS * 2, ROWS, STEP], DS)
-    sums_descs = panels(sums_desc, sums_rest)
-    staged = kv_full
-    taken = kv_full
+    sums = panels(sums_desc, sums_rest)
+    staged = barriers.kv_full
+    taken = barriers.kv_full
     if ORDERED:
-        staging = allocate_staging(sums_descs, PARTS)
+        dq_s = allocate_staging(sums, PARTS)
         staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(staged, count=2)
         mbarrier.init(taken, count=1)
     else:
-        staging = gl.allocate_shared_memory(gl.float32, [2, WIDTH * WIDTH // SUMS, SUMS], sums_desc.layout)
+        dq_s = gl.allocate_shared_memory(gl.float32, [2, WIDTH * WIDTH // SUMS, SUMS], sums_desc.layout)
     ds_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BUFFERS):
         mbarrier.init(ds_full.index(i), count=2)
@@ -288,24 +279,23 @@ def fused_kernel(
         program = gl.atomic_add(counters_ptr + heads * group * (padded_rows // STEP), 1, sem="relaxed")
     item, head_index = side_by_side(program, item_count, chunk, heads)
     item_ptr = items_ptr + item * 4
-    block_begin, segment_begin, segment_end, steps, batch, kv_head, dk_ptr, dv_ptr = load_item(
+    block_begin, walk, batch, kv_head, dk_ptr, dv_ptr = load_item(
         item_ptr, item_count, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group,
         STEP,
     )  # fmt: skip
+    staging, handover = Staging(ds_s, dq_s), Handover(ds_full, ds_empty, staged, taken)
+    gradients = Gradients(dk_ptr, dv_ptr, stride_dks, stride_dvs)
+    turns = TurnsOfItem(successors_ptr, counters_ptr, item)
+    head_row = head_index * group * padded_rows
+    last_row = heads * group * padded_rows
     gl.warp_specialize(
         [
-            (produce, (q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, sums_descs, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
-                       staging, kv_full, q_full, dout_full, empty, staged, taken, segments_ptr, successors_ptr, counters_ptr, item,
-                       segment_begin, segment_end, steps, batch, kv_head, group, head_index * group, padded_rows, block_begin,
-                       STAGES, STEP, HEAD_DIM, PARTS, ORDERED)),
-            (consume_and_add, (q_s, k_s, v_s, dout_s, pivot_s, delta_s, ds_s, staging, kv_full, q_full, dout_full, empty, ds_full, ds_empty,
-                       staged, taken, sums_desc, sums_rest, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin,
-                       segment_end, steps, group, head_index * group * padded_rows, heads * group * padded_rows, padded_rows, k_rows,
-                       block_begin, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED)),
-            (consume_and_add, (q_s, k_s, v_s, dout_s, pivot_s, delta_s, ds_s, staging, kv_full, q_full, dout_full, empty, ds_full, ds_empty,
-                       staged, taken, sums_desc, sums_rest, dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin,
-                       segment_end, steps, group, head_index * group * padded_rows, heads * group * padded_rows, padded_rows, k_rows,
-                       block_begin, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED)),
+            (produce, (inputs, sums, tiles, staging, barriers, handover, walk, turns, batch, kv_head, group, head_index * group, padded_rows,
+                       block_begin, STAGES, STEP, HEAD_DIM, PARTS, ORDERED)),
+            (consume_and_add, (tiles, staging, barriers, handover, sums, gradients, walk, group, head_row, last_row, padded_rows, k_rows,
+                               block_begin, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED)),
+            (consume_and_add, (tiles, staging, barriers, handover, sums, gradients, walk, group, head_row, last_row, padded_rows, k_rows,
+                               block_begin, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],

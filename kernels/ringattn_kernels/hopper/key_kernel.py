@@ -16,16 +16,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .barriers import advance, let_next_kernel_start
-from .blocks import BLOCK, ROWS, mask_scores, tile, write_rows
+from .blocks import BLOCK, ROWS, Gradients, mask_scores, tile, write_rows
 from .fences import opaque
-from .loads import allocate_queries, produce_queries
+from .loads import Inputs, allocate_queries, produce_queries
 from .tables import load_item, load_span
 
 
 @gluon.jit
 def consume_queries(
-    q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty,
-    dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin, segment_end, steps, k_rows, block_begin, scale, softmax_scale,
+    tiles, barriers, gradients, walk, k_rows, block_begin, scale, softmax_scale,
     HALF: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 key rows."""
@@ -33,36 +32,36 @@ def consume_queries(
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    dtype: gl.constexpr = q_s[0].dtype
+    dtype: gl.constexpr = tiles.q[0].dtype
     # [ROWS, HEAD_DIM]
-    k = tile(k_s[0], HALF, ROWS, HEAD_DIM)
-    v = tile(v_s[0], HALF, ROWS, HEAD_DIM)
+    k = tile(tiles.k[0], HALF, ROWS, HEAD_DIM)
+    v = tile(tiles.v[0], HALF, ROWS, HEAD_DIM)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, WIDE)
     dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, WIDE)
     zero = gl.zeros([ROWS, STEP], gl.float32, SCORES)
     row0 = block_begin + HALF * ROWS
     whole = block_begin + BLOCK <= k_rows
-    segment = segment_begin
-    start, full_begin, full_end, end = load_span(segments_ptr, segment_begin, whole, STEP)
+    segment = walk.begin
+    start, full_begin, full_end, end = load_span(walk.segments_ptr, walk.begin, whole, STEP)
     stage = 0
     phase = 0
-    mbarrier.wait(kv_full, 0)
-    mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
-    s = warpgroup_mma(k, tile(q_s[0], 0, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(barriers.kv_full, 0)
+    mbarrier.wait(barriers.q_full.index(0), 0, pred=walk.steps > 0)
+    s = warpgroup_mma(k, tile(tiles.q[0], 0, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    for n in range(steps):
+    for n in range(walk.steps):
         # [STEP, HEAD_DIM]
-        q = tile(q_s[0], stage, STEP, HEAD_DIM)
-        dout = tile(dout_s[0], stage, STEP, HEAD_DIM)
-        mbarrier.wait(dout_full.index(stage), phase)
+        q = tile(tiles.q[0], stage, STEP, HEAD_DIM)
+        dout = tile(tiles.dout[0], stage, STEP, HEAD_DIM)
+        mbarrier.wait(barriers.dout_full.index(stage), phase)
         # [ROWS, STEP]
         dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
-        p = gl.exp2(s * scale - gl.expand_dims(pivot_s.index(stage).load(COLUMNS), 0))
+        p = gl.exp2(s * scale - gl.expand_dims(tiles.pivot.index(stage).load(COLUMNS), 0))
         if (start < full_begin) | (start >= full_end):
-            p = mask_scores(p, segments_ptr, segment, row0, start)
+            p = mask_scores(p, walk.segments_ptr, segment, row0, start)
         p16 = gl.convert_layout(p.to(dtype), LEFT, assert_trivial=True)
         done = stage
-        this_delta = delta_s.index(stage)
+        this_delta = tiles.delta.index(stage)
         stage, phase = advance(stage, phase, STAGES)
         dv_next = warpgroup_mma(p16, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
@@ -73,19 +72,19 @@ def consume_queries(
         start += STEP
         if start >= end:
             segment += 1
-            if segment == segment_end:
-                segment = segment_begin
-            start, full_begin, full_end, end = load_span(segments_ptr, segment, whole, STEP)
+            if segment == walk.end:
+                segment = walk.begin
+            start, full_begin, full_end, end = load_span(walk.segments_ptr, segment, whole, STEP)
         # the next scores queue behind dk, so that the tensor cores have work while this warpgroup turns to the next step
-        mbarrier.wait(q_full.index(stage), phase, pred=(n + 1) < steps)
-        s_next = warpgroup_mma(k, tile(q_s[0], stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(barriers.q_full.index(stage), phase, pred=(n + 1) < walk.steps)
+        s_next = warpgroup_mma(k, tile(tiles.q[0], stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
         dv, dk = warpgroup_mma_wait(1, deps=[dv_next, dk_next])
         p16 = opaque(p16)
         ds = opaque(ds)
-        mbarrier.arrive(empty.index(done), count=1)
+        mbarrier.arrive(barriers.empty.index(done), count=1)
         s = warpgroup_mma_wait(0, deps=[s_next])
-    write_rows(dk_ptr, stride_dks, dk * softmax_scale, row0, k_rows, ADD)
-    write_rows(dv_ptr, stride_dvs, dv, row0, k_rows, ADD)
+    write_rows(gradients.dk_ptr, gradients.dk_stride, dk * softmax_scale, row0, k_rows, ADD)
+    write_rows(gradients.dv_ptr, gradients.dv_stride, dv, row0, k_rows, ADD)
 
 
 @gluon.jit(do_not_specialize=["item_count", "kv_heads", "group", "padded_rows", "k_rows"])
@@ -96,30 +95,26 @@ def key_kernel(
     HEAD_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of key rows of one key/value head, over all query heads of its group."""
-    q_descs, k_descs, v_descs, dout_descs = (q_desc,), (k_desc,), (v_desc,), (dout_desc,)
-    q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty = allocate_queries(
-        q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, STAGES, STEP, 2
-    )
+    inputs = Inputs((q_desc,), (k_desc,), (v_desc,), (dout_desc,), pivot_desc, delta_desc)
+    tiles, barriers = allocate_queries(inputs, STAGES, STEP, 2)
     fence_async_shared()
     let_next_kernel_start()
 
     head_index = gl.program_id(0) // item_count
     item_ptr = items_ptr + (gl.program_id(0) % item_count) * 4
-    block_begin, segment_begin, segment_end, steps, batch, kv_head, dk_ptr, dv_ptr = load_item(
+    block_begin, walk, batch, kv_head, dk_ptr, dv_ptr = load_item(
         item_ptr, item_count, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group,
         STEP,
     )  # fmt: skip
+    gradients = Gradients(dk_ptr, dv_ptr, stride_dks, stride_dvs)
     gl.warp_specialize(
         [
-            (produce_queries, (q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
-                               kv_full, q_full, dout_full, empty, segments_ptr, segment_begin, segment_end, batch, kv_head, group,
-                               head_index * group, padded_rows, block_begin, STAGES, STEP, 2)),
-            (consume_queries, (q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty,
-                               dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin, segment_end, steps,
-                               k_rows, block_begin, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, ADD)),
-            (consume_queries, (q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty,
-                               dk_ptr, dv_ptr, stride_dks, stride_dvs, segments_ptr, segment_begin, segment_end, steps,
-                               k_rows, block_begin, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, ADD)),
+            (produce_queries, (inputs, tiles, barriers, walk, batch, kv_head, group, head_index * group, padded_rows, block_begin,
+                               STAGES, STEP, 2)),
+            (consume_queries, (tiles, barriers, gradients, walk, k_rows, block_begin, scale, softmax_scale,
+                               0, STAGES, STEP, HEAD_DIM, ADD)),
+            (consume_queries, (tiles, barriers, gradients, walk, k_rows, block_begin, scale, softmax_scale,
+                               1, STAGES, STEP, HEAD_DIM, ADD)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],

@@ -1,5 +1,7 @@
 """What the loading partition of the Hopper kernels for dk and dv does: K and V once, then Q, dout and their statistics block by block."""
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -10,17 +12,46 @@ from .language import async_load
 from .panels import allocate_panels, load_panels, panel_bytes
 
 
+class Inputs(NamedTuple):
+    """The descriptors of what a program loads; q, k, v and dout are tuples, with one descriptor for each panel."""
+
+    q: tuple
+    k: tuple
+    v: tuple
+    dout: tuple
+    pivot: gl.tensor
+    delta: gl.tensor
+
+
+class Tiles(NamedTuple):
+    """What a program loads to shared memory: STAGES blocks of Q, dout, pivot and delta, and its blocks of K and V."""
+
+    q: tuple
+    k: tuple
+    v: tuple
+    dout: tuple
+    pivot: gl.tensor
+    delta: gl.tensor
+
+
+class Barriers(NamedTuple):
+    """Say that K and V are there, that Q or dout of a stage are there, and that a stage is free again."""
+
+    kv_full: gl.tensor
+    q_full: gl.tensor
+    dout_full: gl.tensor
+    empty: gl.tensor
+
+
 @gluon.jit
-def allocate_queries(
-    q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, STAGES: gl.constexpr, STEP: gl.constexpr, PARTS: gl.constexpr
-):
-    """Shared memory for what `produce_queries` brings, and the barriers, which a fence has to follow."""
-    q_s = allocate_panels(q_descs, STAGES)
-    dout_s = allocate_panels(dout_descs, STAGES)
-    k_s = allocate_panels(k_descs, PARTS)
-    v_s = allocate_panels(v_descs, PARTS)
-    pivot_s = gl.allocate_shared_memory(gl.float32, [STAGES, STEP], pivot_desc.layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, STEP], delta_desc.layout)
+def allocate_queries(inputs, STAGES: gl.constexpr, STEP: gl.constexpr, PARTS: gl.constexpr):
+    """Shared memory for what `produce_queries` loads, with its barriers initialised. A fence has to follow."""
+    q_s = allocate_panels(inputs.q, STAGES)
+    dout_s = allocate_panels(inputs.dout, STAGES)
+    k_s = allocate_panels(inputs.k, PARTS)
+    v_s = allocate_panels(inputs.v, PARTS)
+    pivot_s = gl.allocate_shared_memory(gl.float32, [STAGES, STEP], inputs.pivot.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, STEP], inputs.delta.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -30,46 +61,51 @@ def allocate_queries(
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    return q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty
+    return Tiles(q_s, k_s, v_s, dout_s, pivot_s, delta_s), Barriers(kv_full, q_full, dout_full, empty)
 
 
 @gluon.jit
-def load_keys(k_descs, v_descs, k_s, v_s, kv_full, batch, kv_head, block_begin, PARTS: gl.constexpr):
-    """Have the copy engine bring PARTS blocks of K and of V."""
-    mbarrier.expect(kv_full, PARTS * (panel_bytes(k_descs) + panel_bytes(v_descs)))
+def load_keys(inputs, tiles, barriers, batch, kv_head, block_begin, PARTS: gl.constexpr):
+    """Have the copy engine load PARTS blocks of K and of V."""
+    mbarrier.expect(barriers.kv_full, PARTS * (panel_bytes(inputs.k) + panel_bytes(inputs.v)))
     for half in gl.static_range(PARTS):
-        load_panels(k_descs, batch, block_begin + half * ROWS, kv_head, kv_full, k_s, half)
-        load_panels(v_descs, batch, block_begin + half * ROWS, kv_head, kv_full, v_s, half)
+        row = block_begin + half * ROWS
+        load_panels(inputs.k, batch, row, kv_head, barriers.kv_full, tiles.k, half)
+        load_panels(inputs.v, batch, row, kv_head, barriers.kv_full, tiles.v, half)
 
 
 @gluon.jit
-def load_queries(descs, row_desc, tiles_s, rows_s, full, stage, batch, head, start, statistics):
-    """Have the copy engine bring a block of Q and its pivots, or of dout and its deltas, to a stage."""
+def load_block(descs, row_desc, blocks, rows, full, stage, batch, head, start, statistics):
+    """Have the copy engine load a block of Q and its pivots, or of dout and its deltas, into a stage."""
     full = full.index(stage)
     mbarrier.expect(full, panel_bytes(descs) + row_desc.block_type.nbytes)
-    load_panels(descs, batch, start, head, full, tiles_s, stage)
-    async_load(row_desc, [statistics + start], full, rows_s.index(stage))
+    load_panels(descs, batch, start, head, full, blocks, stage)
+    async_load(row_desc, [statistics + start], full, rows.index(stage))
+
+
+@gluon.jit
+def load_queries(inputs, tiles, barriers, stage, batch, head, start, statistics):
+    """Have the copy engine load a block of Q, dout, pivot and delta into a stage."""
+    load_block(inputs.q, inputs.pivot, tiles.q, tiles.pivot, barriers.q_full, stage, batch, head, start, statistics)
+    load_block(inputs.dout, inputs.delta, tiles.dout, tiles.delta, barriers.dout_full, stage, batch, head, start, statistics)
 
 
 @gluon.jit
 def produce_queries(
-    q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc,
-    q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty,
-    segments_ptr, segment_begin, segment_end, batch, kv_head, group, head0, padded_rows, block_begin,
+    inputs, tiles, barriers, walk, batch, kv_head, group, head0, padded_rows, block_begin,
     STAGES: gl.constexpr, STEP: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Bring PARTS blocks of K and of V once, then Q, dout, pivot and delta block by block."""
-    load_keys(k_descs, v_descs, k_s, v_s, kv_full, batch, kv_head, block_begin, PARTS)
+    """Load PARTS blocks of K and of V once, then Q, dout, pivot and delta block by block."""
+    load_keys(inputs, tiles, barriers, batch, kv_head, block_begin, PARTS)
     stage = 0
     phase = 0
     for member in range(group):
         head = kv_head * group + member
         statistics = (head0 + member) * padded_rows
-        for segment in range(segment_begin, segment_end):
-            begin = gl.load(segments_ptr + segment * 8) // STEP * STEP
-            end = gl.load(segments_ptr + segment * 8 + 3)
+        for segment in range(walk.begin, walk.end):
+            begin = gl.load(walk.segments_ptr + segment * 8) // STEP * STEP
+            end = gl.load(walk.segments_ptr + segment * 8 + 3)
             for start in range(begin, end, STEP):
-                mbarrier.wait(empty.index(stage), phase ^ 1)
-                load_queries(q_descs, pivot_desc, q_s, pivot_s, q_full, stage, batch, head, start, statistics)
-                load_queries(dout_descs, delta_desc, dout_s, delta_s, dout_full, stage, batch, head, start, statistics)
+                mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
+                load_queries(inputs, tiles, barriers, stage, batch, head, start, statistics)
                 stage, phase = advance(stage, phase, STAGES)

@@ -1,5 +1,7 @@
 """What the loading partition of the fused kernel does where items take turns: it loads, and has the copy engine add dQ in turn."""
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -30,69 +32,74 @@ def walk_back(segments_ptr, segment, segment_begin, start, full_begin, full_end,
     return segment, start, full_begin, full_end, stop
 
 
+class TurnsOfItem(NamedTuple):
+    """This item's number, its successors by segment, and the counters that say whose turn it is."""
+
+    successors_ptr: gl.tensor
+    counters_ptr: gl.tensor
+    item: gl.tensor
+
+
 @gluon.jit
 def produce_and_add(
-    q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, sums_descs, q_s, k_s, v_s, dout_s, pivot_s, delta_s, staging,
-    kv_full, q_full, dout_full, empty, staged, taken, segments_ptr, successors_ptr, counters_ptr, item, segment_begin, segment_end, steps,
-    batch, kv_head, group, head0, padded_rows, block_begin,
+    inputs, sums, tiles, staging, barriers, handover, walk, turns, batch, kv_head, group, head0, padded_rows, block_begin,
     STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Bring what the consumers read, as `produce_queries`, and have the copy engine add their dq to the sums when it is this item's turn.
+    """Load what the consumers read, as `produce_queries` does, and have the copy engine add their dq to the sums in this item's turn.
 
-    Steps come from the last to the first, in each of them the heads of the group: under a causal mask all items then begin with the same
-    one, and each follows the one before at the distance of an addition.
+    Steps come from the last to the first, and in each step the heads of the group one after another. Under a causal mask all items then
+    begin with the same step, and each item follows the one before it at the distance of one addition.
     """
-    load_keys(k_descs, v_descs, k_s, v_s, kv_full, batch, kv_head, block_begin, 2)
+    load_keys(inputs, tiles, barriers, batch, kv_head, block_begin, 2)
     stage = 0
     phase = 0
     member = 0
-    segment = gl.maximum(segment_end, 1) - 1
-    start, full_begin, full_end, stop = load_walk(segments_ptr, segment, True, STEP, True)
-    # the same of what is added, STAGES + 1 steps later
+    segment = gl.maximum(walk.end, 1) - 1
+    start, full_begin, full_end, stop = load_walk(walk.segments_ptr, segment, True, STEP, True)
+    # the same of what is added, STAGES + 1 walk.steps later
     late_member = 0
-    late_segment = gl.maximum(segment_end, 1) - 1
-    late_start, _, _, late_stop = load_walk(segments_ptr, late_segment, True, STEP, True)
-    successor = gl.load(successors_ptr + late_segment)
+    late_segment = gl.maximum(walk.end, 1) - 1
+    late_start, _, _, late_stop = load_walk(walk.segments_ptr, late_segment, True, STEP, True)
+    successor = gl.load(turns.successors_ptr + late_segment)
     row = head0 * padded_rows + late_start
     seen = -1
-    for n in range(steps + STAGES + 1):
-        counter_ptr = counters_ptr + row // STEP
-        if n < steps:
+    for n in range(walk.steps + STAGES + 1):
+        counter_ptr = turns.counters_ptr + row // STEP
+        if n < walk.steps:
             head = kv_head * group + member
             statistics = (head0 + member) * padded_rows
-            mbarrier.wait(empty.index(stage), phase ^ 1)
+            mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
             # the answer comes while the copies are started
             seen = look(counter_ptr)
-            load_queries(q_descs, pivot_desc, q_s, pivot_s, q_full, stage, batch, head, start, statistics)
-            load_queries(dout_descs, delta_desc, dout_s, delta_s, dout_full, stage, batch, head, start, statistics)
+            load_queries(inputs, tiles, barriers, stage, batch, head, start, statistics)
             stage, phase = advance(stage, phase, STAGES)
             member += 1
             if member == group:
                 member = 0
                 segment, start, full_begin, full_end, stop = walk_back(
-                    segments_ptr, segment, segment_begin, start, full_begin, full_end, stop, True, STEP
+                    walk.segments_ptr, segment, walk.begin, start, full_begin, full_end, stop, True, STEP
                 )
         else:
             seen = -1
         if n == STAGES:
             # there is no step before the first
             for part in gl.static_range(PARTS):
-                mbarrier.wait(staged, part)
-                mbarrier.arrive(taken, count=1)
+                mbarrier.wait(handover.staged, part)
+                mbarrier.arrive(handover.taken, count=1)
         if n > STAGES:
-            wait_for_turn(counter_ptr, item, seen)
+            wait_for_turn(counter_ptr, turns.item, seen)
             for part in gl.static_range(PARTS):
-                mbarrier.wait(staged, ((n - STAGES) * PARTS + part) & 1)
-                add_panels(sums_descs, staging, row, HEAD_DIM, part, PARTS)
+                mbarrier.wait(handover.staged, ((n - STAGES) * PARTS + part) & 1)
+                add_panels(sums, staging.dq, row, HEAD_DIM, part, PARTS)
                 tma.store_wait(0)
-                mbarrier.arrive(taken, count=1)
+                mbarrier.arrive(handover.taken, count=1)
             pass_turn(counter_ptr, successor)
             late_member += 1
             if late_member == group:
                 late_member = 0
                 late_start -= STEP
-                if (late_start < late_stop) & (late_segment > segment_begin):
+                if (late_start < late_stop) & (late_segment > walk.begin):
                     late_segment -= 1
-                    late_start, _, _, late_stop = load_walk(segments_ptr, late_segment, True, STEP, True)
-                    successor = gl.load(successors_ptr + late_segment)
+                    late_start, _, _, late_stop = load_walk(walk.segments_ptr, late_segment, True, STEP, True)
+                    successor = gl.load(turns.successors_ptr + late_segment)
             row = (head0 + late_member) * padded_rows + late_start

@@ -67,7 +67,7 @@ def panel_bytes(descs):
 
 
 @gluon.jit
-def tiles(buffers, index):
+def matrices(buffers, index):
     """A block of each buffer as a matrix, [rows, columns]."""
     result = ()
     for i in gl.static_range(len(buffers)):

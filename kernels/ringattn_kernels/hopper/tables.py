@@ -1,5 +1,7 @@
 """Reads of block tables and of works on the device: which rows a program has, and which columns each step."""
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -48,12 +50,21 @@ def side_by_side(program, item_count, chunk, heads):
     return rest // here, head_index
 
 
+class Walk(NamedTuple):
+    """The segments [begin, end) that a program walks, and how many steps these have in all heads together."""
+
+    segments_ptr: gl.tensor
+    begin: gl.tensor
+    end: gl.tensor
+    steps: gl.tensor
+
+
 @gluon.jit
 def load_item(
     item_ptr, item_count, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group,
     STEP: gl.constexpr,
 ):  # fmt: skip
-    """A program's block of key rows, its segments and steps; its batch and head, and where dk and dv of these begin."""
+    """A program's block of key rows, walk, batch and key/value head, and where dk and dv of these begin."""
     block_begin = gl.load(item_ptr)
     segment_begin = gl.load(item_ptr + 1)
     segment_end = gl.load(item_ptr + 2)
@@ -68,4 +79,4 @@ def load_item(
     # a block without a segment is written as zeros: it reads a segment, any one, and has no step
     segment_begin = gl.where(steps > 0, segment_begin, 0)
     segment_end = gl.where(steps > 0, segment_end, 0)
-    return block_begin, segment_begin, segment_end, steps, batch, kv_head, dk_ptr, dv_ptr
+    return block_begin, Walk(segments_ptr, segment_begin, segment_end, steps), batch, kv_head, dk_ptr, dv_ptr

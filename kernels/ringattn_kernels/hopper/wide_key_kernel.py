@@ -18,7 +18,7 @@ from .barriers import advance, let_next_kernel_start
 from .blocks import ROWS, mask_scores, tile, write_rows
 from .fences import opaque
 from .language import barrier
-from .loads import allocate_queries, produce_queries
+from .loads import Inputs, allocate_queries, produce_queries
 from .tables import load_item, load_span, side_by_side
 
 BUFFERS = gl.constexpr(2)  # of P
@@ -26,39 +26,38 @@ BUFFERS = gl.constexpr(2)  # of P
 
 @gluon.jit
 def consume_values(
-    q_s, k_s, dout_s, pivot_s, p_s, kv_full, q_full, dout_full, empty, p_full, p_empty,
-    dv_ptr, stride_dvs, segments_ptr, segment_begin, segment_end, steps, k_rows, block_begin, scale,
+    tiles, p_s, barriers, p_full, p_empty, dv_ptr, stride_dvs, walk, k_rows, block_begin, scale,
     STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """dv of 64 key rows, and P for `consume_scores`."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    dtype: gl.constexpr = q_s[0].dtype
+    dtype: gl.constexpr = tiles.q[0].dtype
     # [ROWS, HEAD_DIM]
-    k = tile(k_s[0], 0, ROWS, HEAD_DIM)
+    k = tile(tiles.k[0], 0, ROWS, HEAD_DIM)
     dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, WIDE)
     zero = gl.zeros([ROWS, STEP], gl.float32, SCORES)
     whole = block_begin + ROWS <= k_rows
-    segment = segment_begin
-    start, full_begin, full_end, end = load_span(segments_ptr, segment_begin, whole, STEP)
+    segment = walk.begin
+    start, full_begin, full_end, end = load_span(walk.segments_ptr, walk.begin, whole, STEP)
     stage = 0
     phase = 0
     buffer = 0
     turn = 0
-    mbarrier.wait(kv_full, 0)
-    mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
-    s = warpgroup_mma(k, tile(q_s[0], 0, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(barriers.kv_full, 0)
+    mbarrier.wait(barriers.q_full.index(0), 0, pred=walk.steps > 0)
+    s = warpgroup_mma(k, tile(tiles.q[0], 0, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
-    for n in range(steps):
+    for n in range(walk.steps):
         # [ROWS, STEP]
-        p = gl.exp2(s * scale - gl.expand_dims(pivot_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0))
+        p = gl.exp2(s * scale - gl.expand_dims(tiles.pivot.index(stage).load(gl.SliceLayout(0, SCORES)), 0))
         if (start < full_begin) | (start >= full_end):
-            p = mask_scores(p, segments_ptr, segment, block_begin, start)
+            p = mask_scores(p, walk.segments_ptr, segment, block_begin, start)
         shared_p = p.to(dtype)
         p16 = gl.convert_layout(shared_p, gl.DotOperandLayout(0, WIDE, 2), assert_trivial=True)
         # started first, so that the tensor cores have work while P is handed over
-        mbarrier.wait(dout_full.index(stage), phase)
-        dv_next = warpgroup_mma(p16, tile(dout_s[0], stage, STEP, HEAD_DIM), dv, is_async=True)
+        mbarrier.wait(barriers.dout_full.index(stage), phase)
+        dv_next = warpgroup_mma(p16, tile(tiles.dout[0], stage, STEP, HEAD_DIM), dv, is_async=True)
         mbarrier.wait(p_empty.index(buffer), turn ^ 1)
         p_s.index(buffer).store(shared_p)
         barrier()
@@ -69,58 +68,57 @@ def consume_values(
         start += STEP
         if start >= end:
             segment += 1
-            if segment == segment_end:
-                segment = segment_begin
-            start, full_begin, full_end, end = load_span(segments_ptr, segment, whole, STEP)
-        mbarrier.wait(q_full.index(stage), phase, pred=(n + 1) < steps)
-        s_next = warpgroup_mma(k, tile(q_s[0], stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+            if segment == walk.end:
+                segment = walk.begin
+            start, full_begin, full_end, end = load_span(walk.segments_ptr, segment, whole, STEP)
+        mbarrier.wait(barriers.q_full.index(stage), phase, pred=(n + 1) < walk.steps)
+        s_next = warpgroup_mma(k, tile(tiles.q[0], stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(1, deps=[dv_next])
         p16 = opaque(p16)
-        mbarrier.arrive(empty.index(done), count=1)
+        mbarrier.arrive(barriers.empty.index(done), count=1)
         s = warpgroup_mma_wait(0, deps=[s_next])
     write_rows(dv_ptr, stride_dvs, dv, block_begin, k_rows, ADD)
 
 
 @gluon.jit
 def consume_scores(
-    q_s, v_s, dout_s, delta_s, p_s, kv_full, q_full, dout_full, empty, p_full, p_empty,
-    dk_ptr, stride_dks, steps, k_rows, block_begin, softmax_scale,
+    tiles, p_s, barriers, p_full, p_empty, dk_ptr, stride_dks, steps, k_rows, block_begin, softmax_scale,
     STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """dk of 64 key rows, with P of `consume_values`."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    dtype: gl.constexpr = q_s[0].dtype
+    dtype: gl.constexpr = tiles.q[0].dtype
     # [ROWS, HEAD_DIM]
-    v = tile(v_s[0], 0, ROWS, HEAD_DIM)
+    v = tile(tiles.v[0], 0, ROWS, HEAD_DIM)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, WIDE)
     zero = gl.zeros([ROWS, STEP], gl.float32, SCORES)
     stage = 0
     phase = 0
     buffer = 0
     turn = 0
-    mbarrier.wait(kv_full, 0)
-    mbarrier.wait(dout_full.index(0), 0, pred=steps > 0)
-    dp = warpgroup_mma(v, tile(dout_s[0], 0, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(barriers.kv_full, 0)
+    mbarrier.wait(barriers.dout_full.index(0), 0, pred=steps > 0)
+    dp = warpgroup_mma(v, tile(tiles.dout[0], 0, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma_wait(0, deps=[dp])
     for n in range(steps):
         # [ROWS, STEP]
-        dp -= gl.expand_dims(delta_s.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
+        dp -= gl.expand_dims(tiles.delta.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
         mbarrier.wait(p_full.index(buffer), turn)
         p = p_s.index(buffer).load(SCORES).to(gl.float32)
         ds = gl.convert_layout((p * dp).to(dtype), gl.DotOperandLayout(0, WIDE, 2), assert_trivial=True)
-        mbarrier.wait(q_full.index(stage), phase)
-        dk_next = warpgroup_mma(ds, tile(q_s[0], stage, STEP, HEAD_DIM), dk, is_async=True)
+        mbarrier.wait(barriers.q_full.index(stage), phase)
+        dk_next = warpgroup_mma(ds, tile(tiles.q[0], stage, STEP, HEAD_DIM), dk, is_async=True)
         barrier()
         mbarrier.arrive(p_empty.index(buffer), count=1)
         buffer, turn = advance(buffer, turn, BUFFERS)
         done = stage
         stage, phase = advance(stage, phase, STAGES)
-        mbarrier.wait(dout_full.index(stage), phase, pred=(n + 1) < steps)
-        dp_next = warpgroup_mma(v, tile(dout_s[0], stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(barriers.dout_full.index(stage), phase, pred=(n + 1) < steps)
+        dp_next = warpgroup_mma(v, tile(tiles.dout[0], stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(1, deps=[dk_next])
         ds = opaque(ds)
-        mbarrier.arrive(empty.index(done), count=1)
+        mbarrier.arrive(barriers.empty.index(done), count=1)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
     write_rows(dk_ptr, stride_dks, dk * softmax_scale, block_begin, k_rows, ADD)
 
@@ -134,10 +132,8 @@ def wide_key_kernel(
 ):  # fmt: skip
     """dk and dv of 64 key rows of one key/value head, over all query heads of its group."""
     dtype: gl.constexpr = q_desc.dtype
-    q_descs, k_descs, v_descs, dout_descs = (q_desc,), (k_desc,), (v_desc,), (dout_desc,)
-    q_s, k_s, v_s, dout_s, pivot_s, delta_s, kv_full, q_full, dout_full, empty = allocate_queries(
-        q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, STAGES, STEP, 1
-    )
+    inputs = Inputs((q_desc,), (k_desc,), (v_desc,), (dout_desc,), pivot_desc, delta_desc)
+    tiles, barriers = allocate_queries(inputs, STAGES, STEP, 1)
     p_s = gl.allocate_shared_memory(dtype, [BUFFERS, ROWS, STEP], gl.NVMMASharedLayout.get_default_for([ROWS, STEP], dtype))
     p_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     p_empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
@@ -149,20 +145,18 @@ def wide_key_kernel(
 
     item, head_index = side_by_side(gl.program_id(0), item_count, chunk, heads)
     item_ptr = items_ptr + item * 4
-    block_begin, segment_begin, segment_end, steps, batch, kv_head, dk_ptr, dv_ptr = load_item(
+    block_begin, walk, batch, kv_head, dk_ptr, dv_ptr = load_item(
         item_ptr, item_count, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group,
         STEP,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (produce_queries, (q_descs, k_descs, v_descs, dout_descs, pivot_desc, delta_desc, q_s, k_s, v_s, dout_s, pivot_s, delta_s,
-                               kv_full, q_full, dout_full, empty, segments_ptr, segment_begin, segment_end, batch, kv_head, group,
-                               head_index * group, padded_rows, block_begin, STAGES, STEP, 1)),
-            (consume_values, (q_s, k_s, dout_s, pivot_s, p_s, kv_full, q_full, dout_full, empty, p_full, p_empty,
-                              dv_ptr, stride_dvs, segments_ptr, segment_begin, segment_end, steps, k_rows, block_begin, scale,
+            (produce_queries, (inputs, tiles, barriers, walk, batch, kv_head, group, head_index * group, padded_rows, block_begin,
+                               STAGES, STEP, 1)),
+            (consume_values, (tiles, p_s, barriers, p_full, p_empty, dv_ptr, stride_dvs, walk, k_rows, block_begin, scale,
                               STAGES, STEP, HEAD_DIM, ADD)),
-            (consume_scores, (q_s, v_s, dout_s, delta_s, p_s, kv_full, q_full, dout_full, empty, p_full, p_empty,
-                              dk_ptr, stride_dks, steps, k_rows, block_begin, softmax_scale, STAGES, STEP, HEAD_DIM, ADD)),
+            (consume_scores, (tiles, p_s, barriers, p_full, p_empty, dk_ptr, stride_dks, walk.steps, k_rows, block_begin, softmax_scale,
+                              STAGES, STEP, HEAD_DIM, ADD)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
