@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .language import reinterpret
+from .tables import END, HI, LO, ROW_BEGIN, ROW_END
 
 ROWS = gl.constexpr(64)  # of a warpgroup
 BLOCK = gl.constexpr(128)  # of a program
@@ -26,11 +27,11 @@ def mask_scores(p, segments_ptr, segment, row0, start):
     L: gl.constexpr = p.type.layout
     ptr = segments_ptr + segment * 8
     begin = gl.load(ptr)
-    end = gl.load(ptr + 3)
-    lo = gl.load(ptr + 4)
-    hi = gl.load(ptr + 5)
-    row_begin = gl.load(ptr + 6)
-    row_end = gl.load(ptr + 7)
+    end = gl.load(ptr + END)
+    lo = gl.load(ptr + LO)
+    hi = gl.load(ptr + HI)
+    row_begin = gl.load(ptr + ROW_BEGIN)
+    row_end = gl.load(ptr + ROW_END)
     rows = row0 + gl.arange(0, p.type.shape[0], gl.SliceLayout(1, L))
     columns = gl.expand_dims(start + gl.arange(0, p.type.shape[1], gl.SliceLayout(0, L)), 0)
     first = gl.maximum(rows - hi, begin)

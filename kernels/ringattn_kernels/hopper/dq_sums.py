@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
-from .fences import anew
+from .fences import hide_uniform
 from .language import async_add_shared_to_global
 from .panels import main_columns, matrix, zero_block
 
@@ -77,12 +77,12 @@ def start_dq(
     WHERE: gl.constexpr = dq_part(HEAD_DIM, STEP, HALF, PART)
     dq = zero_block(WIDTH, WHERE[2])
     if STEP == 64:
-        buffer = anew(buffer, size)
+        buffer = hide_uniform(buffer, size)
     for half in gl.static_range(2):
         ds = ds_s.index(buffer * 2 + half)
         if STEP == 128:
             ds = ds.slice(HALF * WIDTH, WIDTH, dim=1)
-        k = matrix(k_s[WHERE[0]], anew(half, size) if STEP == 64 else half)
+        k = matrix(k_s[WHERE[0]], hide_uniform(half, size) if STEP == 64 else half)
         if k.type.shape[1] > WHERE[2]:
             k = k.slice(WHERE[1], WHERE[2], dim=1)
         dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)

@@ -9,6 +9,8 @@ query block of one head each) off a queue; Q, K and V keep coming across the end
 Shapes: q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), out (b, sq, h, dv), row_max and row_sum (b, h, sq).
 """
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
@@ -20,7 +22,43 @@ from .forward_output import layout_to_store, load_state, store_out
 from .forward_softmax import as_column, divided, mask_edge, rescale, scaled, softmax_step, unpack
 from .language import async_load, barrier, reinterpret, wait_for_products
 from .panels import part_panels, start_each, start_sum, zero_block, zeros
-from .tables import load_segment, load_work
+from .tables import END, load_segment, load_work
+
+
+class Blocks(NamedTuple):
+    """Shared memory: blocks of Q, K and V, as the copy engine fills them or as matrices, and the indices of two works."""
+
+    q: gl.tensor
+    k: gl.tensor
+    v: gl.tensor
+    work: gl.tensor
+
+
+class ForwardBarriers(NamedTuple):
+    """Which blocks are full, and which are empty again. kv_empty of a block: its K has been read, and V of the block before it."""
+
+    q_full: gl.tensor
+    q_empty: gl.tensor
+    k_full: gl.tensor
+    v_full: gl.tensor
+    kv_empty: gl.tensor
+
+
+class Result(NamedTuple):
+    """Where the kernel writes out and the statistics, and where it reads a state."""
+
+    out_ptr: gl.tensor
+    state_ptr: gl.tensor
+    row_max_ptr: gl.tensor
+    row_sum_ptr: gl.tensor
+
+
+class Queue(NamedTuple):
+    """A `WorkQueue` on the device, and how many works it has."""
+
+    works_ptr: gl.tensor
+    segments_ptr: gl.tensor
+    work_count: gl.tensor
 
 
 @gluon.jit
@@ -38,8 +76,7 @@ def take(work_smem, slot):
 
 @gluon.jit
 def load_copies(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, work_smem, q_full, q_empty, k_full, v_full, kv_empty, works_ptr, segments_ptr,
-    counter_ptr, work_count, batches, heads, group,
+    q_desc, k_desc, v_desc, blocks, barriers, queue, counter_ptr, batches, heads, group,
     CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The partition that takes works and asks the copy engine for Q once a work and for K and V once a step, as soon as there is room."""
@@ -49,49 +86,49 @@ def load_copies(
     block = 0
     taken = 0
     work = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    while work < work_count:
-        head_index, block_begin, segment, steps = load_work(works_ptr, work)
+    while work < queue.work_count:
+        head_index, block_begin, segment, steps = load_work(queue.works_ptr, work)
         batch = head_index // heads % batches
         head = head_index % heads
         kv_head = head // group
         for i in gl.static_range(WARPGROUPS):
-            mbarrier.wait(q_empty.index(taken % Q_STAGES * WARPGROUPS + i), ((taken // Q_STAGES) & 1) ^ 1)
-        hand_out(work_smem, taken % 2, work)
+            mbarrier.wait(barriers.q_empty.index(taken % Q_STAGES * WARPGROUPS + i), ((taken // Q_STAGES) & 1) ^ 1)
+        hand_out(blocks.work, taken % 2, work)
         for i in gl.static_range(WARPGROUPS):
             place = taken % Q_STAGES * WARPGROUPS + i
-            mbarrier.expect(q_full.index(place), CHUNKS * q_desc.block_type.nbytes)
+            mbarrier.expect(barriers.q_full.index(place), CHUNKS * q_desc.block_type.nbytes)
             for c in gl.static_range(CHUNKS):
                 corner = [batch, block_begin + i * ROWS, head, c * COLUMNS]
-                async_load(q_desc, corner, q_full.index(place), q_smem.index(place * CHUNKS + c))
-        start = gl.load(segments_ptr + segment * 8)
-        end = gl.load(segments_ptr + segment * 8 + 3)
+                async_load(q_desc, corner, barriers.q_full.index(place), blocks.q.index(place * CHUNKS + c))
+        start = gl.load(queue.segments_ptr + segment * 8)
+        end = gl.load(queue.segments_ptr + segment * 8 + END)
         for step in range(steps):
             if start >= end:
                 segment += 1
-                start = gl.load(segments_ptr + segment * 8)
-                end = gl.load(segments_ptr + segment * 8 + 3)
+                start = gl.load(queue.segments_ptr + segment * 8)
+                end = gl.load(queue.segments_ptr + segment * 8 + END)
             stage = block % STAGES
             # K's room is empty since V's block before this one was asked for
-            mbarrier.expect(k_full.index(stage), CHUNKS * k_desc.block_type.nbytes)
+            mbarrier.expect(barriers.k_full.index(stage), CHUNKS * k_desc.block_type.nbytes)
             for c in gl.static_range(CHUNKS):
                 corner = [batch, start, kv_head, c * COLUMNS]
-                async_load(k_desc, corner, k_full.index(stage), k_smem.index(stage * CHUNKS + c))
+                async_load(k_desc, corner, barriers.k_full.index(stage), blocks.k.index(stage * CHUNKS + c))
             if step == steps - 1:
                 # not earlier, so that a program holds no work that another could begin; not later, so that its copies run on
                 work = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-            mbarrier.wait(kv_empty.index((block + 1) % STAGES), (((block + 1) // STAGES) & 1) ^ 1)
-            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            async_load(v_desc, [batch, start, kv_head, 0], v_full.index(stage), v_smem.index(stage))
+            mbarrier.wait(barriers.kv_empty.index((block + 1) % STAGES), (((block + 1) // STAGES) & 1) ^ 1)
+            mbarrier.expect(barriers.v_full.index(stage), v_desc.block_type.nbytes)
+            async_load(v_desc, [batch, start, kv_head, 0], barriers.v_full.index(stage), blocks.v.index(stage))
             start += BLOCK_K
             block += 1
         taken += 1
     for i in gl.static_range(WARPGROUPS):
-        mbarrier.wait(q_empty.index(taken % Q_STAGES * WARPGROUPS + i), ((taken // Q_STAGES) & 1) ^ 1)
-    hand_out(work_smem, taken % 2, work)
+        mbarrier.wait(barriers.q_empty.index(taken % Q_STAGES * WARPGROUPS + i), ((taken // Q_STAGES) & 1) ^ 1)
+    hand_out(blocks.work, taken % 2, work)
     for i in gl.static_range(WARPGROUPS):
-        mbarrier.arrive(q_full.index(taken % Q_STAGES * WARPGROUPS + i), count=1)
+        mbarrier.arrive(barriers.q_full.index(taken % Q_STAGES * WARPGROUPS + i), count=1)
     # each program draws one number too many; the last to be drawn sets the counter back for the next launch
-    if work == work_count + gl.num_programs(0) - 1:
+    if work == queue.work_count + gl.num_programs(0) - 1:
         gl.store(counter_ptr, 0)
 
 
@@ -119,15 +156,14 @@ def start_values(pairs, v_smem, v_full, acc, block, STAGES: gl.constexpr):
 
 @gluon.jit
 def attend_rows(
-    q_smem, k_smem, v_smem, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr, row_max_ptr, row_sum_ptr,
-    works_ptr, segments_ptr, work_count, heads, q_rows, scale, WARPGROUP: gl.constexpr, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr,
+    blocks, barriers, result, queue, heads, q_rows, scale, WARPGROUP: gl.constexpr, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr, TURNS: gl.constexpr,
     PAIRED: gl.constexpr, PANELS: gl.constexpr,
 ):  # fmt: skip
     """The partition of one warpgroup: out, row_max and row_sum of its 64 rows of each query block."""
-    ROWS: gl.constexpr = q_smem.shape[1]
-    BLOCK_K: gl.constexpr = k_smem.shape[1]
-    BLOCK_DV: gl.constexpr = v_smem.shape[2]
+    ROWS: gl.constexpr = blocks.q.shape[1]
+    BLOCK_K: gl.constexpr = blocks.k.shape[1]
+    BLOCK_DV: gl.constexpr = blocks.v.shape[2]
     SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
     # [ROWS, 4]: a column for each of the four threads that share a row of scores
     SUMS: gl.constexpr = gl.DistributedLinearLayout(
@@ -135,28 +171,32 @@ def attend_rows(
     )
     NEXT: gl.constexpr = (WARPGROUP + 1) % WARPGROUPS
     # rows of 16 bits leave by way of their queries' place, where nobody waits for that
-    STAGED: gl.constexpr = out_ptr.dtype.element_ty.primitive_bitwidth == 16 and Q_STAGES > 1 and q_smem.shape[2] == BLOCK_DV
-    dtype: gl.constexpr = v_smem.dtype
+    STAGED: gl.constexpr = (
+        result.out_ptr.dtype.element_ty.primitive_bitwidth == 16 and Q_STAGES > 1 and blocks.q.shape[2] == BLOCK_DV
+    )
+    dtype: gl.constexpr = blocks.v.dtype
     if TURNS and WARPGROUP == WARPGROUPS - 1:
         named_barrier("arrive", NEXT)
     block = 0
     taken = 0
-    mbarrier.wait(q_full.index(WARPGROUP), 0)
-    work = take(work_smem, 0)
+    mbarrier.wait(barriers.q_full.index(WARPGROUP), 0)
+    work = take(blocks.work, 0)
     no_scores = zero_block(ROWS, BLOCK_K)
-    s = scores_product(q_smem, WARPGROUP, k_smem, k_full, no_scores, 0, work < work_count, CHUNKS, PANELS, STAGES)
+    s = scores_product(
+        blocks.q, WARPGROUP, blocks.k, barriers.k_full, no_scores, 0, work < queue.work_count, CHUNKS, PANELS, STAGES
+    )
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(kv_empty.index(0), count=1)
+    mbarrier.arrive(barriers.kv_empty.index(0), count=1)
     # at its top the scores of a work's first block are there
-    while work < work_count:
-        head_index, block_begin, segment, steps = load_work(works_ptr, work)
+    while work < queue.work_count:
+        head_index, block_begin, segment, steps = load_work(queue.works_ptr, work)
         first_row = block_begin + WARPGROUP * ROWS
         if HAS_STATE:
             # [ROWS]
             rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
             statistics = head_index.to(gl.int64) * q_rows + rows
-            row_max, rest = to_base2(gl.load(row_max_ptr + statistics, mask=rows < q_rows, other=float("-inf")))
-            old_sum = gl.load(row_sum_ptr + statistics, mask=rows < q_rows, other=0.0) * gl.exp2(rest)
+            row_max, rest = to_base2(gl.load(result.row_max_ptr + statistics, mask=rows < q_rows, other=float("-inf")))
+            old_sum = gl.load(result.row_sum_ptr + statistics, mask=rows < q_rows, other=0.0) * gl.exp2(rest)
             thread = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, SUMS)), 0)
             row_sum = gl.where(thread == 0, as_column(old_sum, SUMS), 0.0)
         else:
@@ -164,16 +204,16 @@ def attend_rows(
             row_sum = gl.zeros([ROWS, 4], gl.float32, SUMS)
         pivot = row_max
         # [ROWS, columns] for each panel
-        acc = zeros(ROWS, part_panels(v_smem.index(0), PANELS))
+        acc = zeros(ROWS, part_panels(blocks.v.index(0), PANELS))
         if HAS_STATE:
             state = ()
             for panel in gl.static_range(PANELS):
-                state += (load_state(state_ptr, acc[panel], old_sum, first_row, head_index, heads, q_rows, V_DIM, panel),)
+                state += (load_state(result.state_ptr, acc[panel], old_sum, first_row, head_index, heads, q_rows, V_DIM, panel),)
             acc = state
 
-        start, full_begin, full_end, end = load_segment(segments_ptr, segment)
+        start, full_begin, full_end, end = load_segment(queue.segments_ptr, segment)
         if (start < full_begin) | (start >= full_end):
-            s = mask_edge(s, start, end, segments_ptr, segment, first_row)
+            s = mask_edge(s, start, end, queue.segments_ptr, segment, first_row)
         pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
         if HAS_STATE:
             # pinned, or LLVM would merge this product with the loop's own and move it between the loop's matrix products
@@ -183,13 +223,13 @@ def attend_rows(
             start += BLOCK_K
             if start >= end:
                 segment += 1
-                start, full_begin, full_end, end = load_segment(segments_ptr, segment)
+                start, full_begin, full_end, end = load_segment(queue.segments_ptr, segment)
             # block is the one whose values are due, block + 1 the one whose scores are
             if TURNS:
                 named_barrier("sync", WARPGROUP)
             if PAIRED:
-                s_token = scores_product(q_smem, q_place, k_smem, k_full, s, block + 1, True, CHUNKS, PANELS, STAGES)
-            acc_token = start_values(pairs, v_smem, v_full, acc, block, STAGES)
+                s_token = scores_product(blocks.q, q_place, blocks.k, barriers.k_full, s, block + 1, True, CHUNKS, PANELS, STAGES)
+            acc_token = start_values(pairs, blocks.v, barriers.v_full, acc, block, STAGES)
             if TURNS:
                 named_barrier("arrive", NEXT)
             if PAIRED:
@@ -198,21 +238,23 @@ def attend_rows(
             else:
                 acc = wait_for_products(0, acc_token)
                 pairs = pin(pairs)
-                s_token = scores_product(q_smem, q_place, k_smem, k_full, no_scores, block + 1, True, CHUNKS, PANELS, STAGES)
+                s_token = scores_product(
+                    blocks.q, q_place, blocks.k, barriers.k_full, no_scores, block + 1, True, CHUNKS, PANELS, STAGES
+                )
                 s = warpgroup_mma_wait(0, deps=[s_token])
             if (start < full_begin) | (start >= full_end):
-                s = mask_edge(s, start, end, segments_ptr, segment, first_row)
+                s = mask_edge(s, start, end, queue.segments_ptr, segment, first_row)
             block += 1
             if PAIRED:
                 acc = wait_for_products(0, acc_token)
                 pairs = pin(pairs)
-            mbarrier.arrive(kv_empty.index(block % STAGES), count=1)
+            mbarrier.arrive(barriers.kv_empty.index(block % STAGES), count=1)
             pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
             acc = [rescale(x, alpha) for x in acc]
         q_stored = q_place
         if not STAGED:
-            mbarrier.arrive(q_empty.index(q_place), count=1)
-        acc_token = start_values(pairs, v_smem, v_full, acc, block, STAGES)
+            mbarrier.arrive(barriers.q_empty.index(q_place), count=1)
+        acc_token = start_values(pairs, blocks.v, barriers.v_full, acc, block, STAGES)
         if not PAIRED:
             acc_token = wait_for_products(0, acc_token)
 
@@ -220,39 +262,48 @@ def attend_rows(
         block += 1
         taken += 1
         q_place = taken % Q_STAGES * WARPGROUPS + WARPGROUP
-        mbarrier.wait(q_full.index(q_place), (taken // Q_STAGES) & 1)
-        next_work = take(work_smem, taken % 2)
+        mbarrier.wait(barriers.q_full.index(q_place), (taken // Q_STAGES) & 1)
+        next_work = take(blocks.work, taken % 2)
         s_token = scores_product(
-            q_smem, q_place, k_smem, k_full, s if PAIRED else no_scores, block, next_work < work_count, CHUNKS, PANELS, STAGES
+            blocks.q,
+            q_place,
+            blocks.k,
+            barriers.k_full,
+            s if PAIRED else no_scores,
+            block,
+            next_work < queue.work_count,
+            CHUNKS,
+            PANELS,
+            STAGES,
         )
         total = gl.convert_layout(gl.sum(row_sum, axis=1), SCORE_ROWS, assert_trivial=True)
         acc = wait_for_products(PANELS, acc_token)
         pairs = pin(pairs)
-        out = [divided(x, total, out_ptr.dtype.element_ty) for x in acc]
+        out = [divided(x, total, result.out_ptr.dtype.element_ty) for x in acc]
         s = warpgroup_mma_wait(0, deps=[s_token])
         # the last values of this work, and the next one's first keys
-        mbarrier.arrive(kv_empty.index(block % STAGES), count=1)
+        mbarrier.arrive(barriers.kv_empty.index(block % STAGES), count=1)
 
         # read again rather than held in registers through the loop
-        head_index, block_begin, segment, steps = load_work(works_ptr, work)
+        head_index, block_begin, segment, steps = load_work(queue.works_ptr, work)
         first_row = block_begin + WARPGROUP * ROWS
         if STAGED:
-            staging = part_panels(q_smem.index(q_stored), PANELS)
+            staging = part_panels(blocks.q.index(q_stored), PANELS)
             for panel in gl.static_range(PANELS):
                 staging[panel].store(out[panel])
             out = [x.load(layout_to_store(x.shape[1])) for x in staging]
         for panel in gl.static_range(PANELS):
-            store_out(out_ptr, out[panel], first_row, head_index, heads, q_rows, V_DIM, STAGED, panel)
+            store_out(result.out_ptr, out[panel], first_row, head_index, heads, q_rows, V_DIM, STAGED, panel)
         if STAGED:
             fence_async_shared()
             barrier()
-            mbarrier.arrive(q_empty.index(q_stored), count=1)
+            mbarrier.arrive(barriers.q_empty.index(q_stored), count=1)
         total = gl.where(total == 0, 0.0, total * gl.exp2(pivot - row_max))
         row_max, total = to_natural(row_max, total)
         rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
         statistics = head_index.to(gl.int64) * q_rows + rows
-        gl.store(row_max_ptr + statistics, row_max, mask=rows < q_rows)
-        gl.store(row_sum_ptr + statistics, total, mask=rows < q_rows)
+        gl.store(result.row_max_ptr + statistics, row_max, mask=rows < q_rows)
+        gl.store(result.row_sum_ptr + statistics, total, mask=rows < q_rows)
         work = next_work
 
 
@@ -294,43 +345,28 @@ def hopper_forward_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(kv_empty.index(i), count=WARPGROUPS)
     fence_async_shared()
+    blocks, matrices = Blocks(q_smem, k_smem, v_smem, work_smem), Blocks(q_matrices, k_matrices, v_matrices, work_smem)
+    barriers = ForwardBarriers(q_full, q_empty, k_full, v_full, kv_empty)
+    result = Result(out_ptr, state_ptr, row_max_ptr, row_sum_ptr)
+    queue = Queue(works_ptr, segments_ptr, work_count)
     # constants must stay in the calls' own tuples: a name for a tuple would turn them into run-time values
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (load_copies, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, work_smem, q_full, q_empty, k_full, v_full, kv_empty, works_ptr,
-                segments_ptr, counter_ptr, work_count, batches, heads, group, CHUNKS, WARPGROUPS, Q_STAGES, STAGES,
-            )),
-            (attend_rows, (
-                q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
-                row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES,
-                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED, PANELS,
-            )),
-            (attend_rows, (
-                q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
-                row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES,
-                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED, PANELS,
-            )),
+            (load_copies, (q_desc, k_desc, v_desc, blocks, barriers, queue, counter_ptr, batches, heads, group,
+                           CHUNKS, WARPGROUPS, Q_STAGES, STAGES)),
+            (attend_rows, (matrices, barriers, result, queue, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
+                           HAS_STATE, TURNS, PAIRED, PANELS)),
+            (attend_rows, (matrices, barriers, result, queue, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
+                           HAS_STATE, TURNS, PAIRED, PANELS)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (load_copies, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, work_smem, q_full, q_empty, k_full, v_full, kv_empty, works_ptr,
-                segments_ptr, counter_ptr, work_count, batches, heads, group, CHUNKS, WARPGROUPS, Q_STAGES, STAGES,
-            )),
-            (attend_rows, (
-                q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
-                row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES,
-                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED, PANELS,
-            )),
-            (attend_rows, (
-                q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
-                row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES,
-                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED, PANELS,
-            )),
-            (attend_rows, (
-                q_matrices, k_matrices, v_matrices, work_smem, q_full, q_empty, k_full, v_full, kv_empty, out_ptr, state_ptr,
-                row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, work_count, heads, q_rows, scale, 2, CHUNKS, WARPGROUPS, Q_STAGES,
-                STAGES, V_DIM, HAS_STATE, TURNS, PAIRED, PANELS,
-            )),
+            (load_copies, (q_desc, k_desc, v_desc, blocks, barriers, queue, counter_ptr, batches, heads, group,
+                           CHUNKS, WARPGROUPS, Q_STAGES, STAGES)),
+            (attend_rows, (matrices, barriers, result, queue, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
+                           HAS_STATE, TURNS, PAIRED, PANELS)),
+            (attend_rows, (matrices, barriers, result, queue, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
+                           HAS_STATE, TURNS, PAIRED, PANELS)),
+            (attend_rows, (matrices, barriers, result, queue, heads, q_rows, scale, 2, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
+                           HAS_STATE, TURNS, PAIRED, PANELS)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

@@ -3,6 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .tables import HI, LO, ROW_BEGIN, ROW_END
+
 # base-2 units that a row's maximum may be above its pivot before the row is rescaled: the weights stay within 2^LAG
 LAG = gl.constexpr(8.0)
 
@@ -55,9 +57,9 @@ def mask_edge(scores, start, end, segments_ptr, segment, first_row):
     # rows and columns relative to the block's first ones
     rows = gl.arange(0, scores.shape[0], ROWS)
     shift = first_row - start
-    first = rows + (shift - gl.load(ptr + 5))
-    last = gl.minimum(rows + (shift - gl.load(ptr + 4)), end - 1 - start)
-    inside = (rows >= gl.load(ptr + 6) - first_row) & (rows < gl.load(ptr + 7) - first_row)
+    first = rows + (shift - gl.load(ptr + HI))
+    last = gl.minimum(rows + (shift - gl.load(ptr + LO)), end - 1 - start)
+    inside = (rows >= gl.load(ptr + ROW_BEGIN) - first_row) & (rows < gl.load(ptr + ROW_END) - first_row)
     last = gl.where(inside, last, -1)
     first = gl.expand_dims(first, 1).broadcast_to(scores.shape)
     last = gl.expand_dims(last, 1).broadcast_to(scores.shape)

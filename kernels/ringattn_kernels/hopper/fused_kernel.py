@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .barriers import advance
 from .blocks import BLOCK, ROWS, Gradients, mask_scores, write_rows
 from .dq_sums import SUMS, WIDTH, Handover, Staging, add_dq, allocate_staging, hand_over_dq, start_dq
-from .fences import anew, opaque
+from .fences import hide_uniform, pin_pairs
 from .language import wait_for_products
 from .loads import Inputs, allocate_queries, produce_queries
 from .ordered_loads import TurnsOfItem, load_walk, produce_and_add, walk_back
@@ -39,7 +39,7 @@ def weights(s, pivots, scale, edge, segments_ptr, segment, row0, start, dtype: g
     p = gl.exp2(s * scale - gl.expand_dims(pivots.load(gl.SliceLayout(0, L)), 0))
     if edge:
         p = mask_scores(p, segments_ptr, segment, row0, start)
-    return opaque(gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, L, 2), assert_trivial=True))
+    return pin_pairs(gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, L, 2), assert_trivial=True))
 
 
 @gluon.jit
@@ -107,7 +107,7 @@ def consume_and_add(
         mbarrier.wait(barriers.dout_full.index(stage), phase)
         # what comes as delta is -delta
         dp = gl.expand_dims(tiles.delta.index(stage).load(COLUMNS), 0).broadcast_to([ROWS, STEP])
-        dp = start_sum(matrices(tiles.v, anew(HALF, k_rows)) if WIDE else v, dout, dp, True)
+        dp = start_sum(matrices(tiles.v, hide_uniform(HALF, k_rows)) if WIDE else v, dout, dp, True)
         if not WIDE:
             p = gl.exp2(s * scale - gl.expand_dims(tiles.pivot.index(stage).load(COLUMNS), 0))
             if (start < full_begin) | (start >= full_end):
@@ -119,14 +119,14 @@ def consume_and_add(
             dv_next = start_each(p_left, some_rows(dout, 0, STEP // 2), dv)
             dv_next = start_each(p_right, some_rows(dout, STEP // 2, STEP // 2), dv_next)
             dp = warpgroup_mma_wait(2 * len(dv), deps=[dp])
-            p_left = opaque(p_left)
-            p_right = opaque(p_right)
+            p_left = pin_pairs(p_left)
+            p_right = pin_pairs(p_right)
             dp_left, dp_right = split_columns(dp)
             shared_ds = join_columns(score_gradient(p_left, dp_left), score_gradient(p_right, dp_right))
         else:
             dv_next = start_each(p16, dout, dv)
             dp = warpgroup_mma_wait(len(dv), deps=[dp])
-            p16 = opaque(p16)
+            p16 = pin_pairs(p16)
             shared_ds = (p * dp).to(dtype)
         ds = gl.convert_layout(shared_ds, LEFT, assert_trivial=True)
         # started first, so that the tensor cores have work while the two warpgroups exchange dS
@@ -138,9 +138,9 @@ def consume_and_add(
         mbarrier.arrive(handover.ds_full.index(buffer), count=1)
         if WIDE:
             products = wait_for_products(0, dv_next + dk_next)
-            p_left = opaque(p_left)
-            p_right = opaque(p_right)
-            ds = opaque(ds)
+            p_left = pin_pairs(p_left)
+            p_right = pin_pairs(p_right)
+            ds = pin_pairs(ds)
             mbarrier.arrive(barriers.empty.index(done), count=1)
         # dq of the step before, so that neither warpgroup waits for the other
         mbarrier.wait(handover.ds_full.index(last_buffer), last_turn, pred=n > 0)
@@ -173,8 +173,8 @@ def consume_and_add(
         else:
             products = wait_for_products(0, dv_next + dk_next + (dq,))
             dq = products[len(products) - 1]
-            p16 = opaque(p16)
-            ds = opaque(ds)
+            p16 = pin_pairs(p16)
+            ds = pin_pairs(ds)
             mbarrier.arrive(barriers.empty.index(done), count=1)
         dv = products[: len(dv)]
         dk = products[len(dv) : len(dv) + len(dk)]
@@ -186,7 +186,7 @@ def consume_and_add(
             else:
                 add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, 0)
                 add_dq(sums, staging.dq, dq_rest, last_row, HALF, STEP, HEAD_DIM, 1)
-        k_next = matrices(tiles.k, anew(HALF, k_rows)) if STEP == 64 else k
+        k_next = matrices(tiles.k, hide_uniform(HALF, k_rows)) if STEP == 64 else k
         s_next = start_sum(k_next, matrices(tiles.q, stage), zero, False)
         if not WIDE:
             if ORDERED:

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .barriers import advance, let_next_kernel_start
 from .blocks import BLOCK, ROWS, Gradients, mask_scores, tile, write_rows
-from .fences import opaque
+from .fences import pin_pairs
 from .loads import Inputs, allocate_queries, produce_queries
 from .tables import load_item, load_span
 
@@ -65,7 +65,7 @@ def consume_queries(
         stage, phase = advance(stage, phase, STAGES)
         dv_next = warpgroup_mma(p16, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
-        p16 = opaque(p16)
+        p16 = pin_pairs(p16)
         ds = (p * (dp - gl.expand_dims(this_delta.load(COLUMNS), 0))).to(dtype)
         ds = gl.convert_layout(ds, LEFT, assert_trivial=True)
         dk_next = warpgroup_mma(ds, q, dk, is_async=True)
@@ -79,8 +79,8 @@ def consume_queries(
         mbarrier.wait(barriers.q_full.index(stage), phase, pred=(n + 1) < walk.steps)
         s_next = warpgroup_mma(k, tile(tiles.q[0], stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
         dv, dk = warpgroup_mma_wait(1, deps=[dv_next, dk_next])
-        p16 = opaque(p16)
-        ds = opaque(ds)
+        p16 = pin_pairs(p16)
+        ds = pin_pairs(ds)
         mbarrier.arrive(barriers.empty.index(done), count=1)
         s = warpgroup_mma_wait(0, deps=[s_next])
     write_rows(gradients.dk_ptr, gradients.dk_stride, dk * softmax_scale, row0, k_rows, ADD)

@@ -10,6 +10,7 @@ from .barriers import advance
 from .blocks import ROWS
 from .language import async_load
 from .panels import allocate_panels, load_panels, panel_bytes
+from .tables import END
 
 
 class Inputs(NamedTuple):
@@ -104,7 +105,7 @@ def produce_queries(
         statistics = (head0 + member) * padded_rows
         for segment in range(walk.begin, walk.end):
             begin = gl.load(walk.segments_ptr + segment * 8) // STEP * STEP
-            end = gl.load(walk.segments_ptr + segment * 8 + 3)
+            end = gl.load(walk.segments_ptr + segment * 8 + END)
             for start in range(begin, end, STEP):
                 mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
                 load_queries(inputs, tiles, barriers, stage, batch, head, start, statistics)

@@ -15,9 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .barriers import advance, wait_for_kernel_before
 from .blocks import ROWS, mask_scores, tile, write_rows
-from .fences import here, opaque
+from .fences import hide, pin_pairs
 from .language import async_load
-from .tables import count_steps, load_span
+from .tables import END, FIRST_SEGMENT, LAST_SEGMENT, count_steps, load_span
 
 
 @gluon.jit
@@ -45,7 +45,7 @@ def produce_keys(
     phase = 0
     for segment in range(segment_begin, segment_end):
         begin = gl.load(segments_ptr + segment * 8)
-        end = gl.load(segments_ptr + segment * 8 + 3)
+        end = gl.load(segments_ptr + segment * 8 + END)
         for start in range(begin, end, STEP):
             full = k_full.index(stage)
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
@@ -84,7 +84,7 @@ def consume_keys(
     mbarrier.wait(q_full, 0)
     for n in range(steps):
         # [ROWS, HEAD_DIM]
-        half = here(HALF) if HEAD_DIM > 128 else HALF
+        half = hide(HALF) if HEAD_DIM > 128 else HALF
         q = tile(q_s, half, ROWS, HEAD_DIM)
         dout = tile(dout_s, half, ROWS, HEAD_DIM)
         # [STEP, HEAD_DIM]
@@ -114,7 +114,7 @@ def consume_keys(
                 segment = segment_begin
             start, full_begin, full_end, end = load_span(segments_ptr, segment, True, 1)
         dq = warpgroup_mma_wait(0, deps=[dq_next])
-        ds = opaque(ds)
+        ds = pin_pairs(ds)
         mbarrier.arrive(k_empty.index(done), count=1)
     write_rows(dq_ptr, stride_dqs, dq * softmax_scale, row0, q_rows, ADD)
 
@@ -150,8 +150,8 @@ def query_kernel(
     head_index = gl.program_id(0) // item_count
     item_ptr = items_ptr + (gl.program_id(0) % item_count) * 4
     block_begin = gl.load(item_ptr)
-    segment_begin = gl.load(item_ptr + 1)
-    segment_end = gl.load(item_ptr + 2)
+    segment_begin = gl.load(item_ptr + FIRST_SEGMENT)
+    segment_end = gl.load(item_ptr + LAST_SEGMENT)
     batch = head_index // heads
     head = head_index % heads
     dq_ptr += batch.to(gl.int64) * stride_dqb + head.to(gl.int64) * stride_dqh

@@ -5,12 +5,19 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .. import table
+
+# columns of segments and items
+BEGIN, FULL_BEGIN, FULL_END, END = (gl.constexpr(column) for column in (table.BEGIN, table.FULL_BEGIN, table.FULL_END, table.END))
+LO, HI, ROW_BEGIN, ROW_END = (gl.constexpr(column) for column in (table.LO, table.HI, table.ROW_BEGIN, table.ROW_END))
+FIRST_SEGMENT, LAST_SEGMENT, SPLIT = (gl.constexpr(column) for column in (table.FIRST_SEGMENT, table.LAST_SEGMENT, table.SPLIT))
+
 
 @gluon.jit
 def load_segment(segments_ptr, segment):
     """(begin, full_begin, full_end, end): see `table.BlockTable`."""
     ptr = segments_ptr + segment * 8
-    return gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2), gl.load(ptr + 3)
+    return gl.load(ptr), gl.load(ptr + FULL_BEGIN), gl.load(ptr + FULL_END), gl.load(ptr + END)
 
 
 @gluon.jit
@@ -25,9 +32,9 @@ def load_span(segments_ptr, segment, whole, ALIGN: gl.constexpr):
     """(start, full_begin, full_end, end) of a segment, in steps from multiples of ALIGN; those in [full_begin, full_end) need no mask."""
     ptr = segments_ptr + segment * 8
     start = gl.load(ptr) // ALIGN * ALIGN
-    full_begin = gl.cdiv(gl.load(ptr + 1), ALIGN) * ALIGN
-    full_end = gl.load(ptr + 2) // ALIGN * ALIGN
-    return start, full_begin, gl.where(whole, full_end, 0), gl.load(ptr + 3)
+    full_begin = gl.cdiv(gl.load(ptr + FULL_BEGIN), ALIGN) * ALIGN
+    full_end = gl.load(ptr + FULL_END) // ALIGN * ALIGN
+    return start, full_begin, gl.where(whole, full_end, 0), gl.load(ptr + END)
 
 
 @gluon.jit
@@ -36,7 +43,7 @@ def count_steps(segments_ptr, segment_begin, segment_end, STEP: gl.constexpr, AL
     steps = 0
     for segment in range(segment_begin, segment_end):
         start = gl.load(segments_ptr + segment * 8) // ALIGN * ALIGN
-        steps += gl.cdiv(gl.load(segments_ptr + segment * 8 + 3) - start, STEP)
+        steps += gl.cdiv(gl.load(segments_ptr + segment * 8 + END) - start, STEP)
     return steps
 
 
@@ -66,13 +73,13 @@ def load_item(
 ):  # fmt: skip
     """A program's block of key rows, walk, batch and key/value head, and where dk and dv of these begin."""
     block_begin = gl.load(item_ptr)
-    segment_begin = gl.load(item_ptr + 1)
-    segment_end = gl.load(item_ptr + 2)
+    segment_begin = gl.load(item_ptr + FIRST_SEGMENT)
+    segment_end = gl.load(item_ptr + LAST_SEGMENT)
     batch = head_index // kv_heads
     kv_head = head_index % kv_heads
     # partials of splits are those of further batches
     batches = gl.num_programs(0) // (item_count * kv_heads)
-    place = (gl.load(item_ptr + 3) * batches + batch).to(gl.int64)
+    place = (gl.load(item_ptr + SPLIT) * batches + batch).to(gl.int64)
     dk_ptr += place * stride_dkb + kv_head.to(gl.int64) * stride_dkh
     dv_ptr += place * stride_dvb + kv_head.to(gl.int64) * stride_dvh
     steps = count_steps(segments_ptr, segment_begin, segment_end, STEP, STEP) * group

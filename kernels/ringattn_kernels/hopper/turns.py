@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..table import TileTable
+from ..table import BEGIN, END, FIRST_SEGMENT, FULL_BEGIN, LAST_SEGMENT, LO, TileTable
 
 
 @dataclass(frozen=True)
@@ -46,27 +46,25 @@ def key_turns(table: TileTable, block: int, step: int, device: torch.device) -> 
 def take_turns(items: np.ndarray, segments: np.ndarray, rows: int, step: int) -> tuple[np.ndarray, ...]:
     """The arrays of `Turns`. An item meets its segments from the last to the first."""
     first = np.full(-(-rows // step), -1)
-    begin, end = segments[:, 0] // step, -(-segments[:, 3] // step)
-    pieces, successors, bounds = [], [], np.zeros((len(items), 2), np.int64)
+    begin, end = segments[:, BEGIN] // step, -(-segments[:, END] // step)
+    pieces, successors, items = [], [], items.copy()
     for item in reversed(range(len(items))):
-        bounds[item, 1] = len(pieces)
+        first_piece = len(pieces)
         # the last to come first, as what is known is who comes next
-        for segment in range(items[item, 1], items[item, 2]):
+        for segment in range(items[item, FIRST_SEGMENT], items[item, LAST_SEGMENT]):
             following = first[begin[segment] : end[segment]]
             known = np.flatnonzero(following >= 0)
             # where nobody follows any number will do: that which makes the fewest cuts
             numbers = following[known]
             cuts = known[1:][numbers[1:] != numbers[:-1]] + begin[segment]
-            starts = [segments[segment, 0], *(cuts * step)]
-            stops = [*(cuts * step), segments[segment, 3]]
+            starts = [segments[segment, BEGIN], *(cuts * step)]
+            stops = [*(cuts * step), segments[segment, END]]
             changed = np.flatnonzero(np.diff(numbers, prepend=-2)) if len(numbers) else []
             for start, stop, successor in zip(starts, stops, numbers[changed] if len(numbers) else [0]):
-                pieces.append([start, *segments[segment, 1:3], stop, *segments[segment, 4:]])
+                pieces.append([start, *segments[segment, FULL_BEGIN:END], stop, *segments[segment, LO:]])
                 successors.append(successor)
             first[begin[segment] : end[segment]] = item
-        bounds[item, 0], bounds[item, 1] = bounds[item, 1], len(pieces)
-    items = items.copy()
-    items[:, 1:3] = bounds
+        items[item, FIRST_SEGMENT], items[item, LAST_SEGMENT] = first_piece, len(pieces)
     return (
         items,
         np.array(pieces, dtype=np.int32).reshape(-1, 8),

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .barriers import advance, let_next_kernel_start
 from .blocks import ROWS, mask_scores, tile, write_rows
-from .fences import opaque
+from .fences import pin_pairs
 from .language import barrier
 from .loads import Inputs, allocate_queries, produce_queries
 from .tables import load_item, load_span, side_by_side
@@ -74,7 +74,7 @@ def consume_values(
         mbarrier.wait(barriers.q_full.index(stage), phase, pred=(n + 1) < walk.steps)
         s_next = warpgroup_mma(k, tile(tiles.q[0], stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(1, deps=[dv_next])
-        p16 = opaque(p16)
+        p16 = pin_pairs(p16)
         mbarrier.arrive(barriers.empty.index(done), count=1)
         s = warpgroup_mma_wait(0, deps=[s_next])
     write_rows(dv_ptr, stride_dvs, dv, block_begin, k_rows, ADD)
@@ -117,7 +117,7 @@ def consume_scores(
         mbarrier.wait(barriers.dout_full.index(stage), phase, pred=(n + 1) < steps)
         dp_next = warpgroup_mma(v, tile(tiles.dout[0], stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(1, deps=[dk_next])
-        ds = opaque(ds)
+        ds = pin_pairs(ds)
         mbarrier.arrive(barriers.empty.index(done), count=1)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
     write_rows(dk_ptr, stride_dks, dk * softmax_scale, block_begin, k_rows, ADD)

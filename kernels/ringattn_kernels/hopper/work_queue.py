@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from triton.runtime import driver
 
-from ..table import steps_of
+from ..table import FIRST_SEGMENT, ROW, SPLIT, steps_of
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,16 @@ def order_works(
     steps = steps_of(items, segments, step)
     if touched_only:
         items, steps = items[steps > 0], steps[steps > 0]
-    first = np.where(steps > 0, items[:, 1], len(segments))
+    first = np.where(steps > 0, items[:, FIRST_SEGMENT], len(segments))
     segments = np.concatenate([segments, np.array([[0, 0, 0, 1, 0, 0, 0, 0]], dtype=np.int32)])
-    # [items, 3], longest first, as they come
-    blocks = np.stack([items[:, 0], first, np.maximum(steps, 1)], axis=1)
+    # (items, 3): first row, first segment, steps; longest first, as they come
+    blocks = np.stack([items[:, ROW], first, np.maximum(steps, 1)], axis=1)
 
     def works_of(part: slice, group: np.ndarray) -> np.ndarray:
         rows = np.repeat(blocks[part], len(group), axis=0)
-        return np.concatenate([(items[part, 3:] * heads + group).reshape(-1, 1), rows], axis=1, dtype=np.int32, casting="same_kind")
+        return np.concatenate(
+            [(items[part, SPLIT, None] * heads + group).reshape(-1, 1), rows], axis=1, dtype=np.int32, casting="same_kind"
+        )
 
     kept = len(items) - _held_back(steps, heads, processors)
     groups = [np.arange(max(0, end - together), end) for end in range(heads, 0, -together)][::-1]
