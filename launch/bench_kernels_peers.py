@@ -60,9 +60,9 @@ def ours(case: Case, inputs: Tensors, splits: int | None = None, **mode: bool) -
 
     def backward():
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        delta = rk.delta(out, dout)
+        queries = rk.Queries(q, dout, row_max, row_sum, rk.delta(out, dout))
         results = dict(dq=dq, dk=dk, dv=dv, add=False)
-        rk.backward(q, k, v, dout, row_max, row_sum, delta, table, softmax_scale=softmax_scale, splits=splits, **results, **mode)
+        rk.backward(queries, k, v, table, softmax_scale=softmax_scale, splits=splits, **results, **mode)
         return dq, dk, dv
 
     return forward, backward

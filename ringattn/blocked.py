@@ -9,10 +9,11 @@ Shapes: b batch, sq and sk rows of q and of the k/v buffer, h query heads, hk ke
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+from ringattn_kernels.queries import Queries
 
 from .plan import Tiles
 
@@ -20,17 +21,6 @@ _BLOCK_Q = 256
 _BLOCK_K = 512
 
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Queries:
-    """Rows of q and what the backward pass reads of each beside them; statistics are those of all keys."""
-
-    q: torch.Tensor  # (b, sq, h, d)
-    dout: torch.Tensor  # (b, sq, h, d_v)
-    row_max: torch.Tensor  # (b, h, sq)
-    row_sum: torch.Tensor  # (b, h, sq)
-    delta: torch.Tensor  # (b, h, sq)
 
 
 class _Block(NamedTuple):
@@ -93,7 +83,7 @@ def delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     return (out.to(acc_dtype) * dout.to(acc_dtype)).sum(-1).transpose(1, 2).contiguous()
 
 
-class QuerySums:
+class TorchQuerySums:
     """dQ of one backward pass, in fp32 (fp64): shaped as q (b, sq, h, d)."""
 
     def __init__(self, q: torch.Tensor) -> None:
@@ -111,7 +101,7 @@ def backward(
     tiles: Tiles,
     *,
     softmax_scale: float,
-    dq: QuerySums,
+    dq: TorchQuerySums,
     dk: torch.Tensor,
     dv: torch.Tensor,
     add: bool = True,

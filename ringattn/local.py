@@ -14,7 +14,7 @@ from .score import Score
 if TYPE_CHECKING:
     import ringattn_kernels
 
-    QuerySums = blocked.QuerySums | ringattn_kernels.QuerySums
+    QuerySums = blocked.TorchQuerySums | ringattn_kernels.QuerySums
 
 Queries = blocked.Queries
 State = blocked.State
@@ -49,7 +49,7 @@ def query_sums(q: torch.Tensor, score: Score, dtype: torch.dtype) -> QuerySums:
         import ringattn_kernels
 
         return ringattn_kernels.QuerySums(q, score.softmax_scale, dtype)
-    return blocked.QuerySums(q)
+    return blocked.TorchQuerySums(q)
 
 
 def lanes(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, tiles: Tiles, side_by_side: bool) -> Lanes:
@@ -57,15 +57,15 @@ def lanes(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, til
 
     k, v, tiles: the rank's own, as a launch is given them; others' K/V are new tensors of the same kind.
     """
-    if isinstance(dq, blocked.QuerySums) or not side_by_side or not len(tiles):
+    if isinstance(dq, blocked.TorchQuerySums) or not side_by_side or not len(tiles):
         return InOrder()
-    from ringattn_kernels.dispatch import Kernels, look_up_backward
+    from ringattn_kernels.dispatch import Kernels, backward_kernels
 
-    if look_up_backward(queries.q, k, v, queries.dout, tiles.kernel_table) != Kernels.HOPPER_FUSED:
+    if backward_kernels(queries, k, v, tiles.kernel_table) != Kernels.HOPPER_FUSED:
         return InOrder()
     # made before all of them
     dq.permuted()
-    dq.prepared((queries.row_max, queries.row_sum, queries.delta))
+    dq.prepared(queries.statistics)
     return SideBySide(queries.q.device)
 
 
@@ -89,10 +89,9 @@ def backward(
     if not len(tiles):
         for x in () if add else (dk, dv):
             x.zero_()
-    elif isinstance(dq, blocked.QuerySums):
+    elif isinstance(dq, blocked.TorchQuerySums):
         blocked.backward(queries, k, v, tiles, softmax_scale=scale, dq=dq, dk=dk, dv=dv, add=add)
     else:
         import ringattn_kernels
 
-        inputs = queries.q, k, v, queries.dout, queries.row_max, queries.row_sum, queries.delta
-        ringattn_kernels.backward(*inputs, tiles.kernel_table, softmax_scale=scale, dq=dq, dk=dk, dv=dv, add=add)
+        ringattn_kernels.backward(queries, k, v, tiles.kernel_table, softmax_scale=scale, dq=dq, dk=dk, dv=dv, add=add)

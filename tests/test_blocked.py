@@ -44,7 +44,7 @@ def exact(q, k, v, dout, tiles):
 
 def gradients(q, k, v, dout, tiles, out, row_max, row_sum):
     """dq, dk, dv; dk and dv added to ones, so that what is not added to shows."""
-    dq, dk, dv = blocked.QuerySums(q), *(torch.ones(x.shape, dtype=row_sum.dtype) for x in (k, v))
+    dq, dk, dv = blocked.TorchQuerySums(q), *(torch.ones(x.shape, dtype=row_sum.dtype) for x in (k, v))
     queries = blocked.Queries(q, dout, row_max, row_sum, blocked.delta(out, dout))
     blocked.backward(queries, k, v, tiles, softmax_scale=SCALE, dq=dq, dk=dk, dv=dv)
     return dq.finish(row_sum.dtype), dk - 1, dv - 1
@@ -159,7 +159,7 @@ def test_views_of_buffers_with_rows_first():
     turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v)]
     assert_close(blocked.forward(q, *turned, tiles, softmax_scale=SCALE), state)
     dk, dv = (torch.zeros(9, B, HK, size, dtype=torch.float64) for size in (D, D_V))
-    dq = blocked.QuerySums(q)
+    dq = blocked.TorchQuerySums(q)
     queries = blocked.Queries(q, dout, *state[1:], blocked.delta(state[0], dout))
     blocked.backward(queries, *turned, tiles, softmax_scale=SCALE, dq=dq, dk=dk.transpose(0, 1), dv=dv.transpose(0, 1))
     assert_close((dq.finish(q.dtype), dk.transpose(0, 1), dv.transpose(0, 1)), gradients(q, k, v, dout, tiles, *state))
@@ -171,7 +171,7 @@ def test_overwriting_dk_and_dv_leaves_nothing_of_what_was_there_and_adds_to_dq(d
     tiles = tiles_of([(2, 7, 3, 8, -2, 5)], 7, 9)
     out, row_max, row_sum = blocked.forward(q, k, v, tiles, softmax_scale=SCALE)
     wanted = gradients(q, k, v, dout, tiles, out, row_max, row_sum)
-    dq, (dk, dv) = blocked.QuerySums(q), (torch.full_like(x, math.nan) for x in (k, v))
+    dq, (dk, dv) = blocked.TorchQuerySums(q), (torch.full_like(x, math.nan) for x in (k, v))
     for _ in range(2):
         arguments = dict(softmax_scale=SCALE, dq=dq, dk=dk, dv=dv, add=False)
         queries = blocked.Queries(q, dout, row_max, row_sum, blocked.delta(out, dout))

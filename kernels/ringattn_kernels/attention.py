@@ -57,7 +57,7 @@ def forward(
         if final:
             out = torch.empty(out.shape, device=q.device, dtype=q.dtype)
     if dispatch.forward_kernels(q, k, v, table, softmax_scale, kernels) == Kernels.HOPPER:
-        config, launch = hopper.forward.config_for(q, v, table, splits), hopper.forward.launch
+        config, launch = hopper.forward_config.config_for(q, v, table, splits), hopper.forward.launch
     else:
         config, launch = launch_for("forward", architecture(q.device), max(q.shape[3], v.shape[3]), q.dtype), plain_forward.launch
     how = query_splits(table, config.block, config.step, b * h, q.device, splits)

@@ -264,18 +264,9 @@ def attend_rows(
         q_place = taken % Q_STAGES * WARPGROUPS + WARPGROUP
         mbarrier.wait(barriers.q_full.index(q_place), (taken // Q_STAGES) & 1)
         next_work = take(blocks.work, taken % 2)
-        s_token = scores_product(
-            blocks.q,
-            q_place,
-            blocks.k,
-            barriers.k_full,
-            s if PAIRED else no_scores,
-            block,
-            next_work < queue.work_count,
-            CHUNKS,
-            PANELS,
-            STAGES,
-        )
+        next_scores = s if PAIRED else no_scores
+        more = next_work < queue.work_count
+        s_token = scores_product(blocks.q, q_place, blocks.k, barriers.k_full, next_scores, block, more, CHUNKS, PANELS, STAGES)
         total = gl.convert_layout(gl.sum(row_sum, axis=1), SCORE_ROWS, assert_trivial=True)
         acc = wait_for_products(PANELS, acc_token)
         pairs = pin(pairs)

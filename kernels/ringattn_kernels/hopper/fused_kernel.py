@@ -290,8 +290,8 @@ def fused_kernel(
     last_row = heads * group * padded_rows
     gl.warp_specialize(
         [
-            (produce, (inputs, sums, tiles, staging, barriers, handover, walk, turns, batch, kv_head, group, head_index * group, padded_rows,
-                       block_begin, STAGES, STEP, HEAD_DIM, PARTS, ORDERED)),
+            (produce, (inputs, sums, tiles, staging, barriers, handover, walk, turns, batch, kv_head, group, head_index * group,
+                       padded_rows, block_begin, STAGES, STEP, HEAD_DIM, PARTS, ORDERED)),
             (consume_and_add, (tiles, staging, barriers, handover, sums, gradients, walk, group, head_row, last_row, padded_rows, k_rows,
                                block_begin, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED)),
             (consume_and_add, (tiles, staging, barriers, handover, sums, gradients, walk, group, head_row, last_row, padded_rows, k_rows,
