@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @dataclass(frozen=True)
-class Launch:
+class BlockConfig:
     """One program owns `block` rows of its axis and steps through `step` rows of the other at a time, in `parts` (forward only)."""
 
     block: int
@@ -22,40 +22,40 @@ class Launch:
     parts: int = 1
 
 
-# (head-dim bucket) -> Launch, for 16-bit inputs; the bucket is the larger of the two padded head dims
+# (head-dim bucket) -> BlockConfig, for 16-bit inputs; the bucket is the larger of the two padded head dims
 _SM90 = {
-    "forward": {64: Launch(64, 128, 4, 3, 2), 128: Launch(128, 128, 8, 3, 2), 256: Launch(128, 64, 8, 2)},
-    "dkdv": {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 64, 8, 2)},
-    "dq": {64: Launch(64, 64, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(128, 32, 8, 3)},
+    "forward": {64: BlockConfig(64, 128, 4, 3, 2), 128: BlockConfig(128, 128, 8, 3, 2), 256: BlockConfig(128, 64, 8, 2)},
+    "dkdv": {64: BlockConfig(64, 64, 4, 3), 128: BlockConfig(64, 64, 4, 2), 256: BlockConfig(64, 64, 8, 2)},
+    "dq": {64: BlockConfig(64, 64, 4, 3), 128: BlockConfig(128, 64, 8, 3), 256: BlockConfig(128, 32, 8, 3)},
 }
 # not measured: block sizes that compile without much spilling
 _SM100 = {
-    "forward": {64: Launch(128, 64, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(128, 32, 8, 2)},
-    "dkdv": {64: Launch(64, 64, 4, 3), 128: Launch(64, 64, 4, 2), 256: Launch(64, 32, 8, 2)},
-    "dq": {64: Launch(64, 64, 4, 3), 128: Launch(128, 64, 8, 3), 256: Launch(128, 32, 8, 2)},
+    "forward": {64: BlockConfig(128, 64, 4, 3), 128: BlockConfig(128, 64, 8, 3), 256: BlockConfig(128, 32, 8, 2)},
+    "dkdv": {64: BlockConfig(64, 64, 4, 3), 128: BlockConfig(64, 64, 4, 2), 256: BlockConfig(64, 32, 8, 2)},
+    "dq": {64: BlockConfig(64, 64, 4, 3), 128: BlockConfig(128, 64, 8, 3), 256: BlockConfig(128, 32, 8, 2)},
 }
 _SM80 = {
-    "forward": {64: Launch(128, 64, 4, 3), 128: Launch(128, 64, 8, 2), 256: Launch(64, 32, 8, 2)},
-    "dkdv": {64: Launch(64, 64, 4, 2), 128: Launch(64, 32, 4, 2), 256: Launch(64, 32, 8, 1)},
-    "dq": {64: Launch(64, 64, 4, 2), 128: Launch(64, 32, 4, 2), 256: Launch(64, 32, 8, 1)},
+    "forward": {64: BlockConfig(128, 64, 4, 3), 128: BlockConfig(128, 64, 8, 2), 256: BlockConfig(64, 32, 8, 2)},
+    "dkdv": {64: BlockConfig(64, 64, 4, 2), 128: BlockConfig(64, 32, 4, 2), 256: BlockConfig(64, 32, 8, 1)},
+    "dq": {64: BlockConfig(64, 64, 4, 2), 128: BlockConfig(64, 32, 4, 2), 256: BlockConfig(64, 32, 8, 1)},
 }
 _GFX942 = {
-    "forward": {64: Launch(128, 64, 4, 1), 128: Launch(128, 64, 4, 1), 256: Launch(64, 32, 4, 1)},
-    "dkdv": {64: Launch(64, 32, 4, 1), 128: Launch(64, 32, 4, 1), 256: Launch(32, 32, 4, 1)},
-    "dq": {64: Launch(64, 32, 4, 1), 128: Launch(64, 32, 4, 1), 256: Launch(32, 32, 4, 1)},
+    "forward": {64: BlockConfig(128, 64, 4, 1), 128: BlockConfig(128, 64, 4, 1), 256: BlockConfig(64, 32, 4, 1)},
+    "dkdv": {64: BlockConfig(64, 32, 4, 1), 128: BlockConfig(64, 32, 4, 1), 256: BlockConfig(32, 32, 4, 1)},
+    "dq": {64: BlockConfig(64, 32, 4, 1), 128: BlockConfig(64, 32, 4, 1), 256: BlockConfig(32, 32, 4, 1)},
 }
 # fp32 in three tf32 products on NVIDIA, on the ordinary units of gfx942: small blocks, so that the operands' parts fit in registers
 _FP32 = {
-    "forward": {64: Launch(64, 32, 4, 2), 128: Launch(32, 32, 4, 2), 256: Launch(32, 16, 4, 1)},
-    "dkdv": {64: Launch(32, 32, 4, 1), 128: Launch(32, 16, 4, 1), 256: Launch(16, 16, 4, 1)},
-    "dq": {64: Launch(64, 32, 4, 1), 128: Launch(32, 16, 4, 1), 256: Launch(16, 16, 4, 1)},
+    "forward": {64: BlockConfig(64, 32, 4, 2), 128: BlockConfig(32, 32, 4, 2), 256: BlockConfig(32, 16, 4, 1)},
+    "dkdv": {64: BlockConfig(32, 32, 4, 1), 128: BlockConfig(32, 16, 4, 1), 256: BlockConfig(16, 16, 4, 1)},
+    "dq": {64: BlockConfig(64, 32, 4, 1), 128: BlockConfig(32, 16, 4, 1), 256: BlockConfig(16, 16, 4, 1)},
 }
 _FP32_GFX942 = {
-    "forward": {64: Launch(64, 32, 4, 1), 128: Launch(32, 32, 4, 1), 256: Launch(16, 16, 4, 1)},
-    "dkdv": {64: Launch(32, 32, 4, 1), 128: Launch(32, 16, 4, 1), 256: Launch(16, 16, 4, 1)},
-    "dq": {64: Launch(32, 32, 4, 1), 128: Launch(32, 16, 4, 1), 256: Launch(16, 16, 4, 1)},
+    "forward": {64: BlockConfig(64, 32, 4, 1), 128: BlockConfig(32, 32, 4, 1), 256: BlockConfig(16, 16, 4, 1)},
+    "dkdv": {64: BlockConfig(32, 32, 4, 1), 128: BlockConfig(32, 16, 4, 1), 256: BlockConfig(16, 16, 4, 1)},
+    "dq": {64: BlockConfig(32, 32, 4, 1), 128: BlockConfig(32, 16, 4, 1), 256: BlockConfig(16, 16, 4, 1)},
 }
-_INTERPRETER = {"forward": Launch(64, 32, 1, 1, 2), "dkdv": Launch(64, 32, 1, 1), "dq": Launch(64, 32, 1, 1)}
+_INTERPRETER = {"forward": BlockConfig(64, 32, 1, 1, 2), "dkdv": BlockConfig(64, 32, 1, 1), "dq": BlockConfig(64, 32, 1, 1)}
 
 
 def architecture(device: torch.device) -> str:
@@ -69,7 +69,7 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def launch_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> Launch:
+def launch_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> BlockConfig:
     """The entry for `kernel` ('forward', 'dkdv' or 'dq') at the larger of the two head dims."""
     bucket = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     if arch == "cpu":

@@ -1,11 +1,11 @@
-"""Which kernels run, and why: the one place where that is chosen.
+"""Which kernels run, and why: the one place that chooses.
 
     choice = choose_backward(q, k, v, dout, table)      # Choice(kernels=<Kernels.HOPPER_FUSED: ...>, reason='sm_90')
-    backward(..., kernels=Kernels.PLAIN)                # overrides it, as it does for forward
-    backward(..., deterministic=True)                   # leaves HOPPER_FUSED out; by default as torch.use_deterministic_algorithms says
+    backward(..., kernels=Kernels.PLAIN)                # overrides the choice; forward takes the same argument
+    backward(..., deterministic=True)                   # leaves HOPPER_FUSED out; the default follows torch.use_deterministic_algorithms
 
-Each choice is logged once, at debug level, by the logger of this module; as a warning where the version of Triton rules out the kernels
-that this GPU has.
+The logger of this module logs each choice once, at debug level. If the version of Triton rules out the kernels made for this GPU, it
+logs a warning instead.
 """
 
 import enum
@@ -18,13 +18,14 @@ import torch
 
 from . import hopper
 from .config import architecture
+from .queries import Queries
 from .table import TileTable, kind
 
 logger = logging.getLogger(__name__)
 
 
 class Kernels(enum.Enum):
-    """The sets of kernels that there are; those in one pass are for backward alone."""
+    """The sets of kernels. Those in one pass have a backward only."""
 
     PLAIN = "plain Triton"
     HOPPER = "Gluon, for Hopper"
@@ -43,7 +44,7 @@ class Choice:
 def choose_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, kernels: Kernels | None = None
 ) -> Choice:
-    """The kernels for one call of `forward`; `kernels`, if given, is what the caller wants."""
+    """The kernels for one call of `forward`; `kernels`, if given, is the caller's wish."""
     if kernels in (Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED):
         raise ValueError(f"{kernels} has no forward: pass {Kernels.HOPPER} or {Kernels.PLAIN}")
 
@@ -63,10 +64,10 @@ def choose_backward(
     kernels: Kernels | None = None,
     deterministic: bool | None = None,
 ) -> Choice:
-    """The kernels for one call of `backward`; `kernels`, if given, is what the caller wants.
+    """The kernels for one call of `backward`; `kernels`, if given, is the caller's wish.
 
     deterministic: whether the same inputs must give the same bits of dq; None follows `torch.are_deterministic_algorithms_enabled()`.
-    Those of dk and dv are the same in any case.
+    The bits of dk and dv are the same in any case.
     """
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -76,40 +77,40 @@ def choose_backward(
             f"pass {Kernels.HOPPER_ORDERED}, {Kernels.HOPPER} or none"
         )
     d, v_dim = q.shape[3], v.shape[3]
-    there_are = () if hopper.obstacle else _backward_kernels(d, v_dim, deterministic)
-    if not hopper.obstacle and kernels not in (None, Kernels.PLAIN, *there_are):
-        other = there_are[0] if there_are else Kernels.PLAIN
+    made = () if hopper.obstacle else _made_for(d, v_dim, deterministic)
+    if not hopper.obstacle and kernels not in (None, Kernels.PLAIN, *made):
+        other = made[0] if made else Kernels.PLAIN
         raise ValueError(f"{kernels} has none for head dims {d} and {v_dim}: pass {other} or none")
 
     def on_hopper() -> Choice:
         obstacle = hopper.backward.obstacle(q, k, v, dout, table)
-        if obstacle or not there_are:
+        if obstacle or not made:
             return Choice(Kernels.PLAIN, obstacle or f"there are no others for head dims {d} and {v_dim}")
-        if there_are[0] == Kernels.HOPPER_ORDERED and not hopper.fused.has_items_for_turns(k, table):
-            return Choice((*there_are, Kernels.PLAIN)[1], "sm_90, and too few items to take turns")
-        return Choice(there_are[0], "sm_90")
+        if made[0] == Kernels.HOPPER_ORDERED and not hopper.fused.has_items_for_turns(k, table):
+            return Choice((*made, Kernels.PLAIN)[1], "sm_90, and too few items to take turns")
+        return Choice(made[0], "sm_90")
 
     return _choose("backward", q.device, kernels, on_hopper)
 
 
-def look_up_forward(
+def forward_kernels(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, softmax_scale: float, kernels: Kernels | None
 ) -> Kernels:
-    """Those that `choose_forward` chooses, kept with the table."""
+    """The kernels that `choose_forward` chooses, kept with the table."""
     key = ("forward kernels", kind(q), kind(k), kind(v), q.device, softmax_scale, kernels)
     return table.derived(key, lambda: choose_forward(q, k, v, softmax_scale, kernels).kernels)
 
 
-def look_up_backward(
-    q: torch.Tensor,
+def backward_kernels(
+    queries: Queries,
     k: torch.Tensor,
     v: torch.Tensor,
-    dout: torch.Tensor,
     table: TileTable,
     kernels: Kernels | None = None,
     deterministic: bool | None = None,
 ) -> Kernels:
-    """Those that `choose_backward` chooses, kept with the table."""
+    """The kernels that `choose_backward` chooses, kept with the table."""
+    q, dout = queries.q, queries.dout
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     key = ("backward kernels", kind(q), kind(k), kind(v), kind(dout), q.device, kernels, deterministic)
@@ -117,8 +118,8 @@ def look_up_backward(
 
 
 @functools.cache
-def _backward_kernels(d: int, v_dim: int, deterministic: bool) -> tuple[Kernels, ...]:
-    """The Hopper kernels that there are for head dims d of q and k, and v_dim of v, the fastest first."""
+def _made_for(d: int, v_dim: int, deterministic: bool) -> tuple[Kernels, ...]:
+    """The Hopper kernels for head dims d of q and k, and v_dim of v, the fastest first."""
     head_dims = {
         Kernels.HOPPER_FUSED: () if deterministic else hopper.fused.HEAD_DIMS,
         Kernels.HOPPER_ORDERED: hopper.fused.HEAD_DIMS,
@@ -128,7 +129,7 @@ def _backward_kernels(d: int, v_dim: int, deterministic: bool) -> tuple[Kernels,
 
 
 def _choose(what: str, device: torch.device, wish: Kernels | None, on_hopper: Callable[[], Choice]) -> Choice:
-    """The caller's wish, or what is chosen on Hopper, or plain kernels."""
+    """The caller's wish; else, on Hopper, the choice of `on_hopper`; else the plain kernels."""
     if wish not in (None, Kernels.PLAIN) and hopper.obstacle:
         raise ValueError(f"{wish} is asked for, but {hopper.obstacle}: install one of these, or pass {Kernels.PLAIN} or none")
     if wish is not None:

@@ -22,7 +22,7 @@ import triton.language as tl
 from . import launches
 from .config import padded
 from .launches import strides
-from .table import TileTable, split, steps_of
+from .table import FIRST_SEGMENT, LAST_SEGMENT, ROW, TileTable, split, steps_of
 from .units import to_base2, to_natural
 
 # in steps: what a split costs beside its own, and what a launch that merges does; measured on an H200
@@ -73,7 +73,8 @@ def _splits(table: TileTable, axis: str, block: int, step: int, heads: int, walk
         count = most or best(steps_of(items, segments, step), heads, processors, walks)
         items, _ = split(items, segments, step, count)
         first_rows = np.arange(0, table.q_rows if axis == "q" else table.k_rows, block)
-        found = np.bincount(items[items[:, 1] < items[:, 2], 0] // block, minlength=len(first_rows))
+        rows = items[items[:, FIRST_SEGMENT] < items[:, LAST_SEGMENT], ROW]
+        found = np.bincount(rows // block, minlength=len(first_rows))
         blocks = np.stack([first_rows, found], axis=1)[np.argsort(found == 0, kind="stable")]
         blocks = torch.from_numpy(blocks.astype(np.int32)).to(device)
         return Splits(int(found.max(initial=1)), blocks, int((found > 0).sum()), block)

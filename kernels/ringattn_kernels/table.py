@@ -15,6 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+# columns of a block table's items
+ROW, FIRST_SEGMENT, LAST_SEGMENT, SPLIT = range(4)
+# columns of its segments
+BEGIN, FULL_BEGIN, FULL_END, END, LO, HI, ROW_BEGIN, ROW_END = range(8)
+
 
 @dataclass(frozen=True)
 class BlockTable:
@@ -37,11 +42,13 @@ class BlockTable:
 
 
 class TileTable:
-    """An immutable set of disjoint tiles over `q_rows` x `k_rows` pairs, with the block tables that the kernels read.
+    """The tiles of one launch: an (n, 6) table over `q_rows` rows of Q and `k_rows` rows of a K/V buffer. Immutable.
 
-    Tiles without a live pair are left out: a table has pairs if it has `tiles`.
+    tiles: (n, 6) int64, (q_begin, q_end, k_begin, k_end, lo, hi), disjoint. Tiles without a live pair are left out, so that a table has
+    live pairs exactly if `len(table) > 0`.
 
-    Block tables are built once for each (device, block size, step) and kept, so that a steady-state call builds and uploads nothing.
+    The block tables that kernels read are built once for each (device, block size, step) and kept here, so that a steady-state call
+    builds and uploads nothing.
     """
 
     __slots__ = ("_derived", "k_rows", "q_rows", "tiles")
@@ -55,10 +62,14 @@ class TileTable:
         assert (lo <= hi).all(), "a tile's band is empty: lo > hi"
         tiles = tiles[(lo < q_end - k_begin) & (hi > q_begin - k_end)]
         # no difference of rows lies outside, and the kernels' row - lo must not overflow
-        tiles[:, 4:] = np.clip(tiles[:, 4:], -k_rows, q_rows)
+        tiles[:, LO:] = np.clip(tiles[:, LO:], -k_rows, q_rows)
         tiles.setflags(write=False)
         self.tiles, self.q_rows, self.k_rows = tiles, int(q_rows), int(k_rows)
         self._derived: dict[tuple, Any] = {}
+
+    def __len__(self) -> int:
+        """The number of tiles."""
+        return len(self.tiles)
 
     def query_blocks(self, block: int, step: int, device: torch.device, splits: int = 1) -> BlockTable:
         """Blocks of `block` query rows, stepping through keys by `step`; in splits, where the longest block has that many (see `split`)."""
@@ -74,7 +85,8 @@ class TileTable:
         def build() -> tuple[np.ndarray, np.ndarray]:
             if axis == "q":
                 return cut(self.tiles, self.q_rows, block, step)
-            return cut(self.tiles[:, [2, 3, 0, 1, 5, 4]] * np.array([1, 1, 1, 1, -1, -1]), self.k_rows, block, step)
+            q_begin, q_end, k_begin, k_end, lo, hi = self.tiles.T
+            return cut(np.stack([k_begin, k_end, q_begin, q_end, -hi, -lo], axis=1), self.k_rows, block, step)
 
         return self.derived(("cut", axis, block, step), build)
 
@@ -87,7 +99,7 @@ class TileTable:
     def _blocks(self, axis: str, block: int, step: int, device: torch.device, splits: int) -> BlockTable:
         def build() -> BlockTable:
             items, segments = split(*self.cut(axis, block, step), step, splits)
-            touched = int((items[:, 1] < items[:, 2]).sum())
+            touched = int((items[:, FIRST_SEGMENT] < items[:, LAST_SEGMENT]).sum())
             return BlockTable(torch.from_numpy(items).to(device), torch.from_numpy(segments).to(device), touched)
 
         return self.derived(("blocks", axis, block, step, device, splits), build)
@@ -103,7 +115,7 @@ def kind(x: torch.Tensor) -> tuple:
 
 def cut(tiles: np.ndarray, rows: int, block: int, step: int) -> tuple[np.ndarray, np.ndarray]:
     """Items and segments (see `BlockTable`) of `tiles`, whose first axis of `rows` rows is cut into blocks of `block`."""
-    begin, end, lo, hi = tiles[:, 0], tiles[:, 1], tiles[:, 4], tiles[:, 5]
+    begin, end, other_begin, other_end, lo, hi = tiles.T
     # one row for each (tile, block that the tile meets)
     first = begin // block
     count = (end - 1) // block - first + 1
@@ -116,8 +128,8 @@ def cut(tiles: np.ndarray, rows: int, block: int, step: int) -> tuple[np.ndarray
     lo, hi = lo[tile], hi[tile]
 
     # columns live for some row: the band's steps overlap, so that this is one interval
-    live_begin = np.maximum(tiles[tile, 2], row_begin - hi)
-    live_end = np.minimum(tiles[tile, 3], row_end - lo)
+    live_begin = np.maximum(other_begin[tile], row_begin - hi)
+    live_end = np.minimum(other_end[tile], row_end - lo)
     # columns live for every row of the block, in whole steps from live_begin
     whole = (row_begin == block_begin) & (row_end == block_end)
     full_begin = np.maximum(live_begin, block_end - 1 - hi)
@@ -135,7 +147,7 @@ def cut(tiles: np.ndarray, rows: int, block: int, step: int) -> tuple[np.ndarray
 
     blocks = -(-rows // block)
     bounds = np.searchsorted(owner, np.arange(blocks + 1))
-    steps = -(-(segments[:, 3] - segments[:, 0]) // step)
+    steps = _steps(segments, step)
     work = np.bincount(owner, weights=steps, minlength=blocks)
     items = np.stack([np.arange(blocks) * block, bounds[:-1], bounds[1:], np.zeros(blocks, np.int64)], axis=1)
     items = items[np.argsort(-work, kind="stable")]
@@ -150,10 +162,10 @@ def split(items: np.ndarray, segments: np.ndarray, step: int, splits: int) -> tu
     """
     if splits == 1:
         return items, segments
-    items = items[items[:, 1] < items[:, 2]]
+    items = items[items[:, FIRST_SEGMENT] < items[:, LAST_SEGMENT]]
     # all steps in a row: where a segment begins in it, an item, and a split
     segment_begin = _before(segments, step)
-    begin, length = segment_begin[items[:, 1]], steps_of(items, segments, step)
+    begin, length = segment_begin[items[:, FIRST_SEGMENT]], steps_of(items, segments, step)
     count = -(-length // -(-length.max(initial=1) // splits))
     item = np.repeat(np.arange(len(items)), count)
     number = np.arange(len(item)) - np.repeat(np.cumsum(count) - count, count)
@@ -164,10 +176,11 @@ def split(items: np.ndarray, segments: np.ndarray, step: int, splits: int) -> tu
     piece_end = np.append(piece_begin[1:], segment_begin[-1:])[: len(piece_begin)]
     segment = np.searchsorted(segment_begin, piece_begin, side="right") - 1
     pieces = segments[segment]
-    pieces[:, 0] += (piece_begin - segment_begin[segment]) * step
-    pieces[:, 3] = np.minimum(pieces[:, 3], pieces[:, 0] + (piece_end - piece_begin) * step)
-    pieces[:, 1:3] = np.clip(pieces[:, 1:3], pieces[:, :1], pieces[:, 3:4])
-    items = np.stack([items[item, 0], *(np.searchsorted(piece_begin, x) for x in (split_begin, split_end)), number], axis=1)
+    pieces[:, BEGIN] += (piece_begin - segment_begin[segment]) * step
+    pieces[:, END] = np.minimum(pieces[:, END], pieces[:, BEGIN] + (piece_end - piece_begin) * step)
+    for column in (FULL_BEGIN, FULL_END):
+        pieces[:, column] = np.clip(pieces[:, column], pieces[:, BEGIN], pieces[:, END])
+    items = np.stack([items[item, ROW], *(np.searchsorted(piece_begin, x) for x in (split_begin, split_end)), number], axis=1)
     items = items[np.argsort(split_begin - split_end, kind="stable")]
     return np.ascontiguousarray(items, dtype=np.int32), np.ascontiguousarray(pieces, dtype=np.int32)
 
@@ -175,9 +188,14 @@ def split(items: np.ndarray, segments: np.ndarray, step: int, splits: int) -> tu
 def steps_of(items: np.ndarray, segments: np.ndarray, step: int) -> np.ndarray:
     """How many steps each item has."""
     before = _before(segments, step)
-    return before[items[:, 2]] - before[items[:, 1]]
+    return before[items[:, LAST_SEGMENT]] - before[items[:, FIRST_SEGMENT]]
 
 
 def _before(segments: np.ndarray, step: int) -> np.ndarray:
-    """How many steps come before each segment, and at the end, all."""
-    return np.concatenate([[0], np.cumsum(-(-(segments[:, 3] - segments[:, 0]) // step))])
+    """The number of steps before each segment, and at the end the number of all steps."""
+    return np.concatenate([[0], np.cumsum(_steps(segments, step))])
+
+
+def _steps(segments: np.ndarray, step: int) -> np.ndarray:
+    """The number of steps of each segment."""
+    return -(-(segments[:, END] - segments[:, BEGIN]) // step)

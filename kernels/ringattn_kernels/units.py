@@ -14,7 +14,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def to_base2(row_max):
-    """row_max in base-2 units, and what its rounding lost: row_max * log2(e) = pivot + rest. Empty rows (-inf): (-inf, 0)."""
+    """(pivot, rest): row_max in base-2 units, and its rounding error: row_max * log2(e) = pivot + rest. Empty rows (-inf): (-inf, 0)."""
     exact = row_max.to(tl.float64) * LOG2_E
     pivot = exact.to(tl.float32)
     rest = (exact - pivot.to(tl.float64)).to(tl.float32)

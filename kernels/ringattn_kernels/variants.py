@@ -1,4 +1,4 @@
-"""Every compiled form of the kernels, and what each takes of the chip: registers, stack, spills, shared memory.
+"""Every compiled form of the plain kernels, and the resources of the chip that each takes: registers, stack, spills, shared memory.
 
     python -m ringattn_kernels.variants --jobs 8 > docs/lab/kernel_resources.md
 
@@ -6,7 +6,6 @@ Nothing here needs a GPU: Triton compiles for an architecture by name, from the 
 """
 
 import argparse
-import importlib
 import itertools
 import os
 import re
@@ -23,15 +22,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import splits
-from .config import Launch, launch_for, padded
+from . import plain_backward, plain_forward, splits, statistics
+from .config import BlockConfig, launch_for, padded
 from .gradients import dkdv_kernel, dq_kernel
-from .inputs import Inputs
+from .queries import Queries
 from .table import TileTable
-
-# the package's functions `forward` and `backward` have its modules' names
-forward = importlib.import_module("ringattn_kernels.forward")
-backward = importlib.import_module("ringattn_kernels.backward")
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
@@ -66,7 +61,7 @@ def all_variants() -> list[Variant]:
     return [Variant(*fields) for fields in itertools.product(KERNELS, HEAD_DIMS, DTYPES, ARCHITECTURES)]
 
 
-def compile_variant(variant: Variant, launch: Launch | None = None) -> Resources:
+def compile_variant(variant: Variant, launch: BlockConfig | None = None) -> Resources:
     """Compile one variant with its configured `launch`, or with another."""
     kernel, arguments = launch_arguments(variant, launch)
     options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
@@ -104,44 +99,44 @@ def source(kernel: triton.JITFunction, arguments: dict) -> ASTSource:
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def launch_arguments(variant: Variant, launch: Launch | None = None) -> tuple[triton.JITFunction, dict]:
+def launch_arguments(variant: Variant, launch: BlockConfig | None = None) -> tuple[triton.JITFunction, dict]:
     """The kernel and the arguments of a launch on small tensors, grouped-query, as one would make it on `variant.arch`."""
     b, s, h, hk, d, dtype, arch = 2, 256, 16, 4, variant.head_dim, variant.dtype, variant.arch
     q, dout = torch.empty(b, s, h, d, dtype=dtype), torch.empty(b, s, h, d, dtype=dtype)
     k, v = torch.empty(b, s, hk, d, dtype=dtype), torch.empty(b, s, hk, d, dtype=dtype)
-    statistics = torch.empty(b, h, s)
-    weight = statistics if dtype == torch.float32 else None
+    rows = torch.empty(b, h, s)
+    weight = rows if dtype == torch.float32 else None
     if variant.kernel == "delta":
         names = ("out_ptr", "dout_ptr", "delta_ptr", "stride_ob", "stride_os", "stride_oh", "stride_gb", "stride_gs")
-        values = (q, dout, statistics, *q.stride()[:3], *dout.stride()[:2])
+        values = (q, dout, rows, *q.stride()[:3], *dout.stride()[:2])
         sizes = {"stride_gh": d, "heads": h, "q_rows": s, "V_DIM": d, "BLOCK_DV": padded(d), "BLOCK_Q": 64}
-        return backward.delta_kernel, dict(zip(names, values)) | sizes
+        return statistics.delta_kernel, dict(zip(names, values)) | sizes
     if variant.kernel == "pivot":
         names = ("row_max_ptr", "row_sum_ptr", "pivot_ptr", "weight_ptr", "count", "BLOCK")
-        return backward.pivot_kernel, dict(zip(names, (statistics, statistics, statistics, weight, b * h * s, 1024)))
+        return statistics.pivot_kernel, dict(zip(names, (rows, rows, rows, weight, b * h * s, 1024)))
 
     how = splits.Splits(1, torch.empty(4, 2, dtype=torch.int32), 4, 64)
     if variant.kernel == "sum":
         return splits.sum_kernel, splits.sum_arguments(how, 4, q.float(), q, False)[1] | {"num_warps": splits.WARPS}
     if variant.kernel.startswith("merge"):
-        partial = (q.float(), statistics, statistics)
+        partial = (q.float(), rows, rows)
         state = partial if variant.kernel.endswith("from state") else None
-        return splits.merge_kernel, splits.merge_arguments(how, 4, partial, state, q, statistics, statistics)[1]
+        return splits.merge_kernel, splits.merge_arguments(how, 4, partial, state, q, rows, rows)[1]
 
     name = variant.kernel.split()[0]
     launch = launch or launch_for(name, arch, d, dtype)
     table = TileTable(np.array([(0, s, 0, s, 0, s)]), s, s)
     cut = table.key_blocks if name == "dkdv" else table.query_blocks
     blocks = cut(launch.block, launch.step, q.device)
-    common = (Inputs(q, k, v, dout, statistics, statistics, statistics, table, 0.1), statistics, weight, blocks, len(blocks))
+    common = (Queries(q, dout, rows, rows, rows), k, v, table, 0.1, rows, weight, blocks, len(blocks))
     if name == "dkdv":
-        return dkdv_kernel, backward.dkdv_arguments(*common, k.float(), v.float(), True, launch, arch)
+        return dkdv_kernel, plain_backward.dkdv_arguments(*common, k.float(), v.float(), True, launch, arch)
     if name == "dq":
-        return dq_kernel, backward.dq_arguments(*common, q.float(), True, launch, arch)
+        return dq_kernel, plain_backward.dq_arguments(*common, q.float(), True, launch, arch)
     out = q.float() if variant.kernel.endswith("to state") else q
-    state = (q.float(), statistics, statistics) if "from state" in variant.kernel else None
-    return forward.forward_kernel, forward.forward_arguments(
-        q, k, v, table, out, statistics, statistics, blocks, len(blocks), 0.1, state, launch, arch
+    state = (q.float(), rows, rows) if "from state" in variant.kernel else None
+    return plain_forward.forward_kernel, plain_forward.forward_arguments(
+        q, k, v, table, out, rows, rows, blocks, len(blocks), 0.1, state, launch, arch
     )
 
 

@@ -21,6 +21,8 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
+from ringattn.geometry.plan import live_pairs
+
 from . import kernels_peers as contestants
 from .kernels_cases import HEAD_DIMS, KINDS, KernelCase, PackedCase, ShortCase, ZigzagCase, quick, table
 from .kernels_picture import DIRECTIONS, plot
@@ -132,7 +134,7 @@ def measure(case: KernelCase, peers: list[str], directions: Sequence[str] = DIRE
         for name, spread in spreads(taking_part, repeats).items():
             rates[name][direction] = rated(spread, flop.get(name, {}).get(direction) or case.flop(direction))
     facts = {"case": case.name, "kind": case.kind, "tokens": case.tokens, "heads": case.heads, "kv_heads": case.kv_heads}
-    facts |= {"head_dim": case.head_dim, "v_dim": case.v_dim, "mask": case.mask, "pairs": case.tiles.pairs}
+    facts |= {"head_dim": case.head_dim, "v_dim": case.v_dim, "mask": case.mask, "pairs": live_pairs(case.tiles)}
     return facts | {"kernels": contestants.choices(case, inputs), "rates": rates, "missing": missing}
 
 

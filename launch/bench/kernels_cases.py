@@ -14,8 +14,9 @@ from typing import ClassVar
 import numpy as np
 
 import ringattn as ra
-from ringattn.geometry.plan import Tiles, move_keys
+from ringattn.geometry.plan import live_pairs, make_tiles, move_keys
 from ringattn.geometry.rows import Rows
+from ringattn_kernels.table import TileTable
 
 SEQUENCES = (4096, 8192, 16384, 32768, 65536)
 HEAD_DIMS = ("128", "64", "96", "256", "192/128")
@@ -54,24 +55,24 @@ class KernelCase:
         return f"{self.kind} {self.shown_rows} D{dims} {self.heads}:{self.kv_heads} {self.mask}"
 
     @cached_property
-    def tiles(self) -> Tiles:
+    def tiles(self) -> TileTable:
         """The live pairs, for the kernels."""
         if not self.causal:
-            return Tiles(np.array([(0, self.tokens, 0, self.keys, -self.keys, self.tokens)]), self.tokens, self.keys)
+            return make_tiles(np.array([(0, self.tokens, 0, self.keys, -self.keys, self.tokens)]), self.tokens, self.keys)
         return self._tiles_of(ra.causal())
 
-    def _tiles_of(self, mask: ra.Mask) -> Tiles:
-        return Tiles(ra.make_plan(ra.contiguous(self.tokens, 1), mask).tiles(0, 0), self.tokens, self.tokens)
+    def _tiles_of(self, mask: ra.Mask) -> TileTable:
+        return make_tiles(ra.make_plan(ra.contiguous(self.tokens, 1), mask).tiles(0, 0), self.tokens, self.tokens)
 
     def flop(self, direction: str) -> float:
         """Operations on live pairs, "forward" or "backward"."""
         d, dv = self.head_dim, self.v_dim
-        return 2.0 * self.tiles.pairs * self.heads * {"forward": d + dv, "backward": 3 * d + 2 * dv}[direction]
+        return 2.0 * live_pairs(self.tiles) * self.heads * {"forward": d + dv, "backward": 3 * d + 2 * dv}[direction]
 
     @property
     def dense_alike(self) -> DenseCase:
         """One causal call of as many operations, in whole blocks of 128 rows."""
-        side = round((2 * self.tiles.pairs) ** 0.5 / 128) * 128
+        side = round((2 * live_pairs(self.tiles)) ** 0.5 / 128) * 128
         return DenseCase(max(side, 128), self.heads, self.kv_heads, self.head_dim, self.v_dim)
 
 
@@ -91,11 +92,11 @@ class ZigzagCase(KernelCase):
         return self.tokens * ZIGZAG_RANKS
 
     @cached_property
-    def tiles(self) -> Tiles:
+    def tiles(self) -> TileTable:
         plan = ra.make_plan(ra.zigzag(self.keys, ZIGZAG_RANKS), ra.causal())
         bases = np.cumsum([0, *plan.lengths])
         parts = [move_keys(plan.tiles(0, owner), Rows.span(0, n), int(bases[owner])) for owner, n in enumerate(plan.lengths)]
-        return Tiles(np.concatenate(parts), self.tokens, self.keys)
+        return make_tiles(np.concatenate(parts), self.tokens, self.keys)
 
 
 class PackedCase(KernelCase):
@@ -111,7 +112,7 @@ class PackedCase(KernelCase):
         return tuple(np.diff([0, *ends]).tolist())
 
     @cached_property
-    def tiles(self) -> Tiles:
+    def tiles(self) -> TileTable:
         return self._tiles_of(ra.documents(self.documents))
 
 

@@ -53,14 +53,14 @@ def choices(case: KernelCase, inputs: Tensors) -> dict[str, str]:
         "forward": dispatch.choose_forward(q, k, v, case.head_dim**-0.5),
     }
     for name, mode in BACKWARD_MODES.items():
-        chosen[name.replace("ringattn", "backward")] = dispatch.choose_backward(q, k, v, dout, case.tiles.kernel_table, **mode)
+        chosen[name.replace("ringattn", "backward")] = dispatch.choose_backward(q, k, v, dout, case.tiles, **mode)
     return {direction: f"{choice.kernels.name.lower()}: {choice.reason}" for direction, choice in chosen.items()}
 
 
 def ours(case: KernelCase, inputs: Tensors, splits: int | None = None, **mode: bool) -> Passes:
     """This library's kernels. The backward counts everything that autograd would run: delta, the statistics' units, every kernel."""
     q, k, v, dout = inputs
-    softmax_scale, table = case.head_dim**-0.5, case.tiles.kernel_table
+    softmax_scale, table = case.head_dim**-0.5, case.tiles
 
     def forward():
         return rk.forward(q, k, v, table, softmax_scale=softmax_scale, splits=splits)
@@ -69,9 +69,9 @@ def ours(case: KernelCase, inputs: Tensors, splits: int | None = None, **mode: b
 
     def backward():
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-        delta = rk.delta(out, dout)
+        queries = rk.Queries(q, dout, row_max, row_sum, rk.delta(out, dout))
         results = dict(dq=dq, dk=dk, dv=dv, add=False)
-        rk.backward(q, k, v, dout, row_max, row_sum, delta, table, softmax_scale=softmax_scale, splits=splits, **results, **mode)
+        rk.backward(queries, k, v, table, softmax_scale=softmax_scale, splits=splits, **results, **mode)
         return dq, dk, dv
 
     return Passes(forward, backward)

@@ -3,7 +3,6 @@
 Each choice is also checked against PyTorch.
 """
 
-import importlib
 import multiprocessing
 
 import numpy as np
@@ -12,16 +11,14 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 import ringattn_kernels as rk
-from ringattn_kernels.config import Launch, architecture
-from ringattn_kernels.inputs import Inputs
+from ringattn_kernels import plain_backward, plain_forward
+from ringattn_kernels.config import BlockConfig, architecture
+from ringattn_kernels.gradients import dkdv_kernel, dq_kernel
+from ringattn_kernels.statistics import pivots
 
 from .shared.timing import milliseconds
 
-# the package has functions called `forward` and `backward`, which hide its modules of these names
-forward = importlib.import_module("ringattn_kernels.forward")
-backward = importlib.import_module("ringattn_kernels.backward")
-
-# kernel -> head dim -> the fields of `Launch`
+# kernel -> head dim -> the fields of `BlockConfig`
 CANDIDATES = {
     "forward": {
         64: [(128, 128, 4, 2, 2), (128, 128, 4, 3, 2), (128, 128, 8, 3, 2), (128, 256, 8, 2, 2), (64, 128, 4, 2, 2),
@@ -67,30 +64,30 @@ class Problem:
             grads = torch.autograd.grad(out, leaves, self.dout.transpose(1, 2))
             self.out, self.dq, self.dk, self.dv = (x.transpose(1, 2).float() for x in (out.detach(), *grads))
             _, row_max, row_sum = rk.forward(self.q, self.k, self.v, self.table, softmax_scale=self.scale)
-            self.pivot, _ = backward.pivots(row_max, row_sum, weighted=False)
+            self.pivot, _ = pivots(row_max, row_sum, weighted=False)
             self.delta = rk.delta(self.out.to(torch.bfloat16).contiguous(), self.dout)
 
     def launch(self, kernel: str, config: tuple):
         """(kernel function, grid, arguments, tensors written, references)."""
-        launch, arch, device = Launch(*config), architecture(self.q.device), self.q.device
+        launch, arch, device = BlockConfig(*config), architecture(self.q.device), self.q.device
         heads = self.q.shape[2]
         rows = self.table.key_blocks if kernel == "dkdv" else self.table.query_blocks
         blocks = rows(launch.block, launch.step, device)
         if kernel == "forward":
             out, row_max, row_sum = torch.empty_like(self.q), torch.empty_like(self.delta), torch.empty_like(self.delta)
-            arguments = forward.forward_arguments(
+            arguments = plain_forward.forward_arguments(
                 self.q, self.k, self.v, self.table, out, row_max, row_sum, blocks, len(blocks), self.scale, None, launch, arch
             )
-            return forward.forward_kernel, heads * len(blocks), arguments, {"out": out}
+            return plain_forward.forward_kernel, heads * len(blocks), arguments, {"out": out}
         statistics = (self.pivot, self.pivot, self.delta)  # the kernels read only delta of these, and the pivot
-        inputs = Inputs(self.q, self.k, self.v, self.dout, *statistics, self.table, self.scale)
-        common = (inputs, self.pivot, None, blocks, blocks.touched)
+        inputs = rk.Queries(self.q, self.dout, *statistics), self.k, self.v, self.table, self.scale
+        common = (*inputs, self.pivot, None, blocks, blocks.touched)
         if kernel == "dkdv":
             dk, dv = torch.zeros_like(self.k, dtype=torch.float32), torch.zeros_like(self.v, dtype=torch.float32)
-            arguments = backward.dkdv_arguments(*common, dk, dv, True, launch, arch)
-            return backward.dkdv_kernel, heads * blocks.touched, arguments, {"dk": dk, "dv": dv}
+            arguments = plain_backward.dkdv_arguments(*common, dk, dv, True, launch, arch)
+            return dkdv_kernel, heads * blocks.touched, arguments, {"dk": dk, "dv": dv}
         dq = torch.zeros_like(self.q, dtype=torch.float32)
-        return backward.dq_kernel, heads * blocks.touched, backward.dq_arguments(*common, dq, True, launch, arch), {"dq": dq}
+        return dq_kernel, heads * blocks.touched, plain_backward.dq_arguments(*common, dq, True, launch, arch), {"dq": dq}
 
 
 def compile_one(job: tuple) -> str:

@@ -77,7 +77,8 @@ class Module:
     def sources(self) -> dict[str, tuple[Path, str | None]]:
         """Where imported names come from: a file, and the name there (None: the name is that module)."""
         found: dict[str, tuple[Path, str | None]] = {}
-        for node in self.tree.body:
+        lazy = [node for block in self.tree.body if isinstance(block, ast.If) for node in block.body]
+        for node in [*self.tree.body, *lazy]:
             if isinstance(node, ast.ImportFrom) and node.level:
                 base = self.path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
                 for alias in node.names:

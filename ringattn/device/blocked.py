@@ -9,28 +9,17 @@ Shapes: b batch, sq and sk rows of q and of the k/v buffer, h query heads, hk ke
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from ..geometry.plan import Tiles
+from ringattn_kernels.queries import Queries
+from ringattn_kernels.table import TileTable
 
 _BLOCK_Q = 256
 _BLOCK_K = 512
 
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Queries:
-    """Rows of q, and what else the backward pass reads of each row; statistics are over all keys."""
-
-    q: torch.Tensor  # (b, sq, h, d)
-    dout: torch.Tensor  # (b, sq, h, d_v)
-    row_max: torch.Tensor  # (b, h, sq)
-    row_sum: torch.Tensor  # (b, h, sq)
-    delta: torch.Tensor  # (b, h, sq)
 
 
 class _Block(NamedTuple):
@@ -45,7 +34,7 @@ def forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    tiles: Tiles,
+    tiles: TileTable,
     *,
     softmax_scale: float,
     state: State | None = None,
@@ -93,7 +82,7 @@ def delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     return (out.to(acc_dtype) * dout.to(acc_dtype)).sum(-1).transpose(1, 2).contiguous()
 
 
-class QuerySums:
+class TorchQuerySums:
     """Sums of dQ over one backward pass, in fp32 (fp64 for fp64) and q's shape (b, sq, h, d)."""
 
     def __init__(self, q: torch.Tensor) -> None:
@@ -108,10 +97,10 @@ def backward(
     queries: Queries,
     k: torch.Tensor,
     v: torch.Tensor,
-    tiles: Tiles,
+    tiles: TileTable,
     *,
     softmax_scale: float,
-    dq: QuerySums,
+    dq: TorchQuerySums,
     dk: torch.Tensor,
     dv: torch.Tensor,
     add: bool = True,
@@ -146,8 +135,8 @@ def backward(
             x.copy_(total)
 
 
-def _blocks(tiles: Tiles, device: torch.device) -> Iterator[_Block]:
-    for q_begin, q_end, k_begin, k_end, lo, hi in tiles.rows:
+def _blocks(tiles: TileTable, device: torch.device) -> Iterator[_Block]:
+    for q_begin, q_end, k_begin, k_end, lo, hi in tiles.derived(("rows",), tiles.tiles.tolist):
         for q0 in range(q_begin, q_end, _BLOCK_Q):
             q1 = min(q0 + _BLOCK_Q, q_end)
             # the keys that some row of the block sees

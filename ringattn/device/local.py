@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..geometry.plan import Tiles
+from ringattn_kernels.table import TileTable
+
 from ..schedule.program import Pass
 from ..score import Score
 from . import blocked
@@ -15,20 +16,20 @@ from .streams import InOrder, SideBySide, Streams
 if TYPE_CHECKING:
     import ringattn_kernels
 
-    QuerySums = blocked.QuerySums | ringattn_kernels.QuerySums
+    QuerySums = blocked.TorchQuerySums | ringattn_kernels.QuerySums
 
 Queries = blocked.Queries
 State = blocked.State
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, score: Score, *, state: State | None, final: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: TileTable, score: Score, *, state: State | None, final: bool
 ) -> State:
     """Attention of q over the tiles' pairs, on top of `state`: (out, row_max, row_sum). See `blocked.forward`."""
     if q.is_cuda and q.numel():
         import ringattn_kernels
 
-        return ringattn_kernels.forward(q, k, v, tiles.kernel_table, softmax_scale=score.softmax_scale, state=state, final=final)
+        return ringattn_kernels.forward(q, k, v, tiles, softmax_scale=score.softmax_scale, state=state, final=final)
     return blocked.forward(q, k, v, tiles, softmax_scale=score.softmax_scale, state=state, final=final)
 
 
@@ -50,7 +51,7 @@ def query_sums(q: torch.Tensor, score: Score, dtype: torch.dtype) -> QuerySums:
         import ringattn_kernels
 
         return ringattn_kernels.QuerySums(q, score.softmax_scale, dtype)
-    return blocked.QuerySums(q)
+    return blocked.TorchQuerySums(q)
 
 
 def streams(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, program: Pass) -> Streams:
@@ -58,18 +59,18 @@ def streams(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, p
 
     k, v: the rank's own, as a launch gets them; K/V of other ranks come in tensors of the same kind.
     """
-    if isinstance(dq, blocked.QuerySums) or not program.side_by_side:
+    if isinstance(dq, blocked.TorchQuerySums) or not program.side_by_side:
         return InOrder()
     tiles = program.launches[0].tiles
     if not len(tiles):
         return InOrder()
-    from ringattn_kernels.dispatch import Kernels, look_up_backward
+    from ringattn_kernels.dispatch import Kernels, backward_kernels
 
-    if look_up_backward(queries.q, k, v, queries.dout, tiles.kernel_table) != Kernels.HOPPER_FUSED:
+    if backward_kernels(queries, k, v, tiles) != Kernels.HOPPER_FUSED:
         return InOrder()
     # on the caller's stream, before all launches
     dq.permuted()
-    dq.prepared((queries.row_max, queries.row_sum, queries.delta))
+    dq.prepared(queries.statistics)
     return SideBySide(queries.q.device)
 
 
@@ -77,7 +78,7 @@ def backward(
     queries: Queries,
     k: torch.Tensor,
     v: torch.Tensor,
-    tiles: Tiles,
+    tiles: TileTable,
     score: Score,
     *,
     dq: QuerySums,
@@ -93,10 +94,9 @@ def backward(
     if not len(tiles):
         for x in () if add else (dk, dv):
             x.zero_()
-    elif isinstance(dq, blocked.QuerySums):
+    elif isinstance(dq, blocked.TorchQuerySums):
         blocked.backward(queries, k, v, tiles, softmax_scale=scale, dq=dq, dk=dk, dv=dv, add=add)
     else:
         import ringattn_kernels
 
-        inputs = queries.q, k, v, queries.dout, queries.row_max, queries.row_sum, queries.delta
-        ringattn_kernels.backward(*inputs, tiles.kernel_table, softmax_scale=scale, dq=dq, dk=dk, dv=dv, add=add)
+        ringattn_kernels.backward(queries, k, v, tiles, softmax_scale=scale, dq=dq, dk=dk, dv=dv, add=add)

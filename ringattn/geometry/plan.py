@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from ringattn_kernels.table import TileTable
 
 from ..check import BUILD_A_LAYOUT, BUILD_A_MASK, instance
 from .layout import Layout
@@ -24,54 +25,10 @@ from .region import common_stride as region_stride
 from .rows import Order, Rows, joined
 from .span import Span, Spans, common_stride, fold, refine, span_table
 
-if TYPE_CHECKING:
-    from ringattn_kernels import TileTable
-
 # columns of a table of tiles
 _KEYS, _BAND = slice(2, 4), slice(4, 6)  # k_begin and k_end; lo and hi
 # gaps of up to so many rows between needed rows move too: leaving them out costs more, since a copy must then gather the needed rows
 _GAP = 64
-
-
-class Tiles:
-    """The tiles of one launch: an (n, 6) table over `q_rows` of Q and `k_rows` of a K/V buffer. Immutable."""
-
-    def __init__(self, table: Table, q_rows: int, k_rows: int) -> None:
-        self.table = merge_full(table)
-        self.q_rows = q_rows
-        self.k_rows = k_rows
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    @cached_property
-    def pairs(self) -> int:
-        """Live pairs."""
-        return int(count_pairs(*self.table.T).sum())
-
-    def pairs_before(self, end: int) -> int:
-        """Live pairs with the first `end` keys."""
-        q_begin, q_end, k_begin, k_end, lo, hi = self.table.T
-        return int(count_pairs(q_begin, q_end, k_begin, np.minimum(k_end, end), lo, hi).sum())
-
-    def of_keys(self, begin: int, end: int) -> Tiles:
-        """The part of the tiles that lies in rows [begin, end) of the buffer, over these rows."""
-        k_begin, k_end = np.clip(self.table[:, _KEYS].T, begin, end) - begin
-        q_begin, q_end, _, _, lo, hi = self.table.T
-        *table, live = trim(q_begin, q_end, k_begin, k_end, lo + begin, hi + begin)
-        return Tiles(np.stack(table, axis=1)[live], self.q_rows, end - begin)
-
-    @cached_property
-    def rows(self) -> list[list[int]]:
-        """The tiles as lists of integers."""
-        return self.table.tolist()
-
-    @cached_property
-    def kernel_table(self) -> TileTable:
-        """The same for the Triton kernels, which keep their device tables in it."""
-        from ringattn_kernels import TileTable
-
-        return TileTable(self.table, self.q_rows, self.k_rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,12 +87,12 @@ def make_plan(layout: Layout, mask: Mask) -> Plan:
 
 def make_local_plan(
     q_positions: torch.Tensor, k_positions: torch.Tensor, mask: Mask, seq_len: int
-) -> tuple[Tiles, Order | None, Order | None]:
+) -> tuple[TileTable, Order | None, Order | None]:
     """Tiles of one device's queries and keys, and the order in which tiles count the rows of each (None: as given)."""
     (queries, q_rows), (keys, k_rows) = spans_of(q_positions), spans_of(k_positions)
     plan = _plan((queries,), (keys,), mask, seq_len)
     q_order, k_order = (_then(rows, order) for rows, order in zip((q_rows, k_rows), plan.order))
-    return Tiles(plan.table, len(q_positions), len(k_positions)), q_order, k_order
+    return make_tiles(plan.table, len(q_positions), len(k_positions)), q_order, k_order
 
 
 def _then(rows: np.ndarray | None, order: Order | None) -> Order | None:
@@ -163,6 +120,25 @@ def _plan(query_shards: Sequence[Spans], key_shards: Sequence[Spans], mask: Mask
     order = tuple(None if rows is None else Order(rows) for _, rows in fine)
     lengths = tuple(sum(span.length for span in spans) for spans in key_shards)
     return Plan(len(key_shards), lengths, order, tiles[by_pair], starts)
+
+
+def make_tiles(table: Table, q_rows: int, k_rows: int) -> TileTable:
+    """The tiles of one launch over `q_rows` of Q and `k_rows` of a K/V buffer, in as few rows as can be."""
+    return TileTable(merge_full(table), q_rows, k_rows)
+
+
+def live_pairs(tiles: TileTable, keys: int | None = None) -> int:
+    """The number of live pairs; with `keys`, those of the first so many keys."""
+    q_begin, q_end, k_begin, k_end, lo, hi = tiles.tiles.T
+    return int(count_pairs(q_begin, q_end, k_begin, k_end if keys is None else np.minimum(k_end, keys), lo, hi).sum())
+
+
+def of_keys(tiles: TileTable, begin: int, end: int) -> TileTable:
+    """The part of the tiles that lies in rows [begin, end) of the buffer, over these rows."""
+    q_begin, q_end, k_begin, k_end, lo, hi = tiles.tiles.T
+    k_begin, k_end = (np.clip(x, begin, end) - begin for x in (k_begin, k_end))
+    *table, live = trim(q_begin, q_end, k_begin, k_end, lo + begin, hi + begin)
+    return make_tiles(np.stack(table, axis=1)[live], tiles.q_rows, end - begin)
 
 
 def move_keys(tiles: Table, rows: Rows, base: int) -> Table:

@@ -32,23 +32,23 @@ def forward(
     final: bool,
 ) -> local.State:
     """out (b, s, h, d_v), row_max and row_sum (b, h, s); with `final`, out in q's dtype."""
-    memory = _Memory(program.own, k, v)
+    buffers = _Buffers(program.own, k, v)
     state: local.State | None = None
     handle: Handle | None = None
     for x in program.instructions:
         match x:
             case Launch():
-                keys = memory.part(x.keys, x.begin, x.end)
+                keys = buffers.part(x.keys, x.begin, x.end)
                 state = local.forward(q, *keys, x.tiles, score, state=state, final=final and x.last)
             case Open():
-                memory.open(x)
+                buffers.open(x)
             case Exchange():
-                handle = memory.exchange(transport, x)
+                handle = buffers.exchange(transport, x)
             case Wait():
                 assert handle is not None
                 handle.wait()
             case Close():
-                memory.close(x)
+                buffers.close(x)
     assert state is not None
     return state
 
@@ -69,44 +69,44 @@ def backward(
     # gradients that nothing is added to later leave the kernels in their final dtype
     dtype = q.dtype if kv_dtype == q.dtype and program.alone else queries.row_sum.dtype
     dq = local.query_sums(q, score, dtype)
-    memory = _Memory(program.own, k, v, dtype)
-    memory.open(Open(0, program.sums))
+    buffers = _Buffers(program.own, k, v, dtype)
+    buffers.open(Open(0, program.sums))
     handle: Handle | None = None
-    with local.streams(queries, *memory.part(program.own, 0, k.shape[1]), dq, program) as streams:
+    with local.streams(queries, *buffers.part(program.own, 0, k.shape[1]), dq, program) as streams:
         for x in program.instructions:
             match x:
                 case Launch():
                     assert x.sums is not None
-                    keys, (dk, dv) = memory.part(x.keys, x.begin, x.end), memory.part(x.sums, x.begin, x.end)
+                    keys, (dk, dv) = buffers.part(x.keys, x.begin, x.end), buffers.part(x.sums, x.begin, x.end)
                     with streams.launch():
                         local.backward(queries, *keys, x.tiles, score, dq=dq, dk=dk, dv=dv, add=x.add)
                     del keys, dk, dv  # a Close lets go of their memory
                 case Fence():
                     streams.fence(x.stream)
                 case Open():
-                    memory.open(x)
+                    buffers.open(x)
                 case Close():
-                    memory.close(x)
+                    buffers.close(x)
                 case Exchange():
                     with streams.exchanges:
-                        handle = memory.exchange(transport, x)
+                        handle = buffers.exchange(transport, x)
                 case Wait():
                     assert handle is not None
                     with streams.exchanges:
                         handle.wait()
                 case Add() if x.stream is Stream.CALLER:
-                    memory.add(x)
+                    buffers.add(x)
                 case Add():
                     with streams.exchanges:
-                        memory.add(x)
+                        buffers.add(x)
                 case Zero():
-                    memory.zero(x)
-    dk, dv = memory.part(program.sums, 0, program.sums.rows)
-    del memory
+                    buffers.zero(x)
+    dk, dv = buffers.part(program.sums, 0, program.sums.rows)
+    del buffers
     return dq.finish(q.dtype), dk.to(kv_dtype), dv.to(kv_dtype)
 
 
-class _Memory:
+class _Buffers:
     """The tensors of a pass's buffers: K and V, or their sums, (rows, b, hk, d) and (rows, b, hk, d_v)."""
 
     def __init__(self, own: Buffer, k: torch.Tensor, v: torch.Tensor, sums_dtype: torch.dtype | None = None) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from ..geometry.plan import Tiles
+from ringattn_kernels.table import TileTable
+
 from ..geometry.rows import Rows
 
 
@@ -107,13 +108,13 @@ class Launch:
     begin: int
     end: int
     pairs: int  # live (query, key) pairs
-    make_tiles: Callable[[], Tiles]
+    make_tiles: Callable[[], TileTable]
     sums: Buffer | None = None
     add: bool = False
     last: bool = False
 
     @cached_property
-    def tiles(self) -> Tiles:
+    def tiles(self) -> TileTable:
         """The live pairs, made at the first use: who only counts does not need them."""
         return self.make_tiles()
 

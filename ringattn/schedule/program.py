@@ -29,7 +29,9 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from ..geometry.plan import Plan, Tiles, move_keys
+from ringattn_kernels.table import TileTable
+
+from ..geometry.plan import Plan, live_pairs, make_tiles, move_keys, of_keys
 from ..geometry.rows import Rows
 from .instructions import Add, Buffer, Close, Exchange, Fence, Holds, Instruction, Launch, Message, Open, Stream, Wait, Zero
 from .schedules import WAITING, Schedule, Transfer, forward_transfers, gradient_transfers
@@ -106,10 +108,10 @@ def backward_passes(schedule: Schedule, plan: Plan, ranks: Iterable[int]) -> lis
     return [_backward(plan, rank, kv, gradients) for rank in ranks]
 
 
-def local_program(tiles: Tiles) -> Program:
+def local_program(tiles: TileTable) -> Program:
     """The program of a rank that has all that it needs."""
     own, sums = Buffer(tiles.k_rows, Holds.KV), Buffer(tiles.k_rows, Holds.SUMS)
-    launch = Launch(0, own, 0, tiles.k_rows, tiles.pairs, lambda: tiles, last=True)
+    launch = Launch(0, own, 0, tiles.k_rows, live_pairs(tiles), lambda: tiles, last=True)
     return Program(Pass((launch,), 1, own), Pass((replace(launch, sums=sums),), 1, own, sums))
 
 
@@ -218,7 +220,7 @@ def _backward_launches(held: _Held, gradients: _Messages, steps: int, adds: list
     found = [[held.launch(t, sums=True)] if t == 0 or t in gradients.last else [] for t in range(steps)]
     if gradients.out[steps - 1] or gradients.into[steps - 1]:
         own = found[0][0]
-        half = _half(own.tiles)
+        half = _half(own)
         if half:
             # sums of other ranks may have been added to the second half before it is computed
             received = any(add.buffer is own.sums for step in adds[:steps] for add in step)
@@ -228,8 +230,8 @@ def _backward_launches(held: _Held, gradients: _Messages, steps: int, adds: list
 
 
 def _part(launch: Launch, begin: int, end: int) -> Launch:
-    tiles = launch.tiles.of_keys(begin, end)
-    return replace(launch, begin=begin, end=end, pairs=tiles.pairs, make_tiles=lambda: tiles)
+    tiles = of_keys(launch.tiles, begin, end)
+    return replace(launch, begin=begin, end=end, pairs=live_pairs(tiles), make_tiles=lambda: tiles)
 
 
 def _exchange(step: int, sends: list[Message], receives: list[Message], at_rest: bool) -> list[Instruction]:
@@ -370,16 +372,17 @@ class _Messages:
         return [number for number in self._held.numbers if number and max(number, self.last.get(number, 0)) == step]
 
 
-def _tiles(plan: Plan, rank: int, pieces: Sequence[_Piece]) -> Tiles:
+def _tiles(plan: Plan, rank: int, pieces: Sequence[_Piece]) -> TileTable:
     """What a rank computes with the rows in a buffer."""
     tiles = [move_keys(plan.tiles(rank, piece.owner), piece.rows, piece.begin) for piece in pieces]
     rows = pieces[-1].end if pieces else 0
-    return Tiles(np.concatenate(tiles) if tiles else np.empty((0, 6), dtype=np.int64), plan.lengths[rank], rows)
+    return make_tiles(np.concatenate(tiles) if tiles else np.empty((0, 6), dtype=np.int64), plan.lengths[rank], rows)
 
 
-def _half(tiles: Tiles) -> int:
+def _half(launch: Launch) -> int:
     """How many of the first keys have about half of the live pairs; 0 if the keys cannot be divided."""
-    half = bisect_left(range(tiles.k_rows), tiles.pairs / 2, key=tiles.pairs_before)
+    tiles = launch.tiles
+    half = bisect_left(range(tiles.k_rows), launch.pairs / 2, key=lambda keys: live_pairs(tiles, keys))
     if half > _BLOCK:
         half -= half % _BLOCK
     return half if 0 < half < tiles.k_rows else 0

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.device import blocked
-from ringattn.geometry.plan import Tiles
+from ringattn.geometry.plan import live_pairs, make_tiles
 from ringattn.geometry.region import trim
 from tests.kernels import dense
 
@@ -25,7 +25,7 @@ SCALE = 0.6
 def tiles_of(rows, q_rows, k_rows):
     """Tiles from any (q_begin, q_end, k_begin, k_end, lo, hi), trimmed."""
     *columns, live = trim(*np.array(rows, dtype=np.int64).reshape(-1, 6).T)
-    return Tiles(np.stack(columns, axis=1)[live], q_rows, k_rows)
+    return make_tiles(np.stack(columns, axis=1)[live], q_rows, k_rows)
 
 
 def make_inputs(sq, sk, dtype=torch.float64, seed=0):
@@ -36,15 +36,15 @@ def make_inputs(sq, sk, dtype=torch.float64, seed=0):
 
 def exact(q, k, v, dout, tiles):
     """Dense attention in fp64: out, row_max, row_sum; dq, dk, dv."""
-    live = dense.live_pairs(tiles.rows, tiles.q_rows, tiles.k_rows)
-    assert tiles.pairs == live.sum()
+    live = dense.live_pairs(tiles.tiles.tolist(), tiles.q_rows, tiles.k_rows)
+    assert live_pairs(tiles) == live.sum()
     *state, dq, dk, dv = astuple(dense.attention(q, k, v, dout, live, SCALE, torch.float64))
     return tuple(state), (dq, dk, dv)
 
 
 def gradients(q, k, v, dout, tiles, out, row_max, row_sum):
     """dq, dk, dv. dk and dv are added to ones, so that an overwrite would show."""
-    dq, dk, dv = blocked.QuerySums(q), *(torch.ones(x.shape, dtype=row_sum.dtype) for x in (k, v))
+    dq, dk, dv = blocked.TorchQuerySums(q), *(torch.ones(x.shape, dtype=row_sum.dtype) for x in (k, v))
     queries = blocked.Queries(q, dout, row_max, row_sum, blocked.delta(out, dout))
     blocked.backward(queries, k, v, tiles, softmax_scale=SCALE, dq=dq, dk=dk, dv=dv)
     return dq.finish(row_sum.dtype), dk - 1, dv - 1
@@ -84,8 +84,8 @@ def test_tiles_are_dense_attention_over_their_pairs(tiles, seed):
 @given(disjoint_tiles(), st.permutations(range(8)), st.integers(0, 8))
 def test_launches_on_a_state_add_up(tiles, order, first):
     q, k, v, dout = make_inputs(12, 12)
-    table = tiles.table[[i for i in order if i < len(tiles)]]
-    parts = [Tiles(table[:first], 12, 12), Tiles(table[first:], 12, 12)]
+    table = tiles.tiles[[i for i in order if i < len(tiles)]]
+    parts = [make_tiles(table[:first], 12, 12), make_tiles(table[first:], 12, 12)]
     whole = blocked.forward(q, k, v, tiles, softmax_scale=SCALE)
     state = blocked.forward(q, k, v, parts[0], softmax_scale=SCALE, final=False)
     kept = [x.data_ptr() for x in state]
@@ -159,7 +159,7 @@ def test_views_of_buffers_with_rows_first():
     turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v)]
     assert_close(blocked.forward(q, *turned, tiles, softmax_scale=SCALE), state)
     dk, dv = (torch.zeros(9, B, HK, size, dtype=torch.float64) for size in (D, D_V))
-    dq = blocked.QuerySums(q)
+    dq = blocked.TorchQuerySums(q)
     queries = blocked.Queries(q, dout, *state[1:], blocked.delta(state[0], dout))
     blocked.backward(queries, *turned, tiles, softmax_scale=SCALE, dq=dq, dk=dk.transpose(0, 1), dv=dv.transpose(0, 1))
     assert_close((dq.finish(q.dtype), dk.transpose(0, 1), dv.transpose(0, 1)), gradients(q, k, v, dout, tiles, *state))
@@ -171,7 +171,7 @@ def test_without_add_dk_and_dv_are_overwritten_and_dq_is_added_to(dtype):
     tiles = tiles_of([(2, 7, 3, 8, -2, 5)], 7, 9)
     out, row_max, row_sum = blocked.forward(q, k, v, tiles, softmax_scale=SCALE)
     wanted = gradients(q, k, v, dout, tiles, out, row_max, row_sum)
-    dq, (dk, dv) = blocked.QuerySums(q), (torch.full_like(x, math.nan) for x in (k, v))
+    dq, (dk, dv) = blocked.TorchQuerySums(q), (torch.full_like(x, math.nan) for x in (k, v))
     for _ in range(2):
         arguments = dict(softmax_scale=SCALE, dq=dq, dk=dk, dv=dv, add=False)
         queries = blocked.Queries(q, dout, row_max, row_sum, blocked.delta(out, dout))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
-from ringattn.geometry.plan import Tiles, is_full, make_local_plan, merge_full, move_keys, spans_of
+from ringattn.geometry.plan import is_full, live_pairs, make_local_plan, make_tiles, merge_full, move_keys, spans_of
 from ringattn.runtime.context import Context
 from ringattn.schedule.program import compile_program
 from ringattn.transport import Alone, LoopbackTransport
@@ -101,8 +101,8 @@ def test_the_steps_of_each_rank_cover_the_same_pairs(cases, schedule, data):
             held = np.concatenate(buffer) if buffer else np.empty(0, dtype=int)
             assert part.tiles.k_rows == len(held)
             assert part.tiles.q_rows == len(queries)
-            counts = covered(part.tiles.table, len(queries), len(held))
-            assert part.tiles.pairs == counts.sum()
+            counts = covered(part.tiles.tiles, len(queries), len(held))
+            assert live_pairs(part.tiles) == counts.sum()
             total[:, held] += counts
         assert np.array_equal(total, live[queries])
 
@@ -116,7 +116,7 @@ def test_local_plans_of_any_positions(mask_strategy, data, q_rows, k_rows):
     tiles, q_order, k_order = make_local_plan(torch.from_numpy(queries), torch.from_numpy(keys), mask, seq_len)
     queries = queries if q_order is None else queries[q_order.rows]
     keys = keys if k_order is None else keys[k_order.rows]
-    assert np.array_equal(covered(tiles.table, len(queries), len(keys)), live[np.ix_(queries, keys)])
+    assert np.array_equal(covered(tiles.tiles, len(queries), len(keys)), live[np.ix_(queries, keys)])
 
 
 @given(st.lists(st.integers(0, 60)))
@@ -156,7 +156,7 @@ def test_a_gathered_zigzag_rank_has_few_tiles(world_size):
         tiles = gathered(ra.zigzag(65_536, world_size), ra.causal(), rank)
         # the keys before the rank's first chunk, and those between its two chunks: all wholly live
         assert len(tiles) <= 4
-        assert is_full(tiles.table).all()
+        assert is_full(tiles.tiles).all()
 
 
 def test_a_striped_rank_has_one_tile_for_each_owner():
@@ -172,7 +172,7 @@ def test_full_attention_gathers_into_one_tile():
 def test_block_sparse_runs_are_merged():
     blocks = np.tril(np.ones((32, 32), dtype=bool))
     plan = ra.make_plan(ra.contiguous(32 * 16, 1), ra.block_sparse(blocks, 16))
-    assert len(Tiles(plan.tiles(0, 0), 512, 512)) <= 32
+    assert len(make_tiles(plan.tiles(0, 0), 512, 512)) <= 32
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=36))

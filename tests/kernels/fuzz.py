@@ -113,8 +113,8 @@ def forward_launch(number: int, d: int, dv: int):
     """In place of what the Hopper forward would choose, another of its launches for these head dims, by a number."""
     if hopper.obstacle:
         return contextlib.nullcontext()
-    found = hopper.forward.launches_for(d, dv)
-    return mock.patch.object(hopper.forward, "launch_for", return_value=found[number % len(found)])
+    found = hopper.forward_config.configs_for(d, dv)
+    return mock.patch.object(hopper.forward_config, "config_for", return_value=found[number % len(found)])
 
 
 def backward_kernels(p: Problem, table: rk.TileTable) -> dispatch.Kernels:
@@ -150,7 +150,7 @@ def run(p: Problem) -> dense.Result:
             with forward_launch(p.turn, p.q.shape[3], p.v.shape[3]):
                 state = rk.forward(p.q, p.k, p.v, table, softmax_scale=p.softmax_scale, **options)
         out, row_max, row_sum = state
-        statistics = row_max, row_sum, rk.delta(out, p.dout)
+        queries = rk.Queries(p.q, p.dout, row_max, row_sum, rk.delta(out, p.dout))
         alone = len(tables) == 1
         dtype = p.q.dtype if alone else torch.float32
         dk, dv = torch.empty_like(p.k, dtype=dtype), torch.empty_like(p.v, dtype=dtype)
@@ -159,7 +159,7 @@ def run(p: Problem) -> dense.Result:
             kernels = backward_kernels(p, table)
             splits = p.splits if kernels in (dispatch.Kernels.PLAIN, dispatch.Kernels.HOPPER_FUSED) else None
             options = dict(dq=sums, dk=dk, dv=dv, add=n > 0, kernels=kernels, deterministic=p.deterministic, splits=splits)
-            rk.backward(p.q, p.k, p.v, p.dout, *statistics, table, softmax_scale=p.softmax_scale, **options)
+            rk.backward(queries, p.k, p.v, table, softmax_scale=p.softmax_scale, **options)
         dq = sums if alone else sums.finish(p.q.dtype)
     return dense.Result(out, row_max, row_sum, dq, dk, dv)
 

@@ -9,7 +9,7 @@ import torch
 
 import ringattn_kernels as rk
 from ringattn_kernels import splits
-from ringattn_kernels.hopper_backward_fused import finish
+from ringattn_kernels.hopper.fused import finish
 from tests.kernels import dense, fuzz
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
@@ -32,27 +32,27 @@ def run(q, k, v, dout, tables, softmax_scale) -> dense.Result:
     assert out.dtype == q.dtype
     assert row_max.dtype == row_sum.dtype == delta.dtype == torch.float32
     gradients = {"dq": torch.zeros(q.shape), "dk": transposed(k).zero_(), "dv": transposed(v).zero_()}
-    statistics = (row_max, row_sum, delta)
+    queries = rk.Queries(q, dout, row_max, row_sum, delta)
     for table in tables:
-        rk.backward(q, k, v, dout, *statistics, table, softmax_scale=softmax_scale, **gradients)
+        rk.backward(queries, k, v, table, softmax_scale=softmax_scale, **gradients)
     if len(tables) > 1:
-        dq, dk, dv = run_with_sums(q, k, v, dout, statistics, tables, softmax_scale)
+        dq, dk, dv = run_with_sums(queries, k, v, tables, softmax_scale)
         for name, x in dict(dq=dq, dk=dk, dv=dv).items():
             assert torch.equal(x, gradients[name]), name
     else:
         fresh = {name: torch.full_like(x, float("nan")) for name, x in zip(("dq", "dk", "dv"), (q, k, v))}
-        rk.backward(q, k, v, dout, *statistics, tables[0], softmax_scale=softmax_scale, **fresh, add=False)
+        rk.backward(queries, k, v, tables[0], softmax_scale=softmax_scale, **fresh, add=False)
         for name, x in fresh.items():
             assert torch.equal(x, gradients[name].to(q.dtype)), name
     return dense.Result(out, row_max, row_sum, **gradients)
 
 
-def run_with_sums(q, k, v, dout, statistics, tables, softmax_scale):
+def run_with_sums(queries, k, v, tables, softmax_scale):
     """Gradients of launches that add to one dq, and each write dk and dv of their own over NaN."""
-    sums = rk.QuerySums(q, softmax_scale)
+    sums = rk.QuerySums(queries.q, softmax_scale)
     fresh = [(transposed(k), transposed(v)) for _ in tables]
     for table, (dk, dv) in zip(tables, fresh):
-        rk.backward(q, k, v, dout, *statistics, table, softmax_scale=softmax_scale, dq=sums, dk=dk, dv=dv, add=False)
+        rk.backward(queries, k, v, table, softmax_scale=softmax_scale, dq=sums, dk=dk, dv=dv, add=False)
     return sums.finish(torch.float32), *map(sum, zip(*fresh))
 
 
@@ -152,7 +152,7 @@ def test_the_gradients_of_splits_add_up_to_those_of_whole_blocks(add):
     for count in (1, 3):
         kind = dict(dtype=torch.float32 if add else torch.float16)
         dq, dk, dv = (torch.full_like(x, 0.25 if add else float("nan"), **kind) for x in (q, k, v))
-        arguments = (q, k, v, dout, row_max, row_sum, rk.delta(out, dout), table)
+        arguments = (rk.Queries(q, dout, row_max, row_sum, rk.delta(out, dout)), k, v, table)
         rk.backward(*arguments, softmax_scale=0.3, dq=dq, dk=dk, dv=dv, add=add, splits=count)
         results.append((dq, dk, dv))
     for whole, summed in zip(*results):
@@ -257,7 +257,7 @@ def test_empty_inputs():
 
 
 def in_register_order(dq):
-    """Sums as `hopper_backward_fused.add_dq` leaves them: 64 x 64 parts, in which a lane's four numbers are side by side."""
+    """Sums as `hopper.dq_sums.add_dq` leaves them: 64 x 64 parts, in which a lane's four numbers are side by side."""
     parts = dq.unflatten(1, (-1, 64)).unflatten(3, (-1, 64)).transpose(2, 3).reshape(-1, 64, 64)
     order = torch.empty(64, 64, dtype=torch.long)
     for row, column in np.ndindex(64, 64):
@@ -295,9 +295,10 @@ def test_sums_of_different_kernels_are_one_dq(d, q_rows, plain):
     def add_plain():
         table = rk.TileTable(np.array(dense.full(q_rows, 2)), q_rows, 2)
         out, row_max, row_sum = rk.forward(q, k, v, table, softmax_scale=0.25)
+        queries = rk.Queries(q, dout, row_max, row_sum, rk.delta(out, dout))
         for dq in (sums, other):
             dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
-            rk.backward(q, k, v, dout, row_max, row_sum, rk.delta(out, dout), table, softmax_scale=0.25, dq=dq, dk=dk, dv=dv)
+            rk.backward(queries, k, v, table, softmax_scale=0.25, dq=dq, dk=dk, dv=dv)
 
     if plain == "before":
         add_plain()
@@ -322,7 +323,7 @@ def test_rows_of_one_launch_are_written_in_their_last_dtype():
     q, k, v, dout = inputs(1, 40, 40, 1, 1, 16, 16, torch.float16)
     table = rk.TileTable(np.array(dense.causal(30)), 40, 40)
     out, row_max, row_sum = rk.forward(q, k, v, table, softmax_scale=0.25)
-    arguments = (q, k, v, dout, row_max, row_sum, rk.delta(out, dout), table)
+    arguments = (rk.Queries(q, dout, row_max, row_sum, rk.delta(out, dout)), k, v, table)
     sums, dk, dv = rk.QuerySums(q, 0.25, torch.float16), transposed(k), transposed(v)
     rk.backward(*arguments, softmax_scale=0.25, dq=sums, dk=dk, dv=dv, add=False)
     rows, _ = sums.rows()

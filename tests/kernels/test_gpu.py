@@ -42,12 +42,12 @@ def run(q, k, v, dout, tables, softmax_scale, **options) -> dense.Result:
         final = n == len(tables) - 1
         state = rk.forward(q, k, v, table, softmax_scale=softmax_scale, state=state, final=final)
     out, row_max, row_sum = state
-    delta = rk.delta(out, dout)
+    queries = rk.Queries(q, dout, row_max, row_sum, rk.delta(out, dout))
     sums = rk.QuerySums(q, softmax_scale)
     dk, dv = (torch.full(x.shape, float("nan"), device="cuda") for x in (k, v))
     for n, table in enumerate(tables):
         outputs = dict(dq=sums, dk=dk, dv=dv, add=n > 0)
-        rk.backward(q, k, v, dout, row_max, row_sum, delta, table, softmax_scale=softmax_scale, **outputs, **options)
+        rk.backward(queries, k, v, table, softmax_scale=softmax_scale, **outputs, **options)
     return dense.Result(out, row_max, row_sum, sums.finish(torch.float32), dk, dv)
 
 
@@ -203,5 +203,6 @@ def run_last_rows(q, k, dout, rows):
     dk, dv = (torch.zeros(rows, *q.shape[:1], *q.shape[2:], device="cuda").transpose(0, 1) for _ in range(2))
     # the fused kernel's order of sums depends on where in its block a key is
     outputs = dict(dq=dq, dk=dk, dv=dv, deterministic=True)
-    rk.backward(q, k, k, dout, row_max, row_sum, rk.delta(out, dout), table, softmax_scale=0.1, **outputs)
+    queries = rk.Queries(q, dout, row_max, row_sum, rk.delta(out, dout))
+    rk.backward(queries, k, k, table, softmax_scale=0.1, **outputs)
     return out, dq, dk[:, -64:].clone(), dv[:, -64:].clone()

@@ -19,11 +19,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 import ringattn_kernels as rk
-from ringattn_kernels import dispatch, hopper_backward, hopper_backward_fused, hopper_backward_wide
+from ringattn_kernels import dispatch
+from ringattn_kernels import launches as kernel_launches
 from ringattn_kernels.dispatch import Kernels, choose_backward, choose_forward
-from ringattn_kernels.inputs import Inputs
+from ringattn_kernels.hopper import backward, fused
+from ringattn_kernels.hopper.statistics import PaddedStatistics
+from ringattn_kernels.hopper.turns import key_turns
 from ringattn_kernels.launches import check
-from ringattn_kernels.turns import key_turns
 from tests.kernels import dense, fuzz
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -113,20 +115,19 @@ def cpu_arguments(kernel: str, d: int, dtype, add: bool, result_dtype):
     dims = ((4, d), (2, d), (2, V_DIMS.get(d, d)), (4, V_DIMS.get(d, d)))
     q, k, v, dout = (torch.empty(1, 256, *heads_and_dim, dtype=dtype) for heads_and_dim in dims)
     dq, dk, dv = (torch.empty(x.shape, dtype=result_dtype) for x in (q, k, v))
-    table, statistics, rows = rk.TileTable(np.array(dense.causal(256)), 256, 256), torch.empty(3, 1, 4, 256), torch.empty(2, 4, 256)
-    inputs = Inputs(q, k, v, dout, *statistics, table, 0.1)
+    table = rk.TileTable(np.array(dense.causal(256)), 256, 256)
+    queries = rk.Queries(q, dout, *torch.empty(3, 1, 4, 256))
+    inputs = queries, k, v, table, 0.1, PaddedStatistics(*torch.empty(2, 4, 256))
     if kernel in ("fused", "ordered"):
-        sums, step = torch.empty(4, 256, d), hopper_backward_fused.LAUNCHES[d].step
+        sums, step = torch.empty(4, 256, d), fused.CONFIGS[d].step
         turns = key_turns(table, 128, step, q.device), torch.empty(4 * 256 // step + 1, dtype=torch.int32)
         options = turns if kernel == "ordered" else ()
-        return hopper_backward_fused.fused_kernel, hopper_backward_fused.fused_arguments(
-            inputs, *rows, sums, dk, dv, add, *options
-        )[1]
+        return fused.fused_kernel, fused.fused_arguments(*inputs, sums, dk, dv, add, *options)[1]
     if kernel == "wide key":
-        return hopper_backward_wide.wide_key_kernel, hopper_backward_wide.wide_key_arguments(inputs, *rows, dk, dv, add)[1]
+        return backward.wide_key_kernel, backward.wide_key_arguments(*inputs, dk, dv, add)[1]
     if kernel == "key":
-        return hopper_backward.key_kernel, hopper_backward.key_arguments(inputs, *rows, dk, dv, add)[1]
-    return hopper_backward.query_kernel, hopper_backward.query_arguments(inputs, *rows, dq, add)[1]
+        return backward.key_kernel, backward.key_arguments(*inputs, dk, dv, add)[1]
+    return backward.query_kernel, backward.query_arguments(*inputs, dq, add)[1]
 
 
 # one launch of several adds, or overwrites what only it knows; one alone writes the final dtype
@@ -171,12 +172,12 @@ def test_a_choice_can_be_overridden_and_has_a_reason():
     q = torch.empty(1, 8, 2, 128, dtype=torch.bfloat16)
     table = rk.TileTable(np.array(dense.causal(8)), 8, 8)
     assert choose_backward(q, q, q, q, table, Kernels.PLAIN).kernels == Kernels.PLAIN
-    assert hopper_backward.obstacle(q, q, q, q, table) == ""
+    assert backward.obstacle(q, q, q, q, table) == ""
     unaligned = torch.empty(1, 8, 2, 132, dtype=torch.bfloat16)[..., :128]
-    assert "aligned" in hopper_backward.obstacle(unaligned, q, q, q, table)
-    assert "float32" in hopper_backward.obstacle(q.float(), q, q, q, table)
+    assert "aligned" in backward.obstacle(unaligned, q, q, q, table)
+    assert "float32" in backward.obstacle(q.float(), q, q, q, table)
     for tiles in ([], [(0, 8, 0, 8, 8, 9)]):
-        assert "no pairs" in hopper_backward.obstacle(q, q, q, q, rk.TileTable(np.array(tiles), 8, 8))
+        assert "no pairs" in backward.obstacle(q, q, q, q, rk.TileTable(np.array(tiles), 8, 8))
 
 
 @pytest.fixture
@@ -208,7 +209,7 @@ def launches(hopper, monkeypatch):
         found.append((self.fn.__name__, *grid))
 
     monkeypatch.setattr(triton.JITFunction, "run", run)
-    monkeypatch.setattr(rk.launches, "launch", launch_anew)
+    monkeypatch.setattr(kernel_launches, "launch", launch_anew)
     return found
 
 
@@ -221,7 +222,8 @@ def test_one_launch_and_several_take_every_block_that_changes(d, deterministic, 
     q, dout = (torch.empty(2, 300, 6, dim, dtype=torch.bfloat16) for dim in (d, V_DIMS.get(d, d)))
     k, v = (torch.empty(2, 700, 2, dim, dtype=torch.bfloat16) for dim in (d, V_DIMS.get(d, d)))
     statistics = torch.empty(3, 2, 6, 300).unbind()
-    inputs = (q, k, v, dout, *statistics, rk.TileTable(np.array([(5, 20, 100, 150, -700, 300)]), 300, 700))
+    table = rk.TileTable(np.array([(5, 20, 100, 150, -700, 300)]), 300, 700)
+    inputs = rk.Queries(q, dout, *statistics), k, v, table
     options = dict(softmax_scale=0.1, dk=torch.empty(k.shape), dv=torch.empty(v.shape), deterministic=deterministic)
 
     def launched(dq, add):
@@ -231,7 +233,7 @@ def test_one_launch_and_several_take_every_block_that_changes(d, deterministic, 
 
     prepare, finish = ("prepare_kernel", 2 * 6 * 3), ("finish_kernel", 2 * 6 * 3 * 2)
     dq, sums = torch.empty(q.shape), rk.QuerySums(q, 0.1)
-    if fused := d < 256 and not deterministic:
+    if one_pass := d < 256 and not deterministic:
         kernels = [("fused_kernel", 2 * 2 * n) for n in (6, 2)]
         assert [launched(dq, add) for add in (False, True)] == [[prepare, kernel, finish] for kernel in kernels]
         # of the queries' statistics several launches make once what they read
@@ -244,7 +246,7 @@ def test_one_launch_and_several_take_every_block_that_changes(d, deterministic, 
         assert [launched(sums, add) for add in (True, False)] == [[prepare, keys[1], queries[0]], [prepare, keys[0], queries[1]]]
     launches.clear()
     assert sums.finish(q.dtype).dtype == q.dtype
-    assert launches == ([finish] if fused else [])
+    assert launches == ([finish] if one_pass else [])
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ def test_a_launch_of_items_that_take_turns(d, launches):
     q, dout = (torch.empty(2, 300, 6, dim, dtype=torch.bfloat16) for dim in (d, V_DIMS.get(d, d)))
     k, v = (torch.empty(2, 700, 2, dim, dtype=torch.bfloat16) for dim in (d, V_DIMS.get(d, d)))
     table = rk.TileTable(np.array([(5, 20, 100, 150, -700, 300)]), 300, 700)
-    inputs = (q, k, v, dout, *torch.empty(3, 2, 6, 300), table)
+    inputs = rk.Queries(q, dout, *torch.empty(3, 2, 6, 300)), k, v, table
     options = dict(softmax_scale=0.1, dk=torch.empty(k.shape), dv=torch.empty(v.shape), kernels=Kernels.HOPPER_ORDERED)
     rk.backward(*inputs, **options, dq=torch.empty(q.shape), add=False)
     rk.backward(*inputs, **options, dq=rk.QuerySums(q, 0.1), add=True)
@@ -286,11 +288,12 @@ def test_heads_go_side_by_side_unless_they_are_long(d, short, long):
     def heads(rows, ordered=False):
         q, k, v = (torch.empty(1, n, 1, dim, dtype=torch.bfloat16) for n, dim in ((64, d), (rows, d), (rows, V_DIMS.get(d, d))))
         table = rk.TileTable(np.array(dense.full(64, rows)), 64, rows)
-        inputs = Inputs(q, k, v, v[:, :64], *torch.empty(3, 1, 1, 64), table, 0.1)
-        step = hopper_backward_fused.LAUNCHES[d].step
+        queries = rk.Queries(q, v[:, :64], *torch.empty(3, 1, 1, 64))
+        inputs = queries, k, v, table, 0.1, PaddedStatistics(*torch.empty(2, 1, 128))
+        step = fused.CONFIGS[d].step
         turns = (key_turns(table, 128, step, q.device), torch.empty(128 // step + 1, dtype=torch.int32)) if ordered else ()
         sums = torch.empty(1, 128, d)
-        return hopper_backward_fused.fused_arguments(inputs, *torch.empty(2, 1, 128), sums, k, v, False, *turns)[1]["chunk"]
+        return fused.fused_arguments(*inputs, sums, k, v, False, *turns)[1]["chunk"]
 
     assert (heads(64 * 128), heads(512 * 128)) == (short, long)
     assert heads(512 * 128, ordered=True) == 2
@@ -390,7 +393,7 @@ def problem(seed: int, d: int, dtype):
 def gradients(q, k, v, dout, statistics, table, kernels, start=0.0):
     dq, dk, dv = (torch.full_like(x, start, dtype=torch.float32) for x in (q, k, v))
     outputs = dict(dq=dq, dk=dk, dv=dv, kernels=kernels)
-    rk.backward(q, k, v, dout, *statistics, table, softmax_scale=q.shape[3] ** -0.5, **outputs)
+    rk.backward(rk.Queries(q, dout, *statistics), k, v, table, softmax_scale=q.shape[3] ** -0.5, **outputs)
     return dq, dk, dv
 
 
@@ -445,7 +448,7 @@ def test_overwriting_leaves_nothing_of_what_was_there(d, kernels):
         added = gradients(q, k, v, dout, statistics, table, kernels)
         written = tuple(torch.full_like(x, float("nan")) for x in (q, k, v))
         arguments = dict(zip(("dq", "dk", "dv"), written), softmax_scale=d**-0.5, add=False, kernels=kernels)
-        rk.backward(q, k, v, dout, *statistics, table, **arguments)
+        rk.backward(rk.Queries(q, dout, *statistics), k, v, table, **arguments)
         for x, y in zip(repeatable_part(written, kernels), repeatable_part(added, kernels)):
             assert torch.equal(x, y.to(x.dtype)), seed
         # sums in another order may round to the neighbour
@@ -492,7 +495,7 @@ def test_launches_that_sum_dq_are_as_one_launch(d, dtype, turns):
                 table = rk.TileTable(np.array(inside), sq, end - begin)
                 keys, outputs = (k[:, part], v[:, part]), dict(dq=sums, dk=dk[:, part], dv=dv[:, part])
                 outputs |= dict(add=False, softmax_scale=d**-0.5, kernels=turns[n % len(turns)])
-                rk.backward(q, *keys, dout, *statistics, table, **outputs)
+                rk.backward(rk.Queries(q, dout, *statistics), *keys, table, **outputs)
             else:
                 dk[:, part] = dv[:, part] = 0
         dq = sums.finish(dtype)
@@ -547,7 +550,7 @@ def test_items_that_take_turns_give_the_same_bits_beside_other_work(d, mask):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dims", [[(64, 64), (128, 128)], [(96, 96), (192, 128)]], ids=str)
 def test_a_thousand_launches_of_items_that_take_turns_end(head_dims, monkeypatch):
-    monkeypatch.setattr(hopper_backward_fused, "has_items_for_turns", lambda k, table: True)
+    monkeypatch.setattr(fused, "has_items_for_turns", lambda k, table: True)
     for first in range(0, 2000, 200):
         # of four seeds two are deterministic
         fuzz.launch_many(range(first, first + 200), fuzz.Scope("cuda", 600, {torch.bfloat16: head_dims}), seconds=240)

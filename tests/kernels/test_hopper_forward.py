@@ -10,8 +10,12 @@ import pytest
 import torch
 
 import ringattn_kernels as rk
-from ringattn_kernels import dispatch, hopper_forward, splits
+from ringattn_kernels import dispatch, hopper, splits
+from ringattn_kernels import launches as kernel_launches
 from ringattn_kernels.dispatch import Kernels, choose_forward
+from ringattn_kernels.hopper import forward_config
+from ringattn_kernels.hopper.forward_kernel import hopper_forward_kernel
+from ringattn_kernels.hopper.work_queue import WorkQueue, order_works
 from ringattn_kernels.table import cut, split
 from tests.clock import one_sort
 from tests.kernels import dense
@@ -20,7 +24,7 @@ from tests.kernels.test_hopper_backward import RELEASE, compile_for_hopper, laun
 # bytes that may spill where three warpgroups take a state: to a state, and to 16 bits; with 3.6 one register each, outside of the loop
 STATE_SPILLS = {(3, 6): (0, 128), (3, 7): (0, 128), (3, 8): (4, 140), (3, 9): (12, 320)}
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
-LAUNCHES = [(*dims, how) for dims, found in hopper_forward.LAUNCHES.items() for how in found]
+LAUNCHES = [(*dims, how) for dims, found in forward_config.CONFIGS.items() for how in found]
 NAMES = [f"{d}-{dv}-{how.block} rows" for d, dv, how in LAUNCHES]
 SQUARE = [(d, how) for d, dv, how in LAUNCHES if d == dv <= 128]
 
@@ -36,16 +40,16 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
     out = torch.empty(1, 256, 4, dv, dtype=dtype if final else torch.float32)
     statistics = torch.empty(1, 4, 256)
     state = (out.float(), statistics, statistics) if has_state else None
-    plan = hopper_forward.Schedule(*torch.empty(2, 4, dtype=torch.int32))
+    queue = WorkQueue(*torch.empty(2, 4, dtype=torch.int32))
     counter = torch.empty(1, dtype=torch.int32)
-    arguments = hopper_forward.kernel_arguments(q, k, v, out, statistics, statistics, plan, counter, 0.1, state, how)
-    compiled = compile_for_hopper(hopper_forward.hopper_forward_kernel, arguments, tmp_path)
+    arguments = hopper.forward.kernel_arguments(q, k, v, out, statistics, statistics, queue, counter, 0.1, state, how)
+    compiled = compile_for_hopper(hopper_forward_kernel, arguments, tmp_path)
     assert not compiled.warnings
     assert compiled.spills <= (STATE_SPILLS[RELEASE][final] if has_state and not how.paired else 0)
     assert compiled.shared <= 227 * 1024
     sass = compiled.sass
     # either product is as many as there are panels, and a wait for all but those of one product is a "1"
-    panels = hopper_forward.panels(d, dv)
+    panels = forward_config.panels(d, dv)
     some = f"WARPGROUP.DEPBAR.LE gsb0, 0x{panels}"
     letters = {"HGMMA": "H", "MUFU.EX2": "E", "WARPGROUP.DEPBAR.LE gsb0, 0x0": "0", some: "1"}
     operations = re.findall(rf"\b(HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x[0{panels}])", sass)
@@ -71,19 +75,19 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
 
 def test_head_dims_from_65_to_96_are_multiplied_as_96_where_both_are():
     for dims in ((96, 96), (65, 96), (80, 72)):
-        assert hopper_forward.launches_for(*dims) == hopper_forward.LAUNCHES[96, 96]
+        assert forward_config.configs_for(*dims) == forward_config.CONFIGS[96, 96]
     for dims in ((96, 64), (40, 96), (96, 97), (128, 80)):
-        assert hopper_forward.launches_for(*dims) == hopper_forward.LAUNCHES[128, 128]
-    assert hopper_forward.launches_for(64, 64) == hopper_forward.LAUNCHES[64, 64]
+        assert forward_config.configs_for(*dims) == forward_config.CONFIGS[128, 128]
+    assert forward_config.configs_for(64, 64) == forward_config.CONFIGS[64, 64]
 
 
 @pytest.mark.parametrize("tiles", [dense.causal(5000), dense.full(5000, 5000), dense.documents(1, 2999, 1000, 999)], ids=len)
 @pytest.mark.parametrize("heads", [1, 6])
-@pytest.mark.parametrize("config", hopper_forward.LAUNCHES[128, 128], ids=lambda how: f"{how.block} rows")
-def test_the_schedule_holds_each_query_block_once_longest_first_in_turns_of_heads(tiles, heads, config):
+@pytest.mark.parametrize("config", forward_config.CONFIGS[128, 128], ids=lambda how: f"{how.block} rows")
+def test_the_queue_holds_each_query_block_once_longest_first_in_turns_of_heads(tiles, heads, config):
     together = 4
     items = cut(np.array(tiles), 5000, config.block, config.step)
-    works, segments = hopper_forward.schedule(*items, config.step, heads, together, False, 132)
+    works, segments = order_works(*items, config.step, heads, together, False, 132)
     expected = [(head, row) for head in range(heads) for row in range(0, 5000, config.block)]
     assert sorted(map(tuple, works[:, :2].tolist())) == expected
     for _, _, segment, steps in works:
@@ -101,22 +105,22 @@ def test_the_schedule_holds_each_query_block_once_longest_first_in_turns_of_head
 @pytest.mark.parametrize("seq_len", [4096, 8192, 16384])
 def test_multiprocessors_end_together(seq_len):
     """Each takes the next work when it is done with one; 32 heads, of whose keys the L2 holds few."""
-    how, together = hopper_forward.LAUNCHES[128, 128][0], hopper_forward.L2_SHARE // (seq_len * 256 * 2)
+    how, together = forward_config.CONFIGS[128, 128][0], hopper.forward.L2_SHARE // (seq_len * 256 * 2)
     items = cut(np.array(dense.causal(seq_len)), seq_len, how.block, how.step)
-    works, _ = hopper_forward.schedule(*items, how.step, 32, together, False, 132)
+    works, _ = order_works(*items, how.step, 32, together, False, 132)
     ends = [0.0] * 132
     for steps in works[:, 3] + 1:
         heapq.heapreplace(ends, ends[0] + steps)
     assert max(ends) < 1.03 * sum(ends) / 132
 
 
-def test_a_long_schedule_takes_less_than_a_sort():
-    tiles, config = np.array(dense.causal(1 << 17)), hopper_forward.LAUNCHES[128, 128][0]
+def test_a_long_queue_takes_less_than_a_sort():
+    tiles, config = np.array(dense.causal(1 << 17)), forward_config.CONFIGS[128, 128][0]
     best, sort = float("inf"), float("inf")
     for _ in range(5):
         sort = min(sort, one_sort())
         start = time.thread_time()
-        works, _ = hopper_forward.schedule(*cut(tiles, 1 << 17, config.block, config.step), config.step, 32, 4, False, 132)
+        works, _ = order_works(*cut(tiles, 1 << 17, config.block, config.step), config.step, 32, 4, False, 132)
         best = min(best, time.thread_time() - start)
         assert len(works) == 32 * -(-(1 << 17) // config.block)
     assert best < sort
@@ -124,19 +128,19 @@ def test_a_long_schedule_takes_less_than_a_sort():
 
 def test_query_blocks_without_pairs_are_left_out_where_only_the_others_change():
     items = cut(np.array([(300, 310, 0, 5, -5, 310)]), 1000, 128, 128)
-    works, _ = hopper_forward.schedule(*items, 128, 2, 1, True, 132)
+    works, _ = order_works(*items, 128, 2, 1, True, 132)
     assert works[:, :2].tolist() == [[0, 256], [1, 256]]
-    works, segments = hopper_forward.schedule(*items, 128, 1, 1, False, 132)
+    works, segments = order_works(*items, 128, 1, 1, False, 132)
     assert len(works) == 8
     empty = segments[works[works[:, 1] != 256, 2]]
     assert (works[:, 3] == 1).all() and (empty[:, 6] >= empty[:, 7]).all()
-    works, _ = hopper_forward.schedule(*cut(np.empty((0, 6), np.int64), 1000, 128, 128), 128, 1, 1, True, 132)
+    works, _ = order_works(*cut(np.empty((0, 6), np.int64), 1000, 128, 128), 128, 1, 1, True, 132)
     assert len(works) == 0
 
 
 def test_splits_are_works_of_further_batches():
     items = split(*cut(np.array(dense.full(256, 1024)), 256, 128, 128), 128, 3)
-    works, segments = hopper_forward.schedule(*items, 128, 2, 2, True, 132)
+    works, segments = order_works(*items, 128, 2, 2, True, 132)
     begins, steps = segments[works[:, 2], 0], works[:, 3]
     # head, first row, first key and keys; heads 2 and 3 are those of the second split
     expected = [(head + 2 * n, row, a, b - a) for head in (0, 1) for row in (0, 128)
@@ -158,12 +162,12 @@ class Recorded:
 def recorded(monkeypatch):
     """(forward, merge): their launches on an H200."""
     monkeypatch.setattr(dispatch, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(hopper_forward, "work_counter", lambda device: None)
-    for module in (splits, hopper_forward):
+    monkeypatch.setattr(hopper.forward, "work_counter", lambda device: None)
+    for module in (splits, hopper.forward, forward_config):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(rk.launches, "launch", launch_anew)
+    monkeypatch.setattr(kernel_launches, "launch", launch_anew)
     kernels = Recorded(), Recorded()
-    monkeypatch.setattr(hopper_forward, "hopper_forward_kernel", kernels[0])
+    monkeypatch.setattr(hopper.forward, "hopper_forward_kernel", kernels[0])
     monkeypatch.setattr(splits, "merge_kernel", kernels[1])
     return kernels
 
@@ -182,7 +186,7 @@ def run_on_one(recorded, queries, keys, heads, tiles, state=None, final=True):
 def test_long_problems_are_launched_in_whole_blocks_straight_to_out(tiles, recorded):
     arguments, merge, out = run_on_one(recorded, 6000, 6000, 16, tiles)
     items = cut(np.array(tiles), 6000, 192, 128)
-    works, segments = hopper_forward.schedule(*items, 128, 16, 16, False, 132)
+    works, segments = order_works(*items, 128, 16, 16, False, 132)
     np.testing.assert_array_equal(arguments["works_ptr"], works)
     np.testing.assert_array_equal(arguments["segments_ptr"], segments)
     assert arguments["out_ptr"] is out and out.dtype == torch.bfloat16 and merge is None
@@ -204,7 +208,7 @@ def test_blocks_are_as_large_as_multiprocessors_have_many(recorded):
 
     def rows(queries, keys, heads, tiles, splits=None, d=128):
         q, v = (torch.empty(1, n, heads, d, dtype=torch.bfloat16) for n in (queries, keys))
-        return hopper_forward.launch_for(q, v, rk.TileTable(np.array(tiles), queries, keys), splits).block
+        return forward_config.config_for(q, v, rk.TileTable(np.array(tiles), queries, keys), splits).block
 
     assert [rows(n, n, 32, dense.causal(n)) for n in (8192, 16384, 65536)] == [192] * 3
     # 384 works in three rounds, or 256 in two that take 1.35 times as long
@@ -222,12 +226,12 @@ def test_blocks_are_as_large_as_multiprocessors_have_many(recorded):
 def test_a_choice_can_be_overridden_and_has_a_reason():
     q = torch.empty(1, 8, 2, 128, dtype=torch.bfloat16)
     assert choose_forward(q, q, q, 1.0, Kernels.PLAIN).kernels == Kernels.PLAIN
-    assert hopper_forward.obstacle(q, q, q, 1.0) == ""
-    assert "16 bytes" in hopper_forward.obstacle(torch.empty(1, 8, 2, 132, dtype=torch.bfloat16)[..., :128], q, q, 1.0)
-    assert "float32" in hopper_forward.obstacle(q.float(), q.float(), q.float(), 1.0)
-    assert "positive" in hopper_forward.obstacle(q, q, q, 0.0)
-    assert "empty" in hopper_forward.obstacle(q, q[:, :0], q[:, :0], 1.0)
-    assert "512" in hopper_forward.obstacle(torch.empty(1, 8, 2, 512, dtype=torch.bfloat16), q, q, 1.0)
+    assert hopper.forward.obstacle(q, q, q, 1.0) == ""
+    assert "16 bytes" in hopper.forward.obstacle(torch.empty(1, 8, 2, 132, dtype=torch.bfloat16)[..., :128], q, q, 1.0)
+    assert "float32" in hopper.forward.obstacle(q.float(), q.float(), q.float(), 1.0)
+    assert "positive" in hopper.forward.obstacle(q, q, q, 0.0)
+    assert "empty" in hopper.forward.obstacle(q, q[:, :0], q[:, :0], 1.0)
+    assert "512" in hopper.forward.obstacle(torch.empty(1, 8, 2, 512, dtype=torch.bfloat16), q, q, 1.0)
 
 
 def attend(q, k, v, tables, softmax_scale, how, programs=None):
@@ -243,7 +247,7 @@ def attend(q, k, v, tables, softmax_scale, how, programs=None):
         if old is None or final:
             dtype = q.dtype if final else torch.float32
             state = (torch.full((b, sq, h, v.shape[3]), float("nan"), device="cuda", dtype=dtype), *state[1:])
-        hopper_forward.launch(q, k, v, table, *state, softmax_scale, old, old is not None and not final, 1, how, programs)
+        hopper.forward.launch(q, k, v, table, *state, softmax_scale, old, old is not None and not final, 1, how, programs)
     return state
 
 
@@ -253,9 +257,9 @@ def attend(q, k, v, tables, softmax_scale, how, programs=None):
     ("d", "dv", "how"),
     [
         *LAUNCHES,
-        *((96, 40, how) for how in hopper_forward.launches_for(96, 40)),
-        (72, 88, hopper_forward.launches_for(72, 88)[0]),
-        (160, 192, hopper_forward.launches_for(160, 192)[0]),
+        *((96, 40, how) for how in forward_config.configs_for(96, 40)),
+        (72, 88, forward_config.configs_for(72, 88)[0]),
+        (160, 192, forward_config.configs_for(160, 192)[0]),
     ],
     ids=[*NAMES, "96-40-192 rows", "96-40-128 rows", "72-88", "160-192"],
 )

@@ -13,8 +13,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import ringattn_kernels as rk
-from ringattn_kernels import hopper_backward, hopper_backward_fused, hopper_forward, launches, splits
-from ringattn_kernels.inputs import Inputs
+from ringattn_kernels import hopper, launches, splits
+from ringattn_kernels.hopper import forward_config, statistics
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
@@ -66,8 +66,9 @@ def device(monkeypatch):
     monkeypatch.setattr(launches, "launch", compared)
     monkeypatch.setattr(launches, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: device.number)))
     launches._place.cache_clear()
-    monkeypatch.setattr(hopper_backward, "prepare", lambda statistics, *_: torch.empty(2, statistics[0].shape[1] * 2, 384).unbind())
-    monkeypatch.setattr(hopper_forward, "work_counter", lambda device: torch.zeros(1, dtype=torch.int32))
+    padded = statistics.PaddedStatistics
+    monkeypatch.setattr(statistics, "prepare", lambda rows, *_: padded(*torch.empty(2, rows[0].shape[1] * 2, 384)))
+    monkeypatch.setattr(hopper.forward, "work_counter", lambda device: torch.zeros(1, dtype=torch.int32))
     return device
 
 
@@ -100,8 +101,8 @@ def forward(
     state = None if before is None else (make(2, 300, h, d, dtype=torch.float32, **before), *statistics)
     out = state[0] if state and not final else make(2, 300, h, d, dtype=dtype if final else torch.float32, **out or {})
     v = k if alike else v
-    launch = hopper_forward.launches_for(d, d)[how]
-    hopper_forward.launch(q, k, v, device.tables[tiles], out, *statistics, scale, state, touched_only, splits, launch, **options)
+    launch = forward_config.configs_for(d, d)[how]
+    hopper.forward.launch(q, k, v, device.tables[tiles], out, *statistics, scale, state, touched_only, splits, launch, **options)
     return [weakref.ref(x) for x in (q, k, v, out)]
 
 
@@ -137,9 +138,10 @@ def backward(
     k, v = (make(2, 700, hk, d, dtype=dtype, **kv or {}) for _ in range(2))
     dk, dv = (make(2 * splits, 700, hk, d, **{"dtype": torch.float32, **(grads or {})}) for _ in range(2))
     v = k if alike else v
-    inputs = Inputs(q, k, v, dout, *torch.empty(3, 2, h, 300).unbind(), device.tables[tiles], scale)
+    queries = rk.Queries(q, dout, *torch.empty(3, 2, h, 300).unbind())
     sums = torch.empty(2 * h, 384, d)
-    hopper_backward_fused.backward(inputs, prepared=None, sums=sums, dk=dk, dv=dv, add=add, ordered=ordered)
+    outputs = dict(sums=sums, dk=dk, dv=dv, add=add, ordered=ordered)
+    hopper.fused.backward(queries, k, v, device.tables[tiles], scale, prepared=None, **outputs)
     return [weakref.ref(x) for x in (q, k, v, dout, dk, dv, sums)]
 
 
@@ -194,7 +196,7 @@ def delta(device, rows=300, **options):
 
 def finish(device, rows=300, dtype=torch.bfloat16, scale=0.1, **options):
     sums, dq = torch.empty(8, -(-rows // 128) * 128, 64), make(2, rows, 4, 64, dtype=dtype, **options)
-    hopper_backward_fused.finish(sums, dq, scale, dtype == torch.float32)
+    hopper.fused.finish(sums, dq, scale, dtype == torch.float32)
     return [weakref.ref(x) for x in (sums, dq)]
 
 

@@ -10,7 +10,6 @@ that kernels read nothing that is not there: memory holds NaN until it is writte
 import importlib
 import itertools
 import pkgutil
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,8 @@ import torch
 import triton
 
 import ringattn_kernels as rk
-from ringattn_kernels import hopper
+from ringattn_kernels import attention, dispatch, hopper, plain_backward, plain_forward
+from ringattn_kernels import launches as kernel_launches
 from ringattn_kernels.dispatch import Kernels
 from tests.kernels import fuzz
 from tests.kernels.test_hopper_backward import launch_anew
@@ -79,7 +79,7 @@ def run(form: Form, launches: int, splits: int, sums: bool, device: str) -> list
             with fuzz.forward_launch(launches // 2 + splits // 2 + n, form.d, form.dv):
                 state = rk.forward(q, k, v, table, softmax_scale=softmax_scale, state=state, **options)
         out, row_max, row_sum = state
-        inputs = (q, k, v, dout, row_max, row_sum, rk.delta(out, dout))
+        queries = rk.Queries(q, dout, row_max, row_sum, rk.delta(out, dout))
         dtype = form.dtype if launches == 1 else FP32
         dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x in (q, k, v))
         if sums:
@@ -88,7 +88,7 @@ def run(form: Form, launches: int, splits: int, sums: bool, device: str) -> list
         splits = splits if form.kernels in (None, Kernels.PLAIN, Kernels.HOPPER_FUSED) else 1
         for n, table in enumerate(tables):
             options = dict(dq=dq, dk=dk, dv=dv, add=n > 0, kernels=form.kernels, deterministic=False, splits=splits)
-            rk.backward(*inputs, table, softmax_scale=softmax_scale, **options)
+            rk.backward(queries, k, v, table, softmax_scale=softmax_scale, **options)
         return [out, row_sum, dq.finish(form.dtype) if sums else dq, dk, dv]
 
 
@@ -119,12 +119,12 @@ def test_the_forms_launch_every_kernel_there_is(monkeypatch):
         launched.add(self.fn.__name__)
 
     monkeypatch.setattr(triton.JITFunction, "run", launch)
-    monkeypatch.setattr(rk.launches, "launch", launch_anew)
+    monkeypatch.setattr(kernel_launches, "launch", launch_anew)
     monkeypatch.setattr(hopper.forward, "work_counter", lambda device: None)
-    for module in ("forward", "backward", "dispatch"):
-        monkeypatch.setattr(sys.modules[f"ringattn_kernels.{module}"], "architecture", lambda device: "sm_90")
+    for module in (attention, dispatch, plain_backward, plain_forward):
+        monkeypatch.setattr(module, "architecture", lambda device: "sm_90")
     for form in PLAIN + HOPPER:
         run(form, launches=3, splits=3, sums=True, device="cpu")
-    modules = [importlib.import_module(module.name) for module in pkgutil.iter_modules(rk.__path__, "ringattn_kernels.")]
+    modules = [importlib.import_module(module.name) for module in pkgutil.walk_packages(rk.__path__, "ringattn_kernels.")]
     kernels = {name for module in modules for name, x in vars(module).items() if isinstance(x, triton.JITFunction)}
     assert launched == {name for name in kernels if name.endswith("_kernel")}

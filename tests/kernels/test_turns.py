@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringattn_kernels import TileTable
-from ringattn_kernels.turns import key_turns
+from ringattn_kernels.hopper.turns import key_turns
 from tests.kernels import dense
 
 CPU = torch.device("cpu")

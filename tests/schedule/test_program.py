@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
+from ringattn.geometry.plan import live_pairs
 from ringattn.geometry.rows import Rows
 from ringattn.schedule.instructions import Add, Buffer, Close, Exchange, Fence, Holds, Launch, Open, Stream, Wait, Zero
 from ringattn.schedule.memory import RowBytes, backward_bytes, peak_bytes
@@ -161,11 +162,11 @@ class Rank:
         for x in [x for x in launches if x not in self.done]:
             self.done.add(x)
             keys = self.memory[x.keys][x.begin : x.end]
-            assert x.tiles.pairs == x.pairs
+            assert live_pairs(x.tiles) == x.pairs
             assert x.tiles.k_rows == len(keys)
             assert (keys >= 0).all() or not x.pairs
             counts = np.zeros((len(keys), self.seq_len), int)
-            for q_begin, q_end, k_begin, k_end, lo, hi in x.tiles.rows:
+            for q_begin, q_end, k_begin, k_end, lo, hi in x.tiles.tiles.tolist():
                 for i in range(q_begin, q_end):
                     for j in range(max(k_begin, i - hi), min(k_end, i - lo + 1)):
                         counts[j, self.queries[i]] += 1
@@ -298,7 +299,7 @@ def test_a_rank_alone_exchanges_nothing():
         program = compile_program(fitting(schedule, 1), ra.make_plan(ra.zigzag(16, 1), ra.causal()), 0)
         for each in (program.forward, program.backward):
             (launch,) = each.instructions
-            assert launch.pairs == launch.tiles.pairs == 16 * 17 // 2
+            assert launch.pairs == live_pairs(launch.tiles) == 16 * 17 // 2
 
 
 ROW = RowBytes(kv=1, sums=2)

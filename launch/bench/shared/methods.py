@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import ringattn as ra
 from ringattn.device import local
-from ringattn.geometry.plan import Tiles, move_keys
+from ringattn.geometry.plan import make_tiles, move_keys
 from ringattn.geometry.rows import Rows
 from ringattn.score import Score
 
@@ -104,7 +104,7 @@ class LocalMethod(Method):
         assert plan.order[rank] is None
         bases = np.cumsum([0, *plan.lengths])
         rows = [move_keys(plan.tiles(rank, o), Rows.span(0, n), int(bases[o])) for o, n in enumerate(plan.lengths)]
-        self.tiles = Tiles(np.concatenate(rows), plan.lengths[rank], case.tokens)
+        self.tiles = make_tiles(np.concatenate(rows), plan.lengths[rank], case.tokens)
         self.q, *_, self.dout = case.shards(self.layout)
         self.k, self.v = case.keys()
         self.score = Score(case.head_dim**-0.5)

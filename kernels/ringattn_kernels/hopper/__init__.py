@@ -1,7 +1,7 @@
 """The kernels for Hopper, where the installed version of Triton is one that they are made for.
 
-They are written in Gluon, whose names and rules change between versions; `launch/repo/triton_versions.py` compiles them with each of those
-below. Under any other version they are not imported, and `obstacle` says why: `dispatch` then chooses the plain kernels.
+They are written in Gluon, whose names and rules change between versions; `launch/repo/triton_versions.py` compiles them with each version
+from OLDEST to NEWEST. Under any other version they are not imported, and `obstacle` says why: `dispatch` then chooses the plain kernels.
 """
 
 import re
@@ -25,9 +25,6 @@ def _release(version: str) -> tuple[int, ...]:
 
 obstacle = version_obstacle(triton.__version__)
 if not obstacle:
-    from . import hopper_backward as backward
-    from . import hopper_backward_fused as fused
-    from . import hopper_backward_wide as wide
-    from . import hopper_forward as forward
+    from . import backward, forward, forward_config, fused
 
-__all__ = ["NEWEST", "OLDEST", "backward", "forward", "fused", "obstacle", "version_obstacle", "wide"]
+__all__ = ["NEWEST", "OLDEST", "backward", "forward", "forward_config", "fused", "obstacle", "version_obstacle"]

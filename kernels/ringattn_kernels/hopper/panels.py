@@ -1,32 +1,18 @@
-"""Blocks of rows whose columns lie in shared memory in one panel or two, for the Hopper kernels.
+"""Panels: a head dim that is no power of two as two blocks of columns.
 
-Tensors in Gluon have powers of two of columns. A head dim of 96 is a main panel of 64 columns and a rest of 32, one of 192 is 128 and
-64; a power of two is one panel. Products that sum over the head dim go through the panels one after the other; those with a column for
-each of its elements have an accumulator a panel. Buffers, tiles and accumulators are tuples, one element a panel. The backward has a
-buffer a panel; the forward, which has room, takes the panels of 96 columns from blocks of 128.
+Gluon's tensors have powers of two of columns. A head dim of 96 is a main panel of 64 columns and a rest of 32; 192 is 128 and 64; a power
+of two is one panel. Products that sum over the head dim go through the panels one after the other; products with one column for each
+element of the head dim have one accumulator for each panel. Buffers, tiles and accumulators are tuples with one element for each panel.
+The backward has one buffer for each panel. The forward has room for blocks of 128 columns, and takes the panels of 96 columns from them.
 """
 
 import functools
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .gluon_words import async_load, halves_layout, reinterpret, swizzled_layout
-
-
-def main_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """For the copy engine to load the main panel of `rows` rows of one head of x (b, s, h, d); rows past the end are zeros."""
-    block = [1, rows, 1, main_columns(x.shape[3])]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, swizzled_layout(*block))
-
-
-def rest_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor | None:
-    """The same for the rest, if there is one, of which a product may take half of the columns."""
-    rest = x.shape[3] - main_columns(x.shape[3])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, rest], halves_layout(4)) if rest else None
+from .language import async_load, reinterpret
 
 
 @gluon.constexpr_function
@@ -81,7 +67,7 @@ def panel_bytes(descs):
 
 
 @gluon.jit
-def tiles(buffers, index):
+def matrices(buffers, index):
     """A block of each buffer as a matrix, [rows, columns]."""
     result = ()
     for i in gl.static_range(len(buffers)):

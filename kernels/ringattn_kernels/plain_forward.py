@@ -1,93 +1,48 @@
-"""Exact attention over a tile table, forward.
+"""The forward in plain Triton: one program owns a block of query rows of one head and walks its segments.
 
     out = sum_j exp(s_ij - row_max_i) v_j / row_sum_i,   s_ij = softmax_scale * q_i . k_j
 
-by the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022): one program owns a block of query rows of one head and walks its
-segments. A running state of earlier launches may come in and leave, so that no separate pass merges the hops of a ring.
+by the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022).
 
 Shapes: q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), out (b, sq, h, dv), row_max and row_sum (b, h, sq).
 """
 
-import math
-
-import torch
 import triton
 import triton.language as tl
 
-from . import hopper
 from .bands import edge_count, edge_start, live_columns, load_block, load_rows, load_segment
-from .config import Launch, architecture, descriptor, launch_for, padded, precision
-from .dispatch import Kernels, look_up_forward
+from .config import BlockConfig, architecture, descriptor, padded, precision
 from .launches import strides
-from .splits import State, merge, partials, query_splits
 from .table import TileTable
-from .units import to_base2, to_natural
-
-LOG2_E = math.log2(math.e)
+from .units import LOG2_E, to_base2, to_natural
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+def launch(
+    q,
+    k,
+    v,
     table: TileTable,
-    *,
+    out,
+    row_max,
+    row_sum,
     softmax_scale: float,
-    state: State | None = None,
-    final: bool = True,
-    kernels: Kernels | None = None,
-    splits: int | None = None,
-) -> State:
-    """Attend to the table's pairs; returns (out, row_max, row_sum), all rows of them.
-
-    state: (out, row_max, row_sum) of earlier launches over other pairs, fp32 and contiguous, updated in place. final: out leaves
-    in q.dtype, a fresh tensor; otherwise it is the fp32 state. row_max is in natural-log units after scaling, and row_sum is
-    relative to exactly it; a row with no live pair so far is (0, -inf, 0).
-
-    kernels: which to run, instead of what `dispatch.choose_forward` would choose.
-    splits: among how many programs the keys of the longest query block are split, instead of what `splits.best` would choose.
-    """
-    b, sq, h, _ = q.shape
-    if state is None:
-        out = torch.empty(b, sq, h, v.shape[3], device=q.device, dtype=q.dtype if final else torch.float32)
-        row_max = torch.empty(b, h, sq, device=q.device, dtype=torch.float32)
-        row_sum = torch.empty_like(row_max)
-    else:
-        out, row_max, row_sum = state
-        assert out.dtype == torch.float32 and out.is_contiguous() and row_max.is_contiguous() and row_sum.is_contiguous()
-        if final:
-            out = torch.empty(out.shape, device=q.device, dtype=q.dtype)
-    if look_up_forward(q, k, v, table, softmax_scale, kernels) == Kernels.HOPPER:
-        config, run = hopper.forward.launch_for(q, v, table, splits), hopper.forward.launch
-    else:
-        config, run = launch_for("forward", architecture(q.device), max(q.shape[3], v.shape[3]), q.dtype), _plain_forward
-    how = query_splits(table, config.block, config.step, b * h, q.device, splits)
-    if how.most > 1:
-        # the state is merged with the splits' partials
-        partial = partials(how, q, v.shape[3])
-        run(q, k, v, table, *partial, softmax_scale, None, True, how.most, config)
-        merge(how, partial, state, out, row_max, row_sum, final)
-    else:
-        # a block without a segment still has something to write, unless its state stays as it is
-        run(q, k, v, table, out, row_max, row_sum, softmax_scale, state, state is not None and not final, 1, config)
-    return out, row_max, row_sum
-
-
-def _plain_forward(
-    q, k, v, table: TileTable, out, row_max, row_sum, softmax_scale: float, state, touched_only: bool, splits: int, launch: Launch
+    state,
+    touched_only: bool,
+    splits: int,
+    config: BlockConfig,
 ) -> None:
-    """`forward` by the kernel below, over tensors made for it."""
+    """BlockConfig the kernel over tensors that `attention.forward` made."""
     arch = architecture(q.device)
-    blocks = table.query_blocks(launch.block, launch.step, q.device, splits)
+    blocks = table.query_blocks(config.block, config.step, q.device, splits)
     count = blocks.touched if touched_only else len(blocks)
     programs = q.shape[0] * q.shape[2] * count
     if programs > 0:
-        arguments = forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, launch, arch)
+        arguments = forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, config, arch)
         forward_kernel[(programs,)](**arguments)
 
 
 def forward_arguments(
-    q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, launch: Launch, arch: str
+    q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, config: BlockConfig, arch: str
 ) -> dict:
     """Keyword arguments of one launch of `forward_kernel`."""
     _, sq, h, d = q.shape
@@ -98,8 +53,8 @@ def forward_arguments(
         q_ptr=q,
         k_ptr=k,
         v_ptr=v,
-        k_desc=descriptor(k, launch.step // launch.parts, arch),
-        v_desc=descriptor(v, launch.step // launch.parts, arch),
+        k_desc=descriptor(k, config.step // config.parts, arch),
+        v_desc=descriptor(v, config.step // config.parts, arch),
         out_ptr=out,
         state_ptr=out if state is None else state[0],
         row_max_ptr=row_max,
@@ -111,20 +66,20 @@ def forward_arguments(
         heads=h,
         group=h // hk,
         q_rows=sq,
-        scale=softmax_scale * LOG2_E,
+        scale=softmax_scale * LOG2_E.value,
         HEAD_DIM=d,
         V_DIM=dv,
         BLOCK_D=padded(d),
         BLOCK_DV=padded(dv),
-        BLOCK_Q=launch.block,
-        BLOCK_K=launch.step // launch.parts,
-        PARTS=launch.parts,
+        BLOCK_Q=config.block,
+        BLOCK_K=config.step // config.parts,
+        PARTS=config.parts,
         HAS_STATE=state is not None,
         # the maximum of raw products is that of the scores only if the scale is positive
         SCALE_FIRST=softmax_scale <= 0,
         PRECISION=precision(q.dtype, arch),
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
 
 

@@ -1,9 +1,4 @@
-"""Operations that Gluon names differently from one version of Triton to the next, or has no name for, under one name each.
-
-And the layouts of what the copy engine moves, made once each: to make one takes the host longer than the descriptor around it.
-"""
-
-import functools
+"""One name for each Gluon operation whose name differs between versions of Triton, or that Gluon does not expose."""
 
 import triton.language as tl
 from triton._C.libtriton import ir
@@ -15,24 +10,6 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 # the copy engine brings a block of global memory to shared memory (up to 3.7: async_copy_global_to_shared)
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-
-
-@functools.cache
-def swizzled_layout(*block: int) -> gl.NVMMASharedLayout:
-    """Of a block of 16-bit elements in shared memory, as the tensor cores read it."""
-    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
-
-
-@functools.cache
-def halves_layout(rank: int) -> gl.NVMMASharedLayout:
-    """Of a block of 16-bit elements in groups of 32 columns, so that of 64 a product may take half."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=rank)
-
-
-@functools.cache
-def plain_layout(rank: int) -> gl.NVMMASharedLayout:
-    """Of a block of 32-bit elements in shared memory, row after row."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
 
 
 @builtin

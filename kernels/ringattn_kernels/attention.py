@@ -1,0 +1,135 @@
+"""Exact attention over a tile table: `forward` and `backward` choose kernels, split long blocks, and launch.
+
+Forward, by the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022):
+
+    out = sum_j exp(s_ij - row_max_i) v_j / row_sum_i,   s_ij = softmax_scale * q_i . k_j
+
+Backward (Dao et al. 2022, algorithm 4), from the statistics of the whole row, whichever launches they were merged from:
+
+    P = exp(S - row_max) / row_sum        dV += P^T dout
+    dS = P * (dout V^T - delta)           dQ += softmax_scale dS K      dK += softmax_scale dS^T Q
+
+Shapes: q, dq (b, sq, h, d), k, dk (b, sk, hk, d), v, dv (b, sk, hk, dv), out and dout (b, sq, h, dv), row_max, row_sum, delta (b, h, sq).
+"""
+
+import torch
+
+from . import dispatch, hopper, plain_backward, plain_forward
+from .config import architecture, launch_for
+from .dispatch import Kernels
+from .queries import Queries
+from .query_sums import QuerySums
+from .splits import State, add_partials, key_splits, merge, partial_gradients, partials, query_splits
+from .table import TileTable
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: TileTable,
+    *,
+    softmax_scale: float,
+    state: State | None = None,
+    final: bool = True,
+    kernels: Kernels | None = None,
+    splits: int | None = None,
+) -> State:
+    """Attend to the table's pairs; returns (out, row_max, row_sum) of all rows.
+
+    A running state of earlier launches may come in and leave, so that no separate pass merges the hops of a ring.
+
+    state: (out, row_max, row_sum) of earlier launches over other pairs, fp32 and contiguous, updated in place. final: out leaves
+    in q.dtype, a fresh tensor; otherwise it is the fp32 state. row_max is in natural-log units after scaling, and row_sum is
+    relative to exactly it; a row with no live pair so far is (0, -inf, 0).
+
+    kernels: which kernels to run, instead of the choice of `dispatch.choose_forward`.
+    splits: the number of programs that share the keys of the longest query block, instead of the choice of `splits.best`.
+    """
+    b, sq, h, _ = q.shape
+    if state is None:
+        out = torch.empty(b, sq, h, v.shape[3], device=q.device, dtype=q.dtype if final else torch.float32)
+        row_max = torch.empty(b, h, sq, device=q.device, dtype=torch.float32)
+        row_sum = torch.empty_like(row_max)
+    else:
+        out, row_max, row_sum = state
+        assert out.dtype == torch.float32 and out.is_contiguous() and row_max.is_contiguous() and row_sum.is_contiguous()
+        if final:
+            out = torch.empty(out.shape, device=q.device, dtype=q.dtype)
+    if dispatch.forward_kernels(q, k, v, table, softmax_scale, kernels) == Kernels.HOPPER:
+        config, launch = hopper.forward_config.config_for(q, v, table, splits), hopper.forward.launch
+    else:
+        config, launch = launch_for("forward", architecture(q.device), max(q.shape[3], v.shape[3]), q.dtype), plain_forward.launch
+    how = query_splits(table, config.block, config.step, b * h, q.device, splits)
+    if how.most > 1:
+        # the state is merged with the splits' partials
+        partial = partials(how, q, v.shape[3])
+        launch(q, k, v, table, *partial, softmax_scale, None, True, how.most, config)
+        merge(how, partial, state, out, row_max, row_sum, final)
+    else:
+        # a block without a segment must be written too, unless its state stays as it is
+        launch(q, k, v, table, out, row_max, row_sum, softmax_scale, state, state is not None and not final, 1, config)
+    return out, row_max, row_sum
+
+
+def backward(
+    queries: Queries,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: TileTable,
+    *,
+    softmax_scale: float,
+    dq: torch.Tensor | QuerySums,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    add: bool = True,
+    kernels: Kernels | None = None,
+    deterministic: bool | None = None,
+    splits: int | None = None,
+) -> None:
+    """Add the gradients of the table's pairs to fp32 dq, dk and dv, in place; any strides, last dim contiguous.
+
+    add=False overwrites all of dq, dk and dv instead, whatever they held, and takes them in any floating-point dtype. For a table that
+    holds all pairs of its queries and keys this saves the zeroing, the reading and a cast.
+
+    dq may be `QuerySums` instead, for several launches with one q. Launches always add to these, and `add` then applies to dk and
+    dv only: of several launches, those that first meet their keys may overwrite.
+
+    kernels: which kernels to run, instead of the choice of `dispatch.choose_backward`.
+    splits: the number of programs that share the steps of the longest block, instead of the choice of `splits.best`.
+    deterministic: whether the same inputs must give the same bits of dq, at some cost in speed; dk and dv always have the same bits.
+    None follows `torch.use_deterministic_algorithms`.
+    """
+    q, sums = queries.q, dq if isinstance(dq, QuerySums) else None
+    chosen = dispatch.backward_kernels(queries, k, v, table, kernels, deterministic)
+    assert sums is None or (sums.q.shape == q.shape and sums.softmax_scale == softmax_scale)
+    if chosen in (Kernels.HOPPER, Kernels.HOPPER_ORDERED) and splits not in (None, 1):
+        raise ValueError(f"splits is {splits}, but {chosen} splits no block: pass 1 or none")
+    if chosen in (Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED):
+        ordered = chosen == Kernels.HOPPER_ORDERED
+        _fused_backward(queries, k, v, table, softmax_scale, dq, dk, dv, add, ordered, 1 if ordered else splits)
+        return
+    rows, add_q = (dq, add) if sums is None else sums.rows()
+    outputs = dict(dq=rows, dk=dk, dv=dv, add_q=add_q, add_kv=add)
+    if chosen == Kernels.PLAIN:
+        plain_backward.backward(queries, k, v, table, softmax_scale, **outputs, splits=splits)
+    else:
+        hopper.backward.backward(queries, k, v, table, softmax_scale, **outputs)
+
+
+def _fused_backward(
+    queries: Queries, k, v, table: TileTable, softmax_scale: float, dq: torch.Tensor | QuerySums, dk, dv, add: bool, ordered: bool,
+    splits: int | None,
+) -> None:  # fmt: skip
+    """`backward` by the fused kernel, which adds dq to sums in an order of their own."""
+    fused, q = hopper.fused, queries.q
+    block, step = fused.block_and_step(q.shape[3])
+    how = key_splits(table, block, step, k.shape[0] * k.shape[2], q.shape[2] // k.shape[2], q.device, splits)
+    sums = dq.permuted() if isinstance(dq, QuerySums) else fused.zero_sums(q)
+    prepared = dq.prepared(queries.statistics) if isinstance(dq, QuerySums) and not ordered else None
+    add_kv, parts = partial_gradients(how, add, dk, dv)
+    outputs = dict(sums=sums, dk=parts[0], dv=parts[1], add=add_kv)
+    fused.backward(queries, k, v, table, softmax_scale, prepared=prepared, **outputs, ordered=ordered)
+    add_partials(how, table, add, parts, (dk, dv))
+    if isinstance(dq, torch.Tensor):
+        fused.finish(sums, dq, softmax_scale, add)

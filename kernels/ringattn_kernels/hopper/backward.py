@@ -1,0 +1,176 @@
+"""Launches of the Hopper backward in two kernels: one for dK and dV, one for dQ.
+
+Neither kernel adds with atomics, so that the same inputs give the same bits.
+
+Shapes: as in `attention.backward`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..launches import strides
+from ..queries import Queries
+from ..table import TileTable
+from ..units import LOG2_E
+from . import statistics
+from .blocks import BLOCK, ROWS
+from .descriptors import main_descriptor, row_descriptor
+from .key_kernel import key_kernel
+from .query_kernel import query_kernel
+from .statistics import PaddedStatistics
+from .wide_key_kernel import wide_key_kernel
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How a backward kernel steps.
+
+    step: rows of a step. stages: steps that are loaded ahead. v_stages: the same for V in `query_kernel`, if not `stages`.
+    registers: of a thread that multiplies.
+    """
+
+    step: int
+    stages: int
+    v_stages: int | None = None
+    registers: int = 240
+
+
+# (head dim of q and k, head dim of v)
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
+# by head dim; measured on an H200
+KEY_CONFIGS = {64: BackwardConfig(64, 4), 128: BackwardConfig(64, 4), 256: BackwardConfig(64, 2)}
+QUERY_CONFIGS = {64: BackwardConfig(128, 3), 128: BackwardConfig(128, 2), 256: BackwardConfig(64, 2, v_stages=1)}
+# heads run side by side while together they have at most so many programs; measured on an H200
+SIDE_BY_SIDE = 128
+
+
+def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, table: TileTable) -> str:
+    """Why no Hopper backward takes these inputs, whatever the head dims; empty where they do, on a GPU of compute capability 9.0."""
+    b, _, h, _ = q.shape
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{q.dtype} is not a 16-bit type"
+    if not all(x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:3]) for x in (q, k, v, dout)):
+        return "rows are not aligned to 16 bytes"
+    if b * h * (table.q_rows + BLOCK.value) >= 2**31:
+        return "too many rows for 32-bit coordinates"
+    return "" if len(table.tiles) > 0 else "there are no pairs"
+
+
+def backward(
+    queries: Queries,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: TileTable,
+    softmax_scale: float,
+    *,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    add_q: bool,
+    add_kv: bool,
+) -> None:
+    """`ringattn_kernels.backward` for inputs to which `obstacle` has no objection. add_q is for dq, add_kv for dk and dv."""
+    rows = statistics.prepare(queries.statistics)
+    if queries.q.shape[3] == 256:
+        key_programs, key_options = wide_key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add_kv)
+        wide_key_kernel[(key_programs,)](**key_options, num_warps=4, launch_pdl=False)
+    else:
+        key_programs, key_options = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add_kv)
+        key_kernel[(key_programs,)](**key_options, num_warps=4, launch_pdl=False)
+    # its programs fill the places that the last programs of the kernel before it leave
+    query_programs, query_options = query_arguments(queries, k, v, table, softmax_scale, rows, dq, add_q)
+    query_kernel[(query_programs,)](**query_options, num_warps=4, launch_pdl=True)
+
+
+def key_arguments(
+    queries: Queries, k, v, table: TileTable, softmax_scale: float, rows: PaddedStatistics, dk, dv, add: bool,
+    config: BackwardConfig | None = None, block: int = BLOCK.value,
+) -> tuple[int, dict]:  # fmt: skip
+    """The number of programs of `key_kernel`, with `block` key rows each, and its arguments.
+
+    dk and dv with n times as many batches as k hold the partials of n splits.
+    """
+    q, dout = queries.q, queries.dout
+    assert q.dtype == k.dtype == v.dtype == dout.dtype and q.shape[:3] == dout.shape[:3] and k.shape[:3] == v.shape[:3]
+    assert (q.shape[1], k.shape[1]) == (table.q_rows, table.k_rows) and len(table.tiles) > 0
+    assert (k.shape[1:], v.shape[1:]) == (dk.shape[1:], dv.shape[1:]) and dk.shape[0] == dv.shape[0]
+    assert dk.stride(3) == dv.stride(3) == 1
+    assert not add or dk.dtype == dv.dtype == torch.float32
+    (b, _, h, d), hk = q.shape, k.shape[2]
+    config, splits = config or KEY_CONFIGS[d], dk.shape[0] // b
+    # whole blocks in steps of one row: the kernel aligns its steps itself, and wants to know exactly which queries need no mask
+    blocks = table.key_blocks(block, 1 if splits == 1 else config.step, q.device, splits)
+    count = blocks.touched if add else len(blocks)
+    return b * hk * count, dict(
+        q_desc=main_descriptor(q, config.step),
+        k_desc=main_descriptor(k, ROWS.value),
+        v_desc=main_descriptor(v, ROWS.value),
+        dout_desc=main_descriptor(dout, config.step),
+        pivot_desc=row_descriptor(rows.pivot, config.step),
+        delta_desc=row_descriptor(rows.delta, config.step),
+        dk_ptr=dk,
+        dv_ptr=dv,
+        items_ptr=blocks.items,
+        segments_ptr=blocks.segments,
+        **strides(dk=dk, dv=dv),
+        item_count=count,
+        kv_heads=hk,
+        group=h // hk,
+        padded_rows=rows.pivot.shape[1],
+        k_rows=table.k_rows,
+        scale=softmax_scale * LOG2_E.value,
+        softmax_scale=softmax_scale,
+        HEAD_DIM=d,
+        STEP=config.step,
+        STAGES=config.stages,
+        ADD=add,
+        REGISTERS=config.registers,
+    )
+
+
+def wide_key_arguments(
+    queries: Queries, k, v, table: TileTable, softmax_scale: float, rows: PaddedStatistics, dk, dv, add: bool
+) -> tuple[int, dict]:
+    """The number of programs of `wide_key_kernel`, and its arguments: those of `key_kernel`, and how heads run side by side."""
+    grid, arguments = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add, block=ROWS.value)
+    chunk = max(1, SIDE_BY_SIDE // arguments["item_count"])
+    return grid, arguments | dict(chunk=chunk, heads=k.shape[0] * k.shape[2])
+
+
+def query_arguments(
+    queries: Queries, k, v, table: TileTable, softmax_scale: float, rows: PaddedStatistics, dq, add: bool
+) -> tuple[int, dict]:
+    """The number of programs of `query_kernel`, and its arguments."""
+    q, dout = queries.q, queries.dout
+    assert q.shape == dq.shape and dq.stride(3) == 1
+    assert not add or dq.dtype == torch.float32
+    b, _, h, d = q.shape
+    config = QUERY_CONFIGS[d]
+    blocks = table.query_blocks(BLOCK.value, config.step, q.device)
+    count = blocks.touched if add else len(blocks)
+    return b * h * count, dict(
+        q_desc=main_descriptor(q, ROWS.value),
+        k_desc=main_descriptor(k, config.step),
+        v_desc=main_descriptor(v, config.step),
+        dout_desc=main_descriptor(dout, ROWS.value),
+        pivot_ptr=rows.pivot,
+        delta_ptr=rows.delta,
+        dq_ptr=dq,
+        items_ptr=blocks.items,
+        segments_ptr=blocks.segments,
+        **strides(dq=dq),
+        item_count=count,
+        heads=h,
+        group=h // k.shape[2],
+        padded_rows=rows.pivot.shape[1],
+        q_rows=table.q_rows,
+        scale=softmax_scale * LOG2_E.value,
+        softmax_scale=softmax_scale,
+        HEAD_DIM=d,
+        STEP=config.step,
+        STAGES=config.stages,
+        V_STAGES=config.v_stages or config.stages,
+        ADD=add,
+        REGISTERS=config.registers,
+    )

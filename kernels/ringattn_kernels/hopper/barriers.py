@@ -1,0 +1,96 @@
+"""Waiting: of warpgroups for each other, of one kernel for another, and of programs for their turn."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def advance(index, phase, COUNT: gl.constexpr):
+    """The next of COUNT buffers in a ring, and the phase of its barrier."""
+    index += 1
+    if index == COUNT:
+        index = 0
+        phase ^= 1
+    return index, phase
+
+
+@gluon.jit
+def named_barrier(KIND: gl.constexpr, INDEX: gl.constexpr):
+    """KIND sync: wait until another warpgroup has come; arrive: come, without waiting. Triton uses the barriers below 8."""
+    ASM: gl.constexpr = f"bar.{KIND} {8 + INDEX}, 256; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def let_next_kernel_start():
+    """Programs of a kernel launched with `launch_pdl` may take the places that this kernel's last programs leave empty."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_kernel_before():
+    """Until the kernel before this one is done and what it wrote is visible: what follows in the stream waits for this kernel alone."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def look(counter_ptr):
+    """Whose turn it is, for `wait_for_turn`: whatever is done in between hides the time that the answer takes."""
+    return gl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [counter_ptr], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_for_turn(counter_ptr, item, seen):
+    """Until it is this item's turn, which it is for good if it was so when `seen`."""
+    gl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred %p;
+            .reg .b32 %now;
+            mov.b32 %now, $3;
+            setp.eq.b32 %p, %now, $2;
+            @%p bra come;
+        again:
+            ld.relaxed.gpu.global.b32 %now, [$1];
+            setp.ne.b32 %p, %now, $2;
+            @%p bra again;
+        come:
+            mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,r,r",
+        [counter_ptr, item, seen],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def pass_turn(counter_ptr, successor):
+    """Once all that the copy engine was told to add has been added, not only read; in a partition whose first warp tells it.
+
+    Relaxed, as `look` is: nothing is read that another item wrote, but for the counter. The sums are added to where all multiprocessors
+    meet, in the L2, and a finished addition is there. A release would wait for more, a tenth of the kernel's time.
+    """
+    gl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred %p;
+            .reg .b32 %thread;
+            cp.async.bulk.wait_group 0;
+            bar.warp.sync 0xffffffff;
+            mov.u32 %thread, %tid.x;
+            setp.eq.u32 %p, %thread, 0;
+            @%p st.relaxed.gpu.global.b32 [$1], $2;
+            mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,r",
+        [counter_ptr, successor],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -1,0 +1,114 @@
+"""Launches of the Hopper forward.
+
+Shapes: q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), out (b, sq, h, dv), row_max and row_sum (b, h, sq).
+"""
+
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .. import launches
+from ..splits import multiprocessors
+from ..table import TileTable, split
+from ..units import LOG2_E
+from .descriptors import halves_layout, swizzled_layout
+from .forward_config import REGISTERS, WARPGROUP_ROWS, ForwardConfig, block_dim, chunks, panels
+from .forward_kernel import hopper_forward_kernel
+from .work_queue import WorkQueue, order_works, work_counter
+
+# bytes of keys and values that the programs of an H200 may walk at a time
+L2_SHARE = 24 << 20
+
+
+def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> str:
+    """Why `launch` does not take these inputs; empty where it does, on a GPU of compute capability 9.0."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{q.dtype} is not a 16-bit type"
+    if max(q.shape[3], v.shape[3]) > 256:
+        return f"head dims {q.shape[3]} and {v.shape[3]} are not both within 256"
+    if not softmax_scale > 0:
+        return "the maximum of raw products is that of the scores only if the scale is positive"
+    for x in (q, k, v):
+        if x.numel() == 0:
+            return "the copy engine takes no empty tensor"
+        strides = [stride * x.element_size() for stride in x.stride()[:3]]
+        if x.data_ptr() % 16 or any(stride <= 0 or stride % 16 for stride in strides):
+            return "the copy engine needs rows at positive multiples of 16 bytes"
+    return ""
+
+
+def launch(
+    q, k, v, table: TileTable, out, row_max, row_sum, softmax_scale: float, state, touched_only: bool, splits: int, config: ForwardConfig,
+    programs: int | None = None,
+) -> None:  # fmt: skip
+    """Launch the kernel over tensors that `forward` made, by so many programs, if not by one a multiprocessor."""
+    counter = work_counter(q.device)
+
+    def make() -> tuple[int, dict]:
+        (b, _, h, d), (_, sk, hk, dv) = q.shape, v.shape
+        assert q.dtype == k.dtype == v.dtype and q.stride(3) == k.stride(3) == v.stride(3) == 1
+        assert (q.shape[1], k.shape[1], sk) == (table.q_rows, table.k_rows, table.k_rows) and h % hk == 0 and k.shape[2:] == (hk, d)
+        together = max(1, L2_SHARE // (sk * (d + dv) * k.element_size())) * (h // hk)
+
+        def build() -> WorkQueue:
+            items = split(*table.cut("q", config.block, config.step), config.step, splits)
+            arrays = order_works(*items, config.step, b * h, together, touched_only, multiprocessors(q.device))
+            return WorkQueue(*(torch.from_numpy(x).to(q.device) for x in arrays))
+
+        queue = table.derived(("hopper forward", config.block, config.step, splits, b * h, together, touched_only, q.device), build)
+        arguments = kernel_arguments(q, k, v, out, row_max, row_sum, queue, counter, softmax_scale, state, config)
+        return min(programs or multiprocessors(q.device), len(queue.works)), arguments
+
+    moving = dict(
+        q_desc=q,
+        k_desc=k,
+        v_desc=v,
+        out_ptr=out,
+        state_ptr=out if state is None else state[0],
+        row_max_ptr=row_max,
+        row_sum_ptr=row_sum,
+        counter_ptr=counter,
+        scale=softmax_scale * LOG2_E.value,
+    )
+    facts = state is None, touched_only, splits, config, programs
+    launches.launch(hopper_forward_kernel, table, facts, moving, make, num_warps=4)
+
+
+def kernel_arguments(
+    q, k, v, out, row_max, row_sum, queue: WorkQueue, counter, softmax_scale: float, state, config: ForwardConfig
+) -> dict:
+    """Keyword arguments of one launch of `hopper_forward_kernel`."""
+    return dict(
+        q_desc=descriptor(q, WARPGROUP_ROWS, chunks(q.shape[3])),
+        k_desc=descriptor(k, config.step, chunks(q.shape[3])),
+        v_desc=descriptor(v, config.step, panels=panels(q.shape[3], v.shape[3])),
+        out_ptr=out,
+        state_ptr=out if state is None else state[0],
+        row_max_ptr=row_max,
+        row_sum_ptr=row_sum,
+        works_ptr=queue.works,
+        segments_ptr=queue.segments,
+        counter_ptr=counter,
+        work_count=len(queue.works),
+        batches=q.shape[0],
+        heads=q.shape[2],
+        group=q.shape[2] // k.shape[2],
+        q_rows=q.shape[1],
+        scale=softmax_scale * LOG2_E.value,
+        CHUNKS=chunks(q.shape[3]),
+        PANELS=panels(q.shape[3], v.shape[3]),
+        WARPGROUPS=config.warpgroups,
+        Q_STAGES=config.q_stages,
+        STAGES=config.stages,
+        V_DIM=v.shape[3],
+        HAS_STATE=state is not None,
+        TURNS=config.turns,
+        PAIRED=config.paired,
+        REGISTERS=REGISTERS[config.warpgroups],
+    )
+
+
+def descriptor(x: torch.Tensor, rows: int, chunks: int = 1, panels: int = 1) -> TensorDescriptor:
+    """For blocks of `rows` rows of one head of x (b, s, h, d); panels: of values, whose columns a product may take 32 of."""
+    shape = [1, rows, 1, block_dim(x.shape[3]) if chunks == 1 else 64]
+    layout = swizzled_layout(*shape) if panels == 1 else halves_layout(4)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), shape, layout)

@@ -1,0 +1,91 @@
+"""The configurations of the Hopper forward, and which of them runs."""
+
+import functools
+from dataclasses import dataclass
+
+from ..config import padded
+from ..splits import best, multiprocessors, predicted
+from ..table import TileTable, steps_of
+
+WARPGROUP_ROWS = 64
+# registers of a thread that computes, by the number of warpgroups that do; what remains suffices for those that copy
+REGISTERS = {2: 240, 3: 160}
+
+
+@dataclass(frozen=True, eq=False)  # looked up in every launch, by identity
+class ForwardConfig:
+    """`warpgroups` compute 64 query rows each; `stages` blocks of `step` rows of K, and as many of V, are in shared memory at a time.
+
+    q_stages: query blocks in shared memory. turns: warpgroups start their products one after another, in a fixed order.
+    paired: a warpgroup has the next scores under way beside the values before them; else it waits for these first.
+    step_time: of a step, relative to other launches for the same head dims.
+    """
+
+    step: int
+    stages: int
+    warpgroups: int
+    q_stages: int
+    turns: bool
+    paired: bool = True
+    step_time: float = 1.0
+
+    @property
+    def block(self) -> int:
+        """Query rows of a program."""
+        return self.warpgroups * WARPGROUP_ROWS
+
+
+# head dims of Q and K and of V up to these -> launches, measured on an H200; of several the first is the fastest where all multiprocessors
+# have much to do
+CONFIGS = {
+    (64, 64): (ForwardConfig(step=128, stages=4, warpgroups=3, q_stages=2, turns=True),),
+    (96, 96): (
+        ForwardConfig(step=128, stages=2, warpgroups=3, q_stages=1, turns=True, paired=False, step_time=1.31),
+        ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=2, turns=False),
+    ),
+    (128, 128): (
+        ForwardConfig(step=128, stages=2, warpgroups=3, q_stages=1, turns=True, paired=False, step_time=1.37),
+        ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=2, turns=False),
+    ),
+    (192, 128): (ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=1, turns=False),),
+    (256, 256): (ForwardConfig(step=64, stages=2, warpgroups=2, q_stages=1, turns=False),),
+}
+# blocks a multiprocessor that are so many that the last round does not matter
+MANY = 16
+
+
+@functools.cache
+def configs_for(d: int, dv: int) -> tuple[ForwardConfig, ...]:
+    """The entry with the smallest head dims that hold both; an entry of two panels holds only head dims of two panels."""
+    entries = (found for dims, found in CONFIGS.items() if d <= dims[0] and dv <= dims[1] and panels(*dims) <= panels(d, dv))
+    return next(entries)
+
+
+def config_for(q, v, table: TileTable, splits: int | None = None) -> ForwardConfig:
+    """The one that should be done first with a table; `splits` as in `forward`."""
+    dims, heads, processors = (q.shape[3], v.shape[3]), q.shape[0] * q.shape[2], multiprocessors(q.device)
+    found = configs_for(*dims)
+    if len(found) == 1 or heads * table.q_rows >= MANY * processors * found[0].block:
+        return found[0]
+
+    def time(how: ForwardConfig) -> float:
+        steps = steps_of(*table.cut("q", how.block, how.step), how.step)
+        steps = steps[steps > 0]
+        return how.step_time * predicted(steps, splits or best(steps, heads, processors), heads, processors) if len(steps) else 0.0
+
+    return table.derived(("hopper forward launch", dims, heads, processors, splits), lambda: min(found, key=time))
+
+
+def block_dim(head_dim: int) -> int:
+    """Columns of a block that holds a head dim; those past it come as zeros."""
+    return max(64, padded(head_dim))
+
+
+def chunks(head_dim: int) -> int:
+    """Blocks side by side that hold Q's and K's head dim: three of 64 where one would hold 256."""
+    return 3 if 128 < head_dim <= 192 else 1
+
+
+def panels(d: int, dv: int) -> int:
+    """Of columns that products take from a block: one, all of them, or two, 96 of 128."""
+    return 2 if min(d, dv) > 64 and max(d, dv) <= 96 else 1

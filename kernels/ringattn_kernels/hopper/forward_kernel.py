@@ -1,0 +1,363 @@
+"""Exact attention over a tile table, forward, for Hopper (sm_90) in Gluon: the formula of `attention`, on asynchronous units.
+
+In a program one partition has the copy engine (TMA) bring Q, K and V to shared memory, and two or three warpgroups compute 64 query rows
+each. A warpgroup starts the scores of the next block of keys and the weighted values of the block before, waits for both, and computes a
+softmax while the tensor cores work for other warpgroups. Three warpgroups may have no registers for both products: each then starts the
+scores once the values are done, and the two others keep the tensor cores busy. Programs stay on their multiprocessor and take works (a
+query block of one head each) off a queue; Q, K and V keep coming across the ends of segments and of works.
+
+Shapes: q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), out (b, sq, h, dv), row_max and row_sum (b, h, sq).
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+
+from ..units import to_base2, to_natural
+from .barriers import named_barrier
+from .fences import pin
+from .forward_output import layout_to_store, load_state, store_out
+from .forward_softmax import as_column, divided, mask_edge, rescale, scaled, softmax_step, unpack
+from .language import async_load, barrier, reinterpret, wait_for_products
+from .panels import part_panels, start_each, start_sum, zero_block, zeros
+from .tables import END, load_segment, load_work
+
+
+class Blocks(NamedTuple):
+    """Shared memory: blocks of Q, K and V, as the copy engine fills them or as matrices, and the indices of two works."""
+
+    q: gl.tensor
+    k: gl.tensor
+    v: gl.tensor
+    work: gl.tensor
+
+
+class ForwardBarriers(NamedTuple):
+    """Which blocks are full, and which are empty again. kv_empty of a block: its K has been read, and V of the block before it."""
+
+    q_full: gl.tensor
+    q_empty: gl.tensor
+    k_full: gl.tensor
+    v_full: gl.tensor
+    kv_empty: gl.tensor
+
+
+class Result(NamedTuple):
+    """Where the kernel writes out and the statistics, and where it reads a state."""
+
+    out_ptr: gl.tensor
+    state_ptr: gl.tensor
+    row_max_ptr: gl.tensor
+    row_sum_ptr: gl.tensor
+
+
+class WorkItems(NamedTuple):
+    """A `WorkQueue` on the device, and how many works it has."""
+
+    works_ptr: gl.tensor
+    segments_ptr: gl.tensor
+    work_count: gl.tensor
+
+
+@gluon.jit
+def hand_out(work_smem, slot, work):
+    """Leave the index of a work where the warpgroups read it, before a barrier tells them."""
+    work_smem.index(slot).store(gl.full([1], work, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    barrier()
+
+
+@gluon.jit
+def take(work_smem, slot):
+    """What `hand_out` left."""
+    return gl.max(work_smem.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+
+
+@gluon.jit
+def load_copies(
+    q_desc, k_desc, v_desc, blocks, barriers, queue, counter_ptr, batches, heads, group,
+    CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The partition that takes works and asks the copy engine for Q once a work and for K and V once a step, as soon as there is room."""
+    BLOCK_K: gl.constexpr = k_desc.block_type.shape[1]
+    ROWS: gl.constexpr = q_desc.block_type.shape[1]
+    COLUMNS: gl.constexpr = k_desc.block_type.shape[3]
+    block = 0
+    taken = 0
+    work = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    while work < queue.work_count:
+        head_index, block_begin, segment, steps = load_work(queue.works_ptr, work)
+        batch = head_index // heads % batches
+        head = head_index % heads
+        kv_head = head // group
+        for i in gl.static_range(WARPGROUPS):
+            mbarrier.wait(barriers.q_empty.index(taken % Q_STAGES * WARPGROUPS + i), ((taken // Q_STAGES) & 1) ^ 1)
+        hand_out(blocks.work, taken % 2, work)
+        for i in gl.static_range(WARPGROUPS):
+            place = taken % Q_STAGES * WARPGROUPS + i
+            mbarrier.expect(barriers.q_full.index(place), CHUNKS * q_desc.block_type.nbytes)
+            for c in gl.static_range(CHUNKS):
+                corner = [batch, block_begin + i * ROWS, head, c * COLUMNS]
+                async_load(q_desc, corner, barriers.q_full.index(place), blocks.q.index(place * CHUNKS + c))
+        start = gl.load(queue.segments_ptr + segment * 8)
+        end = gl.load(queue.segments_ptr + segment * 8 + END)
+        for step in range(steps):
+            if start >= end:
+                segment += 1
+                start = gl.load(queue.segments_ptr + segment * 8)
+                end = gl.load(queue.segments_ptr + segment * 8 + END)
+            stage = block % STAGES
+            # K's room is empty since V's block before this one was asked for
+            mbarrier.expect(barriers.k_full.index(stage), CHUNKS * k_desc.block_type.nbytes)
+            for c in gl.static_range(CHUNKS):
+                corner = [batch, start, kv_head, c * COLUMNS]
+                async_load(k_desc, corner, barriers.k_full.index(stage), blocks.k.index(stage * CHUNKS + c))
+            if step == steps - 1:
+                # not earlier, so that a program holds no work that another could begin; not later, so that its copies run on
+                work = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+            mbarrier.wait(barriers.kv_empty.index((block + 1) % STAGES), (((block + 1) // STAGES) & 1) ^ 1)
+            mbarrier.expect(barriers.v_full.index(stage), v_desc.block_type.nbytes)
+            async_load(v_desc, [batch, start, kv_head, 0], barriers.v_full.index(stage), blocks.v.index(stage))
+            start += BLOCK_K
+            block += 1
+        taken += 1
+    for i in gl.static_range(WARPGROUPS):
+        mbarrier.wait(barriers.q_empty.index(taken % Q_STAGES * WARPGROUPS + i), ((taken // Q_STAGES) & 1) ^ 1)
+    hand_out(blocks.work, taken % 2, work)
+    for i in gl.static_range(WARPGROUPS):
+        mbarrier.arrive(barriers.q_full.index(taken % Q_STAGES * WARPGROUPS + i), count=1)
+    # each program draws one number too many; the last to be drawn sets the counter back for the next launch
+    if work == queue.work_count + gl.num_programs(0) - 1:
+        gl.store(counter_ptr, 0)
+
+
+@gluon.jit
+def scores_product(
+    q_smem, q_place, k_smem, k_full, s, block, more, CHUNKS: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Start the raw scores of a block of keys, once that is there."""
+    stage = block % STAGES
+    mbarrier.wait(k_full.index(stage), (block // STAGES) & 1, pred=more)
+    for chunk in gl.static_range(CHUNKS):
+        k = part_panels(k_smem.index(stage * CHUNKS + chunk), PANELS)
+        s = start_sum(part_panels(q_smem.index(q_place * CHUNKS + chunk), PANELS), k, s, chunk > 0)
+    return s
+
+
+@gluon.jit
+def start_values(pairs, v_smem, v_full, acc, block, STAGES: gl.constexpr):
+    """Start the weighted values of a block, added to each panel's accumulator, once they are there."""
+    P: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
+    stage = block % STAGES
+    mbarrier.wait(v_full.index(stage), (block // STAGES) & 1)
+    return start_each(unpack(pairs, v_smem.dtype, P), part_panels(v_smem.index(stage), len(acc)), acc)
+
+
+@gluon.jit
+def attend_rows(
+    blocks, barriers, result, queue, heads, q_rows, scale, WARPGROUP: gl.constexpr, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr,
+    Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr, TURNS: gl.constexpr,
+    PAIRED: gl.constexpr, PANELS: gl.constexpr,
+):  # fmt: skip
+    """The partition of one warpgroup: out, row_max and row_sum of its 64 rows of each query block."""
+    ROWS: gl.constexpr = blocks.q.shape[1]
+    BLOCK_K: gl.constexpr = blocks.k.shape[1]
+    BLOCK_DV: gl.constexpr = blocks.v.shape[2]
+    SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
+    # [ROWS, 4]: a column for each of the four threads that share a row of scores
+    SUMS: gl.constexpr = gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+    NEXT: gl.constexpr = (WARPGROUP + 1) % WARPGROUPS
+    # rows of 16 bits leave by way of their queries' place, where nobody waits for that
+    STAGED: gl.constexpr = (
+        result.out_ptr.dtype.element_ty.primitive_bitwidth == 16 and Q_STAGES > 1 and blocks.q.shape[2] == BLOCK_DV
+    )
+    dtype: gl.constexpr = blocks.v.dtype
+    if TURNS and WARPGROUP == WARPGROUPS - 1:
+        named_barrier("arrive", NEXT)
+    block = 0
+    taken = 0
+    mbarrier.wait(barriers.q_full.index(WARPGROUP), 0)
+    work = take(blocks.work, 0)
+    no_scores = zero_block(ROWS, BLOCK_K)
+    s = scores_product(
+        blocks.q, WARPGROUP, blocks.k, barriers.k_full, no_scores, 0, work < queue.work_count, CHUNKS, PANELS, STAGES
+    )
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(barriers.kv_empty.index(0), count=1)
+    # at its top the scores of a work's first block are there
+    while work < queue.work_count:
+        head_index, block_begin, segment, steps = load_work(queue.works_ptr, work)
+        first_row = block_begin + WARPGROUP * ROWS
+        if HAS_STATE:
+            # [ROWS]
+            rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
+            statistics = head_index.to(gl.int64) * q_rows + rows
+            row_max, rest = to_base2(gl.load(result.row_max_ptr + statistics, mask=rows < q_rows, other=float("-inf")))
+            old_sum = gl.load(result.row_sum_ptr + statistics, mask=rows < q_rows, other=0.0) * gl.exp2(rest)
+            thread = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, SUMS)), 0)
+            row_sum = gl.where(thread == 0, as_column(old_sum, SUMS), 0.0)
+        else:
+            row_max = gl.full([ROWS], float("-inf"), gl.float32, SCORE_ROWS)
+            row_sum = gl.zeros([ROWS, 4], gl.float32, SUMS)
+        pivot = row_max
+        # [ROWS, columns] for each panel
+        acc = zeros(ROWS, part_panels(blocks.v.index(0), PANELS))
+        if HAS_STATE:
+            state = ()
+            for panel in gl.static_range(PANELS):
+                state += (load_state(result.state_ptr, acc[panel], old_sum, first_row, head_index, heads, q_rows, V_DIM, panel),)
+            acc = state
+
+        start, full_begin, full_end, end = load_segment(queue.segments_ptr, segment)
+        if (start < full_begin) | (start >= full_end):
+            s = mask_edge(s, start, end, queue.segments_ptr, segment, first_row)
+        pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
+        if HAS_STATE:
+            # pinned, or LLVM would merge this product with the loop's own and move it between the loop's matrix products
+            acc = [pin(scaled(x, alpha)) for x in acc]
+        q_place = taken % Q_STAGES * WARPGROUPS + WARPGROUP
+        for _step in range(1, steps):
+            start += BLOCK_K
+            if start >= end:
+                segment += 1
+                start, full_begin, full_end, end = load_segment(queue.segments_ptr, segment)
+            # block is the one whose values are due, block + 1 the one whose scores are
+            if TURNS:
+                named_barrier("sync", WARPGROUP)
+            if PAIRED:
+                s_token = scores_product(blocks.q, q_place, blocks.k, barriers.k_full, s, block + 1, True, CHUNKS, PANELS, STAGES)
+            acc_token = start_values(pairs, blocks.v, barriers.v_full, acc, block, STAGES)
+            if TURNS:
+                named_barrier("arrive", NEXT)
+            if PAIRED:
+                # all but the values, of which each panel counts
+                s = warpgroup_mma_wait(PANELS, deps=[s_token])
+            else:
+                acc = wait_for_products(0, acc_token)
+                pairs = pin(pairs)
+                s_token = scores_product(
+                    blocks.q, q_place, blocks.k, barriers.k_full, no_scores, block + 1, True, CHUNKS, PANELS, STAGES
+                )
+                s = warpgroup_mma_wait(0, deps=[s_token])
+            if (start < full_begin) | (start >= full_end):
+                s = mask_edge(s, start, end, queue.segments_ptr, segment, first_row)
+            block += 1
+            if PAIRED:
+                acc = wait_for_products(0, acc_token)
+                pairs = pin(pairs)
+            mbarrier.arrive(barriers.kv_empty.index(block % STAGES), count=1)
+            pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
+            acc = [rescale(x, alpha) for x in acc]
+        q_stored = q_place
+        if not STAGED:
+            mbarrier.arrive(barriers.q_empty.index(q_place), count=1)
+        acc_token = start_values(pairs, blocks.v, barriers.v_full, acc, block, STAGES)
+        if not PAIRED:
+            acc_token = wait_for_products(0, acc_token)
+
+        # the first scores of the next work are under way while this one is written out; after the last work they are nobody's
+        block += 1
+        taken += 1
+        q_place = taken % Q_STAGES * WARPGROUPS + WARPGROUP
+        mbarrier.wait(barriers.q_full.index(q_place), (taken // Q_STAGES) & 1)
+        next_work = take(blocks.work, taken % 2)
+        next_scores = s if PAIRED else no_scores
+        more = next_work < queue.work_count
+        s_token = scores_product(blocks.q, q_place, blocks.k, barriers.k_full, next_scores, block, more, CHUNKS, PANELS, STAGES)
+        total = gl.convert_layout(gl.sum(row_sum, axis=1), SCORE_ROWS, assert_trivial=True)
+        acc = wait_for_products(PANELS, acc_token)
+        pairs = pin(pairs)
+        out = [divided(x, total, result.out_ptr.dtype.element_ty) for x in acc]
+        s = warpgroup_mma_wait(0, deps=[s_token])
+        # the last values of this work, and the next one's first keys
+        mbarrier.arrive(barriers.kv_empty.index(block % STAGES), count=1)
+
+        # read again rather than held in registers through the loop
+        head_index, block_begin, segment, steps = load_work(queue.works_ptr, work)
+        first_row = block_begin + WARPGROUP * ROWS
+        if STAGED:
+            staging = part_panels(blocks.q.index(q_stored), PANELS)
+            for panel in gl.static_range(PANELS):
+                staging[panel].store(out[panel])
+            out = [x.load(layout_to_store(x.shape[1])) for x in staging]
+        for panel in gl.static_range(PANELS):
+            store_out(result.out_ptr, out[panel], first_row, head_index, heads, q_rows, V_DIM, STAGED, panel)
+        if STAGED:
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(barriers.q_empty.index(q_stored), count=1)
+        total = gl.where(total == 0, 0.0, total * gl.exp2(pivot - row_max))
+        row_max, total = to_natural(row_max, total)
+        rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
+        statistics = head_index.to(gl.int64) * q_rows + rows
+        gl.store(result.row_max_ptr + statistics, row_max, mask=rows < q_rows)
+        gl.store(result.row_sum_ptr + statistics, total, mask=rows < q_rows)
+        work = next_work
+
+
+@gluon.jit(do_not_specialize=["work_count", "batches", "heads", "group", "q_rows"])
+def hopper_forward_kernel(
+    q_desc, k_desc, v_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, counter_ptr, work_count, batches, heads,
+    group, q_rows, scale, CHUNKS: gl.constexpr, PANELS: gl.constexpr, WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr, TURNS: gl.constexpr, PAIRED: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """out, row_max, row_sum of the works of one program; see the module."""
+    dtype: gl.constexpr = q_desc.dtype
+    ROWS: gl.constexpr = q_desc.block_type.shape[1]
+    BLOCK_K: gl.constexpr = k_desc.block_type.shape[1]
+    BLOCK_D: gl.constexpr = k_desc.block_type.shape[3]
+    BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
+    q_smem = gl.allocate_shared_memory(dtype, [Q_STAGES * WARPGROUPS * CHUNKS, 1, ROWS, 1, BLOCK_D], q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES * CHUNKS, 1, BLOCK_K, 1, BLOCK_D], k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_K, 1, BLOCK_DV], v_desc.layout)
+    Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype)
+    K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_D], dtype)
+    V: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=v_desc.layout.swizzle_byte_width, element_bitwidth=16, rank=2)
+    # the same bytes as matrices
+    q_matrices = reinterpret(q_smem, dtype, [Q_STAGES * WARPGROUPS * CHUNKS, ROWS, BLOCK_D], Q)
+    k_matrices = reinterpret(k_smem, dtype, [STAGES * CHUNKS, BLOCK_K, BLOCK_D], K)
+    v_matrices = reinterpret(v_smem, dtype, [STAGES, BLOCK_K, BLOCK_DV], V)
+    # the work at hand and the one after it
+    work_smem = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * WARPGROUPS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * WARPGROUPS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # of a block: K has been read, and V of the block before it
+    kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(Q_STAGES * WARPGROUPS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(kv_empty.index(i), count=WARPGROUPS)
+    fence_async_shared()
+    blocks, matrices = Blocks(q_smem, k_smem, v_smem, work_smem), Blocks(q_matrices, k_matrices, v_matrices, work_smem)
+    barriers = ForwardBarriers(q_full, q_empty, k_full, v_full, kv_empty)
+    result = Result(out_ptr, state_ptr, row_max_ptr, row_sum_ptr)
+    queue = WorkItems(works_ptr, segments_ptr, work_count)
+    # constants must stay in the calls' own tuples: a name for a tuple would turn them into run-time values
+    if WARPGROUPS == 2:
+        gl.warp_specialize([
+            (load_copies, (q_desc, k_desc, v_desc, blocks, barriers, queue, counter_ptr, batches, heads, group,
+                           CHUNKS, WARPGROUPS, Q_STAGES, STAGES)),
+            (attend_rows, (matrices, barriers, result, queue, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
+                           HAS_STATE, TURNS, PAIRED, PANELS)),
+            (attend_rows, (matrices, barriers, result, queue, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
+                           HAS_STATE, TURNS, PAIRED, PANELS)),
+        ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (load_copies, (q_desc, k_desc, v_desc, blocks, barriers, queue, counter_ptr, batches, heads, group,
+                           CHUNKS, WARPGROUPS, Q_STAGES, STAGES)),
+            (attend_rows, (matrices, barriers, result, queue, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
+                           HAS_STATE, TURNS, PAIRED, PANELS)),
+            (attend_rows, (matrices, barriers, result, queue, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
+                           HAS_STATE, TURNS, PAIRED, PANELS)),
+            (attend_rows, (matrices, barriers, result, queue, heads, q_rows, scale, 2, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
+                           HAS_STATE, TURNS, PAIRED, PANELS)),
+        ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

@@ -1,0 +1,48 @@
+"""How the Hopper forward reads a state and writes its output: places, masks, and the layout of wide stores."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .forward_softmax import scaled
+
+
+@gluon.jit
+def out_place(
+    block_begin, head_index, heads, q_rows, V_DIM: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr,
+    PANEL: gl.constexpr,
+):  # fmt: skip
+    """(offsets, mask) of rows of a panel, as many columns from 64 * PANEL on, of out and of the state, which are contiguous."""
+    # [ROWS]
+    rows = block_begin + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    columns = PANEL * 64 + gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
+    offsets = ((head_index // heads).to(gl.int64) * q_rows + rows) * heads + head_index % heads
+    mask = (gl.expand_dims(rows, 1) < q_rows) & (columns < V_DIM)
+    return gl.expand_dims(offsets, 1) * V_DIM + columns, mask
+
+
+@gluon.constexpr_function
+def layout_to_store(columns):
+    """Of [64, columns] numbers of 16 bits in a warpgroup: 8 columns of a thread side by side, and 32 of a row in one instruction."""
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0], *([0, 1 << i] for i in range(5, (columns - 1).bit_length()))]
+    return gl.DistributedLinearLayout(registers, [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, columns])
+
+
+@gluon.jit
+def store_out(out_ptr, out, first_row, head_index, heads, q_rows, V_DIM: gl.constexpr, STAGED: gl.constexpr, PANEL: gl.constexpr):
+    """Rows of a panel of out. Of 16 bits a product leaves a thread 4 bytes side by side, half of what memory moves at the least; at d = 256
+    there is no room to rearrange them."""
+    ROWS: gl.constexpr = out.shape[0]
+    COLUMNS: gl.constexpr = out.shape[1]
+    if out.dtype.primitive_bitwidth == 16 and COLUMNS <= 128 and not STAGED:
+        out = gl.convert_layout(out, layout_to_store(COLUMNS))
+    LAYOUT: gl.constexpr = out.type.layout
+    offsets, mask = out_place(first_row, head_index, heads, q_rows, V_DIM, ROWS, COLUMNS, LAYOUT, PANEL)
+    gl.store(out_ptr + offsets, out, mask=mask)
+
+
+@gluon.jit
+def load_state(state_ptr, acc, old_sum, first_row, head_index, heads, q_rows, V_DIM: gl.constexpr, PANEL: gl.constexpr):
+    """A panel of the state times the sums of its rows, in the shape and layout of acc."""
+    OUT: gl.constexpr = acc.type.layout
+    offsets, mask = out_place(first_row, head_index, heads, q_rows, V_DIM, acc.shape[0], acc.shape[1], OUT, PANEL)
+    return scaled(gl.load(state_ptr + offsets, mask=mask, other=0.0), old_sum)

@@ -1,0 +1,132 @@
+"""The online softmax of one warpgroup of the Hopper forward: masks, exponentials, and weights packed in pairs."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .tables import HI, LO, ROW_BEGIN, ROW_END
+
+# base-2 units that a row's maximum may be above its pivot before the row is rescaled: the weights stay within 2^LAG
+LAG = gl.constexpr(8.0)
+
+
+@gluon.jit
+def pack(even, odd, dtype: gl.constexpr):
+    """Two fp32 rounded to 16 bits each, in one int32: held from step to step, so that they take one register and no permutation."""
+    convert: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(convert, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def in_place(count, others):
+    """Constraints of inline assembly that changes `count` fp32 registers and reads `others`, a string of kinds, as many of each."""
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + [kind for kind in others for _ in range(count)])
+
+
+@gluon.jit
+def unpack(pairs, dtype: gl.constexpr, layout: gl.constexpr):
+    """[rows, columns] of `dtype` from [rows, columns / 2] pairs, as a left operand."""
+    even, odd = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    both = gl.join(even, odd).reshape([pairs.shape[0], 2 * pairs.shape[1]])
+    return gl.convert_layout(both.to(dtype, bitcast=True), layout, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def mask_assembly(count):
+    """-inf for scores whose column is not in [first, last] of their row, as one thread holds them: two columns of two rows, then again
+    from 8 columns on. In one piece, so that the columns are constants and take no registers."""
+    lines = ["{ .reg .pred p; .reg .b32 t, f<2>, l<2>; mov.u32 t, %laneid; and.b32 t, t, 3; shl.b32 t, t, 1;"]
+    lines.extend(f"sub.s32 f{row}, ${2 * count + 2 * row}, t; sub.s32 l{row}, ${3 * count + 2 * row}, t;" for row in range(2))
+    for i in range(count):
+        row, column = i // 2 % 2, i % 2 + i // 4 * 8
+        lines.append(
+            f"setp.le.s32 p, f{row}, {column}; setp.ge.and.s32 p, l{row}, {column}, p; selp.f32 ${i}, ${i}, 0fFF800000, p;"
+        )
+    return " ".join([*lines, "}"])
+
+
+@gluon.jit
+def mask_edge(scores, start, end, segments_ptr, segment, first_row):
+    """-inf for pairs of an edge block that are not live."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    COUNT: gl.constexpr = scores.shape[0] * scores.shape[1] // 128
+    ASM: gl.constexpr = mask_assembly(COUNT)
+    CONSTRAINTS: gl.constexpr = in_place(COUNT, "rr")
+    ptr = segments_ptr + segment * 8
+    # rows and columns relative to the block's first ones
+    rows = gl.arange(0, scores.shape[0], ROWS)
+    shift = first_row - start
+    first = rows + (shift - gl.load(ptr + HI))
+    last = gl.minimum(rows + (shift - gl.load(ptr + LO)), end - 1 - start)
+    inside = (rows >= gl.load(ptr + ROW_BEGIN) - first_row) & (rows < gl.load(ptr + ROW_END) - first_row)
+    last = gl.where(inside, last, -1)
+    first = gl.expand_dims(first, 1).broadcast_to(scores.shape)
+    last = gl.expand_dims(last, 1).broadcast_to(scores.shape)
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [scores, first, last], dtype=gl.float32, is_pure=True, pack=COUNT)
+
+
+@gluon.jit
+def as_column(x, layout: gl.constexpr):
+    """[rows] as [rows, 1] of a matrix in `layout`, whose rows the same threads hold."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, layout), assert_trivial=True), 1)
+
+
+@gluon.jit
+def softmax_step(scores, pivot, row_sum, row_max, scale, dtype: gl.constexpr):
+    """(p as packed pairs, alpha, pivot, row_sum, row_max) after a block of raw scores.
+
+    pivot and row_max are in base-2 units: scores * scale is the exponent. The pivot follows the maximum only once that is LAG above it:
+    alpha is 1 in nearly all steps. row_sum [rows, 4], relative to the pivot, is what each of a row's four threads has seen.
+    """
+    ROWS: gl.constexpr = scores.shape[0]
+    COLUMNS: gl.constexpr = scores.shape[1]
+    block_max = gl.max(scores, axis=1) * scale
+    row_max = gl.maximum(row_max, block_max)
+    new_pivot = gl.where(block_max > pivot + LAG, block_max, pivot)
+    # a row with no live pair yet has a pivot of -inf: avoid inf - inf
+    finite = gl.where(new_pivot == float("-inf"), 0.0, new_pivot)
+    p = gl.exp2(scores * scale - gl.expand_dims(finite, 1))
+    alpha = gl.exp2(pivot - finite)
+    even, odd = gl.split(p.reshape([ROWS, COLUMNS // 2, 2]))
+    part = gl.convert_layout(
+        gl.sum((even + odd).reshape([ROWS, COLUMNS // 8, 4]), axis=1), row_sum.type.layout, assert_trivial=True
+    )
+    SUMS: gl.constexpr = row_sum.type.layout
+    row_sum = row_sum * as_column(alpha, SUMS) + part
+    return pack(even, odd, dtype), alpha, new_pivot, row_sum, row_max
+
+
+@gluon.constexpr_function
+def rescale_assembly(count):
+    """Multiply `count` registers by as many factors, in warps where one of these is not 1. A thread holds two columns of a row, two of
+    another, and so on: the factors 0 and 2 are all that there are."""
+    rows = f"setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p;"
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    return "{ .reg .pred p; " + rows + " vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; " + products + " DONE: }"
+
+
+@gluon.jit
+def rescale(acc, alpha):
+    """acc * alpha [rows], left out by warps whose rows all have 1."""
+    OUT: gl.constexpr = acc.type.layout
+    COUNT: gl.constexpr = acc.shape[0] * acc.shape[1] // 128
+    ASM: gl.constexpr = rescale_assembly(COUNT)
+    CONSTRAINTS: gl.constexpr = in_place(COUNT, "f")
+    alpha = as_column(alpha, OUT).broadcast_to(acc.shape)
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [acc, alpha], dtype=gl.float32, is_pure=False, pack=COUNT)
+
+
+@gluon.jit
+def scaled(acc, factors):
+    """acc * factors [rows]."""
+    OUT: gl.constexpr = acc.type.layout
+    return acc * as_column(factors, OUT)
+
+
+@gluon.jit
+def divided(acc, total, dtype: gl.constexpr):
+    """acc / total [rows] in dtype, 0 where total is 0."""
+    OUT: gl.constexpr = acc.type.layout
+    # selected, not multiplied by 0: the values of pairs that are not live may be anything. A sum that is NaN stays
+    return gl.where(as_column(total, OUT) == 0, 0.0, scaled(acc, 1.0 / total)).to(dtype)

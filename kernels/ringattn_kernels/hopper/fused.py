@@ -1,0 +1,162 @@
+"""Launches of the Hopper backward in one kernel, and the sums of dq that it adds to.
+
+`finish` scales the sums, and adds them to dq or writes dq.
+
+Shapes: as in `attention.backward`.
+"""
+
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .. import launches
+from ..config import padded
+from ..queries import Queries, Statistics
+from ..table import TileTable
+from ..units import LOG2_E
+from . import statistics
+from .backward import BackwardConfig, key_arguments
+from .blocks import BLOCK, ROWS
+from .descriptors import plain_layout, rest_descriptor
+from .dq_sums import SUMS, WIDTH, finish_kernel
+from .fused_kernel import fused_kernel
+from .panels import has_rest, main_columns
+from .statistics import PaddedStatistics, whole_blocks
+from .turns import Turns, key_turns
+
+# by head dim; measured on an H200
+CONFIGS = {64: BackwardConfig(128, 2), 96: BackwardConfig(64, 3), 128: BackwardConfig(64, 2), 192: BackwardConfig(64, 2)}
+# (head dim of q and k, head dim of v)
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
+# heads run side by side until together they have at least so many programs; measured on an H200
+SIDE_BY_SIDE = 256
+# the same by head dim where items take turns
+ORDERED_SIDE_BY_SIDE = {64: 1024, 96: 512, 128: 512, 192: 512}
+# long heads of these head dims run one by one: the L2 does not hold the queries, dout and sums that programs of two heads meet
+ONE_BY_ONE = (128, 192)
+
+
+def block_and_step(head_dim: int) -> tuple[int, int]:
+    """Key rows of a program, and query rows of each of its steps."""
+    return BLOCK.value, CONFIGS[head_dim].step
+
+
+def has_items_for_turns(k: torch.Tensor, table: TileTable) -> bool:
+    """Whether there are enough items for turns to be fastest. The items of one head, if they are few, wait for one another."""
+    return k.shape[0] * k.shape[2] * table.key_blocks(BLOCK.value, 1, k.device).touched >= SIDE_BY_SIDE
+
+
+def zero_sums(q: torch.Tensor) -> torch.Tensor:
+    """Zeros to which launches with q add dq: fp32 (b * h, sq in whole blocks, d), each 64 x 64 part in the order of `add_dq`."""
+    b, q_rows, h, d = q.shape
+    return torch.zeros(b * h, whole_blocks(q_rows), d, device=q.device, dtype=torch.float32)
+
+
+def finish(sums: torch.Tensor, dq: torch.Tensor, softmax_scale: float, add: bool) -> None:
+    """Scale the sums, and add them to dq (b, sq, h, d), in fp32, or overwrite it, in any dtype."""
+    b, q_rows, h, d = dq.shape
+    assert sums.shape == (b * h, whole_blocks(q_rows), d) and dq.stride(3) == 1
+    assert not add or dq.dtype == torch.float32
+    moving = dict(sums_ptr=sums, dq_ptr=dq, softmax_scale=softmax_scale)
+
+    def make() -> tuple[int, dict]:
+        strides = dict(zip(("stride_b", "stride_s", "stride_h"), dq.stride()))
+        sizes = dict(heads=h, q_rows=q_rows, padded_rows=sums.shape[1], HEAD_DIM=d, BLOCK_D=padded(d))
+        return sums.shape[0] * sums.shape[1] // ROWS.value, moving | strides | sizes | dict(ADD=add)
+
+    launches.launch(finish_kernel, None, (add,), moving, make, num_warps=4)
+
+
+def sums_descriptor(sums: torch.Tensor, columns: int) -> TensorDescriptor:
+    """For the copy engine to add so many columns of 64 rows of dq."""
+    shape, block = [sums.numel() // SUMS.value, SUMS.value], [WIDTH.value * columns // SUMS.value, SUMS.value]
+    return TensorDescriptor(sums, shape, [SUMS.value, 1], block, plain_layout(2))
+
+
+def prepare(of_queries: Statistics) -> PaddedStatistics:
+    """What all launches with the same queries read of the statistics: pivot and -delta."""
+    return statistics.prepare(of_queries, -1)
+
+
+def backward(
+    queries: Queries,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: TileTable,
+    softmax_scale: float,
+    *,
+    prepared: PaddedStatistics | None,
+    sums: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    add: bool,
+    ordered: bool,
+) -> None:
+    """`ringattn_kernels.backward` for inputs to which `backward.obstacle` has no objection, except that dq is added to `sums`.
+
+    prepared: what `prepare` made of the statistics, if it has been called.
+    ordered: add in a fixed order, so that the same inputs give the same bits.
+    """
+    q, dout = queries.q, queries.dout
+    b, q_rows, h, d = q.shape
+    turns, counters = None, None
+    if ordered:
+        step = CONFIGS[d].step
+        turns = key_turns(table, BLOCK.value, step, sums.device)
+        # one for each step, and the number that the next program draws
+        counters = torch.empty(b * h * (whole_blocks(q_rows) // step) + 1, device=sums.device, dtype=torch.int32)
+        rows = statistics.prepare(queries.statistics, -1, step, turns.first, counters)
+    else:
+        rows = prepared or prepare(queries.statistics)
+    moving = dict(
+        q_desc=q,
+        k_desc=k,
+        v_desc=v,
+        dout_desc=dout,
+        pivot_desc=rows.pivot,
+        delta_desc=rows.delta,
+        sums_desc=sums,
+        dk_ptr=dk,
+        dv_ptr=dv,
+        counters_ptr=counters,
+        scale=softmax_scale * LOG2_E.value,
+        softmax_scale=softmax_scale,
+    )
+    # second panels, where there are
+    if has_rest(d):
+        moving |= dict(q_rest=q, k_rest=k, sums_rest=sums)
+    if has_rest(v.shape[3]):
+        moving |= dict(v_rest=v, dout_rest=dout)
+
+    def make() -> tuple[int, dict]:
+        return fused_arguments(queries, k, v, table, softmax_scale, rows, sums, dk, dv, add, turns, counters)
+
+    launches.launch(fused_kernel, table, (add, ordered), moving, make, num_warps=4)
+
+
+def fused_arguments(
+    queries: Queries, k, v, table: TileTable, softmax_scale: float, rows: PaddedStatistics, sums, dk, dv, add: bool,
+    turns: Turns | None = None, counters: torch.Tensor | None = None,
+) -> tuple[int, dict]:  # fmt: skip
+    """The number of programs of `fused_kernel`, and its arguments: those of `key_kernel`, the sums, and how heads run side by side."""
+    q, dout = queries.q, queries.dout
+    b, q_rows, h, d = q.shape
+    assert sums.shape == (b * h, whole_blocks(q_rows), d) and sums.is_contiguous()
+    grid, arguments = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add, CONFIGS[d])
+    if turns is not None:
+        arguments |= dict(items_ptr=turns.items, segments_ptr=turns.segments)
+    items = SIDE_BY_SIDE if turns is None else ORDERED_SIDE_BY_SIDE[d]
+    step, main = CONFIGS[d].step, main_columns(d)
+    return grid, arguments | dict(
+        q_rest=rest_descriptor(q, step),
+        k_rest=rest_descriptor(k, ROWS.value),
+        v_rest=rest_descriptor(v, ROWS.value),
+        dout_rest=rest_descriptor(dout, step),
+        sums_desc=sums_descriptor(sums, WIDTH.value if turns is None else main * step // WIDTH.value),
+        sums_rest=sums_descriptor(sums, 32 if turns is None else d - main) if d > main else None,
+        V_DIM=v.shape[3],
+        chunk=max(1 if turns is None and d in ONE_BY_ONE else 2, items // arguments["item_count"]),
+        heads=b * k.shape[2],
+        successors_ptr=None if turns is None else turns.successors,
+        counters_ptr=counters,
+        ORDERED=turns is not None,
+    )

@@ -1,0 +1,302 @@
+"""Exact attention over a tile table, backward, for Hopper, in one pass of five products.
+
+    P = exp2(scale Q K^T - pivot)        dV += P^T dout
+    dS = P * (dout V^T - delta)          dK += softmax_scale dS^T Q      dQ += softmax_scale dS K
+
+A program owns 128 key rows of one key/value head and meets blocks of queries of all heads of its group, as in `key_kernel`. In addition,
+dS goes through shared memory for the product with K, and the copy engine adds the result to fp32 sums of dq in global memory
+(`dq_sums`), to which any number of launches may add. The same inputs give the same bits of dk and dv. They do so of dq where programs
+take turns to add (ORDERED; see `turns`); else dq is the same up to rounding, because which of two programs adds first is not fixed.
+
+Shapes: as in `attention.backward`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+
+from .barriers import advance
+from .blocks import BLOCK, ROWS, Gradients, mask_scores, write_rows
+from .dq_sums import SUMS, WIDTH, Handover, Staging, add_dq, allocate_staging, hand_over_dq, start_dq
+from .fences import hide_uniform, pin_pairs
+from .language import wait_for_products
+from .loads import Inputs, allocate_queries, produce_queries
+from .ordered_loads import TurnsOfItem, load_walk, produce_and_add, walk_back
+from .panels import join_columns, matrices, panels, some_rows, split_columns, start_each, start_sum, zeros
+from .tables import load_item, side_by_side
+
+
+@gluon.constexpr_function
+def is_wide(head_dim, v_dim):
+    """Whether 64 rows of dk and dv take more than 128 registers of each of a warpgroup's threads."""
+    return head_dim + v_dim > 256
+
+
+@gluon.jit
+def weights(s, pivots, scale, edge, segments_ptr, segment, row0, start, dtype: gl.constexpr):
+    """P of some columns in 16 bits, as a left operand that stays where it is."""
+    L: gl.constexpr = s.type.layout
+    p = gl.exp2(s * scale - gl.expand_dims(pivots.load(gl.SliceLayout(0, L)), 0))
+    if edge:
+        p = mask_scores(p, segments_ptr, segment, row0, start)
+    return pin_pairs(gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, L, 2), assert_trivial=True))
+
+
+@gluon.jit
+def score_gradient(p16, dp):
+    """dS in 16 bits of P in 16 bits."""
+    return (gl.convert_layout(p16, dp.type.layout, assert_trivial=True).to(gl.float32) * dp).to(p16.dtype)
+
+
+@gluon.jit
+def consume_and_add(
+    tiles, staging, barriers, handover, sums, gradients, walk,
+    group, head_row, last_row, padded_rows, k_rows, block_begin, scale, softmax_scale,
+    HALF: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ADD: gl.constexpr,
+    ORDERED: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of 64 key rows, and this warpgroup's part of each step's dq.
+
+    Where dk and dv take more than 128 registers of a thread, P is kept in 16 bits, comes in two halves, and less runs at a time.
+    """
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    WIDE: gl.constexpr = is_wide(HEAD_DIM, V_DIM)
+    PARTS: gl.constexpr = 2 if WIDE else 1
+    BUFFERS: gl.constexpr = staging.ds.type.shape[0] // 2
+    dtype: gl.constexpr = tiles.q[0].dtype
+    # [ROWS, HEAD_DIM] and [ROWS, V_DIM], in panels
+    k = matrices(tiles.k, HALF)
+    v = matrices(tiles.v, HALF)
+    dk = zeros(ROWS, k)
+    dv = zeros(ROWS, v)
+    zero = gl.zeros([ROWS, STEP], gl.float32, SCORES)
+    row0 = block_begin + HALF * ROWS
+    whole = block_begin + BLOCK <= k_rows
+    segment = walk.begin
+    if ORDERED:
+        segment = gl.maximum(walk.end, 1) - 1
+    start, full_begin, full_end, stop = load_walk(walk.segments_ptr, segment, whole, STEP, ORDERED)
+    member = 0
+    stage = 0
+    phase = 0
+    buffer = 0
+    turn = 0
+    # there is no step before the first: what that adds is past the end of the sums, and the copy engine leaves it out
+    last_buffer = BUFFERS - 1
+    last_turn = 1
+    mbarrier.wait(barriers.kv_full, 0)
+    mbarrier.wait(barriers.q_full.index(0), 0, pred=walk.steps > 0)
+    s = start_sum(k, matrices(tiles.q, 0), zero, False)
+    s = warpgroup_mma_wait(0, deps=[s])
+    for n in range(walk.steps):
+        # [STEP, HEAD_DIM] and [STEP, V_DIM], in panels
+        q = matrices(tiles.q, stage)
+        dout = matrices(tiles.dout, stage)
+        # [ROWS, STEP]
+        if WIDE:
+            edge = (start < full_begin) | (start >= full_end)
+            s_left, s_right = split_columns(s)
+            pivots = tiles.pivot.index(stage)
+            p_left = weights(s_left, pivots.slice(0, STEP // 2), scale, edge, walk.segments_ptr, segment, row0, start, dtype)
+            start_right = start + STEP // 2
+            p_right = weights(
+                s_right, pivots.slice(STEP // 2, STEP // 2), scale, edge, walk.segments_ptr, segment, row0, start_right, dtype
+            )
+        mbarrier.wait(barriers.dout_full.index(stage), phase)
+        # what comes as delta is -delta
+        dp = gl.expand_dims(tiles.delta.index(stage).load(COLUMNS), 0).broadcast_to([ROWS, STEP])
+        dp = start_sum(matrices(tiles.v, hide_uniform(HALF, k_rows)) if WIDE else v, dout, dp, True)
+        if not WIDE:
+            p = gl.exp2(s * scale - gl.expand_dims(tiles.pivot.index(stage).load(COLUMNS), 0))
+            if (start < full_begin) | (start >= full_end):
+                p = mask_scores(p, walk.segments_ptr, segment, row0, start)
+            p16 = gl.convert_layout(p.to(dtype), LEFT, assert_trivial=True)
+        done = stage
+        stage, phase = advance(stage, phase, STAGES)
+        if WIDE:
+            dv_next = start_each(p_left, some_rows(dout, 0, STEP // 2), dv)
+            dv_next = start_each(p_right, some_rows(dout, STEP // 2, STEP // 2), dv_next)
+            dp = warpgroup_mma_wait(2 * len(dv), deps=[dp])
+            p_left = pin_pairs(p_left)
+            p_right = pin_pairs(p_right)
+            dp_left, dp_right = split_columns(dp)
+            shared_ds = join_columns(score_gradient(p_left, dp_left), score_gradient(p_right, dp_right))
+        else:
+            dv_next = start_each(p16, dout, dv)
+            dp = warpgroup_mma_wait(len(dv), deps=[dp])
+            p16 = pin_pairs(p16)
+            shared_ds = (p * dp).to(dtype)
+        ds = gl.convert_layout(shared_ds, LEFT, assert_trivial=True)
+        # started first, so that the tensor cores have work while the two warpgroups exchange dS
+        dk_next = start_each(ds, q, dk)
+        if WIDE:
+            mbarrier.wait(handover.ds_empty.index(buffer), turn ^ 1)
+        staging.ds.index(buffer * 2 + HALF).store(shared_ds)
+        fence_async_shared()
+        mbarrier.arrive(handover.ds_full.index(buffer), count=1)
+        if WIDE:
+            products = wait_for_products(0, dv_next + dk_next)
+            p_left = pin_pairs(p_left)
+            p_right = pin_pairs(p_right)
+            ds = pin_pairs(ds)
+            mbarrier.arrive(barriers.empty.index(done), count=1)
+        # dq of the step before, so that neither warpgroup waits for the other
+        mbarrier.wait(handover.ds_full.index(last_buffer), last_turn, pred=n > 0)
+        dq = start_dq(tiles.k, staging.ds, last_buffer, k_rows, HALF, STEP, HEAD_DIM, 0)
+        if WIDE:
+            dq_rest = start_dq(tiles.k, staging.ds, last_buffer, k_rows, HALF, STEP, HEAD_DIM, 1)
+        freed = last_buffer
+        this_row = head_row + start
+        last_buffer = buffer
+        last_turn = turn
+        buffer, turn = advance(buffer, turn, BUFFERS)
+        if ORDERED:
+            member += 1
+            if member == group:
+                member = 0
+                segment, start, full_begin, full_end, stop = walk_back(
+                    walk.segments_ptr, segment, walk.begin, start, full_begin, full_end, stop, whole, STEP
+                )
+        else:
+            start += STEP
+            if start >= stop:
+                segment += 1
+                if segment == walk.end:
+                    segment = walk.begin
+                    head_row += padded_rows
+                start, full_begin, full_end, stop = load_walk(walk.segments_ptr, segment, whole, STEP, ORDERED)
+        if WIDE:
+            dq, dq_rest = warpgroup_mma_wait(0, deps=[dq, dq_rest])
+            mbarrier.arrive(handover.ds_empty.index(freed), count=1, pred=n > 0)
+        else:
+            products = wait_for_products(0, dv_next + dk_next + (dq,))
+            dq = products[len(products) - 1]
+            p16 = pin_pairs(p16)
+            ds = pin_pairs(ds)
+            mbarrier.arrive(barriers.empty.index(done), count=1)
+        dv = products[: len(dv)]
+        dk = products[len(dv) : len(dv) + len(dk)]
+        mbarrier.wait(barriers.q_full.index(stage), phase, pred=(n + 1) < walk.steps)
+        if WIDE:
+            if ORDERED:
+                hand_over_dq(staging.dq, handover, dq, n, HALF, STEP, HEAD_DIM, 0, PARTS)
+                hand_over_dq(staging.dq, handover, dq_rest, n, HALF, STEP, HEAD_DIM, 1, PARTS)
+            else:
+                add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, 0)
+                add_dq(sums, staging.dq, dq_rest, last_row, HALF, STEP, HEAD_DIM, 1)
+        k_next = matrices(tiles.k, hide_uniform(HALF, k_rows)) if STEP == 64 else k
+        s_next = start_sum(k_next, matrices(tiles.q, stage), zero, False)
+        if not WIDE:
+            if ORDERED:
+                hand_over_dq(staging.dq, handover, dq, n, HALF, STEP, HEAD_DIM, 0, PARTS)
+            else:
+                add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, 0)
+        last_row = this_row
+        s = warpgroup_mma_wait(0, deps=[s_next])
+    mbarrier.wait(handover.ds_full.index(last_buffer), last_turn, pred=walk.steps > 0)
+    for part in gl.static_range(PARTS):
+        dq = start_dq(tiles.k, staging.ds, last_buffer, k_rows, HALF, STEP, HEAD_DIM, part)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        if ORDERED:
+            hand_over_dq(staging.dq, handover, dq, walk.steps, HALF, STEP, HEAD_DIM, part, PARTS)
+        else:
+            add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, part)
+    write_panels(gradients.dk_ptr, gradients.dk_stride, dk, softmax_scale, row0, k_rows, ADD)
+    write_panels(gradients.dv_ptr, gradients.dv_stride, dv, 1.0, row0, k_rows, ADD)
+    if not ORDERED:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def write_panels(ptr, stride, values, factor, row0, row_count, ADD: gl.constexpr):
+    """`write_rows` of all panels, times a factor."""
+    for i in gl.static_range(len(values)):
+        write_rows(ptr, stride, values[i] * factor, row0, row_count, ADD)
+        ptr += values[i].type.shape[1]
+
+
+@gluon.jit
+def produce(
+    inputs, sums, tiles, staging, barriers, handover, walk, turns, batch, kv_head, group, head0, padded_rows, block_begin,
+    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """What the partition without products does."""
+    if ORDERED:
+        produce_and_add(
+            inputs, sums, tiles, staging, barriers, handover, walk, turns, batch, kv_head, group, head0, padded_rows, block_begin,
+            STAGES, STEP, HEAD_DIM, PARTS,
+        )  # fmt: skip
+    else:
+        produce_queries(inputs, tiles, barriers, walk, batch, kv_head, group, head0, padded_rows, block_begin, STAGES, STEP, 2)
+
+
+@gluon.jit(do_not_specialize=["item_count", "chunk", "heads", "kv_heads", "group", "padded_rows", "k_rows"])
+def fused_kernel(
+    q_desc, k_desc, v_desc, dout_desc, q_rest, k_rest, v_rest, dout_rest, pivot_desc, delta_desc, sums_desc, sums_rest,
+    dk_ptr, dv_ptr, items_ptr, segments_ptr, successors_ptr, counters_ptr,
+    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
+    HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
+    REGISTERS: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of one block of key rows of one key/value head over all query heads of its group, and what it adds to their dq."""
+    # buffers of dS: one more than stages, so that room for the queries of a step means room for its dS; or, where that does not fit, as
+    # many, and a barrier
+    BUFFERS: gl.constexpr = STAGES if is_wide(HEAD_DIM, V_DIM) else STAGES + 1
+    PARTS: gl.constexpr = 2 if is_wide(HEAD_DIM, V_DIM) else 1
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STEP], q_desc.dtype)
+    inputs = Inputs(
+        panels(q_desc, q_rest), panels(k_desc, k_rest), panels(v_desc, v_rest), panels(dout_desc, dout_rest), pivot_desc, delta_desc
+    )
+    tiles, barriers = allocate_queries(inputs, STAGES, STEP, 2)
+    ds_s = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS * 2, ROWS, STEP], DS)
+    sums = panels(sums_desc, sums_rest)
+    staged = barriers.kv_full
+    taken = barriers.kv_full
+    if ORDERED:
+        dq_s = allocate_staging(sums, PARTS)
+        staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(staged, count=2)
+        mbarrier.init(taken, count=1)
+    else:
+        dq_s = gl.allocate_shared_memory(gl.float32, [2, WIDTH * WIDTH // SUMS, SUMS], sums_desc.layout)
+    ds_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BUFFERS):
+        mbarrier.init(ds_full.index(i), count=2)
+    ds_empty = ds_full
+    if BUFFERS == STAGES:
+        ds_empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(BUFFERS):
+            mbarrier.init(ds_empty.index(i), count=2)
+    fence_async_shared()
+
+    program = gl.program_id(0)
+    if ORDERED:
+        # drawn, as nothing says that programs start in the order of their ids
+        program = gl.atomic_add(counters_ptr + heads * group * (padded_rows // STEP), 1, sem="relaxed")
+    item, head_index = side_by_side(program, item_count, chunk, heads)
+    item_ptr = items_ptr + item * 4
+    block_begin, walk, batch, kv_head, dk_ptr, dv_ptr = load_item(
+        item_ptr, item_count, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group,
+        STEP,
+    )  # fmt: skip
+    staging, handover = Staging(ds_s, dq_s), Handover(ds_full, ds_empty, staged, taken)
+    gradients = Gradients(dk_ptr, dv_ptr, stride_dks, stride_dvs)
+    turns = TurnsOfItem(successors_ptr, counters_ptr, item)
+    head_row = head_index * group * padded_rows
+    last_row = heads * group * padded_rows
+    gl.warp_specialize(
+        [
+            (produce, (inputs, sums, tiles, staging, barriers, handover, walk, turns, batch, kv_head, group, head_index * group,
+                       padded_rows, block_begin, STAGES, STEP, HEAD_DIM, PARTS, ORDERED)),
+            (consume_and_add, (tiles, staging, barriers, handover, sums, gradients, walk, group, head_row, last_row, padded_rows, k_rows,
+                               block_begin, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED)),
+            (consume_and_add, (tiles, staging, barriers, handover, sums, gradients, walk, group, head_row, last_row, padded_rows, k_rows,
+                               block_begin, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED)),
+        ],
+        [4, 4],
+        [REGISTERS, REGISTERS],
+    )  # fmt: skip

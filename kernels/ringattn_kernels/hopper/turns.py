@@ -1,0 +1,73 @@
+"""Turns: the fixed order in which items of a launch add to each block of sums, planned on the host.
+
+Every block of `step` rows of the other axis has a counter for each head: the item that adds to it next. An item waits until the
+counter holds its own number, adds, waits until the addition is done, and writes the number of the next item that has the block among its
+steps. Items therefore add to each block in the order in which they lie in the table.
+
+No item waits for ever. An item waits only for items of its head with lower numbers, and programs draw their items in the order of
+the numbers, so the items it waits for run already or are done. Take all items that are drawn and not done: the one drawn first waits for
+nobody, and ends; then the same holds for the next one. This needs one running program, not all of them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..table import BEGIN, END, FIRST_SEGMENT, FULL_BEGIN, LAST_SEGMENT, LO, TileTable
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The key blocks of a table for items that take turns.
+
+    items, segments  as in `BlockTable`, with segments cut so that all steps of one have the same successor.
+    successors       (m,) int32: for each segment the item that follows in all its steps; any number if there is none.
+    first            (blocks,) int32: the item that comes first in each block, in whole `block`s of rows; any number if there is none.
+    """
+
+    items: torch.Tensor
+    segments: torch.Tensor
+    successors: torch.Tensor
+    first: torch.Tensor
+
+
+def key_turns(table: TileTable, block: int, step: int, device: torch.device) -> Turns:
+    """Of items of `block` key rows, whose steps are blocks of `step` query rows; made once a table."""
+
+    def build() -> Turns:
+        blocks = table.key_blocks(block, 1, device)
+        arrays = take_turns(blocks.items.cpu().numpy(), blocks.segments.cpu().numpy(), -(-table.q_rows // block) * block, step)
+        return Turns(*(torch.from_numpy(array).to(device) for array in arrays))
+
+    return table.derived(("turns", block, step, device), build)
+
+
+def take_turns(items: np.ndarray, segments: np.ndarray, rows: int, step: int) -> tuple[np.ndarray, ...]:
+    """The arrays of `Turns`. An item meets its segments from the last to the first."""
+    first = np.full(-(-rows // step), -1)
+    begin, end = segments[:, BEGIN] // step, -(-segments[:, END] // step)
+    pieces, successors, items = [], [], items.copy()
+    for item in reversed(range(len(items))):
+        first_piece = len(pieces)
+        # the last to come first, as what is known is who comes next
+        for segment in range(items[item, FIRST_SEGMENT], items[item, LAST_SEGMENT]):
+            following = first[begin[segment] : end[segment]]
+            known = np.flatnonzero(following >= 0)
+            # where nobody follows any number will do: that which makes the fewest cuts
+            numbers = following[known]
+            cuts = known[1:][numbers[1:] != numbers[:-1]] + begin[segment]
+            starts = [segments[segment, BEGIN], *(cuts * step)]
+            stops = [*(cuts * step), segments[segment, END]]
+            changed = np.flatnonzero(np.diff(numbers, prepend=-2)) if len(numbers) else []
+            for start, stop, successor in zip(starts, stops, numbers[changed] if len(numbers) else [0]):
+                pieces.append([start, *segments[segment, FULL_BEGIN:END], stop, *segments[segment, LO:]])
+                successors.append(successor)
+            first[begin[segment] : end[segment]] = item
+        items[item, FIRST_SEGMENT], items[item, LAST_SEGMENT] = first_piece, len(pieces)
+    return (
+        items,
+        np.array(pieces, dtype=np.int32).reshape(-1, 8),
+        np.array(successors, dtype=np.int32),
+        np.maximum(first, 0).astype(np.int32),
+    )

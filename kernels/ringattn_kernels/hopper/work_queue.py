@@ -1,0 +1,71 @@
+"""The queue of works of a Hopper forward: their order, and the counter by which programs take them."""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from triton.runtime import driver
+
+from ..table import FIRST_SEGMENT, ROW, SPLIT, steps_of
+
+
+@dataclass(frozen=True)
+class WorkQueue:
+    """The works of a launch, in the order in which programs take them.
+
+    works    (n, 4) int32: (split * b + batch) * h + head, first row of the query block, first segment, number of steps (at least 1).
+    segments (m, 8) int32: as in `table.BlockTable`; the last one is empty, for query blocks without any.
+    """
+
+    works: torch.Tensor
+    segments: torch.Tensor
+
+
+def order_works(
+    items: np.ndarray, segments: np.ndarray, step: int, heads: int, together: int, touched_only: bool, processors: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(works, segments): `together` heads at a time, so that their keys and values stay in the L2; of those, longest work first.
+
+    Short works of all heads come at the end, so that all multiprocessors have something to do until the last long ones are done.
+    items, segments: as in `table.BlockTable`.
+    """
+    steps = steps_of(items, segments, step)
+    if touched_only:
+        items, steps = items[steps > 0], steps[steps > 0]
+    first = np.where(steps > 0, items[:, FIRST_SEGMENT], len(segments))
+    segments = np.concatenate([segments, np.array([[0, 0, 0, 1, 0, 0, 0, 0]], dtype=np.int32)])
+    # (items, 3): first row, first segment, steps; longest first, as they come
+    blocks = np.stack([items[:, ROW], first, np.maximum(steps, 1)], axis=1)
+
+    def works_of(part: slice, group: np.ndarray) -> np.ndarray:
+        rows = np.repeat(blocks[part], len(group), axis=0)
+        return np.concatenate(
+            [(items[part, SPLIT, None] * heads + group).reshape(-1, 1), rows], axis=1, dtype=np.int32, casting="same_kind"
+        )
+
+    kept = len(items) - _held_back(steps, heads, processors)
+    groups = [np.arange(max(0, end - together), end) for end in range(heads, 0, -together)][::-1]
+    works = [works_of(slice(kept), group) for group in groups]
+    return np.concatenate([*works, works_of(slice(kept, None), np.arange(heads))]), segments
+
+
+def _held_back(steps: np.ndarray, heads: int, processors: int) -> int:
+    """How many of the last items: as much as the longest for each multiprocessor, none longer than a quarter of it, 1/20 of all at most."""
+    longest = steps.max(initial=0)
+    enough = min(processors * longest / heads, steps.sum() / 20)
+    return int(((np.cumsum(steps[::-1]) <= enough) & (steps[::-1] <= longest // 4)).sum())
+
+
+@functools.cache
+def stream_counter(device: torch.device, stream: int) -> torch.Tensor:
+    """What the launches on one stream, which never run side by side, count works with; each leaves it at zero."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def work_counter(device: torch.device) -> torch.Tensor:
+    """A zero that no launch which may run at the same time counts with."""
+    if torch.cuda.is_current_stream_capturing():
+        # a graph may be replayed on any stream: it has a counter of its own for each of its launches
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    return stream_counter(device, driver.active.get_current_stream(device.index))

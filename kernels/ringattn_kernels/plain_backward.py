@@ -1,0 +1,139 @@
+"""The backward in plain Triton: the launches of the two kernels of `gradients`.
+
+Shapes: as in `attention.backward`.
+"""
+
+import torch
+
+from .config import BlockConfig, architecture, descriptor, launch_for, padded, precision
+from .gradients import dkdv_kernel, dq_kernel
+from .launches import strides
+from .queries import Queries
+from .splits import add_partials, key_splits, partial_gradients, query_splits
+from .statistics import pivots
+from .table import BlockTable, TileTable
+from .units import LOG2_E
+
+
+def backward(
+    queries: Queries,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: TileTable,
+    softmax_scale: float,
+    *,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    add_q: bool,
+    add_kv: bool,
+    splits: int | None,
+) -> None:
+    """`ringattn_kernels.backward` by the kernels of `gradients`. add_q is for dq, add_kv for dk and dv."""
+    q = queries.q
+    b, _, h, d = q.shape
+    hk, v_dim = v.shape[2:]
+    arch = architecture(q.device)
+    head_dim = max(d, v_dim)
+    rows = pivots(queries.row_max, queries.row_sum, weighted=q.dtype == torch.float32)
+    config = launch_for("dkdv", arch, head_dim, q.dtype)
+    how = key_splits(table, config.block, config.step, b * hk, h // hk, q.device, splits)
+    blocks = table.key_blocks(config.block, config.step, q.device, how.most)
+    add, parts = partial_gradients(how, add_kv, dk, dv)
+    count = blocks.touched if add else len(blocks)
+    if b * hk * count > 0:
+        dkdv_kernel[(b * hk * count,)](
+            **dkdv_arguments(queries, k, v, table, softmax_scale, *rows, blocks, count, *parts, add, config, arch)
+        )
+    add_partials(how, table, add_kv, parts, (dk, dv))
+    config = launch_for("dq", arch, head_dim, q.dtype)
+    how = query_splits(table, config.block, config.step, b * h, q.device, splits)
+    blocks = table.query_blocks(config.block, config.step, q.device, how.most)
+    add, parts = partial_gradients(how, add_q, dq)
+    count = blocks.touched if add else len(blocks)
+    if b * h * count > 0:
+        dq_kernel[(b * h * count,)](
+            **dq_arguments(queries, k, v, table, softmax_scale, *rows, blocks, count, *parts, add, config, arch)
+        )
+    add_partials(how, table, add_q, parts, (dq,))
+
+
+def _shared_arguments(
+    queries: Queries, k, v, table: TileTable, softmax_scale: float, pivot, weight, blocks: BlockTable, count: int, add: bool,
+    config: BlockConfig, arch: str,
+) -> dict:  # fmt: skip
+    """Keyword arguments that both gradient kernels take."""
+    q, dout, delta = queries.q, queries.dout, queries.delta
+    d, (hk, v_dim) = q.shape[3], v.shape[2:]
+    assert q.dtype == k.dtype == v.dtype == dout.dtype
+    assert q.stride(3) == k.stride(3) == v.stride(3) == dout.stride(3) == 1 and delta.is_contiguous()
+    assert (q.shape[1], k.shape[1], v.shape[1]) == (table.q_rows, table.k_rows, table.k_rows)
+    return dict(
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        dout_ptr=dout,
+        pivot_ptr=pivot,
+        weight_ptr=weight,
+        delta_ptr=delta,
+        items_ptr=blocks.items,
+        segments_ptr=blocks.segments,
+        **strides(q=q, k=k, v=v, o=dout),
+        item_count=count,
+        group=q.shape[2] // hk,
+        q_rows=table.q_rows,
+        scale=softmax_scale * LOG2_E.value,
+        softmax_scale=softmax_scale,
+        HEAD_DIM=d,
+        V_DIM=v_dim,
+        BLOCK_D=padded(d),
+        BLOCK_DV=padded(v_dim),
+        ADD=add,
+        WEIGHTED=weight is not None,
+        PRECISION=precision(q.dtype, arch),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def dkdv_arguments(
+    queries: Queries, k, v, table: TileTable, softmax_scale: float, pivot, weight, blocks: BlockTable, count: int, dk, dv, add: bool,
+    config: BlockConfig, arch: str,
+) -> dict:  # fmt: skip
+    """Keyword arguments of one launch of `dkdv_kernel`."""
+    assert not add or dk.dtype == dv.dtype == torch.float32
+    # the partials of n splits have n times as many batches
+    assert dk.shape[1:] == k.shape[1:]
+    assert dv.shape[1:] == v.shape[1:]
+    assert dk.stride(3) == dv.stride(3) == 1
+    return _shared_arguments(queries, k, v, table, softmax_scale, pivot, weight, blocks, count, add, config, arch) | dict(
+        q_desc=descriptor(queries.q, config.step, arch),
+        dout_desc=descriptor(queries.dout, config.step, arch),
+        dk_ptr=dk,
+        dv_ptr=dv,
+        **strides(dk=dk, dv=dv),
+        kv_heads=k.shape[2],
+        k_rows=table.k_rows,
+        BLOCK_K=config.block,
+        BLOCK_Q=config.step,
+    )
+
+
+def dq_arguments(
+    queries: Queries, k, v, table: TileTable, softmax_scale: float, pivot, weight, blocks: BlockTable, count: int, dq, add: bool,
+    config: BlockConfig, arch: str,
+) -> dict:  # fmt: skip
+    """Keyword arguments of one launch of `dq_kernel`."""
+    assert not add or dq.dtype == torch.float32
+    # the partials of n splits have n times as many batches
+    assert dq.shape[1:] == queries.q.shape[1:]
+    assert dq.stride(3) == 1
+    return _shared_arguments(queries, k, v, table, softmax_scale, pivot, weight, blocks, count, add, config, arch) | dict(
+        k_desc=descriptor(k, config.step, arch),
+        v_desc=descriptor(v, config.step, arch),
+        dq_ptr=dq,
+        **strides(dq=dq),
+        heads=queries.q.shape[2],
+        BLOCK_Q=config.block,
+        BLOCK_K=config.step,
+    )
