@@ -1,4 +1,4 @@
-"""What importing the package loads: nothing of Triton until a kernel is needed."""
+"""Importing the package loads nothing of Triton until a kernel is needed."""
 
 import subprocess
 import sys

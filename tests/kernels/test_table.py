@@ -28,7 +28,7 @@ def walk(blocks, rows: int, columns: int, block: int, step: int) -> np.ndarray:
             band = (i >= row_begin) & (i < row_end) & (j >= begin) & (j < end) & (i - j >= lo) & (i - j <= hi)
             full = np.broadcast_to((j >= full_begin) & (j < full_end), band.shape)
             assert band[full].all(), "a pair of a full step is dead"
-            # every edge step has a live pair, unless the band leaves a gap narrower than it
+            # every edge step has a live pair, unless the band leaves a gap narrower than the step
             count[i[:, 0]] += band
     return count
 
