@@ -53,7 +53,7 @@ class Result(NamedTuple):
     row_sum_ptr: gl.tensor
 
 
-class Queue(NamedTuple):
+class DeviceWorkQueue(NamedTuple):
     """A `WorkQueue` on the device, and how many works it has."""
 
     works_ptr: gl.tensor
@@ -339,7 +339,7 @@ def hopper_forward_kernel(
     blocks, matrices = Blocks(q_smem, k_smem, v_smem, work_smem), Blocks(q_matrices, k_matrices, v_matrices, work_smem)
     barriers = ForwardBarriers(q_full, q_empty, k_full, v_full, kv_empty)
     result = Result(out_ptr, state_ptr, row_max_ptr, row_sum_ptr)
-    queue = Queue(works_ptr, segments_ptr, work_count)
+    queue = DeviceWorkQueue(works_ptr, segments_ptr, work_count)
     # constants must stay in the calls' own tuples: a name for a tuple would turn them into run-time values
     if WARPGROUPS == 2:
         gl.warp_specialize([
