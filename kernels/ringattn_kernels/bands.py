@@ -1,4 +1,4 @@
-"""Device helpers that every kernel shares: loads of row blocks, segments and the mask of an edge block."""
+"""Device helpers that the plain kernels share: loads of row blocks, segments and the mask of an edge block."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ def load_rows(ptr, start, stride, end, ROWS: tl.constexpr, DIM: tl.constexpr, BL
     """Rows [start, start + ROWS) of a matrix with contiguous columns; zero past column DIM and, if MASKED, from row `end` on."""
     columns = tl.arange(0, BLOCK_DIM)
     if MASKED:
-        # addresses made anew at each step: an edge block is rare, and hoisted addresses would hold registers in the full blocks' loop
+        # addresses are computed at each step: edge blocks are rare, and hoisted addresses would take registers in the full blocks' loop
         rows = start + tl.arange(0, ROWS)
         pointers = ptr + (rows.to(tl.int64)[:, None] * stride + columns[None, :])
         inside = rows[:, None] < end
@@ -32,7 +32,7 @@ def load_block(
     desc, ptr, batch, head, start, stride, end,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`load_rows`, through the copy engine where there is a descriptor (b, rows, heads, DIM) and no row to leave out."""
+    """`load_rows`, by the copy engine if there is a descriptor (b, rows, heads, DIM) and no row to leave out."""
     if MASKED or desc is None:
         return load_rows(ptr, start, stride, end, ROWS, DIM, BLOCK_DIM, MASKED)
     else:

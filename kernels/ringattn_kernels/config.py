@@ -59,7 +59,7 @@ _INTERPRETER = {"forward": BlockConfig(64, 32, 1, 1, 2), "dkdv": BlockConfig(64,
 
 
 def architecture(device: torch.device) -> str:
-    """'sm_90' and the like, 'gfx942' and the like, or 'cpu' (Triton's interpreter)."""
+    """'sm_90' and so on, 'gfx942' and so on, or 'cpu' (Triton's interpreter)."""
     if device.type == "cpu":
         assert triton.knobs.runtime.interpret, "CPU tensors need TRITON_INTERPRET=1"
         return "cpu"
@@ -97,7 +97,7 @@ def precision(dtype: torch.dtype, arch: str) -> str:
 
 
 def descriptor(x: torch.Tensor, rows: int, arch: str) -> TensorDescriptor | None:
-    """For the copy engine (TMA) to load blocks of `rows` rows of one head of x (b, s, h, d); None where it cannot."""
+    """The descriptor by which the copy engine (TMA) loads `rows` rows of one head of x (b, s, h, d); None where it cannot."""
     b, s, h, d = x.shape
     has_engine = arch.startswith("sm_") and int(arch[3:]) >= 90
     aligned = x.data_ptr() % 16 == 0 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])

@@ -1,4 +1,4 @@
-"""The two gradient kernels; `backward` gives their formula and launches them."""
+"""The two gradient kernels in plain Triton; `attention` gives their formula and `plain_backward` launches them."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from .bands import edge_count, edge_start, live_columns, load_block, load_rows, 
 
 @triton.jit
 def store_gradient(pointers, gradient, mask, ADD: tl.constexpr):
-    """Each row has one owner in a launch, so that adding needs no atomics."""
+    """Add a gradient to memory, or store it. Each row has one owner in a launch, so that adding needs no atomics."""
     if ADD:
         gradient += tl.load(pointers, mask=mask, other=0.0)
     tl.store(pointers, gradient.to(pointers.dtype.element_ty), mask=mask)
@@ -21,7 +21,7 @@ def key_step(
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add one block of queries to dk / softmax_scale and dv. Scores are held transposed: P^T and dS^T are left operands as they are."""
+    """Add one block of queries to dk / softmax_scale and dv. Scores are held transposed, so that P^T and dS^T are left operands."""
     columns = start + tl.arange(0, BLOCK_Q)
     # [BLOCK_Q]
     if MASKED:
@@ -79,7 +79,7 @@ def dkdv_kernel(
     kv_head = head_index % kv_heads
     k_ptr += batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
     v_ptr += batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
-    # partials of splits are those of further batches
+    # the partials of a split are stored as further batches
     out_batch = (split * (tl.num_programs(0) // (item_count * kv_heads)) + batch).to(tl.int64)
     dk_ptr += out_batch * stride_dkb + kv_head.to(tl.int64) * stride_dkh
     dv_ptr += out_batch * stride_dvb + kv_head.to(tl.int64) * stride_dvh
@@ -146,7 +146,7 @@ def query_step(
         live = (columns[None, :] >= first[:, None]) & (columns[None, :] <= last[:, None])
         p = tl.where(live, p, 0.0)
     if WEIGHTED:
-        # delta comes multiplied by the weight: one fused multiply-add, where P would take a multiplication
+        # delta is multiplied by the weight already: one fused multiply-add instead of a further multiplication
         ds = p * (dp * weight[:, None] - delta[:, None])
     else:
         ds = p * (dp - delta[:, None])
@@ -177,7 +177,7 @@ def dq_kernel(
     v_ptr += batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
     q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
     dout_ptr += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
-    # partials of splits are those of further batches
+    # the partials of a split are stored as further batches
     out_batch = (split * (tl.num_programs(0) // (item_count * heads)) + batch).to(tl.int64)
     dq_ptr += out_batch * stride_dqb + head.to(tl.int64) * stride_dqh
 

@@ -1,8 +1,8 @@
-"""Launches of kernels whose arguments differ from call to call in addresses alone, made ready once.
+"""Launches made ready once, for kernels whose arguments differ from call to call only in addresses.
 
-For each launch Triton looks at all arguments to find the compiled kernel that fits them, and a tensor descriptor is checked and named
-anew: together several times what the driver takes. Here the arguments of a first launch are kept, but for what moves; later ones of the
-same kind have the same compiled kernel, and get new addresses.
+For each launch Triton looks at all arguments to find the compiled kernel that fits, and checks and names tensor descriptors anew.
+This takes several times as long as the driver does. Here the arguments of a first launch are kept, except those that move. Later launches
+of the same kind use the same compiled kernel with new addresses.
 """
 
 import functools
@@ -18,7 +18,7 @@ from .table import TileTable, kind
 Moving = torch.Tensor | float | int | None
 Grid = int | tuple[int, ...]
 
-_KEPT = 256  # launches that are of no table
+_KEPT = 256  # launches without a table
 
 
 def strides(**tensors: torch.Tensor) -> dict[str, int]:
@@ -35,18 +35,18 @@ def launch(
     *,
     num_warps: int,
 ) -> None:
-    """`kernel[grid](**arguments, num_warps=num_warps)`, where `make()` gives (grid, arguments); nothing without programs.
+    """`kernel[grid](**arguments, num_warps=num_warps)`, where `make()` gives (grid, arguments). Does nothing without programs.
 
-    table: what the launch is kept with; without one, so many of the latest are kept.
-    moving: of the arguments those that may differ between launches of a kind: tensors, for descriptors those that they describe, and
-    floats; integers do not.
-    facts: what `make` depends on besides the table and all of these tensors but their addresses.
+    table: the launch is kept with it. Launches without a table: the latest _KEPT are kept.
+    moving: the arguments that may differ between launches of a kind: tensors (for a descriptor, the tensor that it describes) and
+    floats. Integers may not.
+    facts: what else `make` depends on, besides the table and these tensors (except their addresses).
     """
-    if not isinstance(kernel, triton.JITFunction):  # but an interpreted one
+    if not isinstance(kernel, triton.JITFunction):  # it is an interpreted one
         grid, arguments = make()
         kernel[grid if isinstance(grid, tuple) else (grid,)](**arguments, num_warps=num_warps)
         return
-    # Triton asks of an address whether it is a multiple of 16, and nothing of a float
+    # Triton asks whether an address is a multiple of 16, and asks nothing about a float
     kinds = [kind(x) if isinstance(x, torch.Tensor) else float if isinstance(x, float) else x for x in moving.values()]
     key = ("launch", kernel.fn, driver.active.get_current_device(), facts, *moving, *kinds)
     kept = _kept if table is None else table.derived
@@ -54,7 +54,7 @@ def launch(
 
 
 def _kept(key: tuple, build: Callable[[], "_Ready"]) -> "_Ready":
-    """A launch that is not of a table."""
+    """As `TileTable.derived`, for a launch without a table."""
     place = _place(key)
     if not place:
         place.append(build())
@@ -99,12 +99,12 @@ def check(arguments: dict[str, Any], moving: dict[str, Moving]) -> None:
 
 
 def _fields(argument: Any) -> tuple[type, dict[str, Any]] | None:
-    """What a tensor descriptor is, and says besides the address."""
+    """The type of a tensor descriptor, and its fields besides the address."""
     return (type(argument), {**vars(argument), "base": None}) if hasattr(argument, "block_shape") else None
 
 
 def _descriptor(kind: type, fields: dict[str, Any], base: Moving) -> Any:
-    """What is checked of one descriptor is true of others that differ in the address alone."""
+    """A descriptor with another address. It needs no check: what was checked holds for every address."""
     descriptor = object.__new__(kind)
     descriptor.__dict__ = {**fields, "base": base}
     return descriptor

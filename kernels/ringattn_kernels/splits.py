@@ -1,7 +1,7 @@
 """Splits: short problems fill the chip.
 
-Where there are too few blocks to give every multiprocessor an equal share, a block's steps are split: several programs take some of them
-each, and leave partials of their own, in fp32. `merge_kernel` merges a query block's partials, and the state that came in: for partials p
+If there are too few blocks to give every multiprocessor an equal share, several programs share the steps of a block. Each leaves
+partials of its own, in fp32. `merge_kernel` merges a query block's partials, and the state that came in: for partials p
 of the same queries over disjoint keys, with m = row_max and l = row_sum (the block-merge formula),
 
     m = max_p m_p        l = sum_p l_p exp(m_p - m)        out = sum_p l_p exp(m_p - m) out_p / l
@@ -25,24 +25,24 @@ from .launches import strides
 from .table import FIRST_SEGMENT, LAST_SEGMENT, ROW, TileTable, split, steps_of
 from .units import to_base2, to_natural
 
-# in steps: what a split costs beside its own, and what a launch that merges does; measured on an H200
+# the cost, in steps, of a split beside its own steps, and of a launch that merges; measured on an H200
 SPLIT_COST = 4.0
 MERGE_COST = 5.0
 SHORTEST = 4  # steps of a split, at least
-PER_PROCESSOR = 8  # splits, at most: 64 KB each where a program has 128 rows and dv is 128
-ROWS, TOGETHER, WARPS = 2, 4, 1  # of a program that merges: rows, partials that it reads at a time, warps
+PER_PROCESSOR = 8  # splits, at most; one takes 64 KB where a program has 128 rows and dv is 128
+ROWS, TOGETHER, WARPS = 2, 4, 1  # a program that merges: its rows, the partials that it reads at a time, its warps
 
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)  # looked up in every launch, by identity
 class Splits:
-    """How the blocks of a table are split, of queries or of keys.
+    """How the blocks of a table, of queries or of keys, are split.
 
     most     splits of the longest block; 1: none is split.
     blocks   (n, 2) int32: first row of a block, number of its splits; those with none last.
-    touched  how many blocks, from the first, have a split.
-    rows     of a block.
+    touched  how many blocks have a split; they come first.
+    rows     rows of a block.
     """
 
     most: int
@@ -52,14 +52,14 @@ class Splits:
 
 
 def query_splits(table: TileTable, block: int, step: int, heads: int, device: torch.device, most: int | None = None) -> Splits:
-    """For `heads` heads, of all batches, by programs of `block` queries that walk the keys by `step`; `most`, if given, is a wish."""
+    """Splits for `heads` heads of all batches, by programs of `block` queries that walk the keys by `step`; `most` overrides the choice."""
     return _splits(table, "q", block, step, heads, 1, device, most)
 
 
 def key_splits(
     table: TileTable, block: int, step: int, heads: int, group: int, device: torch.device, most: int | None = None
 ) -> Splits:
-    """For `heads` key/value heads, by programs of `block` keys that walk the queries of `group` heads by `step`."""
+    """Splits for `heads` key/value heads, by programs of `block` keys that walk the queries of `group` heads by `step`."""
     return _splits(table, "k", block, step, heads, group, device, most)
 
 
@@ -84,14 +84,14 @@ def _splits(table: TileTable, axis: str, block: int, step: int, heads: int, walk
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 1 where Triton's interpreter runs one program after another."""
+    """The multiprocessors of a GPU; 1 where Triton's interpreter runs one program after another."""
     return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def best(steps: np.ndarray, heads: int, processors: int, walks: int = 1) -> int:
-    """Splits of the longest of the items, of so many steps in each head, with which the multiprocessors should be done first.
+    """The number of splits of the longest item with which the multiprocessors should be done first. steps: of each item, in each head.
 
-    1 where there are enough items: the more of them, the less is lost at the end. walks: how often a program goes through its steps.
+    It is 1 if there are enough items: the more items, the less is lost at the end. walks: how often a program goes through its steps.
     """
     steps = steps[steps > 0]
     longest = steps.max(initial=0)
@@ -100,10 +100,10 @@ def best(steps: np.ndarray, heads: int, processors: int, walks: int = 1) -> int:
 
 
 def predicted(steps: np.ndarray, splits: int, heads: int, processors: int, walks: int = 1) -> float:
-    """Time, in steps, of all items of all heads, the longest in `splits`; each multiprocessor takes the next when it is done."""
+    """The time, in steps, for all items of all heads, the longest in `splits`. A multiprocessor that is done takes the next item."""
     count = -(-steps // -(-steps.max() // splits))
     times = np.sort(np.repeat(steps * walks / count + (SPLIT_COST if splits > 1 else 0.0), count * heads))[::-1]
-    # rounds of one item a multiprocessor: who took the longest of a round takes the shortest of the next
+    # rounds of one item a multiprocessor; whoever took the longest item of a round takes the shortest of the next
     rounds = np.pad(times, (0, -len(times) % processors)).reshape(-1, processors)
     rounds[1::2] = rounds[1::2, ::-1]
     return rounds.sum(0).max() + (MERGE_COST if splits > 1 else 0.0)
@@ -127,7 +127,7 @@ def merge(
     final: bool,
 ) -> None:
     """Merge the partials of every query block, and the state if there is one, into out, row_max and row_sum."""
-    # a block without a split still has something to write, unless its state stays as it is
+    # a block without a split must be written too, unless its state stays as it is
     count = splits.touched if state is not None and not final else len(splits.blocks)
     if count * out.numel() > 0:
         grid, arguments = merge_arguments(splits, count, partial, state, out, row_max, row_sum)
@@ -135,14 +135,14 @@ def merge(
 
 
 def _rows(splits: Splits) -> int:
-    """Of a program that merges: more where the interpreter runs one after another."""
+    """Rows of a program that merges: more where the interpreter runs one program after another."""
     rows = 16 if triton.knobs.runtime.interpret else ROWS
     assert splits.rows % rows == 0
     return rows
 
 
 def _grid(splits: Splits, count: int, heads: int) -> tuple[int, int]:
-    """Programs that merge so many blocks of each head."""
+    """The grid of programs that merge `count` blocks of each head."""
     return count * (splits.rows // _rows(splits)), heads
 
 
@@ -226,8 +226,8 @@ def merge_kernel(
 
 
 def partial_gradients(splits: Splits, add: bool, *outputs: torch.Tensor) -> tuple[bool, tuple[torch.Tensor, ...]]:
-    """Whether to add, and to what, instead of to fp32 `outputs` (b, rows, heads, d), or of overwriting them: partials, for
-    `add_partials`, or, where no block is split, the same."""
+    """(whether to add, tensors): where kernels put gradients that belong in `outputs` (b, rows, heads, d). If blocks are split, these are
+    partials, which kernels overwrite and `add_partials` adds up; else they are `outputs`."""
     if splits.most == 1:
         return add, outputs
     shapes = [(splits.most * x.shape[0], *x.shape[1:]) for x in outputs]
@@ -240,7 +240,7 @@ def add_partials(
     """Add up what was computed in the partials, in a fixed order."""
     if splits.most == 1:
         return
-    # a block without a split still has something to write, unless it is added to
+    # a block without a split must be written too, unless gradients are added
     count = splits.touched if add else splits.blocks.shape[0]
     for out, partial in zip(outputs, partials):
         if count * out.numel() > 0:

@@ -30,7 +30,7 @@ class BlockTable:
     segments (m, 8) int32: begin, full_begin, full_end, end, lo, hi, row_begin, row_end. The other axis is stepped through from
              `begin` to `end`; steps in [full_begin, full_end) are live for every row of the block and need no mask; in the others row r and
              column c are live where row_begin <= r < row_end, c < end and lo <= r - c <= hi.
-    touched  how many items, from the first, have a segment.
+    touched  how many items have a segment; they come first.
     """
 
     items: torch.Tensor
@@ -61,7 +61,7 @@ class TileTable:
         assert ((k_begin >= 0) & (k_begin < k_end) & (k_end <= k_rows)).all(), f"a tile leaves the {k_rows} key rows or is empty"
         assert (lo <= hi).all(), "a tile's band is empty: lo > hi"
         tiles = tiles[(lo < q_end - k_begin) & (hi > q_begin - k_end)]
-        # no difference of rows lies outside, and the kernels' row - lo must not overflow
+        # every difference of rows lies within, and the kernels' row - lo must not overflow
         tiles[:, LO:] = np.clip(tiles[:, LO:], -k_rows, q_rows)
         tiles.setflags(write=False)
         self.tiles, self.q_rows, self.k_rows = tiles, int(q_rows), int(k_rows)
@@ -72,7 +72,7 @@ class TileTable:
         return len(self.tiles)
 
     def query_blocks(self, block: int, step: int, device: torch.device, splits: int = 1) -> BlockTable:
-        """Blocks of `block` query rows, stepping through keys by `step`; in splits, where the longest block has that many (see `split`)."""
+        """Blocks of `block` query rows, stepping through keys by `step`. splits: of the longest block (see `split`)."""
         return self._blocks("q", block, step, device, splits)
 
     def key_blocks(self, block: int, step: int, device: torch.device, splits: int = 1) -> BlockTable:
@@ -91,7 +91,7 @@ class TileTable:
         return self.derived(("cut", axis, block, step), build)
 
     def derived(self, key: tuple, build: Callable[[], Any]) -> Any:
-        """`build()`, made at the first call with `key` and kept: what else a kernel needs of this table."""
+        """`build()`, called at the first call with `key` and kept: whatever else a kernel derives from this table."""
         if key not in self._derived:
             self._derived[key] = build()
         return self._derived[key]
@@ -109,7 +109,7 @@ class TileTable:
 
 
 def kind(x: torch.Tensor) -> tuple:
-    """All that a launch may depend on of a tensor, but its address."""
+    """Everything about a tensor that a launch may depend on, except its address."""
     return x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0
 
 
@@ -155,7 +155,7 @@ def cut(tiles: np.ndarray, rows: int, block: int, step: int) -> tuple[np.ndarray
 
 
 def split(items: np.ndarray, segments: np.ndarray, step: int, splits: int) -> tuple[np.ndarray, np.ndarray]:
-    """The same steps, the longest item's in `splits` items, and in others no longer than these. 1 leaves all as it is.
+    """Split the longest item into `splits` items, and the others into items no longer than those. 1 changes nothing.
 
     An item is split between steps, as evenly as can be; its splits are numbered in the order of its steps. Items without a step are
     left out.
@@ -186,7 +186,7 @@ def split(items: np.ndarray, segments: np.ndarray, step: int, splits: int) -> tu
 
 
 def steps_of(items: np.ndarray, segments: np.ndarray, step: int) -> np.ndarray:
-    """How many steps each item has."""
+    """The number of steps of each item."""
     before = _before(segments, step)
     return before[items[:, LAST_SEGMENT]] - before[items[:, FIRST_SEGMENT]]
 

@@ -32,7 +32,7 @@ INTERPRETER = Scope("cpu", 90, {torch.float16: [(16, 16), (24, 40)], torch.float
 
 @dataclass
 class Problem:
-    """Inputs, and the tiles of each launch. turn: which of the backward's kernels has it."""
+    """Inputs, and the tiles of each launch. turn: a number that selects the kernels of the backward."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -76,7 +76,7 @@ def problem(seed: int, scope: Scope) -> Problem:
         # as the gradient of a mean over tokens, and as one head's keys and values for all
         dout, k, v = dout[:, :1].expand_as(dout), k[:, :, :1].expand_as(k), v[:, :, :1].expand_as(v)
     else:
-        # what no query sees may be large
+        # keys that no query sees may be large
         unseen = ~dense.live_pairs(whole, sq, sk).any(0).to(scope.device)
         for x in (k, v):
             x[:, unseen] *= 1000
@@ -110,7 +110,7 @@ def laid_out(x: torch.Tensor, place: str) -> torch.Tensor:
 
 
 def forward_launch(number: int, d: int, dv: int):
-    """In place of what the Hopper forward would choose, another of its launches for these head dims, by a number."""
+    """Replace the configuration that the Hopper forward would choose by another one for these head dims, selected by a number."""
     if hopper.obstacle:
         return contextlib.nullcontext()
     found = hopper.forward_config.configs_for(d, dv)
@@ -118,7 +118,7 @@ def forward_launch(number: int, d: int, dv: int):
 
 
 def backward_kernels(p: Problem, table: rk.TileTable) -> dispatch.Kernels:
-    """What is chosen, or, where that is made for Hopper, any of those that there are."""
+    """The chosen kernels; if these are for Hopper, any of the Hopper kernels for these head dims."""
     options = dict(deterministic=p.deterministic)
     chosen = dispatch.choose_backward(p.q, p.k, p.v, p.dout, table, **options).kernels
     found = []
@@ -206,7 +206,7 @@ def ratios(p: Problem, got: dense.Result) -> dict[str, float]:
 
 
 def launch_many(seeds: range, scope: Scope, seconds: float) -> None:
-    """A small table of its own for each seed, forward and backward, one after the other: all end, and write what they should."""
+    """Run forward and backward over a small table for each seed, one after another: all end, and write what they should."""
     errors: list[BaseException] = []
 
     def launch() -> None:
@@ -218,7 +218,7 @@ def launch_many(seeds: range, scope: Scope, seconds: float) -> None:
         except BaseException as error:
             errors.append(error)
 
-    # what waits for a kernel that hangs can only be left behind
+    # a thread that waits for a hanging kernel cannot be stopped, only left behind
     thread = threading.Thread(target=launch, daemon=True)
     thread.start()
     thread.join(seconds)

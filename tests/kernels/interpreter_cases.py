@@ -257,7 +257,7 @@ def test_empty_inputs():
 
 
 def in_register_order(dq):
-    """Sums as `hopper.dq_sums.add_dq` leaves them: 64 x 64 parts, in which a lane's four numbers are side by side."""
+    """Sums in the order of `hopper.dq_sums.add_dq`: 64 x 64 parts, in which a lane's four numbers are side by side."""
     parts = dq.unflatten(1, (-1, 64)).unflatten(3, (-1, 64)).transpose(2, 3).reshape(-1, 64, 64)
     order = torch.empty(64, 64, dtype=torch.long)
     for row, column in np.ndindex(64, 64):

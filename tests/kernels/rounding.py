@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True)
 class Errors:
-    """Of each element of row_max and row_sum, (b, h, sq), and norms of the errors of the others."""
+    """The error of each element of row_max and row_sum, (b, h, sq), and the norms of the errors of the others."""
 
     row_max: torch.Tensor
     row_sum: torch.Tensor

@@ -161,7 +161,7 @@ def test_what_is_no_number_makes_none_of_the_rows_that_see_it(case, name, value,
     {"q": q, "k": k, "v": v}[name][:, place, :, 3] = float(value)
     got = run(q, k, v)
     seen_by = slice(place, place + 1 if name == "q" else None)
-    # of a value's columns one is no number
+    # one column of a value is no number
     assert (got[:, seen_by, :, 3] if name == "v" else got[:, seen_by]).isnan().all()
     if name != "v":
         others = torch.ones(s, dtype=torch.bool)

@@ -22,7 +22,7 @@ table = rk.TileTable(np.array(dense.causal(8)), 8, 8)
 
 @pytest.fixture
 def newer_triton(monkeypatch):
-    """Hopper, under a version of Triton that is not out yet."""
+    """A Hopper GPU under a version of Triton that is not out yet."""
     monkeypatch.setattr(dispatch, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(hopper, "obstacle", hopper.version_obstacle("3.10.0"))
     dispatch._log.cache_clear()
@@ -79,7 +79,7 @@ def test_the_plain_kernels_need_no_gluon():
         "import sys, triton;"
         "triton.__version__ = '3.10.0';"
         "sys.modules['triton.experimental.gluon'] = None;"
-        "import ringattn_kernels;"
+        "import ringattn_kernels.attention;"
         "from ringattn_kernels import hopper;"
         "print(hopper.obstacle)"
     )

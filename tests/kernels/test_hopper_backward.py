@@ -94,7 +94,7 @@ class Compiled:
 
 
 def compile_for_hopper(kernel, arguments, folder: Path) -> Compiled:
-    """With the assembler and the options that Triton itself takes: they differ between its versions."""
+    """Compile with the assembler and the options of the installed Triton: they differ between its versions."""
     names = kernel.arg_names
     assert set(arguments) == set(names)
     constexprs = {n: arguments[n] for n in names if n.isupper() or arguments[n] is None}
@@ -193,7 +193,7 @@ def deterministic_torch():
 
 
 def launch_anew(kernel, table, facts, moving, make, *, num_warps):
-    """`launches.launch`, but that nothing is made ready."""
+    """`launches.launch`, but it keeps nothing."""
     grid, arguments = make()
     check(arguments, moving)
     kernel[grid if isinstance(grid, tuple) else (grid,)](**arguments, num_warps=num_warps)
@@ -201,7 +201,7 @@ def launch_anew(kernel, table, facts, moving, make, *, num_warps):
 
 @pytest.fixture
 def launches(hopper, monkeypatch):
-    """(kernel, grid) of what is launched, whose arguments are all there and all known; nothing runs."""
+    """The (kernel, grid) of each launch, with all arguments checked; nothing runs."""
     found = []
 
     def run(self, *args, grid, warmup, num_warps=4, launch_pdl=False, **kwargs):

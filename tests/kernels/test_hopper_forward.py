@@ -149,7 +149,7 @@ def test_splits_are_works_of_further_batches():
 
 
 class Recorded:
-    """In the place of a kernel: the grids and arguments that it would be launched with."""
+    """Stands in for a kernel: keeps the grids and arguments of its launches."""
 
     def __init__(self):
         self.calls = []

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# the limit of a single test is for hangs; this is fifty of them in a row, on a machine that may be shared
+# the limit of a single test is for hangs; this test runs fifty in a row, on a machine that may be shared
 @pytest.mark.timeout(1200)
 def test_kernels_through_the_interpreter():
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider"]

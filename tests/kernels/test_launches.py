@@ -20,12 +20,12 @@ BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
 
 def found_by(kernel, arguments):
-    """What Triton finds a compiled kernel by."""
+    """The key by which Triton finds a compiled kernel."""
     return create_function_from_signature(kernel.signature, kernel.params, BACKEND)(**arguments)[1]
 
 
 class Device:
-    """Keeps what is launched on it."""
+    """A device that keeps what is launched on it."""
 
     def __init__(self):
         self.number = 0
@@ -48,7 +48,7 @@ class Compiled:
 
 @pytest.fixture
 def device(monkeypatch):
-    """Every launch on it is compared with that which Triton alone would make."""
+    """A device on which every launch is compared with the one that Triton would make."""
     device, launch = Device(), launches.launch
 
     def compared(kernel, table, facts, moving, make, *, num_warps):

@@ -32,7 +32,7 @@ TILES = np.array([(0, 140, 0, 499, -499, 140), (140, 261, 0, 311, -30, 250), (27
 
 @dataclass(frozen=True)
 class Form:
-    """What chooses kernels; `kernels` are the backward's, and the forward is plain where they are."""
+    """What decides which kernels run; `kernels` is for the backward, and the forward is plain if the backward is."""
 
     d: int
     dv: int
@@ -93,7 +93,7 @@ def run(form: Form, launches: int, splits: int, sums: bool, device: str) -> list
 
 
 def run_all(form: Form, device: str) -> list[torch.Tensor]:
-    """One launch, which writes what it is the only one to know, and three, which add; blocks whole and split."""
+    """One launch, which overwrites, and three, which add; with whole blocks and with splits."""
     ways = itertools.product((1, 3), (1, 3), (False, True))
     return [x for launches, splits, sums in ways for x in run(form, launches, splits, sums, device)]
 

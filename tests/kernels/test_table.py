@@ -28,7 +28,7 @@ def walk(blocks, rows: int, columns: int, block: int, step: int) -> np.ndarray:
             band = (i >= row_begin) & (i < row_end) & (j >= begin) & (j < end) & (i - j >= lo) & (i - j <= hi)
             full = np.broadcast_to((j >= full_begin) & (j < full_end), band.shape)
             assert band[full].all(), "a pair of a full step is dead"
-            # every edge step has a live pair, unless the band leaves a gap narrower than it
+            # every edge step has a live pair, unless the band leaves a gap narrower than the step
             count[i[:, 0]] += band
     return count
 
@@ -91,6 +91,7 @@ def test_no_tiles_and_no_rows():
 def test_tiles_without_a_live_pair_are_left_out():
     dead, alive = [(2, 6, 1, 4, 5, 9), (2, 6, 1, 4, -9, -2)], [(2, 6, 1, 4, 4, 9), (2, 6, 1, 4, -9, -1)]
     assert TileTable(np.array(dead + alive), 8, 8).tiles.shape == (2, 6)
+    assert len(TileTable(np.array(dead + alive), 8, 8)) == 2
     for tile in dead:
         check([tile], 8, 8, 16, 16)
         assert not len(TileTable(np.array([tile]), 8, 8).tiles)

@@ -1,4 +1,4 @@
-"""Turns: every step of the table is met once, in the order of the items, and whoever is first waits for nobody."""
+"""Turns: items meet every step of the table once, in their order, and the oldest running item waits for no other."""
 
 import numpy as np
 import pytest

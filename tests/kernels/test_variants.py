@@ -1,4 +1,4 @@
-"""Kernels compile for every architecture without a GPU, fit its shared memory, and those that must spill nothing do not.
+"""Kernels compile for every architecture without a GPU and fit its shared memory; those that must not spill do not.
 
 A variant not compiled here differs from one that is only in its dtype or its flags; `python -m ringattn_kernels.variants`
 compiles them all.

@@ -16,26 +16,26 @@ def advance(index, phase, COUNT: gl.constexpr):
 
 @gluon.jit
 def named_barrier(KIND: gl.constexpr, INDEX: gl.constexpr):
-    """KIND sync: wait until another warpgroup has come; arrive: come, without waiting. Triton uses the barriers below 8."""
+    """KIND sync: wait until another warpgroup has arrived; arrive: arrive without waiting. Triton uses the barriers below 8."""
     ASM: gl.constexpr = f"bar.{KIND} {8 + INDEX}, 256; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def let_next_kernel_start():
-    """Programs of a kernel launched with `launch_pdl` may take the places that this kernel's last programs leave empty."""
+    """Let programs of the next kernel, if launched with `launch_pdl`, take the places that the last programs of this kernel leave empty."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def wait_for_kernel_before():
-    """Until the kernel before this one is done and what it wrote is visible: what follows in the stream waits for this kernel alone."""
+    """Wait until the kernel before this one is done and its writes are visible. Later work in the stream waits only for this kernel."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def look(counter_ptr):
-    """Whose turn it is, for `wait_for_turn`: whatever is done in between hides the time that the answer takes."""
+    """Ask whose turn it is, for `wait_for_turn`. Work between the two hides the time that the answer takes."""
     return gl.inline_asm_elementwise(
         "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [counter_ptr], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -43,7 +43,7 @@ def look(counter_ptr):
 
 @gluon.jit
 def wait_for_turn(counter_ptr, item, seen):
-    """Until it is this item's turn, which it is for good if it was so when `seen`."""
+    """Wait until it is this item's turn. If it was its turn when `seen` was read, it still is."""
     gl.inline_asm_elementwise(
         """
         {
@@ -70,10 +70,10 @@ def wait_for_turn(counter_ptr, item, seen):
 
 @gluon.jit
 def pass_turn(counter_ptr, successor):
-    """Once all that the copy engine was told to add has been added, not only read; in a partition whose first warp tells it.
+    """Write the successor's number once the copy engine has added everything, not only read it. The partition's first warp gives it orders.
 
-    Relaxed, as `look` is: nothing is read that another item wrote, but for the counter. The sums are added to where all multiprocessors
-    meet, in the L2, and a finished addition is there. A release would wait for more, a tenth of the kernel's time.
+    Relaxed, like `look`: items read nothing that another item wrote, except the counter. Sums are added where all multiprocessors
+    meet, in the L2, and a finished addition is there. A release would wait for more, and take a tenth of the kernel's time.
     """
     gl.inline_asm_elementwise(
         """

@@ -23,7 +23,7 @@ class Gradients(NamedTuple):
 
 @gluon.jit
 def mask_scores(p, segments_ptr, segment, row0, start):
-    """p with zeros outside of the segment; its first row is row0 and its first column is start."""
+    """p with zeros outside of the segment. The first row of p is row0, and its first column is start."""
     L: gl.constexpr = p.type.layout
     ptr = segments_ptr + segment * 8
     begin = gl.load(ptr)

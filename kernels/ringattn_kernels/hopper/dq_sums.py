@@ -38,9 +38,9 @@ class Handover(NamedTuple):
 
 @gluon.constexpr_function
 def dq_part(head_dim, step, half, part):
-    """(panel of K, first column in it, columns) of a part of what a warpgroup computes of dS K.
+    """(panel of K, first column in it, columns) of one part of a warpgroup's share of dS K.
 
-    It has half of the rows if a step has 128, else half of the columns of each panel; or, of 64 and 32, one panel.
+    The share is half of the rows if a step has 128, else half of the columns of each panel; of panels of 64 and 32 it is one panel.
     """
     main, rest = main_columns(head_dim), head_dim - main_columns(head_dim)
     if step == 128:
@@ -53,9 +53,9 @@ def dq_part(head_dim, step, half, part):
 
 @gluon.constexpr_function
 def place_of_dq(head_dim, step, half, part):
-    """(panel, first row, rows) of the sums that a part of dq has among those of its step, panel by panel.
+    """(panel, first row, rows) of the sums of one part of dq, among the sums of its step, which lie panel by panel.
 
-    Sums of 64 rows come together, and of these those of 8 columns; a step of 128 rows has two parts of 64.
+    Sums of 64 rows lie together, and within them the sums of 8 columns. A step of 128 rows has two parts of 64.
     """
     panel, column, columns = dq_part(head_dim, step, half, part)
     first = half * head_dim if step == 128 else column
@@ -73,7 +73,7 @@ def row_of_sums(head_dim):
 def start_dq(
     k_s, ds_s, buffer, size, HALF: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PART: gl.constexpr
 ):  # fmt: skip
-    """A part of this warpgroup's half of dS K."""
+    """Start a part of this warpgroup's half of dS K."""
     WHERE: gl.constexpr = dq_part(HEAD_DIM, STEP, HALF, PART)
     dq = zero_block(WIDTH, WHERE[2])
     if STEP == 64:
@@ -98,7 +98,7 @@ def first_row_of_sums(row, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def stage_dq(place, dq):
-    """Leave dq where the copy engine takes it from, in the order in which this warpgroup's threads hold it."""
+    """Store dq where the copy engine takes it, in the order in which this warpgroup's threads hold it."""
     COLUMNS: gl.constexpr = dq.type.shape[1]
     # warp, half of its rows, row, group of columns, pair, column: a thread's four sums side by side, no two threads in one bank
     x = gl.reshape(dq, [4, 2, 8, COLUMNS // 8, 4, 2])
@@ -137,7 +137,7 @@ def hand_over_dq(
 
 @gluon.jit
 def allocate_staging(sums, PARTS: gl.constexpr):
-    """Shared memory for both warpgroups' dq of a step, in panels: for all of it, or, of two parts, for one at a time."""
+    """Shared memory for both warpgroups' dq of a step, in panels: for all of it, or, if it has two parts, for one part at a time."""
     main = gl.allocate_shared_memory(gl.float32, sums[0].block_type.shape, sums[0].layout)
     if len(sums) == 1:
         return (main,)
@@ -149,7 +149,7 @@ def allocate_staging(sums, PARTS: gl.constexpr):
 
 @gluon.jit
 def add_panels(sums, staging, row, HEAD_DIM: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr):
-    """Have the copy engine add what both warpgroups left: all panels, or, of two parts, one each."""
+    """Have the copy engine add what both warpgroups left: all panels, or, if dq has two parts, one panel for each part."""
     first = first_row_of_sums(row, HEAD_DIM)
     for panel in gl.static_range(len(staging)):
         if PARTS == 1 or panel == PART:
@@ -162,7 +162,7 @@ def finish_kernel(
     sums_ptr, dq_ptr, stride_b, stride_s, stride_h, heads, q_rows, padded_rows, softmax_scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dq of 64 rows of one head from its sums, whose order is that of `add_dq`."""
+    """dq of 64 rows of one head from its sums, which lie in the order of `add_dq`."""
     ROWS: tl.constexpr = 64
     blocks = padded_rows // ROWS
     head_index = tl.program_id(0) // blocks

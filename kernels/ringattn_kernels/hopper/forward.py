@@ -15,7 +15,7 @@ from .forward_config import REGISTERS, WARPGROUP_ROWS, ForwardConfig, block_dim,
 from .forward_kernel import hopper_forward_kernel
 from .work_queue import WorkQueue, order_works, work_counter
 
-# bytes of keys and values that the programs of an H200 may walk at a time
+# keys and values that the programs of an H200 may walk at a time, in bytes
 L2_SHARE = 24 << 20
 
 
@@ -40,7 +40,7 @@ def launch(
     q, k, v, table: TileTable, out, row_max, row_sum, softmax_scale: float, state, touched_only: bool, splits: int, config: ForwardConfig,
     programs: int | None = None,
 ) -> None:  # fmt: skip
-    """Launch the kernel over tensors that `forward` made, by so many programs, if not by one a multiprocessor."""
+    """Launch the kernel over tensors that `attention.forward` made. programs: how many; None is one a multiprocessor."""
     counter = work_counter(q.device)
 
     def make() -> tuple[int, dict]:
@@ -108,7 +108,7 @@ def kernel_arguments(
 
 
 def descriptor(x: torch.Tensor, rows: int, chunks: int = 1, panels: int = 1) -> TensorDescriptor:
-    """For blocks of `rows` rows of one head of x (b, s, h, d); panels: of values, whose columns a product may take 32 of."""
+    """The descriptor of `rows` rows of one head of x (b, s, h, d). With two panels a product may take 32 of the columns."""
     shape = [1, rows, 1, block_dim(x.shape[3]) if chunks == 1 else 64]
     layout = swizzled_layout(*shape) if panels == 1 else halves_layout(4)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), shape, layout)

@@ -8,7 +8,7 @@ from ..splits import best, multiprocessors, predicted
 from ..table import TileTable, steps_of
 
 WARPGROUP_ROWS = 64
-# registers of a thread that computes, by the number of warpgroups that do; what remains suffices for those that copy
+# registers of a thread that computes, by the number of warpgroups that compute; the rest suffices for the threads that copy
 REGISTERS = {2: 240, 3: 160}
 
 
@@ -17,7 +17,7 @@ class ForwardConfig:
     """`warpgroups` compute 64 query rows each; `stages` blocks of `step` rows of K, and as many of V, are in shared memory at a time.
 
     q_stages: query blocks in shared memory. turns: warpgroups start their products one after another, in a fixed order.
-    paired: a warpgroup has the next scores under way beside the values before them; else it waits for these first.
+    paired: a warpgroup runs the next scores and the values before them at once; else it waits for the values first.
     step_time: of a step, relative to other launches for the same head dims.
     """
 
@@ -35,7 +35,7 @@ class ForwardConfig:
         return self.warpgroups * WARPGROUP_ROWS
 
 
-# head dims of Q and K and of V up to these -> launches, measured on an H200; of several the first is the fastest where all multiprocessors
+# (head dim of Q and K, head dim of V), at most -> configurations, measured on an H200; the first is the fastest if all multiprocessors
 # have much to do
 CONFIGS = {
     (64, 64): (ForwardConfig(step=128, stages=4, warpgroups=3, q_stages=2, turns=True),),
@@ -50,7 +50,7 @@ CONFIGS = {
     (192, 128): (ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=1, turns=False),),
     (256, 256): (ForwardConfig(step=64, stages=2, warpgroups=2, q_stages=1, turns=False),),
 }
-# blocks a multiprocessor that are so many that the last round does not matter
+# with so many blocks for each multiprocessor, the last round does not matter
 MANY = 16
 
 
@@ -62,7 +62,7 @@ def configs_for(d: int, dv: int) -> tuple[ForwardConfig, ...]:
 
 
 def config_for(q, v, table: TileTable, splits: int | None = None) -> ForwardConfig:
-    """The one that should be done first with a table; `splits` as in `forward`."""
+    """The configuration that should finish a table first; `splits` as in `forward`."""
     dims, heads, processors = (q.shape[3], v.shape[3]), q.shape[0] * q.shape[2], multiprocessors(q.device)
     found = configs_for(*dims)
     if len(found) == 1 or heads * table.q_rows >= MANY * processors * found[0].block:
@@ -77,7 +77,7 @@ def config_for(q, v, table: TileTable, splits: int | None = None) -> ForwardConf
 
 
 def block_dim(head_dim: int) -> int:
-    """Columns of a block that holds a head dim; those past it come as zeros."""
+    """Columns of a block that holds a head dim; the copy engine fills the rest with zeros."""
     return max(64, padded(head_dim))
 
 
@@ -87,5 +87,5 @@ def chunks(head_dim: int) -> int:
 
 
 def panels(d: int, dv: int) -> int:
-    """Of columns that products take from a block: one, all of them, or two, 96 of 128."""
+    """How many panels products take from a block: one of all columns, or two, 96 columns of 128."""
     return 2 if min(d, dv) > 64 and max(d, dv) <= 96 else 1

@@ -53,7 +53,7 @@ class Result(NamedTuple):
     row_sum_ptr: gl.tensor
 
 
-class WorkItems(NamedTuple):
+class DeviceWorkQueue(NamedTuple):
     """A `WorkQueue` on the device, and how many works it has."""
 
     works_ptr: gl.tensor
@@ -63,14 +63,14 @@ class WorkItems(NamedTuple):
 
 @gluon.jit
 def hand_out(work_smem, slot, work):
-    """Leave the index of a work where the warpgroups read it, before a barrier tells them."""
+    """Store the index of a work where the warpgroups read it, before a barrier tells them."""
     work_smem.index(slot).store(gl.full([1], work, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
     barrier()
 
 
 @gluon.jit
 def take(work_smem, slot):
-    """What `hand_out` left."""
+    """The index that `hand_out` stored."""
     return gl.max(work_smem.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
 
 
@@ -108,13 +108,13 @@ def load_copies(
                 start = gl.load(queue.segments_ptr + segment * 8)
                 end = gl.load(queue.segments_ptr + segment * 8 + END)
             stage = block % STAGES
-            # K's room is empty since V's block before this one was asked for
+            # the room of K has been empty since the V of the block before was asked for
             mbarrier.expect(barriers.k_full.index(stage), CHUNKS * k_desc.block_type.nbytes)
             for c in gl.static_range(CHUNKS):
                 corner = [batch, start, kv_head, c * COLUMNS]
                 async_load(k_desc, corner, barriers.k_full.index(stage), blocks.k.index(stage * CHUNKS + c))
             if step == steps - 1:
-                # not earlier, so that a program holds no work that another could begin; not later, so that its copies run on
+                # earlier, a program would hold a work that another could begin; later, its copies would pause
                 work = gl.atomic_add(counter_ptr, 1, sem="relaxed")
             mbarrier.wait(barriers.kv_empty.index((block + 1) % STAGES), (((block + 1) // STAGES) & 1) ^ 1)
             mbarrier.expect(barriers.v_full.index(stage), v_desc.block_type.nbytes)
@@ -127,7 +127,7 @@ def load_copies(
     hand_out(blocks.work, taken % 2, work)
     for i in gl.static_range(WARPGROUPS):
         mbarrier.arrive(barriers.q_full.index(taken % Q_STAGES * WARPGROUPS + i), count=1)
-    # each program draws one number too many; the last to be drawn sets the counter back for the next launch
+    # each program draws one number too many; whoever draws the last one sets the counter back for the next launch
     if work == queue.work_count + gl.num_programs(0) - 1:
         gl.store(counter_ptr, 0)
 
@@ -136,7 +136,7 @@ def load_copies(
 def scores_product(
     q_smem, q_place, k_smem, k_full, s, block, more, CHUNKS: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Start the raw scores of a block of keys, once that is there."""
+    """Start the raw scores of a block of keys, once the block is there."""
     stage = block % STAGES
     mbarrier.wait(k_full.index(stage), (block // STAGES) & 1, pred=more)
     for chunk in gl.static_range(CHUNKS):
@@ -170,7 +170,7 @@ def attend_rows(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
     )
     NEXT: gl.constexpr = (WARPGROUP + 1) % WARPGROUPS
-    # rows of 16 bits leave by way of their queries' place, where nobody waits for that
+    # rows of 16 bits leave through the place of their queries, if no other copy waits for that place
     STAGED: gl.constexpr = (
         result.out_ptr.dtype.element_ty.primitive_bitwidth == 16 and Q_STAGES > 1 and blocks.q.shape[2] == BLOCK_DV
     )
@@ -187,7 +187,7 @@ def attend_rows(
     )
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(barriers.kv_empty.index(0), count=1)
-    # at its top the scores of a work's first block are there
+    # at the top of the loop the scores of a work's first block are there
     while work < queue.work_count:
         head_index, block_begin, segment, steps = load_work(queue.works_ptr, work)
         first_row = block_begin + WARPGROUP * ROWS
@@ -216,7 +216,7 @@ def attend_rows(
             s = mask_edge(s, start, end, queue.segments_ptr, segment, first_row)
         pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
         if HAS_STATE:
-            # pinned, or LLVM would merge this product with the loop's own and move it between the loop's matrix products
+            # pinned: LLVM would merge this product with the one in the loop, and move it between the loop's matrix products
             acc = [pin(scaled(x, alpha)) for x in acc]
         q_place = taken % Q_STAGES * WARPGROUPS + WARPGROUP
         for _step in range(1, steps):
@@ -224,7 +224,7 @@ def attend_rows(
             if start >= end:
                 segment += 1
                 start, full_begin, full_end, end = load_segment(queue.segments_ptr, segment)
-            # block is the one whose values are due, block + 1 the one whose scores are
+            # the values of `block` are due, and the scores of `block + 1`
             if TURNS:
                 named_barrier("sync", WARPGROUP)
             if PAIRED:
@@ -233,7 +233,7 @@ def attend_rows(
             if TURNS:
                 named_barrier("arrive", NEXT)
             if PAIRED:
-                # all but the values, of which each panel counts
+                # all products except those of the values, one for each panel
                 s = warpgroup_mma_wait(PANELS, deps=[s_token])
             else:
                 acc = wait_for_products(0, acc_token)
@@ -258,7 +258,7 @@ def attend_rows(
         if not PAIRED:
             acc_token = wait_for_products(0, acc_token)
 
-        # the first scores of the next work are under way while this one is written out; after the last work they are nobody's
+        # the first scores of the next work run while this work is written out; after the last work nobody uses them
         block += 1
         taken += 1
         q_place = taken % Q_STAGES * WARPGROUPS + WARPGROUP
@@ -316,7 +316,7 @@ def hopper_forward_kernel(
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype)
     K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_D], dtype)
     V: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=v_desc.layout.swizzle_byte_width, element_bitwidth=16, rank=2)
-    # the same bytes as matrices
+    # the same bytes, as matrices
     q_matrices = reinterpret(q_smem, dtype, [Q_STAGES * WARPGROUPS * CHUNKS, ROWS, BLOCK_D], Q)
     k_matrices = reinterpret(k_smem, dtype, [STAGES * CHUNKS, BLOCK_K, BLOCK_D], K)
     v_matrices = reinterpret(v_smem, dtype, [STAGES, BLOCK_K, BLOCK_DV], V)
@@ -326,7 +326,7 @@ def hopper_forward_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * WARPGROUPS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # of a block: K has been read, and V of the block before it
+    # for each block: its K has been read, and the V of the block before it
     kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(Q_STAGES * WARPGROUPS):
         mbarrier.init(q_full.index(i), count=1)
@@ -339,7 +339,7 @@ def hopper_forward_kernel(
     blocks, matrices = Blocks(q_smem, k_smem, v_smem, work_smem), Blocks(q_matrices, k_matrices, v_matrices, work_smem)
     barriers = ForwardBarriers(q_full, q_empty, k_full, v_full, kv_empty)
     result = Result(out_ptr, state_ptr, row_max_ptr, row_sum_ptr)
-    queue = WorkItems(works_ptr, segments_ptr, work_count)
+    queue = DeviceWorkQueue(works_ptr, segments_ptr, work_count)
     # constants must stay in the calls' own tuples: a name for a tuple would turn them into run-time values
     if WARPGROUPS == 2:
         gl.warp_specialize([

@@ -11,7 +11,7 @@ def out_place(
     block_begin, head_index, heads, q_rows, V_DIM: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr,
     PANEL: gl.constexpr,
 ):  # fmt: skip
-    """(offsets, mask) of rows of a panel, as many columns from 64 * PANEL on, of out and of the state, which are contiguous."""
+    """(offsets, mask) of ROWS rows and COLUMNS columns, from column 64 * PANEL on, of out and of the state; both are contiguous."""
     # [ROWS]
     rows = block_begin + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = PANEL * 64 + gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
@@ -22,15 +22,15 @@ def out_place(
 
 @gluon.constexpr_function
 def layout_to_store(columns):
-    """Of [64, columns] numbers of 16 bits in a warpgroup: 8 columns of a thread side by side, and 32 of a row in one instruction."""
+    """The layout of [64, columns] 16-bit numbers: a thread has 8 columns side by side, and one instruction stores 32 columns of a row."""
     registers = [[0, 1], [0, 2], [0, 4], [8, 0], *([0, 1 << i] for i in range(5, (columns - 1).bit_length()))]
     return gl.DistributedLinearLayout(registers, [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, columns])
 
 
 @gluon.jit
 def store_out(out_ptr, out, first_row, head_index, heads, q_rows, V_DIM: gl.constexpr, STAGED: gl.constexpr, PANEL: gl.constexpr):
-    """Rows of a panel of out. Of 16 bits a product leaves a thread 4 bytes side by side, half of what memory moves at the least; at d = 256
-    there is no room to rearrange them."""
+    """Store rows of a panel of out. In 16 bits a product leaves a thread 4 bytes side by side, half of the least that memory moves.
+    At d = 256 there is no room to rearrange them."""
     ROWS: gl.constexpr = out.shape[0]
     COLUMNS: gl.constexpr = out.shape[1]
     if out.dtype.primitive_bitwidth == 16 and COLUMNS <= 128 and not STAGED:

@@ -5,20 +5,20 @@ from triton.experimental.gluon import language as gl
 
 from .tables import HI, LO, ROW_BEGIN, ROW_END
 
-# base-2 units that a row's maximum may be above its pivot before the row is rescaled: the weights stay within 2^LAG
+# a row is rescaled when its maximum is more than LAG base-2 units above its pivot: weights stay within 2^LAG
 LAG = gl.constexpr(8.0)
 
 
 @gluon.jit
 def pack(even, odd, dtype: gl.constexpr):
-    """Two fp32 rounded to 16 bits each, in one int32: held from step to step, so that they take one register and no permutation."""
+    """Two fp32 numbers rounded to 16 bits each, in one int32: from step to step they take one register and no permutation."""
     convert: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(convert, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.constexpr_function
 def in_place(count, others):
-    """Constraints of inline assembly that changes `count` fp32 registers and reads `others`, a string of kinds, as many of each."""
+    """Constraints of inline assembly that changes `count` fp32 registers and reads `count` registers of each kind in `others`."""
     return ",".join(["=f"] * count + [str(i) for i in range(count)] + [kind for kind in others for _ in range(count)])
 
 
@@ -76,8 +76,9 @@ def as_column(x, layout: gl.constexpr):
 def softmax_step(scores, pivot, row_sum, row_max, scale, dtype: gl.constexpr):
     """(p as packed pairs, alpha, pivot, row_sum, row_max) after a block of raw scores.
 
-    pivot and row_max are in base-2 units: scores * scale is the exponent. The pivot follows the maximum only once that is LAG above it:
-    alpha is 1 in nearly all steps. row_sum [rows, 4], relative to the pivot, is what each of a row's four threads has seen.
+    pivot and row_max are in base-2 units: scores * scale is the exponent. The pivot follows the maximum only once the maximum is LAG
+    above it, so that alpha is 1 in nearly all steps. row_sum [rows, 4], relative to the pivot, holds the sum of each of the four threads
+    that share a row.
     """
     ROWS: gl.constexpr = scores.shape[0]
     COLUMNS: gl.constexpr = scores.shape[1]
@@ -100,7 +101,7 @@ def softmax_step(scores, pivot, row_sum, row_max, scale, dtype: gl.constexpr):
 @gluon.constexpr_function
 def rescale_assembly(count):
     """Multiply `count` registers by as many factors, in warps where one of these is not 1. A thread holds two columns of a row, two of
-    another, and so on: the factors 0 and 2 are all that there are."""
+    another, and so on: only the factors 0 and 2 differ."""
     rows = f"setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p;"
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
     return "{ .reg .pred p; " + rows + " vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; " + products + " DONE: }"
@@ -108,7 +109,7 @@ def rescale_assembly(count):
 
 @gluon.jit
 def rescale(acc, alpha):
-    """acc * alpha [rows], left out by warps whose rows all have 1."""
+    """acc * alpha [rows]; warps whose rows all have alpha 1 skip it."""
     OUT: gl.constexpr = acc.type.layout
     COUNT: gl.constexpr = acc.shape[0] * acc.shape[1] // 128
     ASM: gl.constexpr = rescale_assembly(COUNT)
@@ -128,5 +129,5 @@ def scaled(acc, factors):
 def divided(acc, total, dtype: gl.constexpr):
     """acc / total [rows] in dtype, 0 where total is 0."""
     OUT: gl.constexpr = acc.type.layout
-    # selected, not multiplied by 0: the values of pairs that are not live may be anything. A sum that is NaN stays
+    # selected, not multiplied by 0: values of pairs that are not live may be anything. A sum that is NaN stays NaN
     return gl.where(as_column(total, OUT) == 0, 0.0, scaled(acc, 1.0 / total)).to(dtype)

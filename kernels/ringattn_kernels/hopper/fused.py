@@ -67,7 +67,7 @@ def finish(sums: torch.Tensor, dq: torch.Tensor, softmax_scale: float, add: bool
 
 
 def sums_descriptor(sums: torch.Tensor, columns: int) -> TensorDescriptor:
-    """For the copy engine to add so many columns of 64 rows of dq."""
+    """The descriptor by which the copy engine adds this number of columns of 64 rows of dq."""
     shape, block = [sums.numel() // SUMS.value, SUMS.value], [WIDTH.value * columns // SUMS.value, SUMS.value]
     return TensorDescriptor(sums, shape, [SUMS.value, 1], block, plain_layout(2))
 

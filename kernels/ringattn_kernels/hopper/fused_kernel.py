@@ -44,7 +44,7 @@ def weights(s, pivots, scale, edge, segments_ptr, segment, row0, start, dtype: g
 
 @gluon.jit
 def score_gradient(p16, dp):
-    """dS in 16 bits of P in 16 bits."""
+    """dS in 16 bits, from P in 16 bits."""
     return (gl.convert_layout(p16, dp.type.layout, assert_trivial=True).to(gl.float32) * dp).to(p16.dtype)
 
 
@@ -57,7 +57,7 @@ def consume_and_add(
 ):  # fmt: skip
     """dk and dv of 64 key rows, and this warpgroup's part of each step's dq.
 
-    Where dk and dv take more than 128 registers of a thread, P is kept in 16 bits, comes in two halves, and less runs at a time.
+    If dk and dv take more than 128 registers of a thread, P is kept in 16 bits, in two halves, and fewer products run at a time.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
@@ -83,7 +83,7 @@ def consume_and_add(
     phase = 0
     buffer = 0
     turn = 0
-    # there is no step before the first: what that adds is past the end of the sums, and the copy engine leaves it out
+    # there is no step before the first: its dq lies past the end of the sums, where the copy engine adds nothing
     last_buffer = BUFFERS - 1
     last_turn = 1
     mbarrier.wait(barriers.kv_full, 0)
@@ -105,7 +105,7 @@ def consume_and_add(
                 s_right, pivots.slice(STEP // 2, STEP // 2), scale, edge, walk.segments_ptr, segment, row0, start_right, dtype
             )
         mbarrier.wait(barriers.dout_full.index(stage), phase)
-        # what comes as delta is -delta
+        # the statistics hold -delta
         dp = gl.expand_dims(tiles.delta.index(stage).load(COLUMNS), 0).broadcast_to([ROWS, STEP])
         dp = start_sum(matrices(tiles.v, hide_uniform(HALF, k_rows)) if WIDE else v, dout, dp, True)
         if not WIDE:
@@ -241,9 +241,9 @@ def fused_kernel(
     HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
     REGISTERS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one block of key rows of one key/value head over all query heads of its group, and what it adds to their dq."""
-    # buffers of dS: one more than stages, so that room for the queries of a step means room for its dS; or, where that does not fit, as
-    # many, and a barrier
+    """dk and dv of one block of key rows of one key/value head over all query heads of its group, and what the block adds to their dq."""
+    # buffers of dS: one more than stages, so that room for a step's queries means room for its dS. If that does not fit: as many as
+    # stages, and a barrier
     BUFFERS: gl.constexpr = STAGES if is_wide(HEAD_DIM, V_DIM) else STAGES + 1
     PARTS: gl.constexpr = 2 if is_wide(HEAD_DIM, V_DIM) else 1
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STEP], q_desc.dtype)
@@ -275,7 +275,7 @@ def fused_kernel(
 
     program = gl.program_id(0)
     if ORDERED:
-        # drawn, as nothing says that programs start in the order of their ids
+        # drawn, because programs need not start in the order of their ids
         program = gl.atomic_add(counters_ptr + heads * group * (padded_rows // STEP), 1, sem="relaxed")
     item, head_index = side_by_side(program, item_count, chunk, heads)
     item_ptr = items_ptr + item * 4

@@ -6,9 +6,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
-# all threads of a partition wait for one another (3.6: thread_barrier)
+# all threads of a partition wait for each other (3.6: thread_barrier)
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-# the copy engine brings a block of global memory to shared memory (up to 3.7: async_copy_global_to_shared)
+# the copy engine loads a block of global memory to shared memory (up to 3.7: async_copy_global_to_shared)
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
@@ -21,13 +21,13 @@ def reinterpret(buffer, dtype, shape, layout, _semantic=None):
 
 @builtin
 def async_add_shared_to_global(descriptor, coordinates, source, _semantic=None):
-    """The copy engine adds a block of shared memory to global memory: Gluon's builder can, its language not in every version."""
+    """The copy engine adds a block of shared memory to global memory. Gluon's builder has this in every version, its language does not."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle)
 
 
 @builtin
 def wait_for_products(outstanding, products, _semantic=None):
-    """A tuple of products when at most so many are under way."""
+    """The tuple of products, once at most `outstanding` of all products are under way."""
     results = warpgroup_mma_wait(outstanding, deps=list(products), _semantic=_semantic)
     return tl.tuple([results] if len(products) == 1 else results)

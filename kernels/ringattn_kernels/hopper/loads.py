@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
     delta: gl.tensor
 
 
-class Tiles(NamedTuple):
+class LoadedTiles(NamedTuple):
     """What a program loads to shared memory: STAGES blocks of Q, dout, pivot and delta, and its blocks of K and V."""
 
     q: tuple
@@ -62,7 +62,7 @@ def allocate_queries(inputs, STAGES: gl.constexpr, STEP: gl.constexpr, PARTS: gl
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    return Tiles(q_s, k_s, v_s, dout_s, pivot_s, delta_s), Barriers(kv_full, q_full, dout_full, empty)
+    return LoadedTiles(q_s, k_s, v_s, dout_s, pivot_s, delta_s), Barriers(kv_full, q_full, dout_full, empty)
 
 
 @gluon.jit

@@ -56,7 +56,7 @@ def produce_and_add(
     member = 0
     segment = gl.maximum(walk.end, 1) - 1
     start, full_begin, full_end, stop = load_walk(walk.segments_ptr, segment, True, STEP, True)
-    # the same of what is added, STAGES + 1 walk.steps later
+    # the same of what is added, STAGES + 1 steps later
     late_member = 0
     late_segment = gl.maximum(walk.end, 1) - 1
     late_start, _, _, late_stop = load_walk(walk.segments_ptr, late_segment, True, STEP, True)

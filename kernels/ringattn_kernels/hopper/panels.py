@@ -29,7 +29,7 @@ def has_rest(head_dim: int) -> bool:
 
 @gluon.jit
 def panels(main, rest):
-    """Both panels' descriptors, or that of the only one."""
+    """The descriptors of both panels, or of the only one."""
     if rest is None:
         return (main,)
     else:
@@ -54,7 +54,7 @@ def allocate_blocks(desc, COUNT: gl.constexpr):
 
 @gluon.jit
 def load_panels(descs, batch, row, head, full, buffers, index):
-    """Have the copy engine bring a block, and tell `full`, which expects `panel_bytes`."""
+    """Have the copy engine load a block, and tell `full`, which expects `panel_bytes`."""
     async_load(descs[0], [batch, row, head, 0], full, buffers[0].index(index))
     if len(descs) == 2:
         async_load(descs[1], [batch, row, head, descs[0].block_type.shape[3]], full, buffers[1].index(index))
@@ -62,7 +62,7 @@ def load_panels(descs, batch, row, head, full, buffers, index):
 
 @gluon.constexpr_function
 def panel_bytes(descs):
-    """Of one block."""
+    """The bytes of one block."""
     return sum(desc.block_type.nbytes for desc in descs)
 
 
@@ -86,7 +86,7 @@ def matrix(buffer, index):
 
 @gluon.jit
 def part_panels(x, PANELS: gl.constexpr):
-    """All columns of a block as one panel, or of 128 the first 64 and the next 32 as two."""
+    """All columns of a block as one panel, or the first 64 of 128 and the next 32 as two."""
     if PANELS == 1:
         return (x,)
     else:
@@ -113,7 +113,7 @@ def zeros(ROWS: gl.constexpr, panels):
 
 @gluon.jit
 def zero_block(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Zeros as one warpgroup accumulates them."""
+    """Zeros in the layout in which one warpgroup accumulates."""
     return gl.zeros([ROWS, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
 
 
@@ -136,7 +136,7 @@ def start_each(left, right, accumulators):
 
 @gluon.jit
 def split_columns(x):
-    """The left and the right half of the columns of what a warpgroup accumulated."""
+    """The left and the right half of the columns that a warpgroup accumulated."""
     ROWS: gl.constexpr = x.type.shape[0]
     HALF: gl.constexpr = x.type.shape[1] // 2
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
@@ -146,7 +146,7 @@ def split_columns(x):
 
 @gluon.jit
 def join_columns(left, right):
-    """What `split_columns` took apart."""
+    """The inverse of `split_columns`."""
     ROWS: gl.constexpr = left.type.shape[0]
     COLUMNS: gl.constexpr = left.type.shape[1] * 2
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])

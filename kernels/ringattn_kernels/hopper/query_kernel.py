@@ -22,7 +22,7 @@ from .tables import END, FIRST_SEGMENT, LAST_SEGMENT, count_steps, load_span
 
 @gluon.jit
 def stage_of_v(stage, phase, n, STAGES: gl.constexpr, V_STAGES: gl.constexpr):
-    """Where V of step n is, with its barriers' phase: beside K if there are as many blocks of it, else there is one."""
+    """The block of V of step n and the phase of its barriers: as for K if V has as many blocks, else the only block."""
     if V_STAGES == STAGES:
         return stage, phase
     else:
@@ -35,7 +35,7 @@ def produce_keys(
     segments_ptr, segment_begin, segment_end, batch, head, kv_head, block_begin,
     STAGES: gl.constexpr, V_STAGES: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
-    """Bring Q and dout once, then K and V block by block."""
+    """Load Q and dout once, then K and V block by block."""
     mbarrier.expect(q_full, 2 * (q_desc.block_type.nbytes + dout_desc.block_type.nbytes))
     for half in gl.static_range(2):
         async_load(q_desc, [batch, block_begin + half * ROWS, head, 0], q_full, q_s.index(half))

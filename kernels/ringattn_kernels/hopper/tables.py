@@ -39,7 +39,7 @@ def load_span(segments_ptr, segment, whole, ALIGN: gl.constexpr):
 
 @gluon.jit
 def count_steps(segments_ptr, segment_begin, segment_end, STEP: gl.constexpr, ALIGN: gl.constexpr):
-    """How many blocks the segments have."""
+    """The number of blocks of the segments."""
     steps = 0
     for segment in range(segment_begin, segment_end):
         start = gl.load(segments_ptr + segment * 8) // ALIGN * ALIGN
@@ -49,7 +49,7 @@ def count_steps(segments_ptr, segment_begin, segment_end, STEP: gl.constexpr, AL
 
 @gluon.jit
 def side_by_side(program, item_count, chunk, heads):
-    """(item, head) of the program of that number: `chunk` heads are gone through side by side, their longest blocks first."""
+    """(item, head) of the program with this number. Programs go through `chunk` heads side by side, their longest blocks first."""
     rest = program % (item_count * chunk)
     head_index = program // (item_count * chunk) * chunk
     here = gl.minimum(chunk, heads - head_index)
@@ -77,13 +77,13 @@ def load_item(
     segment_end = gl.load(item_ptr + LAST_SEGMENT)
     batch = head_index // kv_heads
     kv_head = head_index % kv_heads
-    # partials of splits are those of further batches
+    # the partials of a split are stored as further batches
     batches = gl.num_programs(0) // (item_count * kv_heads)
     place = (gl.load(item_ptr + SPLIT) * batches + batch).to(gl.int64)
     dk_ptr += place * stride_dkb + kv_head.to(gl.int64) * stride_dkh
     dv_ptr += place * stride_dvb + kv_head.to(gl.int64) * stride_dvh
     steps = count_steps(segments_ptr, segment_begin, segment_end, STEP, STEP) * group
-    # a block without a segment is written as zeros: it reads a segment, any one, and has no step
+    # a block without a segment is written as zeros: it reads any one segment, and has no step
     segment_begin = gl.where(steps > 0, segment_begin, 0)
     segment_end = gl.where(steps > 0, segment_end, 0)
     return block_begin, Walk(segments_ptr, segment_begin, segment_end, steps), batch, kv_head, dk_ptr, dv_ptr

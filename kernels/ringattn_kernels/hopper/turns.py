@@ -33,7 +33,7 @@ class Turns:
 
 
 def key_turns(table: TileTable, block: int, step: int, device: torch.device) -> Turns:
-    """Of items of `block` key rows, whose steps are blocks of `step` query rows; made once a table."""
+    """The turns of items of `block` key rows, with steps of `step` query rows; made once a table."""
 
     def build() -> Turns:
         blocks = table.key_blocks(block, 1, device)
@@ -50,11 +50,11 @@ def take_turns(items: np.ndarray, segments: np.ndarray, rows: int, step: int) ->
     pieces, successors, items = [], [], items.copy()
     for item in reversed(range(len(items))):
         first_piece = len(pieces)
-        # the last to come first, as what is known is who comes next
+        # from the last to the first: what is known so far is which item comes next
         for segment in range(items[item, FIRST_SEGMENT], items[item, LAST_SEGMENT]):
             following = first[begin[segment] : end[segment]]
             known = np.flatnonzero(following >= 0)
-            # where nobody follows any number will do: that which makes the fewest cuts
+            # where no item follows, any number will do; take the one that makes the fewest cuts
             numbers = following[known]
             cuts = known[1:][numbers[1:] != numbers[:-1]] + begin[segment]
             starts = [segments[segment, BEGIN], *(cuts * step)]

@@ -21,7 +21,7 @@ from .language import barrier
 from .loads import Inputs, allocate_queries, produce_queries
 from .tables import load_item, load_span, side_by_side
 
-BUFFERS = gl.constexpr(2)  # of P
+BUFFERS = gl.constexpr(2)  # buffers of P
 
 
 @gluon.jit

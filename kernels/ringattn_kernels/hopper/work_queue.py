@@ -25,7 +25,7 @@ class WorkQueue:
 def order_works(
     items: np.ndarray, segments: np.ndarray, step: int, heads: int, together: int, touched_only: bool, processors: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(works, segments): `together` heads at a time, so that their keys and values stay in the L2; of those, longest work first.
+    """(works, segments). `together` heads at a time, so that their keys and values stay in the L2; within these, longest work first.
 
     Short works of all heads come at the end, so that all multiprocessors have something to do until the last long ones are done.
     items, segments: as in `table.BlockTable`.
@@ -51,7 +51,11 @@ def order_works(
 
 
 def _held_back(steps: np.ndarray, heads: int, processors: int) -> int:
-    """How many of the last items: as much as the longest for each multiprocessor, none longer than a quarter of it, 1/20 of all at most."""
+    """How many of the last items follow the works of all heads.
+
+    Each is at most a quarter as long as the longest item. Together they have at most the steps of one longest item for each
+    multiprocessor, and at most 1/20 of all steps.
+    """
     longest = steps.max(initial=0)
     enough = min(processors * longest / heads, steps.sum() / 20)
     return int(((np.cumsum(steps[::-1]) <= enough) & (steps[::-1] <= longest // 4)).sum())
@@ -59,13 +63,13 @@ def _held_back(steps: np.ndarray, heads: int, processors: int) -> int:
 
 @functools.cache
 def stream_counter(device: torch.device, stream: int) -> torch.Tensor:
-    """What the launches on one stream, which never run side by side, count works with; each leaves it at zero."""
+    """The counter of the launches on one stream, which never run side by side; each leaves it at zero."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def work_counter(device: torch.device) -> torch.Tensor:
-    """A zero that no launch which may run at the same time counts with."""
+    """A counter at zero, which no launch that may run at the same time uses."""
     if torch.cuda.is_current_stream_capturing():
-        # a graph may be replayed on any stream: it has a counter of its own for each of its launches
+        # a graph may be replayed on any stream, so each of its launches has a counter of its own
         return torch.zeros(1, dtype=torch.int32, device=device)
     return stream_counter(device, driver.active.get_current_stream(device.index))
