@@ -8,7 +8,7 @@ torch.Size([1, 16, 2, 8])
 
 import sys
 
-from . import integrations, reference, verification
+from . import reference, verification
 from ._version import __version__
 from .attention import attend, ring_attention
 from .collective import unshard
@@ -29,6 +29,7 @@ from .geometry.plan import Plan, make_plan
 from .geometry.span import Span
 from .integrations.replace import replace_attention
 from .partial import Partial, Stats, finish, merge
+from .predict import planner
 from .runtime.groups import hybrid, process_group, symmetric
 from .schedule.schedules import Schedule, default_schedule, double_ring, gather, ring, waves
 from .training import causal_lm, data, loss, tiled
@@ -82,8 +83,16 @@ __all__ = [
     "zigzag",
 ]
 
-# names under which these modules were documented before they had folders of their own
-_FORMER = {"causal_lm": causal_lm, "data": data, "loss": loss, "tiled": tiled, "verify": verification}
+# dotted names under which these modules were documented before they had folders of their own
+_FORMER = {
+    "integrations.causal_lm": causal_lm,
+    "integrations.data": data,
+    "integrations.loss": loss,
+    "integrations.tiled": tiled,
+    "integrations.verify": verification,
+    "planner": planner,
+}
 for _name, _module in _FORMER.items():
-    sys.modules[f"{__name__}.integrations.{_name}"] = _module
-    setattr(integrations, _name, _module)
+    sys.modules[f"{__name__}.{_name}"] = _module
+    _folder, _, _stem = f"{__name__}.{_name}".rpartition(".")
+    setattr(sys.modules[_folder], _stem, _module)

@@ -78,6 +78,7 @@ def test_modules_are_found_under_their_former_names():
         "from ringattn.integrations.data import shard_batch;"
         "import ringattn.integrations.loss, ringattn.training.loss, ringattn.training.data;"
         "from ringattn.integrations import causal_lm, tiled, verify;"
+        "from ringattn.planner import predict;"
         "assert ringattn.integrations.loss is ringattn.training.loss;"
         "assert shard_batch is ringattn.training.data.shard_batch;"
         "assert verify.verify is ringattn.verify and callable(ringattn.verify)"

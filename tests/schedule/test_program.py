@@ -7,52 +7,17 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn.geometry.plan import live_pairs
-from ringattn.geometry.rows import Rows
 from ringattn.schedule.instructions import Add, Buffer, Close, Exchange, Fence, Holds, Launch, Open, Stream, Wait, Zero
 from ringattn.schedule.memory import RowBytes, backward_bytes, peak_bytes
 from ringattn.schedule.program import Pass, compile_program, compile_programs
-from ringattn.schedule.schedules import DoubleRing
+from tests.schedule.cases import SCHEDULES, fitting, listed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-SCHEDULES = {
-    "ring": ra.ring(),
-    "gather": ra.gather(),
-    "waves-1": ra.waves(1),
-    "waves-2": ra.waves(2),
-    "waves-3": ra.waves(3),
-    "double-ring-2": ra.double_ring(2),
-    "double-ring-4": ra.double_ring(4),
-}
-
-
-def listed(rows: Rows) -> list[int]:
-    return rows.index(torch.device("cpu")).tolist()
-
-
-@st.composite
-def _cases(draw, layout_strategy, mask_strategy):
-    seq_len = draw(st.integers(0, 30))
-    world_size = draw(st.integers(1, 8))
-    mask, _ = draw(mask_strategy(seq_len))
-    return draw(layout_strategy(seq_len, world_size)), mask
-
-
-@pytest.fixture(scope="session")
-def cases(layout_strategy, mask_strategy):
-    """Draws (layout, mask)."""
-    return _cases(layout_strategy, mask_strategy)
-
-
-def fitting(schedule, world_size):
-    """The schedule, made to fit `world_size` ranks."""
-    return ra.double_ring(math.gcd(world_size, schedule.ranks_per_node)) if isinstance(schedule, DoubleRing) else schedule
 
 
 class Wires:

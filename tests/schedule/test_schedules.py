@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -14,42 +12,11 @@ import ringattn as ra
 from ringattn.geometry.rows import Rows
 from ringattn.schedule.schedules import DoubleRing, bytes_sent
 from ringattn.transport import run_ranks
+from tests.schedule.cases import SCHEDULES, fitting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SCHEDULES = {
-    "ring": ra.ring(),
-    "gather": ra.gather(),
-    "waves-1": ra.waves(1),
-    "waves-2": ra.waves(2),
-    "waves-3": ra.waves(3),
-    "double-ring-2": ra.double_ring(2),
-    "double-ring-4": ra.double_ring(4),
-}
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-
-
-def listed(rows: Rows) -> list[int]:
-    return rows.index(torch.device("cpu")).tolist()
-
-
-@st.composite
-def _cases(draw, layout_strategy, mask_strategy):
-    seq_len = draw(st.integers(0, 30))
-    world_size = draw(st.integers(1, 8))
-    mask, _ = draw(mask_strategy(seq_len))
-    return draw(layout_strategy(seq_len, world_size)), mask
-
-
-@pytest.fixture(scope="session")
-def cases(layout_strategy, mask_strategy):
-    """Draws (layout, mask)."""
-    return _cases(layout_strategy, mask_strategy)
-
-
-def fitting(schedule, world_size):
-    """The schedule, made to fit `world_size` ranks."""
-    return ra.double_ring(math.gcd(world_size, schedule.ranks_per_node)) if isinstance(schedule, DoubleRing) else schedule
 
 
 @every_schedule
