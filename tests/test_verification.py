@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from ringattn.integrations.verify import Difference, gradient_limit
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +17,7 @@ import ringattn as ra
 from ringattn.integrations import huggingface, huggingface_attachment
 from ringattn.training.causal_lm import IGNORE, CausalLMLoss
 from ringattn.training.data import pack
+from ringattn.verification import Difference, gradient_limit
 
 SIZES = dict(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -72,7 +72,7 @@ def report_of(
         patch.setattr(huggingface, "_with_sinks", lambda out, lse, sinks: out + 0 * sinks.sum())
     elif mistake == "labels":
         batch = {**batch, "shift_labels": batch["input_ids"]}
-        patch.setattr(ra.integrations.verify, "shard_batch", shifted_within_shards)
+        patch.setattr(ra.verification, "shard_batch", shifted_within_shards)
     with patch.context():
         try:
             report = ra.verify(model, batch, group=group, mask=mask, autocast=autocast)
