@@ -159,8 +159,8 @@ class Simulation:
         inside = min(self.u, gpus_per_node)
         self.peers = np.array([inside - 1, self.u - inside])
         programs = compile_programs(option.schedule, plan, range(self.n))
-        self._forward = self._count([program.forward for program in programs])
-        self._backward = self._count([program.backward for program in programs])
+        self.forward_counts = self._count([program.forward for program in programs])
+        self.backward_counts = self._count([program.backward for program in programs])
 
     @property
     def link(self) -> Link:
@@ -194,21 +194,11 @@ class Simulation:
         return (pairs > 0) * (launch / 1e6 + flop / rate / 1e12)
 
     @property
-    def forward_pairs(self) -> np.ndarray:
-        """Live pairs that each rank computes in each step of the forward pass: (t, n)."""
-        return self._forward.pairs
-
-    @property
-    def backward_pairs(self) -> np.ndarray:
-        """The same in the backward pass."""
-        return self._backward.pairs
-
-    @property
     def row_bytes(self) -> RowBytes:
         return RowBytes(self.kv_row, self.grad_row)
 
     def forward(self) -> PassTime:
-        counts = self._forward
+        counts = self.forward_counts
         # each launch but the first reads the state of the one before; each but the last writes it
         computes = counts.pairs > 0
         resumed = computes & (np.cumsum(computes, axis=0) > 1)
@@ -219,7 +209,7 @@ class Simulation:
         return self._paced(compute, counts).between(there, back)
 
     def backward(self) -> PassTime:
-        counts = self._backward
+        counts = self.backward_counts
         computes = counts.pairs > 0
         resumed = computes & (np.cumsum(computes, axis=0) > 1)
         # an Add reads the received rows and the sum, and writes the sum
@@ -233,7 +223,7 @@ class Simulation:
     def sent(self) -> np.ndarray:
         """Bytes that each rank sends within its node and between nodes, forward and backward: (n, 2)."""
         swapped = 2 * (self._qkv + self._out) + 5 * self._stat + self._dqkv
-        ring = sum(counts.moved[:, 0].sum(axis=0) for counts in (self._forward, self._backward))
+        ring = sum(counts.moved[:, 0].sum(axis=0) for counts in (self.forward_counts, self.backward_counts))
         return ring + swapped * self.peers
 
     def peak_bytes(self) -> float:
@@ -251,7 +241,7 @@ class Simulation:
         query_sums = self.rows * self.h * self.d * _SUM
         # the sums of dq are freed before dk and dv are rounded
         dq = self.rows * self.h * self.d * ITEM
-        if any(self._backward.pairings):
+        if any(self.backward_counts.pairings):
             others = self.others_bytes(beside_launch=2 * stat)
             most = query_sums + self.rows * self.grad_row + max(others, dq)
         else:
@@ -262,12 +252,12 @@ class Simulation:
 
     def others_bytes(self, beside_launch: int = 0) -> int:
         """The most bytes of others' K/V and dK/dV that a rank holds at a time in the backward pass; a launch adds `beside_launch`."""
-        passes = self._backward.passes
+        passes = self.backward_counts.passes
         return max(peak_bytes(each, self.row_bytes, beside_launch=beside_launch, gathered=True) for each in passes)
 
     def _count(self, passes: Sequence[Pass]) -> _Counts:
         """Count what all ranks do in each step of a pass."""
-        counts = _Counts(passes, self.n)
+        counts, row_bytes = _Counts(passes, self.n), self.row_bytes
         for rank, each in enumerate(passes):
             for x in each.instructions:
                 if isinstance(x, Launch):
@@ -277,7 +267,7 @@ class Simulation:
                         for message in messages:
                             between = int(self.node[rank] != self.node[message.peer])
                             rows, holds = len(message.rows), message.buffer.holds
-                            counts.moved[x.step, way, rank, between] += rows * self.row_bytes.of_buffer(holds)
+                            counts.moved[x.step, way, rank, between] += rows * row_bytes.of_buffer(holds)
                             counts.sums[x.step, rank] += rows * (way == 1 and holds is Holds.SUMS)
                     counts.pairings[x.step] += [(rank, message.peer) for message in x.sends]
         return counts

@@ -34,7 +34,7 @@ from ringattn_kernels.table import TileTable
 from ..geometry.plan import Plan, live_pairs, make_tiles, move_keys, of_keys
 from ..geometry.rows import Rows
 from .instructions import Add, Buffer, Close, Exchange, Fence, Holds, Instruction, Launch, Message, Open, Stream, Wait, Zero
-from .schedules import WAITING, Schedule, Transfer, forward_transfers, gradient_transfers
+from .schedules import WAITING, Schedule, Transfer, gradient_transfers
 
 # rows of long shards are divided at multiples of what kernels take at once
 _BLOCK = 128
@@ -94,17 +94,14 @@ def compile_program(schedule: Schedule, plan: Plan, rank: int) -> Program:
 
 def compile_programs(schedule: Schedule, plan: Plan, ranks: Iterable[int]) -> list[Program]:
     """The programs of some ranks."""
-    transfers = schedule.transfers(plan)
-    wider = forward_transfers(schedule, plan, transfers)
-    kv, gradients = _Transfers(transfers), _Transfers(gradient_transfers(schedule, plan, transfers))
-    forward = kv if wider is transfers else _Transfers(wider)
+    kv, gradients = _kv_and_gradients(schedule, plan)
+    forward = kv if schedule.in_forward is schedule else _Transfers(schedule.in_forward.transfers(plan))
     return [Program(_forward(plan, rank, forward), _backward(plan, rank, kv, gradients)) for rank in ranks]
 
 
 def backward_passes(schedule: Schedule, plan: Plan, ranks: Iterable[int]) -> list[Pass]:
     """The backward passes of some ranks."""
-    transfers = schedule.transfers(plan)
-    kv, gradients = _Transfers(transfers), _Transfers(gradient_transfers(schedule, plan, transfers))
+    kv, gradients = _kv_and_gradients(schedule, plan)
     return [_backward(plan, rank, kv, gradients) for rank in ranks]
 
 
@@ -130,6 +127,12 @@ class _Transfers:
     def of(self, rank: int) -> list[Transfer]:
         """Those that leave a rank or come to it."""
         return self._of_rank[rank]
+
+
+def _kv_and_gradients(schedule: Schedule, plan: Plan) -> tuple[_Transfers, _Transfers]:
+    """The transfers of a backward pass."""
+    transfers = schedule.transfers(plan)
+    return _Transfers(transfers), _Transfers(gradient_transfers(schedule, plan, transfers))
 
 
 def _forward(plan: Plan, rank: int, transfers: _Transfers) -> Pass:
@@ -294,7 +297,7 @@ class _Held:
     """What a rank holds in the buffer of each step: its own shard in buffer 0, and what transfers bring."""
 
     def __init__(self, plan: Plan, rank: int, transfers: Iterable[Transfer]) -> None:
-        self._plan, self._rank = plan, rank
+        self.rank, self._plan = rank, plan
         owners: defaultdict[int, dict[int, Rows]] = defaultdict(dict)
         for t in transfers:
             if t.dst == rank:
@@ -305,10 +308,6 @@ class _Held:
             ends = np.cumsum([len(rows) for rows in held.values()]).tolist()
             self._pieces[number] = tuple(_Piece(owner, rows, end - len(rows)) for (owner, rows), end in zip(held.items(), ends))
         self._buffers: dict[tuple[int, Holds], Buffer] = {}
-
-    @property
-    def rank(self) -> int:
-        return self._rank
 
     @property
     def numbers(self) -> Iterable[int]:
@@ -328,12 +327,12 @@ class _Held:
 
     def pairs(self, number: int) -> int:
         """Live pairs of the rank's queries with the K/V of a step's buffer."""
-        return sum(self._plan.pairs_of(self._rank, piece.owner) for piece in self._pieces.get(number, ()))
+        return sum(self._plan.pairs_of(self.rank, piece.owner) for piece in self._pieces.get(number, ()))
 
     def launch(self, number: int, sums: bool = False) -> Launch:
         """The launch over all of a step's buffer."""
         keys = self.buffer(number)
-        tiles = partial(_tiles, self._plan, self._rank, self._pieces.get(number, ()))
+        tiles = partial(_tiles, self._plan, self.rank, self._pieces.get(number, ()))
         return Launch(number, keys, 0, keys.rows, self.pairs(number), tiles, self.sums(number) if sums else None)
 
     def message(self, peer: int, number: int, holds: Holds, transfer: Transfer) -> Message:

@@ -288,11 +288,6 @@ def _unevenness(plan: Plan) -> float:
     return float(steps.max(axis=1).sum() / steps.sum(axis=0).max())
 
 
-def forward_transfers(schedule: Schedule, plan: Plan, transfers: list[Transfer]) -> list[Transfer]:
-    """The K/V transfers of the forward pass; the same list as `transfers`, those of the backward pass, if the schedule is the same."""
-    return transfers if schedule.in_forward is schedule else schedule.in_forward.transfers(plan)
-
-
 def gradient_transfers(schedule: Schedule, plan: Plan, transfers: Sequence[Transfer]) -> list[Transfer]:
     """The transfers of dK/dV that K/V transfers lead to, by step."""
     came: dict[tuple[int, int, int], list[Transfer]] = defaultdict(list)

@@ -57,8 +57,8 @@ def test_counts_are_those_of_the_steps(schedule, mask, u):
     np.add.at(kv, [t.src for t in transfers], [len(t.rows) for t in transfers])
     for t in gradient_transfers(schedule, plan, transfers):
         grads[t.src] += len(t.rows)
-    assert np.array_equal(world.forward_pairs.sum(axis=0), plan.pairs().sum(axis=1))
-    assert np.array_equal(world.backward_pairs.sum(axis=0), plan.pairs().sum(axis=1))
+    assert np.array_equal(world.forward_counts.pairs.sum(axis=0), plan.pairs().sum(axis=1))
+    assert np.array_equal(world.backward_counts.pairs.sum(axis=0), plan.pairs().sum(axis=1))
     d, item, swapped = 2 * 16, 2, 0
     heads = 4 * kv_copies(8, 4, u) // u
     if u > 1:
