@@ -115,7 +115,7 @@ class Launch:
 
     @cached_property
     def tiles(self) -> TileTable:
-        """The live pairs, made at the first use: who only counts does not need them."""
+        """The live pairs. They are made at their first use, because counting does not need them."""
         return self.make_tiles()
 
 

@@ -24,7 +24,7 @@ class RowBytes(NamedTuple):
 
     @classmethod
     def of(cls, k: torch.Tensor, v: torch.Tensor, heads: int) -> RowBytes:
-        """Of so many heads of k (b, s, hk, d) and v (b, s, hk, d_v), with dK and dV in fp32 (fp64 for fp64)."""
+        """For this number of heads of k (b, s, hk, d) and v (b, s, hk, d_v), with dK and dV in fp32 (fp64 for fp64)."""
         elements = k.shape[0] * heads * (k.shape[3] + v.shape[3])
         return cls(elements * k.element_size(), elements * max(4, k.element_size()))
 
@@ -32,7 +32,8 @@ class RowBytes(NamedTuple):
 def peak_bytes(program: Pass, row_bytes: RowBytes, *, beside_launch: int = 0, gathered: bool = False) -> int:
     """The most bytes of other ranks' K/V and sums that a rank holds at a time in a pass.
 
-    beside_launch: bytes that each launch takes besides. gathered: count scattered rows to send too, which are copied until they have left.
+    beside_launch: bytes that each launch takes in addition.
+    gathered: also count scattered rows to send, which are copied until they have left.
     """
     held = copied = most = 0
     for x in program.instructions:

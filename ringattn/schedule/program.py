@@ -14,9 +14,11 @@ The backward pass has one step more, for the last gradients on their way. Each s
     Fence     the next launch comes after the exchange
     Close     sums that have left
 
-A launch may so begin while the one before still computes: it writes to no memory that the one before reads or that an Add between them
-changes. Where the last step adds to the rank's own sums, a Zero comes before all others. After the last step, a Fence has the caller's
-stream wait, and the Add instructions that are left follow. A step of the forward pass is Open, Exchange, Launch, Wait, Close.
+So a launch may begin while the launch before it still computes: it writes to no memory that the earlier launch reads, or that an Add
+between them changes. If the last step adds to the rank's own sums, a Zero comes before all other instructions. After the last step, a
+Fence makes the caller's stream wait, and the remaining Add instructions follow.
+
+A step of the forward pass is Open, Exchange, Launch, Wait, Close.
 """
 
 from __future__ import annotations
@@ -117,7 +119,7 @@ class _Transfers:
 
     def __init__(self, transfers: Sequence[Transfer]) -> None:
         self.steps = 1 + max((t.into for t in transfers), default=0)
-        # alike on all ranks: where several messages come to one rank first, less time hides each
+        # the same on all ranks: if several messages come to one rank in the first step, less time hides each of them
         self.crowded = max(Counter(t.dst for t in transfers if t.step == 0).values(), default=0) > 1
         self._of_rank: defaultdict[int, list[Transfer]] = defaultdict(list)
         for t in transfers:
@@ -247,7 +249,7 @@ def _close(step: int, buffers: Sequence[Buffer]) -> list[Instruction]:
 
 
 def _reuse_memory(instructions: Iterable[Instruction]) -> tuple[Instruction, ...]:
-    """The same with buffers that open in the memory of buffers of their size that close just before, with nothing run in between."""
+    """Let a buffer that opens take the memory of one of its size that closes just before, if nothing runs in between."""
     found: list[Instruction] = []
     closed: dict[Buffer, int] = {}  # since anything was run: buffers, and the steps in which they close
     opens: list[Open] = []
