@@ -1,7 +1,11 @@
 """Attention over a set of tiles in plain torch, for devices without Triton kernels and for fp64.
 
 It has the functions, statistics and in-place rules of the kernels. It works block by block (FlashAttention, Dao et al. 2022,
-algorithms 1 and 4), so that memory grows with tokens and not with their square. It computes in fp32, or fp64 for fp64 input.
+algorithms 1 and 4), so that memory grows with tokens and not with their square.
+
+It computes in fp32 (fp64 for fp64 input), but scores, out, dP and delta are fp64 until differences and quotients are taken. The
+backward cuts other blocks than the forward, and matrix products of other shapes round otherwise: in fp32 a score of 1e5 would differ
+by 0.01, and its weight by 1 %.
 
 Shapes: b batch, sq and sk rows of q and of the k/v buffer, h query heads, hk key/value heads, g = h / hk, d and d_v head dims.
 """
@@ -18,6 +22,7 @@ from ringattn_kernels.table import TileTable
 
 _BLOCK_Q = 256
 _BLOCK_K = 512
+_EXACT = torch.float64  # of numbers whose difference counts
 
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -56,18 +61,16 @@ def forward(
         out, row_max, row_sum = state
     for block in _blocks(tiles, q.device):
         # (b, hk, g, rows, ...) throughout
-        scores = _product(_grouped(q, block.q, hk, acc_dtype), _rows(k, block.k, acc_dtype).transpose(-1, -2)) * softmax_scale
-        if block.live is not None:
-            scores.masked_fill_(~block.live, float("-inf"))
+        scores = _scores(q, k, block, softmax_scale)
         old_max = row_max[:, :, block.q].unflatten(1, (hk, -1))
-        new_max = torch.maximum(old_max, scores.amax(-1))
+        new_max = torch.maximum(old_max, scores.amax(-1).to(acc_dtype))
         # a row with nothing live yet has row_max = -inf: avoid inf - inf
         pivot = torch.where(new_max == float("-inf"), 0.0, new_max)
-        weights = scores.sub_(pivot.unsqueeze(-1)).exp_()
-        kept = row_sum[:, :, block.q].unflatten(1, (hk, -1)) * (old_max - pivot).exp()
+        weights = scores.sub_(pivot.unsqueeze(-1)).to(acc_dtype).exp_().to(_EXACT)
+        kept = row_sum[:, :, block.q].unflatten(1, (hk, -1)).to(_EXACT) * (old_max - pivot).exp()
         total = kept + weights.sum(-1)
         scale = 1 / torch.where(total > 0, total, 1)
-        fresh = _product(weights, _rows(v, block.k, acc_dtype)) * scale.unsqueeze(-1)
+        fresh = _product(weights, _rows(v, block.k, _EXACT)) * scale.unsqueeze(-1)
         part = out[:, block.q].unflatten(2, (hk, -1))  # (b, rows, hk, g, d_v)
         part *= (kept * scale).permute(0, 3, 1, 2).unsqueeze(-1)
         part += fresh.permute(0, 3, 1, 2, 4)
@@ -77,9 +80,8 @@ def forward(
 
 
 def delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
-    """rowsum(dout * out): (b, h, sq)."""
-    acc_dtype = torch.promote_types(out.dtype, torch.float32)
-    return (out.to(acc_dtype) * dout.to(acc_dtype)).sum(-1).transpose(1, 2).contiguous()
+    """rowsum(dout * out): (b, h, sq), fp64, so that dP - delta is 0 where it should be: where a row has a single weight."""
+    return (out.to(_EXACT) * dout.to(_EXACT)).sum(-1).transpose(1, 2).contiguous()
 
 
 class TorchQuerySums:
@@ -117,19 +119,19 @@ def backward(
     if not add:
         dk, dv = (torch.zeros_like(x, dtype=acc_dtype) if x.dtype != acc_dtype else x.zero_() for x in outputs)
     pivot = torch.where(queries.row_max == float("-inf"), 0.0, queries.row_max)
-    norm = torch.where(queries.row_sum > 0, 1 / queries.row_sum, 0.0)
+    norm = torch.where(queries.row_sum > 0, 1 / queries.row_sum, 0.0).to(acc_dtype)
     for block in _blocks(tiles, q.device):
-        q_rows, k_rows = _grouped(q, block.q, hk, acc_dtype), _rows(k, block.k, acc_dtype)
-        v_rows, dout_rows = _rows(v, block.k, acc_dtype), _grouped(dout, block.q, hk, acc_dtype)
-        scores = _product(q_rows, k_rows.transpose(-1, -2)) * softmax_scale
+        q_rows, dout_rows = _grouped(q, block.q, hk, acc_dtype), _grouped(dout, block.q, hk, acc_dtype)
+        scores = _scores(q, k, block, softmax_scale).sub_(_per_row(pivot, block.q, hk))
+        weights = scores.to(acc_dtype).exp_() * _per_row(norm, block.q, hk)
+        dweights = _product(_grouped(dout, block.q, hk, _EXACT), _rows(v, block.k, _EXACT).transpose(-1, -2))
+        dscores = dweights.sub_(_per_row(queries.delta, block.q, hk)).to(acc_dtype) * weights * softmax_scale
         if block.live is not None:
-            scores.masked_fill_(~block.live, float("-inf"))
-        weights = scores.sub_(_per_row(pivot, block.q, hk)).exp_() * _per_row(norm, block.q, hk)
-        dweights = _product(dout_rows, v_rows.transpose(-1, -2))
-        dscores = (dweights - _per_row(queries.delta, block.q, hk)) * weights * softmax_scale
+            # 0 * nan is nan: what is no number in a row of dout or v would reach keys and queries that do not see it
+            dscores.masked_fill_(~block.live, 0.0)
         dv[:, block.k] += _product_t(weights, dout_rows).transpose(1, 2)
         dk[:, block.k] += _product_t(dscores, q_rows).transpose(1, 2)
-        dq.total[:, block.q].unflatten(2, (hk, -1)).add_(_product(dscores, k_rows).permute(0, 3, 1, 2, 4))
+        dq.total[:, block.q].unflatten(2, (hk, -1)).add_(_product(dscores, _rows(k, block.k, acc_dtype)).permute(0, 3, 1, 2, 4))
     for x, total in zip(outputs, (dk, dv), strict=True):
         if x is not total:
             x.copy_(total)
@@ -148,6 +150,13 @@ def _blocks(tiles: TileTable, device: torch.device) -> Iterator[_Block]:
                     distance = torch.arange(q0, q1, device=device)[:, None] - torch.arange(k0, k1, device=device)
                     live = (lo <= distance) & (distance <= hi)
                 yield _Block(slice(q0, q1), slice(k0, k1), live)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, block: _Block, softmax_scale: float) -> torch.Tensor:
+    """The scores of a block in fp64, (b, hk, g, rows of q, rows of k); -inf for pairs that are not live."""
+    q_rows, k_rows = _grouped(q, block.q, k.shape[2], _EXACT), _rows(k, block.k, _EXACT)
+    scores = _product(q_rows, k_rows.transpose(-1, -2)) * softmax_scale
+    return scores if block.live is None else scores.masked_fill_(~block.live, float("-inf"))
 
 
 def _grouped(x: torch.Tensor, rows: slice, hk: int, dtype: torch.dtype) -> torch.Tensor:

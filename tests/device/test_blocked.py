@@ -182,9 +182,25 @@ def test_without_add_dk_and_dv_are_overwritten_and_dq_is_added_to(dtype):
         torch.testing.assert_close(x, y.to(dtype), **tolerance)
 
 
-def test_delta_is_the_row_sum_in_float32():
+def test_delta_is_the_row_sum_in_float64():
     _, _, _, dout = make_inputs(7, 7, torch.bfloat16)
     out = make_inputs(7, 7, torch.bfloat16, seed=1)[3]
     delta = blocked.delta(out, dout)
-    assert delta.dtype == torch.float32
-    assert_close(delta.double(), (out.double() * dout.double()).sum(-1).transpose(1, 2), 1e-5)
+    torch.testing.assert_close(delta, (out.double() * dout.double()).sum(-1).transpose(1, 2), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("tiles", [[(0, 300, 0, 300, 0, 300)], [(0, 300, 0, 300, 0, 40)]], ids=["causal", "window"])
+def test_what_is_no_number_spreads_no_farther_than_in_dense_attention(tiles, value, name):
+    inputs = dict(zip(("q", "k", "v", "dout"), make_inputs(300, 300, torch.float32)))
+    inputs[name][:, 150, 0, 2] = value
+    q, k, v, dout = inputs.values()
+    table = tiles_of(tiles, 300, 300)
+    out, row_max, row_sum = blocked.forward(q, k, v, table, softmax_scale=SCALE)
+    dq, dk, dv = blocked.TorchQuerySums(q), torch.empty_like(k), torch.empty_like(v)
+    queries = blocked.Queries(q, dout, row_max, row_sum, blocked.delta(out, dout))
+    blocked.backward(queries, k, v, table, softmax_scale=SCALE, dq=dq, dk=dk, dv=dv, add=False)
+    usual = dense.attention(q, k, v, dout, dense.live_pairs(tiles, 300, 300), SCALE, torch.float32)
+    for x, y in zip((out, dq.total, dk, dv), (usual.out, usual.dq, usual.dk, usual.dv)):
+        assert not (~x.isfinite() & y.isfinite()).any()
