@@ -34,7 +34,11 @@ def key_step(
     # [BLOCK_Q, BLOCK_D]
     q = load_block(q_desc, q_ptr, batch, head, start, stride_qs, end, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED)
     # [BLOCK_K, BLOCK_Q]
-    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    if PRECISION == "tf32x3":
+        # the product of k and q would round its three parts in another order than that of q and k
+        scores = tl.trans(tl.dot(q, tl.trans(k), input_precision=PRECISION))
+    else:
+        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     # [BLOCK_Q, BLOCK_DV]
     dout = load_block(dout_desc, dout_ptr, batch, head, start, stride_os, end, BLOCK_Q, V_DIM, BLOCK_DV, MASKED)
     # [BLOCK_K, BLOCK_Q]

@@ -1,12 +1,14 @@
 """The kernels on a GPU: accuracy against dense attention in fp64, beside dense PyTorch in the inputs' dtype, and bitwise repeatability."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
 import ringattn_kernels as rk
 from ringattn_kernels.dispatch import Kernels
-from tests.kernels import dense
+from tests.kernels import dense, fuzz
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
 
@@ -167,6 +169,52 @@ def test_what_is_no_number_makes_none_of_the_rows_that_see_it(case, name, value,
         others = torch.ones(s, dtype=torch.bool)
         others[seen_by] = False
         assert torch.equal(got[:, others], clean[:, others])
+
+
+@pytest.mark.parametrize("kernels", list(Kernels), ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("mask", ["causal", "window", "documents"])
+def test_what_is_no_number_spreads_no_farther_than_in_dense_attention(mask, kernels):
+    """But for the one-pass kernels in no fixed order, which let what is no number in dout reach the gradients of keys of one block."""
+    s, place, scale = 300, 150, 64**-0.5
+    tiles = TABLES[mask](s)
+    live = dense.live_pairs(tiles, s, s).cuda()
+    table = rk.TileTable(np.array(tiles), s, s)
+    for name, value in itertools.product(("q", "k", "v", "dout"), ("nan", "inf")):
+        given = dict(zip(("q", "k", "v", "dout"), inputs(s, 4, 2, 64, 64, torch.bfloat16)))
+        given[name][:, place, 0, 3] = float(value)
+        got = run(*given.values(), [table], scale, kernels=kernels, deterministic=False)
+        usual = dense.attention(*given.values(), live, scale, torch.bfloat16)
+        for result in ("out", "dq", "dk", "dv"):
+            farther = ~getattr(got, result).isfinite() & getattr(usual, result).isfinite()
+            if (result, kernels) == ("dk", Kernels.HOPPER_FUSED):
+                # a step of its queries, and the blocks of keys that it meets
+                met = live[place // 128 * 128 :][:128].any(0)
+                blocks = torch.nn.functional.pad(met, (0, -s % 128)).unflatten(0, (-1, 128)).any(1).repeat_interleave(128)[:s]
+                farther = farther[:, ~blocks]
+            assert not farther.any(), (name, value, result)
+
+
+@pytest.mark.parametrize("deviation", [1e2, 1e3, 1e4, 1e5, 3e5])
+@pytest.mark.parametrize(
+    ("dtype", "d"), [(torch.float32, 64), (torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float16, 128)], ids=str
+)
+def test_saturated_logits_are_as_exact_as_in_dense_attention(dtype, d, deviation):
+    """Nearly all weights are 0 or 1. Dense attention in fp16 overflows from 1e4 on: there results are checked against fp64 alone."""
+    s = 515
+    q, k, v, dout = inputs(s, 4, 2, d, d, torch.float32)
+    q, k, v, dout = (x.to(dtype) for x in (q * deviation**0.5, k * deviation**0.5, v, dout))
+    whole = np.array(dense.causal(s)).reshape(-1, 6)
+    halves = np.array([(0, s, 0, 200, 0, s), (0, s, 200, s, 0, s)])
+    for parts, turn, deterministic in itertools.product(([whole], [halves[:1], halves[1:]]), range(2), (False, True)):
+        p = fuzz.Problem(q, k, v, dout, parts, d**-0.5, deterministic, turn=turn)
+        got = fuzz.run(p)
+        if dtype == torch.float16 and deviation >= 1e4:
+            exact = dense.attention(q, k, v, dout, dense.live_pairs(whole, s, s).cuda(), d**-0.5, torch.float64)
+            assert error(got.out, exact.out) <= 0.01 * exact.out.norm() and error(got.dv, exact.dv) <= 0.03 * exact.dv.norm()
+            assert got.dq.isfinite().all() and got.dk.isfinite().all()
+        else:
+            found = fuzz.ratios(p, got)
+            assert all(ratio <= 1 for ratio in found.values()), (len(parts), turn, deterministic, found)
 
 
 @pytest.mark.parametrize("logit", [1e2, 2.5e5])

@@ -38,7 +38,7 @@ TYPES = {
 # bytes that a thread may spill: addresses, of which two are read within the loop of the query kernel and a few in that of the fused one
 SPILLS = {("key", 64): 0, ("key", 128): 72, ("query", 64): 0, ("query", 128): 56, ("fused", 64): 112, ("fused", 128): 28}
 SPILLS |= {("fused", 96): 0, ("fused", 192): 64, ("wide key", 256): 0, ("query", 256): 16}
-SPILLS |= {("ordered", 64): 112, ("ordered", 96): 0, ("ordered", 128): 0, ("ordered", 192): 64}
+SPILLS |= {("ordered", 64): 112, ("ordered", 96): 0, ("ordered", 128): 0, ("ordered", 192): 144}
 # those whose steps are of 128 rows and not of 64
 LONG_STEPS = {("query", 64), ("query", 128), ("fused", 64), ("ordered", 64)}
 # where in a warpgroup exponentials come (E), among starts of products (H) and waits for them (D): with products under way, of its

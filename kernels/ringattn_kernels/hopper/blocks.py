@@ -42,6 +42,12 @@ def mask_scores(p, segments_ptr, segment, row0, start):
 
 
 @gluon.jit
+def drop_dead(dp, p):
+    """dp with zeros where p is 0: in a pair that is not live dp may be NaN, and 0 * NaN would reach a key that no such query sees."""
+    return gl.where(p == 0.0, 0.0, dp)
+
+
+@gluon.jit
 def tile(buffer, index, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """One [ROWS, COLUMNS] block of a buffer that the copy engine fills in its four dimensions."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], buffer.dtype)

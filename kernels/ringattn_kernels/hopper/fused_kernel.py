@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from .barriers import advance
-from .blocks import BLOCK, ROWS, Gradients, mask_scores, write_rows
+from .blocks import BLOCK, ROWS, Gradients, drop_dead, mask_scores, write_rows
 from .dq_sums import SUMS, WIDTH, Handover, Staging, add_dq, allocate_staging, hand_over_dq, start_dq
 from .fences import hide_uniform, pin_pairs
 from .language import wait_for_products
@@ -43,9 +43,12 @@ def weights(s, pivots, scale, edge, segments_ptr, segment, row0, start, dtype: g
 
 
 @gluon.jit
-def score_gradient(p16, dp):
+def score_gradient(p16, dp, edge, ORDERED: gl.constexpr):
     """dS in 16 bits, from P in 16 bits."""
-    return (gl.convert_layout(p16, dp.type.layout, assert_trivial=True).to(gl.float32) * dp).to(p16.dtype)
+    p = gl.convert_layout(p16, dp.type.layout, assert_trivial=True).to(gl.float32)
+    if ORDERED and edge:
+        dp = drop_dead(dp, p)
+    return (p * dp).to(p16.dtype)
 
 
 @gluon.jit
@@ -95,8 +98,8 @@ def consume_and_add(
         q = matrices(tiles.q, stage)
         dout = matrices(tiles.dout, stage)
         # [ROWS, STEP]
+        edge = (start < full_begin) | (start >= full_end)
         if WIDE:
-            edge = (start < full_begin) | (start >= full_end)
             s_left, s_right = split_columns(s)
             pivots = tiles.pivot.index(stage)
             p_left = weights(s_left, pivots.slice(0, STEP // 2), scale, edge, walk.segments_ptr, segment, row0, start, dtype)
@@ -110,7 +113,7 @@ def consume_and_add(
         dp = start_sum(matrices(tiles.v, hide_uniform(HALF, k_rows)) if WIDE else v, dout, dp, True)
         if not WIDE:
             p = gl.exp2(s * scale - gl.expand_dims(tiles.pivot.index(stage).load(COLUMNS), 0))
-            if (start < full_begin) | (start >= full_end):
+            if edge:
                 p = mask_scores(p, walk.segments_ptr, segment, row0, start)
             p16 = gl.convert_layout(p.to(dtype), LEFT, assert_trivial=True)
         done = stage
@@ -122,11 +125,15 @@ def consume_and_add(
             p_left = pin_pairs(p_left)
             p_right = pin_pairs(p_right)
             dp_left, dp_right = split_columns(dp)
-            shared_ds = join_columns(score_gradient(p_left, dp_left), score_gradient(p_right, dp_right))
+            ds_left = score_gradient(p_left, dp_left, edge, ORDERED)
+            shared_ds = join_columns(ds_left, score_gradient(p_right, dp_right, edge, ORDERED))
         else:
             dv_next = start_each(p16, dout, dv)
             dp = warpgroup_mma_wait(len(dv), deps=[dp])
             p16 = pin_pairs(p16)
+            if ORDERED and edge:
+                # without turns there is no time for it: it takes 6 % at head dim 128
+                dp = drop_dead(dp, p)
             shared_ds = (p * dp).to(dtype)
         ds = gl.convert_layout(shared_ds, LEFT, assert_trivial=True)
         # started first, so that the tensor cores have work while the two warpgroups exchange dS

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .barriers import advance, let_next_kernel_start
-from .blocks import BLOCK, ROWS, Gradients, mask_scores, tile, write_rows
+from .blocks import BLOCK, ROWS, Gradients, drop_dead, mask_scores, tile, write_rows
 from .fences import pin_pairs
 from .loads import Inputs, allocate_queries, produce_queries
 from .tables import load_item, load_span
@@ -57,7 +57,8 @@ def consume_queries(
         # [ROWS, STEP]
         dp = warpgroup_mma(v, dout.permute((1, 0)), zero, use_acc=False, is_async=True)
         p = gl.exp2(s * scale - gl.expand_dims(tiles.pivot.index(stage).load(COLUMNS), 0))
-        if (start < full_begin) | (start >= full_end):
+        edge = (start < full_begin) | (start >= full_end)
+        if edge:
             p = mask_scores(p, walk.segments_ptr, segment, row0, start)
         p16 = gl.convert_layout(p.to(dtype), LEFT, assert_trivial=True)
         done = stage
@@ -66,7 +67,10 @@ def consume_queries(
         dv_next = warpgroup_mma(p16, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         p16 = pin_pairs(p16)
-        ds = (p * (dp - gl.expand_dims(this_delta.load(COLUMNS), 0))).to(dtype)
+        dp -= gl.expand_dims(this_delta.load(COLUMNS), 0)
+        if edge:
+            dp = drop_dead(dp, p)
+        ds = (p * dp).to(dtype)
         ds = gl.convert_layout(ds, LEFT, assert_trivial=True)
         dk_next = warpgroup_mma(ds, q, dk, is_async=True)
         start += STEP

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .barriers import advance, let_next_kernel_start
-from .blocks import ROWS, mask_scores, tile, write_rows
+from .blocks import ROWS, drop_dead, mask_scores, tile, write_rows
 from .fences import pin_pairs
 from .language import barrier
 from .loads import Inputs, allocate_queries, produce_queries
@@ -106,7 +106,7 @@ def consume_scores(
         dp -= gl.expand_dims(tiles.delta.index(stage).load(gl.SliceLayout(0, SCORES)), 0)
         mbarrier.wait(p_full.index(buffer), turn)
         p = p_s.index(buffer).load(SCORES).to(gl.float32)
-        ds = gl.convert_layout((p * dp).to(dtype), gl.DotOperandLayout(0, WIDE, 2), assert_trivial=True)
+        ds = gl.convert_layout((p * drop_dead(dp, p)).to(dtype), gl.DotOperandLayout(0, WIDE, 2), assert_trivial=True)
         mbarrier.wait(barriers.q_full.index(stage), phase)
         dk_next = warpgroup_mma(ds, tile(tiles.q[0], stage, STEP, HEAD_DIM), dk, is_async=True)
         barrier()
