@@ -35,6 +35,7 @@ from .schedule.schedules import Schedule, default_schedule, double_ring, gather,
 from .training import causal_lm, data, loss, tiled
 from .training.checkpoint import checkpoint_contexts, checkpoint_layers, checkpoint_policy
 from .verification import Report, verify
+from .warmup import warm
 
 __all__ = [
     "Layout",
@@ -79,6 +80,7 @@ __all__ = [
     "symmetric",
     "unshard",
     "verify",
+    "warm",
     "waves",
     "zigzag",
 ]

@@ -1,7 +1,4 @@
-"""`python -m ringattn plan` predicts, with `planner.py`, what a layer's attention takes on given GPUs with each schedule.
-
-For one number of GPUs and one length it prints a table of the schedules and recommends one; for several, the best schedule of each.
-"""
+"""`python -m ringattn`: `plan` predicts what a layer's attention takes on given GPUs, and `warm` compiles kernels ahead of time."""
 
 from __future__ import annotations
 
@@ -12,11 +9,14 @@ from collections.abc import Sequence
 from itertools import product
 from math import inf
 
+import torch
+
 from .geometry.mask import Mask, causal, full, sliding_window
 from .predict import timeline
 from .predict.machine import MACHINES, Machine
 from .predict.planner import check_work, held_bytes, options, predict, recommend
 from .predict.simulation import Prediction, Workload
+from .warmup import warm
 
 _GIB = 1 << 30
 _COLUMNS = (
@@ -28,7 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line; None means the process's own."""
     parser = argparse.ArgumentParser(prog="python -m ringattn", description="Attention over sequences too long for one GPU.")
     commands = parser.add_subparsers(required=True)
-    plan = commands.add_parser("plan", help="predict time, communication and memory of each schedule", description=__doc__)
+    plan = commands.add_parser(
+        "plan",
+        help="predict time, communication and memory of each schedule",
+        description="For one number of GPUs and one length, a table of the schedules; for several, the best schedule of each.",
+    )
     plan.add_argument("--gpus", type=int, nargs="+", required=True, help="GPUs in all")
     plan.add_argument("--gpus-per-node", type=int, default=8, help="(default 8)")
     plan.add_argument("--tokens", type=int, nargs="+", required=True, help="tokens of the whole sequence")
@@ -46,11 +50,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan.add_argument("--nccl", action="store_true", help="move messages over NCCL within nodes too, not by copy engines")
     plan.add_argument("--json", action="store_true", help="print all figures as JSON")
     plan.add_argument("--timeline", metavar="PNG", help="draw the recommended schedule, step by step; needs matplotlib")
+    plan.set_defaults(run=_plan, command=plan)
+    ready = commands.add_parser(
+        "warm",
+        help="compile the kernels into Triton's cache",
+        description="Run it once on each machine with GPUs, or once with TRITON_CACHE_DIR in a folder that all of them share.",
+    )
+    ready.add_argument("--head-dim", type=int, nargs="+", default=[128], help="of q and k (default 128)")
+    ready.add_argument("--v-head-dim", type=int, help="of v (default: the same)")
+    ready.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    ready.set_defaults(run=_warm, command=ready)
     given = parser.parse_args(arguments)
     try:
-        _plan(given)
+        given.run(given)
     except ValueError as error:
-        plan.error(str(error))
+        given.command.error(str(error))
+
+
+def _warm(given: argparse.Namespace) -> None:
+    seconds = warm(given.head_dim, v_head_dim=given.v_head_dim, dtype=getattr(torch, given.dtype))
+    print(f"kernels of head dim {', '.join(map(str, given.head_dim))} in {given.dtype} are compiled: {seconds:.1f} s")
 
 
 def _plan(given: argparse.Namespace) -> None:

@@ -1,0 +1,52 @@
+"""Kernels compiled ahead of time: what `warm` calls, its errors, and on a GPU that nothing is left to compile afterwards."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ringattn as ra
+from ringattn import __main__, warmup
+
+FIRST_CALL = """
+import torch, ringattn as ra
+for tokens in (1024, 16384):
+    q, k, v = (torch.randn(1, tokens, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2))
+    ra.ring_attention(q, k, v).backward(torch.randn_like(q))
+torch.cuda.synchronize()
+"""
+
+
+def test_each_call_is_made_alone_and_in_rings(monkeypatch):
+    monkeypatch.setattr(warmup, "_LENGTHS", (24,))
+    made = []
+    real = warmup.ring_attention
+    monkeypatch.setattr(
+        warmup, "ring_attention", lambda *a, **options: made.append((a[0].shape, options["group"].size)) or real(*a, **options)
+    )
+    assert ra.warm([8, 16], v_head_dim=4, dtype=torch.float32, device="cpu") > 0
+    assert {shape[3] for shape, _ in made} == {8, 16}
+    assert {size for _, size in made} == {1, warmup._RANKS}
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_machine_without_a_gpu_is_an_error(capsys):
+    with pytest.raises(ValueError, match="compiles kernels for this machine's GPU, but it has none"):
+        ra.warm()
+    with pytest.raises(SystemExit):
+        __main__.main(["warm"])
+    assert "it has none: run it where attention will run" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_nothing_is_left_to_compile(tmp_path):
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-m", "ringattn", "warm", "--head-dim", "64"], env=environment, check=True, timeout=200)
+    before = sorted(Path(tmp_path).rglob("*.cubin"))
+    assert before
+    subprocess.run([sys.executable, "-c", FIRST_CALL], env=environment, check=True, timeout=100)
+    assert sorted(Path(tmp_path).rglob("*.cubin")) == before
