@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
+
+# Tiny tensors gain nothing from more threads, which wait for each other on a busy machine. torch reads this when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -26,6 +30,12 @@ strategies = _load("strategies")
 
 def pytest_configure(config):
     config.pluginmanager.register(strategies)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """How many processes `-n auto` means: a core each, and no more than memory of an ordinary machine takes."""
+    return min(len(os.sched_getaffinity(0)), 4)
 
 
 def pytest_runtest_setup(item):
