@@ -20,7 +20,7 @@ demo: $(READY)
 test: $(READY)
 	@if $(PY) -c 'import ruff, pyright' 2>/dev/null; then $(MAKE) --no-print-directory lint ARGS=; \
 	else echo 'lint skipped: ruff and pyright are neither installed nor available here'; fi
-	@$(PY) -c 'import sys, torch, xdist; sys.exit(torch.cuda.is_available())' 2>/dev/null && set -- -m "not gpu" -n auto --dist worksteal; \
+	@$(PY) -c 'import sys, torch, xdist; sys.exit(torch.cuda.is_available())' 2>/dev/null && set -- -m "not gpu" -n auto --dist loadfile --no-loadscope-reorder; \
 	$(PY) -m pytest "$$@" $(ARGS)
 
 test-gpu: $(READY)

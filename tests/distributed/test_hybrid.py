@@ -245,7 +245,7 @@ def test_every_rank_names_the_odd_one(gloo, odd, message):
     for text, took, works in gloo.run(8, disagree, 3, odd, timeout=30)[:4]:
         with pytest.raises(ValueError, match=message):
             raise ValueError(text)
-        assert took < 5
+        assert took < 20
         assert works
 
 
@@ -267,7 +267,7 @@ def test_bad_input_of_one_rank_stops_all(gloo, odd, message):
     for rank, (text, took, works) in enumerate(gloo.run(8, disagree, 2, odd, timeout=30)[:4]):
         with pytest.raises(ValueError, match=f"^{message}" if rank == 2 else f"^rank 2 refused the input: rank 2: {message}"):
             raise ValueError(text)
-        assert took < 5
+        assert took < 20
         assert works
 
 
