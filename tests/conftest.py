@@ -71,8 +71,13 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="session")
 def gloo():
-    """Ranks over gloo: `gloo.run(world_size, function, *args)`."""
-    processes = ranks.Ranks("gloo", 8)
+    """Ranks over gloo: `gloo.run(world_size, function, *args)`. What this process has imported, their launcher imports once for all."""
+    slow = {
+        "transformers": "transformers.models.llama.modeling_llama",
+        "torch._dynamo": "torch._dynamo",
+        "torch.distributed.fsdp": "torch.distributed.fsdp",
+    }
+    processes = ranks.Ranks("gloo", 8, [module for name, module in slow.items() if name in sys.modules])
     yield processes
     processes.close()
 

@@ -40,8 +40,10 @@ def call(group, odd):
 
 
 def disagree(group, odd_rank, odd, common):
-    """This rank's error if `odd_rank` calls with `odd`, how long it took (on a busy machine seconds; the group's timeout is 90), and whether
-    the group works afterwards."""
+    """This rank's error if `odd_rank` calls with `odd`, how long it took, and whether the group works afterwards.
+
+    It takes milliseconds, or seconds on a busy machine. The group's timeout is 90 s.
+    """
     began = time.monotonic()
     message = ""
     try:
