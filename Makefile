@@ -15,11 +15,13 @@ READY := .venv/ready.json
 demo: $(READY)
 	$(PY) examples/finetune_long_document.py $(ARGS)
 
-# pytest comes last, so that its summary is the last line; without a GPU it skips the tests marked gpu
+# pytest comes last, so that its summary is the last line. Without a GPU it leaves out the tests marked gpu and takes several processes
+# (tests/conftest.py says how many; ARGS='-n 0' for one); with GPUs one process has them all.
 test: $(READY)
 	@if $(PY) -c 'import ruff, pyright' 2>/dev/null; then $(MAKE) --no-print-directory lint ARGS=; \
 	else echo 'lint skipped: ruff and pyright are neither installed nor available here'; fi
-	$(PY) -m pytest -m "$$($(PY) -c 'import torch; print("" if torch.cuda.is_available() else "not gpu")')" $(ARGS)
+	@$(PY) -c 'import sys, torch, xdist; sys.exit(torch.cuda.is_available())' 2>/dev/null && set -- -m "not gpu" -n auto --dist loadfile --no-loadscope-reorder; \
+	$(PY) -m pytest "$$@" $(ARGS)
 
 test-gpu: $(READY)
 	$(PY) -m pytest -m gpu $(ARGS)
@@ -33,7 +35,7 @@ format: $(READY)
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
 
-$(READY): pyproject.toml launch/repo/environment.py
+$(READY): pyproject.toml launch/repo/environment.py launch/repo/requirements.lock
 	@TORCH="$(TORCH)" $(PYTHON) launch/repo/environment.py
 
 clean:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
+
+# Tiny tensors gain nothing from more threads, which wait for each other on a busy machine. torch reads this when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -24,8 +28,40 @@ ranks = _load("ranks")
 strategies = _load("strategies")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--thorough", action="store_true", help="also run the tests marked thorough, as a machine with a GPU does")
+
+
 def pytest_configure(config):
     config.pluginmanager.register(strategies)
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--thorough") or torch.cuda.is_available():
+        return
+    thorough = [item for item in items if item.get_closest_marker("thorough")]
+    config.hook.pytest_deselected(items=thorough)
+    items[:] = [item for item in items if item not in set(thorough)]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """How many processes `-n auto` means: a core each, and no more than memory of an ordinary machine takes."""
+    return min(len(os.sched_getaffinity(0)), 4)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With `--dist loadfile`, a process takes a whole file, and one process all of tests/examples, whose programs one server forks."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return "tests/examples" if nodeid.startswith("tests/examples/") else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 def pytest_runtest_setup(item):
@@ -35,8 +71,13 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="session")
 def gloo():
-    """Ranks over gloo: `gloo.run(world_size, function, *args)`."""
-    processes = ranks.Ranks("gloo", 8)
+    """Ranks over gloo: `gloo.run(world_size, function, *args)`. What this process has imported, their launcher imports once for all."""
+    slow = {
+        "transformers": "transformers.models.llama.modeling_llama",
+        "torch._dynamo": "torch._dynamo",
+        "torch.distributed.fsdp": "torch.distributed.fsdp",
+    }
+    processes = ranks.Ranks("gloo", 8, [module for name, module in slow.items() if name in sys.modules])
     yield processes
     processes.close()
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-_START_TIMEOUT = 120.0
+_START_TIMEOUT = 60.0
 
 
 class RankError(AssertionError):
@@ -51,9 +51,10 @@ class Ranks:
         """Run `function(group, *args)` on ranks 0 to world_size - 1, or on `ranks`, with their group; returns results in rank order.
 
         `function` must be defined in a module (no closure); `args` and results are pickled. A function that makes groups must run on all
-        ranks. Raises RankError if a rank raises an error, dies, or takes longer than `timeout` seconds, with each such rank's
-        traceback. The ranks are then started anew.
+        ranks. Raises RankError if a rank raises an error, dies, or takes longer than `timeout` seconds (on a busy machine up to five
+        times as long), with each such rank's traceback. The ranks are then started anew.
         """
+        timeout *= _slowness()
         members = tuple(range(world_size)) if ranks is None else tuple(ranks)
         assert len(members) == world_size <= self.size
         if self._launcher is None:
@@ -74,7 +75,7 @@ class Ranks:
             self.close()
             report = [f"--- rank {rank} of {members} ---\n{text}" for rank, text in sorted(failed.items())]
             if hung:
-                report.append(f"--- ranks {hung} of {members} did not finish, {timeout} s allowed ---\n{stacks}")
+                report.append(f"--- ranks {hung} of {members} did not finish, {timeout:.0f} s allowed ---\n{stacks}")
             raise RankError("\n".join(report))
         return [replies[rank][1] for rank in members]
 
@@ -122,7 +123,7 @@ class Ranks:
 
     def _hear(self, pipe: Connection) -> int:
         try:
-            if pipe.poll(_START_TIMEOUT):
+            if pipe.poll(_START_TIMEOUT * _slowness()):
                 return pipe.recv()
         except EOFError:
             pass
@@ -160,6 +161,11 @@ class Ranks:
     def _tail(self) -> str:
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4000))
         return self._log.read().decode(errors="replace")
+
+
+def _slowness() -> float:
+    """How many programs share a processor of this machine: from 1 to 5."""
+    return min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), 5.0)
 
 
 def launch(backend: str, imports: str, fds: list[int]) -> None:

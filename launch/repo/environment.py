@@ -5,8 +5,11 @@ There are two ways; the interpreter that runs this file decides:
 - If it has a torch that sees a GPU, that torch and all its other packages are used as they are. `.venv` is then an empty
   environment that looks into the interpreter's packages, and only absent packages are installed. If none is absent,
   nothing is fetched, so this works offline. Packages in `OPTIONAL` may stay absent.
-- Otherwise `.venv` is an ordinary environment with the package itself (editable) and its `train` and `dev` extras. It
-  has a CPU build of torch where pip's configured indexes offer one.
+- Otherwise `.venv` is an ordinary environment with the package itself (editable) and its `train` and `dev` extras, in the
+  versions of `requirements.lock`, whose hashes pip checks. torch comes after them, within the range of pyproject.toml,
+  because its builds differ by index: a CPU build where pip's configured indexes offer one. What the lock does not know is
+  printed. If the lock does not apply (`TORCH` is set, or an index lacks one of its versions), that is printed too, and all
+  packages come within the ranges of pyproject.toml.
 
 This file uses only the standard library. Two runs at once are safe, and a second run is instant.
 """
@@ -19,6 +22,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import venv
 from pathlib import Path
 
@@ -26,7 +30,9 @@ ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 READY = VENV / "ready.json"
-OPTIONAL = {"ruff", "pyright", "hatchling", "deepspeed", "accelerate"}  # a GPU host without network runs the tests without them
+LOCK = ROOT / "launch" / "repo" / "requirements.lock"
+# a GPU host without network runs the tests without them
+OPTIONAL = {"ruff", "pyright", "hatchling", "deepspeed", "accelerate", "pytest-xdist"}
 
 
 def main() -> int:
@@ -56,7 +62,7 @@ def main() -> int:
 
 def fingerprint() -> dict[str, str]:
     """What `.venv` was made from. While it stays the same there is nothing to do."""
-    sources = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes())
+    sources = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes() + LOCK.read_bytes())
     return {
         "python": f"{sys.executable} {sys.version}",
         "sources": sources.hexdigest(),
@@ -79,8 +85,60 @@ def own_environment(fresh: bool) -> None:
         # an interpreter without ensurepip (some distributions split it off): its own pip installs from outside
         venv.create(VENV, clear=True, symlinks=True)
         pip = [sys.executable, "-m", "pip", "--python", PYTHON]
-    torch = [os.environ["TORCH"]] if os.environ.get("TORCH") else []
-    run([*pip, "install", "--quiet", "--disable-pip-version-check", *torch, "--editable", f"{ROOT}[train,dev]"])
+    pip = [*pip, "install", "--quiet", "--disable-pip-version-check"]
+    torch = os.environ.get("TORCH")
+    project = ["--editable", f"{ROOT}[train,dev]"]
+    if torch:
+        print(f"TORCH is {torch}: packages come within the ranges of pyproject.toml, without hashes", flush=True)
+        run([*pip, torch, *project])
+    elif install_locked(pip):
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.json"
+            # everything is there but torch and the libraries that its build needs
+            run([*pip, "--no-build-isolation", "--report", report, *project])
+            print_unlocked(json.loads(report.read_text()))
+    else:
+        run([*pip, *project])
+
+
+def install_locked(pip: list) -> bool:
+    """Install what the lock has for this Python and platform, apart from torch's builds. Returns whether pip found all of it."""
+    locked = {name: block for name, block in lock().items() if not re.match(r"torch$|nvidia-|cuda-", name)}
+    # the packages that others are built with come first, so that builds fetch nothing
+    for names in ({"setuptools", "wheel"} & locked.keys(), locked.keys()):
+        with tempfile.TemporaryDirectory() as folder:
+            chosen = Path(folder) / "requirements.txt"
+            chosen.write_text("".join(locked[name] for name in names))
+            command = [*pip, "--require-hashes", "--no-deps", "--no-build-isolation", "--requirement", chosen]
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        if done.returncode and "No matching distribution found" in done.stderr:
+            reason = done.stderr.strip().splitlines()[-1]
+            print(f"{reason} ({LOCK.name}): packages come within the ranges of pyproject.toml, without hashes", flush=True)
+            return False
+        if done.returncode:
+            # a package that has another hash is never installed
+            print(done.stderr, end="")
+            raise subprocess.CalledProcessError(done.returncode, command)
+    return True
+
+
+def lock() -> dict[str, str]:
+    """Distribution name -> its lines in the lock: a version for each Python and platform, with hashes."""
+    blocks: dict[str, str] = {}
+    for block in re.findall(r"^[a-z].*(?:\n +--hash.*)+\n", LOCK.read_text(), re.MULTILINE):
+        name = block.split("==", 1)[0]
+        blocks[name] = blocks.get(name, "") + block
+    return blocks
+
+
+def print_unlocked(report: dict) -> None:
+    """Name what pip installed although its hash is not in the lock."""
+    known = LOCK.read_text()
+    for one in report["install"]:
+        archive, package = one["download_info"].get("archive_info", {}), one["metadata"]
+        digest = archive.get("hashes", {}).get("sha256")
+        if digest and digest not in known:
+            print(f"not in {LOCK.name}: {package['name']} {package['version']}, sha256 {digest}", flush=True)
 
 
 def borrow_environment() -> None:

@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # column of the table -> what pytest runs for it
 COLUMNS = {
     "plain kernels (sm_80, sm_90, sm_100, gfx942)": ["tests/kernels/test_variants.py"],
-    "Hopper forward": ["tests/kernels/test_hopper_forward.py", "-k", "compiler"],
-    "Hopper backward": ["tests/kernels/test_hopper_backward.py", "-k", "compiler"],
+    "Hopper forward": ["tests/kernels/test_hopper_forward.py", "-k", "compiler", "--thorough"],
+    "Hopper backward": ["tests/kernels/test_hopper_backward.py", "-k", "compiler", "--thorough"],
     "interpreter": ["tests/kernels/interpreter_cases.py", "-W", "ignore::RuntimeWarning"],
 }
 

@@ -40,7 +40,10 @@ def call(group, odd):
 
 
 def disagree(group, odd_rank, odd, common):
-    """This rank's error if `odd_rank` calls with `odd`, how long it took, and whether the group works afterwards."""
+    """This rank's error if `odd_rank` calls with `odd`, how long it took, and whether the group works afterwards.
+
+    It takes milliseconds, or seconds on a busy machine. The group's timeout is 90 s.
+    """
     began = time.monotonic()
     message = ""
     try:
@@ -108,7 +111,7 @@ def test_every_rank_names_the_odd_one(gloo, odd, common, message):
     for text, took, works in gloo.run(4, disagree, 2, odd, common, timeout=30):
         with pytest.raises(ValueError, match=f"^ranks disagree: .*{message}"):
             raise ValueError(text)
-        assert took < 5
+        assert took < 20
         assert works
 
 
@@ -135,14 +138,14 @@ def test_bad_input_of_one_rank_stops_all(gloo, odd, message):
     for rank, (text, took, works) in enumerate(gloo.run(4, disagree, 2, odd, {}, timeout=30)):
         with pytest.raises(ValueError, match=message if rank == 2 else f"^rank 2 refused the input: rank 2: {message}"):
             raise ValueError(text)
-        assert took < 5
+        assert took < 20
         assert works
 
 
 def test_bad_input_of_every_rank(gloo):
     for rank, (text, took, works) in enumerate(gloo.run(3, disagree, 0, {}, {"mask": None, "layout": ra.zigzag(9, 3)})):
         assert f"rank {rank} of layout zigzag(seq_len=9, world_size=3) holds 3" in text
-        assert took < 5
+        assert took < 20
         assert works
 
 
@@ -202,7 +205,7 @@ def test_only_errors_of_input_are_told():
 def test_ranks_that_come_late_raise_the_error_too(gloo):
     for text, took, works in gloo.run(3, late, timeout=30):
         assert "softmax_scale is nan, but must be finite" in text
-        assert took < 5
+        assert took < 20
         assert works
 
 

@@ -65,13 +65,14 @@ def check_many(group, cases):
 
 @pytest.mark.parametrize("world_size", range(1, 9))
 def test_every_rank_agrees_with_the_reference(gloo, world_size):
-    # schedules and lengths shift with the number of ranks, so that all tests together try all masks with all layouts and schedules
+    """Cases, schedules and lengths shift with the number of ranks: all tests together try each mask with each layout, and on each number of
+    ranks each mask, layout and schedule. `tests/test_attention.py` tries their combinations, over threads."""
     names = tuple(SCHEDULES)
     cases = [
         (mask, layout, names[(i + world_size) % 3], LENGTHS[(3 * i + 2 * world_size) % 7])
         for i, (mask, layout) in enumerate(product(MASKS, LAYOUTS))
     ]
-    for worst in gloo.run(world_size, check_many, cases):
+    for worst in gloo.run(world_size, check_many, cases[world_size % 4 :: 4]):
         assert worst[0][0] < 1e-10, worst
 
 
@@ -88,9 +89,9 @@ def test_a_thousand_tokens(gloo, world_size, cases):
 
 
 def some(schedule, shift):
-    """Each mask with two or three layouts, at changing lengths."""
+    """Each mask with a layout or two, and each layout, at changing lengths."""
     cases = [(mask, layout, schedule, LENGTHS[i % 7]) for i, (mask, layout) in enumerate(product(MASKS, LAYOUTS))]
-    return cases[shift % 2 :: 2]
+    return cases[shift % 4 :: 4]
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (2, 3), (2, 4), (3, 2)], ids=lambda n: str(n))

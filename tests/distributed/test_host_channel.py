@@ -43,7 +43,6 @@ def many(group):
 
 def test_many_records_in_a_row(gloo):
     assert gloo.run(4, many) == [True] * 4
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("ringattn-")]
 
 
 def impatient(group):
@@ -52,9 +51,11 @@ def impatient(group):
     rank = dist.get_rank(group)
     host.all_gather_control(b"x")
     if rank:
-        time.sleep(0.5)
+        dist.barrier(group)
     lengths = (25, 3000)
     found = [host.all_gather_control(bytes([rank]) * length, 0.05 if rank == 0 else None) for length in lengths]
+    if rank == 0:
+        dist.barrier(group)
     after = host.all_gather_control(bytes([rank]))
     return [x and [len(record) for record in x] for x in found], after
 
@@ -109,6 +110,7 @@ def left_alone(group):
     """Rank 1 forks a child, which shares its memory, and ends while rank 0 waits for rank 1."""
     host = channel(group, "left alone")
     rank = dist.get_rank(group)
+    began = time.monotonic()
     host.all_gather_control(b"x")
     if rank == 1:
         child = os.fork()
@@ -118,7 +120,6 @@ def left_alone(group):
         os.waitpid(child, 0)
         time.sleep(0.5)
         os._exit(1)
-    began = time.monotonic()
     try:
         host.all_gather_control(b"x")
     except RuntimeError as error:

@@ -76,11 +76,11 @@ def run(path: Path, *arguments: object, ranks: int = 0, within: tuple[Callable, 
     """
     with patch.dict(os.environ, environment(), clear=True):
         forkserver.ensure_running()
-    variables: list[dict[str, str]] = [{}]
-    if ranks:
-        common = dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="localhost", MASTER_PORT=free_port())
-        variables = [{name: str(value) for name, value in dict(common, RANK=i, LOCAL_RANK=i).items()} for i in range(ranks)]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, held_port() as port:
+        variables: list[dict[str, str]] = [{}]
+        if ranks:
+            common = dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="localhost", MASTER_PORT=port)
+            variables = [{name: str(value) for name, value in dict(common, RANK=i, LOCAL_RANK=i).items()} for i in range(ranks)]
         outputs = [Path(folder) / str(i) for i in range(len(variables))]
         given = str(path), list(map(str, arguments)), within
         processes = [_FORKS.Process(target=_run, args=(*given, own, str(out))) for own, out in zip(variables, outputs)]
@@ -144,10 +144,13 @@ def plain_sgd():
         yield
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
+@contextlib.contextmanager
+def held_port():
+    """A port that the system gives to nobody who asks for any free port, but on which a store can listen."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("localhost", 0))
+        yield holder.getsockname()[1]
 
 
 def losses(printed: str) -> list[float]:

@@ -305,14 +305,15 @@ def test_documents_of_a_call_are_intersected_with_an_attached_mask():
 def test_a_call_that_fails_leaves_nothing_behind(monkeypatch):
     model = build("llama")
     attach(model, layout=ra.zigzag(9, 1))
-    expected = model(input_ids=sequence(9)).logits
+    expected = model.model(input_ids=sequence(9)).last_hidden_state
     for inputs in (dict(cu_seq_lens_q=[0, 4, 12]), dict(cu_seq_lens_q=[0, 4, 9], unknown=3)):
         with pytest.raises(ValueError, match=r"needs at least 12 tokens|unknown is 3"):
             model(input_ids=sequence(9), **inputs)
-    assert torch.equal(model.model(input_ids=sequence(9)).last_hidden_state @ model.lm_head.weight.T, expected)
+    assert torch.equal(model.model(input_ids=sequence(9)).last_hidden_state, expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+# gemma3 has layers of mistral's kind beside layers of llama's
+@pytest.mark.parametrize("name", ["llama", pytest.param("mistral", marks=pytest.mark.thorough), "gemma3"])
 def test_compiled_layers_have_no_graph_break(name):
     """Equal layers share one graph; packed documents have another."""
     model = build(name)
@@ -1001,7 +1002,8 @@ def shards_taken_for_the_sequence(group):
     with pytest.raises(ValueError, match="logits_to_keep is 1, but would keep the last tokens of each shard"):
         model(input_ids=ids, logits_to_keep=1)
     kept = model(input_ids=ids, logits_to_keep=torch.tensor([2, 5])).logits
-    assert torch.equal(kept, model(input_ids=ids, logits_to_keep=0).logits[:, [2, 5]])
+    # a product of fewer rows may round otherwise
+    torch.testing.assert_close(kept, model(input_ids=ids, logits_to_keep=0).logits[:, [2, 5]], rtol=0, atol=1e-12)
 
 
 def test_outputs_made_from_one_token_are_refused_on_several_ranks(gloo):

@@ -130,18 +130,24 @@ def cpu_arguments(kernel: str, d: int, dtype, add: bool, result_dtype):
     return backward.query_kernel, backward.query_arguments(*inputs, dq, add)[1]
 
 
-# one launch of several adds, or overwrites what only it knows; one alone writes the final dtype
-@pytest.mark.parametrize(
-    ("dtype", "add", "result_dtype"),
-    [
-        (torch.bfloat16, True, torch.float32),
-        (torch.bfloat16, False, torch.float32),
-        (torch.bfloat16, False, torch.bfloat16),
-        (torch.float16, False, torch.float16),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(("kernel", "d"), SPILLS, ids=str)
+# (dtype, add, dtype of results): one launch of several adds, or overwrites what only it knows; one alone writes the final dtype
+FORMS = [
+    (torch.bfloat16, True, torch.float32),
+    (torch.bfloat16, False, torch.float32),
+    (torch.bfloat16, False, torch.bfloat16),
+    (torch.float16, False, torch.float16),
+]
+
+
+def forms():
+    """Every head dim and every form of each kernel once; all combinations are thorough."""
+    for kernel in ("key", "query", "fused", "wide key", "ordered"):
+        dims = sorted(d for name, d in SPILLS if name == kernel)
+        for (at, d), (number, form) in itertools.product(enumerate(dims), enumerate(FORMS)):
+            yield pytest.param(kernel, d, *form, marks=() if number % len(dims) == at else pytest.mark.thorough)
+
+
+@pytest.mark.parametrize(("kernel", "d", "dtype", "add", "result_dtype"), list(forms()), ids=str)
 def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(kernel, d, dtype, add, result_dtype, tmp_path):
     compiled = compile_for_hopper(*cpu_arguments(kernel, d, dtype, add, result_dtype), tmp_path)
     assert not compiled.warnings

@@ -85,7 +85,7 @@ def test_bytes_of_causal_and_full_attention():
         (ra.documents([30, 60, 110]), ra.striped),
         (ra.dilated_window((9, 2), 3), ra.zigzag),
     ],
-    ids=repr,
+    ids=lambda value: getattr(value, "__name__", repr(value)),
 )
 def test_a_forward_pass_sends_the_bytes_that_bytes_sent_predicts(schedule, mask, make_layout):
     world_size, seq_len = 8, 203

@@ -62,8 +62,9 @@ def test_tiled_norms_keep_only_their_input():
     expected, (dx, dweight), whole = step(norm)
     tile_modules(nn.ModuleList([norm]), 4, suffix="Norm")
     out, (tiled_dx, tiled_dweight), kept = step(norm)
-    assert torch.equal(out, expected)
-    assert torch.equal(tiled_dx, dx)
+    # sums over other numbers of rows may be vectorized otherwise: at most one rounding to bf16 apart
+    torch.testing.assert_close(out, expected, rtol=2**-7, atol=0)
+    torch.testing.assert_close(tiled_dx, dx, rtol=2**-7, atol=2**-7)
     torch.testing.assert_close(tiled_dweight, dweight, rtol=2**-7, atol=2**-6)
     assert kept <= x.nbytes + norm.weight.nbytes
     assert whole >= 3 * x.nbytes

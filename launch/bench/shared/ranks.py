@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from datetime import date
 
@@ -33,16 +34,17 @@ def start_ranks(function: Callable[[argparse.Namespace], None], arguments: argpa
         _join(int(os.environ.get("LOCAL_RANK", "0")), function, arguments)
         return
     world_size = arguments.world_size or (torch.cuda.device_count() if arguments.device == "cuda" else 2)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_start, args=(world_size, store.port, function, arguments), nprocs=world_size)
+    # forked ranks need no imports, but a process that has initialized CUDA must not be forked
+    method = "spawn" if arguments.device == "cuda" else "fork"
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_start, (world_size, f"{folder}/store", function, arguments), world_size, start_method=method)
 
 
-def _start(rank: int, world_size: int, port: int, function: Callable, arguments: argparse.Namespace) -> None:
+def _start(rank: int, world_size: int, path: str, function: Callable, arguments: argparse.Namespace) -> None:
     if arguments.device == "cpu":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    _join(rank, function, arguments, store=store, rank=rank, world_size=world_size)
+    _join(rank, function, arguments, store=dist.FileStore(path, world_size), rank=rank, world_size=world_size)
 
 
 def _join(local_rank: int, function: Callable, arguments: argparse.Namespace, **meet: object) -> None:

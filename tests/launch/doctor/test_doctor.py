@@ -217,10 +217,10 @@ def jobs(tmp_path_factory):
 
 
 ENDS = {
-    "absent": ([1], "rank 1 of 3 never arrived within 6 s"),
+    "absent": ([1], "rank 1 of 3 never arrived within 15 s"),
     "vanishes": ([1], r"rank 1 \(.*\) ended, or stopped, without a word in: collectives"),
     "is killed for": ([1], r"rank 1 \(.*\) ended, or stopped, without a word in: exactness"),
-    "hangs": ([1], r"rank 1 \(.*\) did not get past speed within 6 s, as the others did"),
+    "hangs": ([1], r"rank 1 \(.*\) did not get past speed within 15 s, as the others did"),
     "fails": ([1], r"rank 1 \(.*\) failed: RuntimeError: an ECC error was encountered, in: links"),
 }
 

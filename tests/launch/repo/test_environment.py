@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,3 +69,77 @@ def test_a_failed_installation_is_reported_and_tried_again(environment, monkeypa
     for _ in range(2):
         assert environment.main() == 1
         assert "setting up .venv failed: pip install" in capsys.readouterr().out
+
+
+def test_the_lock_has_a_hashed_version_of_every_requirement_within_its_range(environment):
+    from packaging.requirements import Requirement
+
+    text = environment.LOCK.read_text()
+    assert "://" not in text, "hashes hold for any index"
+    locked = environment.lock()
+    lines = [line for line in text.splitlines() if line and not line.startswith(("#", " "))]
+    assert len(lines) == sum(len(re.findall(r"^\S+==", block, re.MULTILINE)) for block in locked.values())
+    for requirement in map(Requirement, environment.requirements().values()):
+        versions = re.findall(rf"^{requirement.name}==(\S+)", locked[requirement.name], re.MULTILINE)
+        assert versions
+        assert all(version in requirement.specifier for version in versions), requirement
+
+
+class Pip:
+    """Stands in for all commands: keeps them, and answers those that install the lock."""
+
+    def __init__(self, returncode=0, stderr=""):
+        self.commands, self.answer = [], (returncode, stderr)
+
+    def run(self, command, **options):
+        command = [str(part) for part in command]
+        self.commands.append(command)
+        if "--report" in command:
+            found = {
+                "metadata": {"name": "torch", "version": "2.6.0+cpu"},
+                "download_info": {"archive_info": {"hashes": {"sha256": "0" * 64}}},
+            }
+            Path(command[command.index("--report") + 1]).write_text(json.dumps({"install": [found]}))
+        return subprocess.CompletedProcess(
+            command, *((*self.answer[:1], "", self.answer[1]) if "--require-hashes" in command else (0,))
+        )
+
+
+@pytest.fixture
+def pip(environment, monkeypatch):
+    def use(*answer):
+        pip = Pip(*answer)
+        monkeypatch.setattr(environment.subprocess, "run", pip.run)
+        return pip
+
+    monkeypatch.delenv("TORCH", raising=False)
+    return use
+
+
+def test_an_environment_is_made_of_the_locks_packages_and_what_it_lacks_is_named(environment, pip, capsys):
+    found = pip()
+    environment.own_environment(fresh=True)
+    *_, tools, locked, project = found.commands
+    assert all({"--require-hashes", "--no-deps", "--no-build-isolation"} <= set(command) for command in (tools, locked))
+    assert "--editable" in project
+    assert "not in requirements.lock: torch 2.6.0+cpu, sha256 000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("torch", ["", "torch==2.11.0"])
+def test_where_the_lock_does_not_apply_packages_come_within_the_ranges(environment, pip, monkeypatch, capsys, torch):
+    """An index lacks a version, or another torch is asked for."""
+    monkeypatch.setenv("TORCH", torch)
+    found = pip(1, "ERROR: No matching distribution found for idna==3.20\n")
+    environment.own_environment(fresh=True)
+    printed = capsys.readouterr().out
+    assert ("TORCH is torch==2.11.0" if torch else "No matching distribution found for idna==3.20") in printed
+    assert "packages come within the ranges of pyproject.toml, without hashes" in printed
+    assert found.commands[-1][-2:] == ["--editable", f"{environment.ROOT}[train,dev]"]
+    assert (torch in found.commands[-1]) == bool(torch)
+
+
+def test_a_package_of_another_hash_ends_it(environment, pip, capsys):
+    pip(1, "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        environment.own_environment(fresh=True)
+    assert "DO NOT MATCH THE HASHES" in capsys.readouterr().out
