@@ -3,14 +3,17 @@
 #   PYTHON  the interpreter that .venv is made from (if it has a CUDA torch, that torch is used as it is)
 #   TORCH   a requirement for another torch, for example TORCH='torch==2.11.0'
 #   ARGS    further arguments of the demo, the tests or the linter
+#   SECONDS, SEED  how long `make fuzz` draws random calls, and with which seed it begins
 SHELL := /bin/sh
 PYTHON ?= python3
 TORCH ?=
 ARGS ?=
+SECONDS ?= 60
+SEED ?=
 PY := .venv/bin/python
 READY := .venv/ready.json
 
-.PHONY: demo test test-gpu lint format clean
+.PHONY: demo test test-gpu fuzz lint format clean
 
 demo: $(READY)
 	$(PY) examples/finetune_long_document.py $(ARGS)
@@ -25,6 +28,9 @@ test: $(READY)
 
 test-gpu: $(READY)
 	$(PY) -m pytest -m gpu $(ARGS)
+
+fuzz: $(READY)
+	$(PY) -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 lint: $(READY)
 	$(PY) -m ruff check $(ARGS)

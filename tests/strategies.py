@@ -1,4 +1,7 @@
-"""Strategies that several test files draw from: masks, each with an independent formula, and layouts of any spans."""
+"""Strategies that several test files draw from: masks, each with an independent formula, and layouts of any spans.
+
+Tests take the fixtures; `fuzz.py`, which also runs by itself, imports the functions.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +35,17 @@ def one_thread():
 @pytest.fixture(scope="session")
 def mask_strategy():
     """`mask_strategy(seq_len)` draws (mask, live): `live[q, k]` is a boolean matrix from the mask's definition, without regions."""
-    return _masks
+    return masks
 
 
 @pytest.fixture(scope="session")
 def layout_strategy():
     """`layout_strategy(seq_len, world_size)` draws layouts: the named ones, and custom spans of mixed strides in any order."""
-    return _layouts
+    return layouts
 
 
-def _masks(seq_len: int):
+def masks(seq_len: int):
+    """Draws (mask, live), see `mask_strategy`."""
     pair = st.tuples(st.sampled_from("|&"), _simple_masks(seq_len), _simple_masks(seq_len)).map(_combined)
     triple = st.tuples(st.sampled_from("|&"), pair, _simple_masks(seq_len)).map(_combined)
     return st.one_of(_simple_masks(seq_len), _simple_masks(seq_len), pair, triple)
@@ -82,13 +86,15 @@ def _simple_masks(draw, seq_len: int):
         left, right, dilation = draw(st.integers(0, 4)), draw(st.integers(0, 4)), draw(st.integers(1, 4))
         steps, rest = np.divmod(q - k, dilation)
         return ra.dilated_window((left, right), dilation), (rest == 0) & (-right <= steps) & (steps <= left)
-    size = draw(st.integers(1, 9))
+    size = draw(st.integers(max(1, seq_len // 33), 9 + seq_len // 33))
     n = -(-seq_len // size)
-    blocks = np.array(draw(st.lists(st.booleans(), min_size=n * n, max_size=n * n)), dtype=bool).reshape(n, n)
+    bits = np.frombuffer(draw(st.binary(min_size=-(-n * n // 8), max_size=-(-n * n // 8))), dtype=np.uint8)
+    blocks = np.unpackbits(bits, count=n * n).astype(bool).reshape(n, n)
     return ra.block_sparse(blocks, size), blocks[q // size, k // size]
 
 
-def _layouts(seq_len: int, world_size: int):
+def layouts(seq_len: int, world_size: int):
+    """Draws layouts, see `layout_strategy`."""
     named = [
         ra.contiguous(seq_len, world_size),
         ra.zigzag(seq_len, world_size),

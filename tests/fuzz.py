@@ -1,0 +1,314 @@
+"""Random calls of `ring_attention`: every rank's results are the oracle's within the contract, or every rank raises ValueError.
+
+    make fuzz SECONDS=600          # prints the seed of a failure, and the smallest call that fails in the same way
+    make fuzz SEED=7 SECONDS=1     # the calls of that seed again
+
+Shapes, dtypes, strides, masks, layouts, schedules, groups, which inputs need gradients, and statistics are drawn; some calls are faulty.
+Ranks are threads. `test_fuzz.py` runs some calls in each run of the tests, some of them over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import math
+import sys
+import time
+from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+import ringattn as ra
+from ringattn.geometry import plan as plan_module
+from ringattn.runtime.ulysses import Hybrid
+from ringattn.transport import loopback, run_ranks
+from tests import strategies
+from tests.kernels import rounding
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+FACTORS = dict(zip(NAMES, (2, None, 3, 3, 3)))
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+STRIDES = ("contiguous", "heads-first", "last-dim", "slice", "every-other", "same batch", "same heads", "same tokens")
+SETTINGS = settings(
+    deadline=None, database=None, print_blob=False, suppress_health_check=list(HealthCheck), phases=(Phase.generate, Phase.shrink)
+)
+
+
+def strided(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """x (b, s, h, d) under other strides. The "same" ones take the first of a dimension for all."""
+    if kind == "heads-first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if kind == "last-dim":
+        return x.transpose(1, 3).contiguous().transpose(1, 3)
+    if kind == "slice":
+        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), math.nan, dtype=x.dtype)
+        wide[..., 1 : 1 + x.shape[-1]] = x
+        return wide[..., 1 : 1 + x.shape[-1]]
+    if kind == "every-other":
+        return torch.stack([x, torch.full_like(x, math.nan)], dim=2).flatten(1, 2)[:, ::2]
+    if kind.startswith("same") and x.numel():
+        return x.narrow(("batch", "tokens", "heads").index(kind.removeprefix("same ")), 0, 1).expand_as(x)
+    return x
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call of all ranks. `heads_axis`: ranks on the heads axis of a grid; the ring has the others.
+
+    needs: for each rank, which of q, k and v need a gradient. lse: for each rank, whether its loss uses lse. fault: what is wrong, on
+    `odd_rank` or on all ranks.
+    """
+
+    numbers: int  # the seed of the tensors' numbers
+    seq_len: int
+    shape: tuple[int, int, int, int, int]  # b, h, hk, d, d_v
+    dtype: torch.dtype
+    mask: ra.Mask
+    layout: ra.Layout
+    schedule: ra.Schedule | None
+    heads_axis: int
+    softmax_scale: float | None
+    strides: tuple[str, str, str, str]  # of q, k, v, dout
+    needs: tuple[tuple[bool, bool, bool], ...]
+    stats: bool
+    lse: tuple[bool, ...]
+    gap: int
+    fault: str | None
+    odd_rank: int
+
+    calls: int  # how often the call is made
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019 - all ranks take the same problem's, one problem after another
+    def tensors(self) -> list[torch.Tensor]:
+        """q, k, v, dout and dlse of the whole sequence."""
+        b, h, hk, d, d_v = self.shape
+        generator = torch.Generator().manual_seed(self.numbers)
+        shapes = (b, self.seq_len, h, d), (b, self.seq_len, hk, d), (b, self.seq_len, hk, d_v), (b, self.seq_len, h, d_v)
+        found = [torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype) for shape in shapes]
+        found = [strided(x, kind).contiguous() if kind.startswith("same") else x for x, kind in zip(found, self.strides)]
+        dlse = torch.randn(b, h, self.seq_len, generator=generator, dtype=torch.float64)
+        dlse = dlse.to(torch.promote_types(self.dtype, torch.float32))
+        for rank, used in enumerate(self.lse):
+            if not (used and self.stats):
+                dlse[..., self.layout.positions(rank)] = 0
+        return [*found, dlse]
+
+
+def other_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype == torch.float32 else torch.float32
+
+
+def longer(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1))
+
+
+# what is wrong on one rank: its q, k, v, and changed options
+FAULTS = {
+    "another dtype": lambda p, *qkv: ([x.to(other_dtype(p.dtype)) for x in qkv], {}),
+    "k's dtype": lambda p, q, k, v: ([q, k.to(other_dtype(p.dtype)), v], {}),
+    "another mask": lambda p, *qkv: (qkv, {"mask": p.mask & ra.sliding_window(p.seq_len + 3)}),
+    "another scale": lambda p, *qkv: (qkv, {"softmax_scale": 0.125}),
+    "another schedule": lambda p, *qkv: (qkv, {"schedule": ra.waves(7)}),
+    "another batch size": lambda p, *qkv: ([torch.cat([x, x]) for x in qkv], {}),
+    "v's heads": lambda p, q, k, v: ([q, k, torch.cat([v, v], 2)], {}),
+    "one token more": lambda p, *qkv: ([longer(x) for x in qkv], {}),
+    "no gradient": lambda p, *qkv: ([x.detach() for x in qkv], {}),
+    "3-D": lambda p, q, k, v: ([q[:, :, 0], k, v], {}),
+    "mask is text": lambda p, *qkv: (qkv, {"mask": "causal"}),
+    "scale is NaN": lambda p, *qkv: (qkv, {"softmax_scale": math.nan}),
+}
+# those that a rank alone can tell
+OWN = ("k's dtype", "v's heads", "3-D", "mask is text", "scale is NaN", "one token more")
+# those of all ranks
+SHARED = {
+    "a layout for more ranks": lambda p: {"layout": ra.zigzag(p.seq_len, p.world_size + 1)},
+    "a mask for more tokens": lambda p: {"mask": ra.prefix(p.seq_len + 1)},
+    "nodes that do not divide": lambda p: {"schedule": ra.double_ring(p.world_size + 1)},
+}
+
+
+@st.composite
+def problems(draw, grids: bool = True, longest: int = 300):
+    world_size = draw(st.sampled_from([4, 2, 3, 6, 1, 5]))
+    u = draw(st.sampled_from([n for n in range(1, world_size + 1) if world_size % n == 0])) if grids and draw(st.booleans()) else 1
+    seq_len = draw(st.one_of(st.integers(0, 40), st.integers(0, longest)))
+    h = u * draw(st.integers(1, 4 if u == 1 else 2))
+    hk = draw(st.sampled_from([n for n in range(1, h + 1) if h % n == 0]))
+    head_dims = st.one_of(st.integers(1, 20), st.sampled_from([32, 64]))
+    mask, live = draw(strategies.masks(seq_len))
+    assert np.array_equal(mask.dense(seq_len).numpy(), live)
+    ring = world_size // u
+    schedules = [None, ra.ring(), ra.gather(), ra.waves(1), ra.waves(2), ra.waves(memory=1 << 40)]
+    schedules += [ra.double_ring(n) for n in range(1, ring + 1) if ring % n == 0]
+    subset = st.tuples(st.booleans(), st.booleans(), st.booleans())
+    needs = [(False,) * 3] * world_size
+    if draw(st.integers(0, 3)):
+        needs = draw(st.lists(subset.filter(any), min_size=world_size, max_size=world_size))
+    fault = None
+    if not draw(st.integers(0, 4)):
+        names = [*(FAULTS if world_size > 1 else OWN), *SHARED]
+        fault = draw(st.sampled_from([name for name in names if name != "no gradient" or any(map(any, needs))]))
+    return Problem(
+        numbers=draw(st.integers(0, 2**32)),
+        seq_len=seq_len,
+        shape=(draw(st.integers(1, 3)), h, hk, draw(head_dims), draw(head_dims)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        mask=mask,
+        layout=draw(strategies.layouts(seq_len, world_size)),
+        schedule=draw(st.sampled_from(schedules)),
+        heads_axis=u,
+        softmax_scale=draw(st.sampled_from([None, None, 1.0, 0.0, -0.7, 3.0])),
+        strides=tuple(draw(st.lists(st.sampled_from(STRIDES), min_size=4, max_size=4))),
+        needs=tuple(needs),
+        stats=draw(st.booleans()),
+        lse=tuple(draw(st.lists(st.booleans(), min_size=world_size, max_size=world_size))),
+        gap=draw(st.sampled_from([64, 0])),
+        fault=fault,
+        odd_rank=draw(st.integers(0, world_size - 1)),
+        calls=draw(st.sampled_from([1, 1, 2])),
+    )
+
+
+def run_rank(group, rank: int, p: Problem):
+    """A rank's [out, lse, dq, dk, dv] (None: not asked for), alike in each call; or the message of its ValueError."""
+    *whole, dlse = p.tensors()
+    own = [strided(ra.shard(x, p.layout, rank), kind) for x, kind in zip(whole, p.strides)]
+    dout, dlse = own.pop(), ra.shard(dlse, p.layout, rank, dim=2)
+    options = dict(layout=p.layout, mask=p.mask, schedule=p.schedule, softmax_scale=p.softmax_scale)
+    leaves = [x.detach().requires_grad_(needed) for x, needed in zip(own, p.needs[rank])]
+    if p.fault in SHARED:
+        options |= SHARED[p.fault](p)
+    elif p.fault is not None and rank == p.odd_rank:
+        leaves, changed = FAULTS[p.fault](p, *leaves)
+        options |= changed
+    asked = [x for x in leaves if x.requires_grad]
+    results = []
+    try:
+        for _ in range(p.calls):
+            got = ra.ring_attention(*leaves, group=group, return_stats=p.stats, **options)
+            out, stats = got if p.stats else (got, None)
+            gradients = []
+            if asked:
+                used = p.stats and p.lse[rank]
+                outputs = ((out, stats.lse), (dout, dlse)) if used else ((out,), (dout,))
+                gradients = list(torch.autograd.grad(outputs[0], asked, outputs[1]))
+            found = [gradients.pop(0) if x.requires_grad else None for x in leaves]
+            results.append([out.detach(), stats.lse.detach() if p.stats else None, *found])
+    except ValueError as error:
+        return str(error)
+    for once, again in zip(results[0], results[-1]):
+        assert once is None or torch.equal(once, again), "the same call gives other bits"
+    return results[0]
+
+
+def run_member(group: dist.ProcessGroup, p: Problem):
+    """`run_rank` of a rank of a process group."""
+    return run_rank(group, dist.get_rank(group), p)
+
+
+def run_threads(p: Problem) -> list:
+    """`run_rank` of all ranks, as threads."""
+
+    def work(transport):
+        if p.heads_axis == 1:
+            return run_rank(transport, transport.rank, p)
+        ring, heads = divmod(transport.rank, p.heads_axis)
+        column = transport.subgroup(range(heads, p.world_size, p.heads_axis))
+        row = transport.subgroup(range(ring * p.heads_axis, (ring + 1) * p.heads_axis))
+        return run_rank(Hybrid(column, row, transport), transport.rank, p)
+
+    with mock.patch.object(loopback, "_TIMEOUT", 20.0), mock.patch.object(plan_module, "_GAP", p.gap):
+        return run_ranks(p.world_size, work)
+
+
+def check(p: Problem, ranks: list) -> None:
+    """Assert that what `run_rank` gave is right."""
+    if p.fault is not None or any(isinstance(found, str) for found in ranks):
+        assert p.fault is not None, ranks
+        assert all(isinstance(found, str) for found in ranks), "not all ranks raise ValueError"
+        return
+    q, k, v, dout, dlse = p.tensors()
+    exact, same = (oracle(p, kind, q, k, v, dout, dlse) for kind in (torch.float64, p.dtype))
+    floors = dict.fromkeys(NAMES, 0.0)
+    if p.dtype != torch.float64 and p.seq_len:
+        live = p.mask.dense(p.seq_len)
+        scale = q.shape[3] ** -0.5 if p.softmax_scale is None else p.softmax_scale
+        of_rounding = rounding.errors(q, k, v, dout, live, scale)
+        floors = {name: getattr(of_rounding, name, 0.0) for name in NAMES}
+    for rank, found in enumerate(ranks):
+        for name, x, y, z in zip(NAMES, found, same, exact):
+            if x is None:
+                continue
+            y, z = (ra.shard(whole, p.layout, rank, dim=2 if name == "lse" else 1).double() for whole in (y, z))
+            assert x.shape == z.shape, (rank, name)
+            assert x.dtype == (p.dtype if name != "lse" else torch.promote_types(p.dtype, torch.float32)), (rank, name)
+            error = distance(x.double(), z)
+            limit = 1e-12 * (1 + size(z)) * (1 + p.seq_len)
+            if p.dtype != torch.float64:
+                limit = 1e-5 * (1 + size(z))
+                if name != "lse":
+                    of_final_rounding, of_fp32 = distance(z.to(p.dtype).double(), z), 2 * torch.finfo(torch.float32).eps * size(z)
+                    limit = FACTORS[name] * max(distance(y, z), floors[name], of_final_rounding, of_fp32)
+            assert error <= limit, f"{name} on rank {rank}: error {error:.3g}, allowed {limit:.3g}"
+
+
+def oracle(p: Problem, kind: torch.dtype, q, k, v, dout, dlse) -> list[torch.Tensor]:
+    """Dense attention's out, lse, dq, dk, dv in a dtype."""
+    leaves = [x.detach().to(kind, copy=True).requires_grad_() for x in (q, k, v)]
+    out, stats = ra.reference.attention(*leaves, mask=p.mask, softmax_scale=p.softmax_scale, return_stats=True)
+    gradients = torch.autograd.grad((out, stats.lse), leaves, (dout.to(kind), dlse.to(stats.lse.dtype)))
+    return [out.detach(), stats.lse.detach(), *gradients]
+
+
+def distance(x: torch.Tensor, y: torch.Tensor) -> float:
+    """The norm of the difference; infinities of the same sign are equal."""
+    return size(torch.where(x == y, 0.0, x - y))
+
+
+def size(x: torch.Tensor) -> float:
+    """The norm of what is finite."""
+    return float(x.masked_fill(x.isinf(), 0.0).norm())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, help="begin with this seed; by default with one that follows from the time")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    first = int(time.time()) if arguments.seed is None else arguments.seed
+    end, calls = time.monotonic() + arguments.seconds, 0
+
+    for number in itertools.count(first):
+
+        @seed(number)
+        @settings(SETTINGS, max_examples=25)
+        @given(problems())
+        def batch(p):
+            nonlocal calls
+            calls += 1
+            check(p, run_threads(p))
+
+        try:
+            batch()
+        except BaseException:
+            print(f"seed {number} fails; again: make fuzz SEED={number} SECONDS=1", file=sys.stderr)
+            raise
+        if time.monotonic() > end:
+            print(f"{calls} calls, seeds {first} to {number}: all right")
+            return 0
+    raise AssertionError
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Two hundred random calls; `make fuzz` makes more of them. See `fuzz.py`."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import Phase, given, settings
+
+from ringattn.geometry.rows import Rows
+from tests import fuzz
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+FIXED = settings(fuzz.SETTINGS, derandomize=True)
+
+
+@settings(FIXED, max_examples=180)
+@given(fuzz.problems())
+def test_random_calls_of_threads(problem):
+    fuzz.check(problem, fuzz.run_threads(problem))
+
+
+@settings(FIXED, max_examples=20)
+@given(problem=fuzz.problems(grids=False, longest=100))
+def test_random_calls_over_gloo(gloo, problem):
+    fuzz.check(problem, gloo.run(problem.world_size, fuzz.run_member, problem))
+
+
+def test_a_lost_gradient_is_found(monkeypatch):
+    @settings(FIXED, max_examples=100, phases=[Phase.generate])
+    @given(fuzz.problems())
+    def some(problem):
+        fuzz.check(problem, fuzz.run_threads(problem))
+
+    monkeypatch.setattr(Rows, "add_to", lambda rows, x, values: None)
+    with pytest.raises(AssertionError, match=r"d[kv] on rank \d: error"):
+        some()
