@@ -10,7 +10,7 @@ ARGS ?=
 PY := .venv/bin/python
 READY := .venv/ready.json
 
-.PHONY: demo test test-gpu lint format clean
+.PHONY: demo test test-gpu mutants lint format clean
 
 demo: $(READY)
 	$(PY) examples/finetune_long_document.py $(ARGS)
@@ -23,6 +23,10 @@ test: $(READY)
 
 test-gpu: $(READY)
 	$(PY) -m pytest -m gpu $(ARGS)
+
+# mistakes of one line in a copy of the repository, each of which a test must notice; writes docs/lab/mutants.md
+mutants: $(READY)
+	$(PY) launch/repo/mutants.py $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check $(ARGS)

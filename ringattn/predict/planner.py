@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 
 from ..check import BUILD_A_MASK, MAX_HEAD_DIM, MAX_RANKS, MAX_TOKENS, flag, instance, integer, listed, number
 from ..geometry.mask import Mask
@@ -73,7 +73,8 @@ def options(work: Workload, gpus: int, gpus_per_node: int, *, nccl: bool = False
 
 def recommend(predictions: Iterable[Prediction], memory: float) -> Prediction | None:
     """The fastest (forward plus backward) that takes at most `memory` bytes beyond inputs, output and gradients; None if none does."""
-    memory = number("memory", memory)
+    if not (isinstance(memory, float) and memory == inf):
+        memory = number("memory", memory)
     found = listed("predictions", predictions, "a list of Predictions")
     for each in found:
         instance("predictions", each, Prediction, "make them with predict(...)")

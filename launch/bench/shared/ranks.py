@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from datetime import date
 
@@ -33,16 +34,16 @@ def start_ranks(function: Callable[[argparse.Namespace], None], arguments: argpa
         _join(int(os.environ.get("LOCAL_RANK", "0")), function, arguments)
         return
     world_size = arguments.world_size or (torch.cuda.device_count() if arguments.device == "cuda" else 2)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_start, args=(world_size, store.port, function, arguments), nprocs=world_size)
+    # a file, because torch's other store listens on all interfaces, whatever its address
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_start, args=(world_size, f"{folder}/store", function, arguments), nprocs=world_size)
 
 
-def _start(rank: int, world_size: int, port: int, function: Callable, arguments: argparse.Namespace) -> None:
+def _start(rank: int, world_size: int, store: str, function: Callable, arguments: argparse.Namespace) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if arguments.device == "cpu":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    _join(rank, function, arguments, store=store, rank=rank, world_size=world_size)
+    _join(rank, function, arguments, init_method=f"file://{store}", rank=rank, world_size=world_size)
 
 
 def _join(local_rank: int, function: Callable, arguments: argparse.Namespace, **meet: object) -> None:

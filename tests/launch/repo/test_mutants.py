@@ -1,0 +1,60 @@
+"""`launch/repo/mutants.py`: the table is true of this tree, and its verdicts are right. The mutants themselves run under `make mutants`."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def mutants():
+    path = ROOT / "launch" / "repo" / "mutants.py"
+    spec = importlib.util.spec_from_file_location("mutants", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["mutants"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_old_text_occurs_once(mutants):
+    assert [m.old for m in mutants.MUTATIONS if mutants.occurrences(ROOT, m) != 1] == []
+    assert all(m.new != m.old and m.why for m in mutants.MUTATIONS)
+    assert len(mutants.MUTATIONS) >= 40
+
+
+def test_mutated_files_are_still_python(mutants):
+    for mutation in mutants.MUTATIONS:
+        compile((ROOT / mutation.file).read_text().replace(mutation.old, mutation.new), mutation.file, "exec")
+
+
+def test_the_tests_of_each_row_exist(mutants):
+    for tests in {*(m.tests for m in mutants.MUTATIONS), *mutants.WIDER.values()}:
+        paths = [part for part in shlex.split(tests) if part.startswith("tests/")]
+        assert paths
+        assert all((ROOT / path).exists() for path in paths), tests
+    for mutation in mutants.MUTATIONS:
+        assert any(mutation.file.startswith(f"{folder}/") for folder in mutants.WIDER), mutation.file
+
+
+def test_a_mutant_is_killed_or_survives(mutants, tmp_path):
+    (tmp_path / "ringattn").mkdir()
+    (tmp_path / "ringattn" / "__init__.py").touch()
+    (tmp_path / "tests").mkdir()
+    source = tmp_path / "ringattn" / "one.py"
+    source.write_text("one = 1\ntwo = 2\n")
+    (tmp_path / "tests" / "test_one.py").write_text("from ringattn.one import one\n\n\ndef test_one():\n    assert one == 1\n")
+    mutation = mutants.Mutation("ringattn/one.py", "one = 1", "one = 3", "one is three", "tests/test_one.py")
+    verdict = mutants.judge(tmp_path, mutation)
+    assert verdict.killer == "tests/test_one.py::test_one"
+    assert source.read_text() == "one = 1\ntwo = 2\n"
+    assert mutants.first_failure(tmp_path, "tests/test_one.py") is None
+    with pytest.raises(RuntimeError, match=r"pytest tests/test_two\.py ended with"):
+        mutants.first_failure(tmp_path, "tests/test_two.py")
+    assert "**survives**" in mutants.line_of(mutants.Verdict(mutation, None, 0.0))
