@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -44,17 +43,23 @@ def test_the_tests_of_each_row_exist(mutants):
 
 
 def test_a_mutant_is_killed_or_survives(mutants, tmp_path):
-    (tmp_path / "ringattn").mkdir()
-    (tmp_path / "ringattn" / "__init__.py").touch()
-    (tmp_path / "tests").mkdir()
-    source = tmp_path / "ringattn" / "one.py"
+    copy = tmp_path / "copy"
+    for folder in ("ringattn", "tests"):
+        (copy / folder).mkdir(parents=True)
+    (copy / "ringattn" / "__init__.py").touch()
+    source = copy / "ringattn" / "one.py"
     source.write_text("one = 1\ntwo = 2\n")
-    (tmp_path / "tests" / "test_one.py").write_text("from ringattn.one import one\n\n\ndef test_one():\n    assert one == 1\n")
-    mutation = mutants.Mutation("ringattn/one.py", "one = 1", "one = 3", "one is three", "tests/test_one.py")
-    verdict = mutants.judge(tmp_path, mutation)
-    assert verdict.killer == "tests/test_one.py::test_one"
+    (copy / "tests" / "test_one.py").write_text("from pathlib import Path\n\n\n" + TEST)
+    killed = mutants.Mutation("ringattn/one.py", "one = 1", "one = 3", "one is three", "tests/test_one.py")
+    survives = mutants.Mutation("ringattn/one.py", "two = 2", "two = 3", "two is three", "tests/test_one.py")
+    tasks = [(mutation, "tests/test_one.py") for mutation in (killed, None, survives)]
+    assert list(mutants.run([copy], tasks)) == list(zip(tasks, ("tests/test_one.py::test_one", None, None)))
     assert source.read_text() == "one = 1\ntwo = 2\n"
-    assert mutants.first_failure(tmp_path, "tests/test_one.py") is None
-    with pytest.raises(RuntimeError, match=r"pytest tests/test_two\.py ended with"):
-        mutants.first_failure(tmp_path, "tests/test_two.py")
-    assert "**survives**" in mutants.line_of(mutants.Verdict(mutation, None, 0.0))
+    assert "**survives**" in mutants.line_of(mutants.Verdict(survives, None))
+    with pytest.raises(RuntimeError, match=r"pytest tests/test_two\.py ended with 4"):
+        list(mutants.run([copy], [(None, "tests/test_two.py")]))
+
+
+TEST = """def test_one():
+    assert (Path(__file__).parents[1] / "ringattn" / "one.py").read_text().startswith("one = 1\\n")
+"""
