@@ -13,7 +13,7 @@ SEED ?=
 PY := .venv/bin/python
 READY := .venv/ready.json
 
-.PHONY: demo test test-gpu fuzz lint format clean
+.PHONY: demo test test-gpu fuzz mutants lint format clean
 
 demo: $(READY)
 	$(PY) examples/finetune_long_document.py $(ARGS)
@@ -31,6 +31,10 @@ test-gpu: $(READY)
 
 fuzz: $(READY)
 	$(PY) -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+# mistakes of one line in a copy of the repository, each of which a test must notice; writes docs/lab/mutants.md
+mutants: $(READY)
+	$(PY) launch/repo/mutants.py $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,19 +13,64 @@ from torch.autograd import forward_ad
 
 MAX_HEAD_DIM = 256
 MAX_POSITION = 1 << 48  # sums of a few positions then fit an int64
+MAX_TOKENS = 1 << 30  # of a layout: its live pairs, and sums of them, then fit an int64
+MAX_RANKS = 1 << 16  # layouts and plans hold a table of all ranks
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # advice for `instance`
 BUILD_A_LAYOUT = "build one with zigzag(seq_len, world_size) and the like"
 BUILD_A_MASK = "build one with causal(), documents(...) and the like"
 
 
-def integer(name: str, value: Any, least: int | None = 0) -> int:
-    """`value` as an int of at least `least` (None: any)."""
+def shown(value: Any) -> str:
+    """`value` in an error: a tensor by its shape."""
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def integer(name: str, value: Any, least: int | None = 0, most: int | None = None) -> int:
+    """`value`, an integer of Python or NumPy, as an int of at least `least` (None: any) and at most `most` (None: any)."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise ValueError(f"{name} is {value!r}, but must be an integer")
+        raise ValueError(f"{name} is {shown(value)}, but must be an integer")
     if least is not None and value < least:
         raise ValueError(f"{name} is {value}, but must be at least {least}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} is {value}, but must be at most {most}")
     return int(value)
+
+
+def number(name: str, value: Any, least: float | None = None, advice: str = "") -> float:
+    """`value`, a number of Python or NumPy, as a finite float of at least `least` (None: any)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
+        raise ValueError(f"{name} is {shown(value)}, but must be a Python number{advice}")
+    try:
+        found = float(value)
+    except OverflowError:  # an integer
+        found = math.inf
+    if not math.isfinite(found):
+        raise ValueError(f"{name} is {found}, but must be finite")
+    if least is not None and found < least:
+        raise ValueError(f"{name} is {found}, but must be at least {least}")
+    return found
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value`, which must be True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {shown(value)}, but must be a bool")
+    return value
+
+
+def listed(name: str, values: Any, wanted: str) -> list[Any]:
+    """What an iterable holds, but for text; `wanted` says in the error what it should be."""
+    if not isinstance(values, (str, bytes)):
+        with suppress(TypeError):  # what looks iterable may not be, such as a class or a 0-D array
+            return list(values)
+    raise ValueError(f"{name} is {shown(values)}, but must be {wanted}")
+
+
+def function(name: str, value: Any, wanted: str) -> None:
+    """Raise ValueError unless `value` can be called; `wanted` says what it should do."""
+    if not callable(value):
+        raise ValueError(f"{name} is {shown(value)}, but must be a function {wanted}")
 
 
 def integers(name: str, values: Any) -> np.ndarray:
@@ -34,17 +80,18 @@ def integers(name: str, values: Any) -> np.ndarray:
         raise ValueError(f"{name} has shape {array.shape}, but must be one-dimensional")
     if array.size and not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"{name} has dtype {array.dtype}, but must hold integers")
+    if array.size and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{name} holds {array.max()}, but must hold integers below 2**63")
     return array.astype(np.int64)
 
 
 def as_array(name: str, values: Any, wanted: str) -> np.ndarray:
     """`values` as an array; `wanted` describes the shape in the error for ragged values."""
-    if isinstance(values, torch.Tensor):
-        return values.detach().cpu().numpy()
     try:
-        return np.asarray(values)
-    except ValueError:  # ragged
-        raise ValueError(f"{name} is {values!r}, but must be {wanted}") from None
+        return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+    except (ValueError, TypeError, RuntimeError):  # ragged; or tensors without values that NumPy can hold: meta, sparse, bfloat16
+        what = f"a tensor of {values.dtype} on {values.device}" if isinstance(values, torch.Tensor) else repr(values)
+        raise ValueError(f"{name} is {what}, but must be {wanted}") from None
 
 
 def window(name: str, value: Any) -> tuple[Any, Any]:
@@ -67,24 +114,14 @@ def dim(name: str, x: torch.Tensor, value: Any) -> int:
 def instance(name: str, value: Any, kind: type, advice: str) -> None:
     """Raise ValueError, with `advice`, unless `value` is a `kind`."""
     if not isinstance(value, kind):
-        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise ValueError(f"{name} is {shown}, but must be a {kind.__name__}: {advice}")
+        raise ValueError(f"{name} is {shown(value)}, but must be a {kind.__name__}: {advice}")
 
 
 def softmax_scale(value: Any, head_dim: int) -> float:
     """The scale as a finite float; 1/sqrt(head_dim) for None."""
     if value is None:
         return head_dim**-0.5
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
-        shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise ValueError(f"softmax_scale is {shown}, but must be a Python number or None: pass scale.item() for a tensor")
-    try:
-        scale = float(value)
-    except OverflowError:  # an integer
-        scale = math.inf
-    if not math.isfinite(scale):
-        raise ValueError(f"softmax_scale is {scale}, but must be finite")
-    return scale
+    return number("softmax_scale", value, advice=" or None: pass scale.item() for a tensor")
 
 
 def qkv(q: Any, k: Any, v: Any) -> None:

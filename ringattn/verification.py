@@ -118,6 +118,12 @@ def verify(
     >>> report = ringattn.verify(model, {"input_ids": tokens})  # doctest: +SKIP
     """
     ranks, axes = get_context(group).ranks, process_groups(group)
+    check.instance("model", model, nn.Module, "pass the model itself")
+    check.instance("batch", batch, Mapping, "give a dict of whole sequences, such as {'input_ids': ...}")
+    if whole is not None:
+        check.instance("whole", whole, nn.Module, "pass a copy of the model that runs whole sequences")
+    if loss is not None:
+        check.function("loss", loss, "of a model and its inputs")
     _check_unwrapped(model)
     layout = zigzag(tokens_of(batch).shape[1], ranks.size) if layout is None else layout
     check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)

@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from ..check import BUILD_A_LAYOUT, BUILD_A_MASK, instance, integer
+from ..check import BUILD_A_LAYOUT, BUILD_A_MASK, MAX_RANKS, MAX_TOKENS, instance, integer, listed, shown
 from ..check import dim as check_dim
 from ..digest import Digested, constant
 from .mask import Load, Mask
@@ -47,13 +47,12 @@ class Layout(Digested):
     name: str = "custom"
 
     def __post_init__(self) -> None:
-        if not self.spans:
+        object.__setattr__(self, "seq_len", integer("seq_len", self.seq_len, most=MAX_TOKENS))
+        instance("name", self.name, str, "it is shown by repr")
+        shards = listed("spans", self.spans, "a tuple of Spans for each rank")
+        if not shards:
             raise ValueError("spans is empty: a layout needs at least one rank")
-        integer("seq_len", self.seq_len)
-        for span in _flat(self.spans):
-            for name in ("start", "length", "stride"):
-                integer(name, getattr(span, name), least=None)
-        kept = tuple(tuple(span for span in spans if span.length) for spans in self.spans)
+        kept = tuple(tuple(span for span in map(_checked, _spans(spans)) if span.length) for spans in shards)
         object.__setattr__(self, "spans", kept)
         problem = _coverage_problem(self.seq_len, kept)
         if problem:
@@ -97,9 +96,11 @@ class Layout(Digested):
     def __repr__(self) -> str:
         return f"{self.name}(seq_len={self.seq_len}, world_size={self.world_size})"
 
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= integer("rank", rank, least=None) < self.world_size:
+    def _check_rank(self, rank: int) -> int:
+        found = integer("rank", rank, least=None)
+        if not 0 <= found < self.world_size:
             raise ValueError(f"rank is {rank}, but {self!r} has the ranks 0 to {self.world_size - 1}")
+        return found
 
 
 @constant
@@ -207,17 +208,23 @@ def shard(x: torch.Tensor, layout: Layout, rank: int, dim: int = 1) -> torch.Ten
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).clone()
 
 
-def _flat(shards: tuple[Spans, ...]) -> Iterator[Span]:
-    for spans in shards:
-        for span in spans if isinstance(spans, (tuple, list)) else (spans,):
-            if not isinstance(span, Span) or span is spans:
-                raise ValueError(f"spans holds {span!r}, but must hold a tuple of Spans for each rank")
-            yield span
+def _spans(spans: object) -> Iterator[Span]:
+    """The spans of a rank, as a user gave them."""
+    for span in spans if isinstance(spans, (tuple, list)) else (spans,):
+        if not isinstance(span, Span) or span is spans:
+            raise ValueError(f"spans holds {shown(span)}, but must hold a tuple of Spans for each rank")
+        yield span
+
+
+def _checked(span: Span) -> Span:
+    """The span in integers of Python."""
+    names = ("start", "length", "stride")
+    return Span(*(integer(name, getattr(span, name), least=None, most=MAX_TOKENS) for name in names))
 
 
 def _bounds(seq_len: int, world_size: int, chunks: int) -> list[tuple[int, int]]:
     """(start, stop) of `chunks * world_size` chunks whose lengths differ by at most one."""
-    seq_len, world_size = integer("seq_len", seq_len), integer("world_size", world_size, least=1)
+    seq_len, world_size = integer("seq_len", seq_len, most=MAX_TOKENS), integer("world_size", world_size, least=1, most=MAX_RANKS)
     n = chunks * world_size
     edges = [seq_len * i // n for i in range(n + 1)]
     return list(pairwise(edges))

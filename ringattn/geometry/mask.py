@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from .. import check
-from ..check import integer, integers
+from ..check import MAX_POSITION, integer, integers
 from ..digest import Digested, constant
 from . import region
 from .picture import Shards, draw
@@ -80,16 +80,17 @@ class Mask(Digested):
 
         Raises ValueError if the mask does not fit `seq_len` tokens.
         """
-        self.check_length(seq_len)
+        seq_len = self.check_length(seq_len)
         return region.clip(self._table(seq_len), seq_len)
 
-    def check_length(self, seq_len: int) -> None:
-        """Raise ValueError if the mask does not fit a sequence of `seq_len` tokens."""
-        seq_len = integer("seq_len", seq_len)
+    def check_length(self, seq_len: int) -> int:
+        """`seq_len` as an int. Raises ValueError if the mask does not fit a sequence of so many tokens."""
+        seq_len = integer("seq_len", seq_len, most=MAX_POSITION)
         if seq_len < self.min_length:
             raise ValueError(f"mask {self!r} needs at least {self.min_length} tokens and is longer than the sequence of {seq_len}")
         if self.max_length is not None and seq_len > self.max_length:
             raise ValueError(f"mask {self!r} covers at most {self.max_length} tokens, but the sequence has {seq_len}")
+        return seq_len
 
     def dense(self, seq_len: int) -> torch.Tensor:
         """The mask as a (seq_len, seq_len) bool tensor, row = query, column = key, True = live."""
@@ -204,8 +205,8 @@ class DilatedWindow(Mask):
 
     def _table(self, seq_len: int) -> Table:
         lo, hi = _band(self.left * self.dilation, self.right * self.dilation, seq_len)
-        classes = range(min(self.dilation, seq_len))
-        return region.table([Region(r, seq_len, r, seq_len, lo, hi, self.dilation) for r in classes])
+        stride = min(self.dilation, seq_len)  # from the length on, a query sees itself alone
+        return region.table([Region(r, seq_len, r, seq_len, lo, hi, stride) for r in range(stride)])
 
     def __repr__(self) -> str:
         return f"dilated_window(({self.left}, {self.right}), {self.dilation})"
@@ -401,20 +402,22 @@ def documents(
     if cu_seqlens is None or values[0] != 0:
         if (values < 0).any():
             raise ValueError(f"{name} has the negative length {values.min()}: a document has 0 or more tokens")
+        if (total := sum(values.tolist())) > MAX_POSITION:
+            raise ValueError(f"{name} adds up to {total} tokens, but documents hold at most {MAX_POSITION}")
         values = np.concatenate([[0], np.cumsum(values)])
     if (np.diff(values) < 0).any():
         at = int(np.argmax(np.diff(values) < 0))
         raise ValueError(f"cu_seqlens decreases from {values[at]} to {values[at + 1]} at index {at + 1}: it must be non-decreasing")
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal is {causal!r}, but must be a bool")
+    if values[-1] > MAX_POSITION:
+        raise ValueError(f"cu_seqlens ends with {values[-1]}, but documents hold at most {MAX_POSITION} tokens")
     left, right = check.window("window", window)
-    return Documents(tuple(values.tolist()), causal, _side("window", left), _side("window", right))
+    return Documents(tuple(values.tolist()), check.flag("causal", causal), _side("window", left), _side("window", right))
 
 
 @constant
 def prefix(n: int) -> Mask:
     """Prefix-LM: causal, and the first `n` positions also see each other in both directions. Raises ValueError for n < 0."""
-    return Prefix(integer("n", n))
+    return Prefix(integer("n", n, most=MAX_POSITION))
 
 
 @constant
@@ -432,14 +435,16 @@ def global_tokens(n_or_positions: int | Iterable[int] | torch.Tensor) -> Mask:
             [1, 0, 1, 1]], dtype=torch.int32)
     """
     if isinstance(n_or_positions, (int, np.integer)) and not isinstance(n_or_positions, bool):
-        n = integer("n_or_positions", n_or_positions)
+        n = integer("n_or_positions", n_or_positions, most=MAX_POSITION)
         return GlobalTokens(((0, n),) if n else ())
-    if isinstance(n_or_positions, str) or not isinstance(n_or_positions, (Iterable, torch.Tensor)):
-        raise ValueError(f"n_or_positions is {n_or_positions!r}, but must be a number of tokens or a list of positions")
-    listed = n_or_positions if isinstance(n_or_positions, torch.Tensor) else list(n_or_positions)
+    listed: Any = n_or_positions
+    if not isinstance(listed, (torch.Tensor, np.ndarray)):
+        listed = check.listed("n_or_positions", listed, "a number of tokens or a list of positions")
     positions = np.unique(integers("n_or_positions", listed))
     if len(positions) and positions[0] < 0:
         raise ValueError(f"n_or_positions has the negative position {positions[0]}: positions start at 0")
+    if len(positions) and positions[-1] >= MAX_POSITION:
+        raise ValueError(f"n_or_positions has the position {positions[-1]}, but positions must be less than 2**48")
     runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1) if len(positions) else []
     return GlobalTokens(tuple((int(run[0]), int(run[-1]) + 1) for run in runs))
 
@@ -456,7 +461,7 @@ def block_sparse(block_mask: torch.Tensor | np.ndarray | Sequence[Sequence[bool]
         raise ValueError(f"block_mask has shape {given.shape}, but must be a square matrix (query blocks, key blocks)")
     if given.dtype != np.bool_ and not (np.issubdtype(given.dtype, np.integer) and np.isin(given, (0, 1)).all()):
         raise ValueError(f"block_mask has dtype {given.dtype}, but must be bool, or integers of 0 and 1")
-    size = integer("block_size", block_size, least=1)
+    size = integer("block_size", block_size, least=1, most=MAX_POSITION)
     return BlockSparse(np.packbits(given.astype(bool)).tobytes(), (given.shape[0], given.shape[1]), size)
 
 
@@ -476,8 +481,8 @@ def bigbird(
     block sees `random_blocks` more, drawn from those it does not see yet; the same seed draws the same blocks on every rank.
     Raises ValueError for an even window, negative counts or a block_size below 1.
     """
-    size = integer("block_size", block_size, least=1)
-    n = -(-integer("seq_len", seq_len) // size)
+    size = integer("block_size", block_size, least=1, most=MAX_POSITION)
+    n = -(-integer("seq_len", seq_len, most=check.MAX_TOKENS) // size)
     if integer("window_blocks", window_blocks) % 2 == 0:
         raise ValueError(f"window_blocks is {window_blocks}, but must be odd: the block itself, and equally many on each side")
     index = np.arange(n)

@@ -10,10 +10,12 @@ Needs matplotlib, which is imported when something is drawn.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+
+from ..check import BUILD_A_LAYOUT, integer, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +35,7 @@ class Pairs(Protocol):
     def dense(self, seq_len: int) -> torch.Tensor: ...
 
 
+@runtime_checkable
 class Shards(Protocol):
     """What a picture needs of a `Layout`."""
 
@@ -58,7 +61,7 @@ def draw(mask: Pairs, seq_len: int, layout: Shards | None = None, path: str | Pa
         layout: which rank holds which positions; None draws the mask alone, as one rank.
         path: where to save the picture, by its suffix (.png, .svg, .pdf); None saves nothing.
 
-    Returns the matplotlib figure. Raises ValueError if the length is 0, too large, or not the layout's.
+    Returns the matplotlib figure. Raises ValueError if the length is 0, too large, or not the layout's, and for other types.
 
     Example:
         >>> import ringattn as ra
@@ -66,6 +69,10 @@ def draw(mask: Pairs, seq_len: int, layout: Shards | None = None, path: str | Pa
     """
     from matplotlib.figure import Figure
 
+    if path is not None and not isinstance(path, (str, Path)):
+        raise ValueError(f"path is {shown(path)}, but must be the name of a file, or None")
+    if layout is not None and not isinstance(layout, Shards):
+        raise ValueError(f"layout is {shown(layout)}, but must be a Layout: {BUILD_A_LAYOUT}")
     alone = layout is None or layout.world_size == 1
     figure = Figure(figsize=(6.4, 6.2) if alone else (9.6, 6.2), layout="constrained", facecolor="white")
     if alone:
@@ -85,7 +92,7 @@ def draw(mask: Pairs, seq_len: int, layout: Shards | None = None, path: str | Pa
 
 def paint(axes: Axes, mask: Pairs, seq_len: int, layout: Shards | None) -> None:
     """Paint the pairs and the two strips of `draw` on given axes, for a figure of several masks. Raises ValueError like `draw`."""
-    if seq_len > MAX_TOKENS:
+    if integer("seq_len", seq_len) > MAX_TOKENS:
         raise ValueError(f"seq_len is {seq_len}, but a picture holds at most {MAX_TOKENS} tokens: draw a shorter sequence")
     if layout is not None and layout.seq_len != seq_len:
         raise ValueError(f"seq_len is {seq_len}, but {layout!r} is for {layout.seq_len}: draw with the layout's own length")

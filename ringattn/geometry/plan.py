@@ -17,7 +17,7 @@ import torch
 
 from ringattn_kernels.table import TileTable
 
-from ..check import BUILD_A_LAYOUT, BUILD_A_MASK, instance
+from ..check import BUILD_A_LAYOUT, BUILD_A_MASK, instance, integer
 from .layout import Layout
 from .mask import Mask
 from .region import Table, count_pairs, trim
@@ -47,12 +47,12 @@ class Plan:
 
     def tiles(self, rank: int, owner: int) -> Table:
         """The (n, 6) tiles of a rank's queries with an owner's keys."""
-        at = rank * self.world_size + owner
+        at = self._pair(rank, owner)
         return self.table[self.starts[at] : self.starts[at + 1]]
 
     def needs(self, rank: int, owner: int) -> Rows:
         """The rows of an owner's K/V that a rank's queries see, and small gaps between them."""
-        return self._needs[rank * self.world_size + owner]
+        return self._needs[self._pair(rank, owner)]
 
     @cached_property
     def _needs(self) -> list[Rows]:
@@ -66,11 +66,18 @@ class Plan:
 
     def pairs_of(self, rank: int, owner: int) -> int:
         """Live pairs of a rank's queries with an owner's keys."""
-        return self._pairs[rank][owner]
+        return self._pairs[self._pair(rank, owner)]
+
+    def _pair(self, rank: int, owner: int) -> int:
+        """The number of (rank, owner). Raises ValueError if one of them is no rank."""
+        n = self.world_size
+        if not (type(rank) is type(owner) is int and 0 <= rank < n and 0 <= owner < n):
+            rank, owner = integer("rank", rank, most=n - 1), integer("owner", owner, most=n - 1)
+        return rank * n + owner
 
     @cached_property
-    def _pairs(self) -> list[list[int]]:
-        return self.pairs().tolist()
+    def _pairs(self) -> list[int]:
+        return self.pairs().ravel().tolist()
 
     def pairs(self) -> np.ndarray:
         """Live pairs of each (rank, owner): (world_size, world_size) int64."""

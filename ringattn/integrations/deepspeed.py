@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import check
 from ..training.loss import Reduction
 from ..training.loss import deepspeed as divided_by
 
@@ -32,6 +33,9 @@ class DeepSpeedParallel:
     """
 
     def __init__(self, mesh: DeviceMesh, *, data_axis: str = "data", ring_axis: str = "ring") -> None:
+        check.instance("mesh", mesh, DeviceMesh, "make one with init_device_mesh")
+        for name, axis in (("data_axis", data_axis), ("ring_axis", ring_axis)):
+            check.instance(name, axis, str, "give the name of an axis")
         names = mesh.mesh_dim_names or ()
         if set(names) != {data_axis, ring_axis} or len(names) != 2:
             raise ValueError(

@@ -103,6 +103,8 @@ def detach(model: PreTrainedModel, attn_implementation: str | None = None) -> No
 
     attn_implementation: the attention to use from now on. None for the one before `attach`, or "sdpa" if that was the ring's.
     """
+    if not hasattr(model, "set_attn_implementation"):
+        raise ValueError(f"{type(model).__name__} is not a model of transformers: give the one that was attached")
     before = _previous_attention(model)
     own = models(model)
     for holder in models_around(model):

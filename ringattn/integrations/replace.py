@@ -72,6 +72,7 @@ def replace_attention(
     torch.Size([1, 2, 16, 8])
     """
     get_context(group)
+    check.instance("model", model, nn.Module, "pass the model itself")
     if layout is not None:
         check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
     if mask is not None:
@@ -103,10 +104,10 @@ def _chosen(model: nn.Module, modules: Callable[[str, nn.Module], bool] | Iterab
         return [x for name, x in named if not any(_within(name, outer) for outer, _ in named)]
     if callable(modules):
         return [x for name, x in model.named_modules() if modules(name, x)]
-    chosen = list(modules)
-    own = set(model.modules())
+    chosen = check.listed("modules", modules, "a list of modules, or a predicate of a name and a module")
+    own = {id(module) for module in model.modules()}
     for module in chosen:
-        if module not in own:
+        if id(module) not in own:
             raise ValueError(f"modules holds a {type(module).__name__} that is not part of the model")
     return chosen
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from math import isfinite
+
+from ..check import number
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,9 @@ class Machine:
         for name, value in rates.items():
             if name not in known:
                 raise ValueError(f"rate {name!r} is unknown: a machine has {', '.join(known)}")
-            may_be_zero = not name.endswith(("_tflops", "_gbs", "_gib"))
-            if not (isfinite(value) and (value > 0 or (may_be_zero and value == 0))):
-                raise ValueError(f"{name} is {value}, but must be {'at least 0' if may_be_zero else 'more than 0'}, and finite")
-        return replace(self, **rates)
+            if number(name, value, least=0) == 0 and name.endswith(("_tflops", "_gbs", "_gib")):
+                raise ValueError(f"{name} is {value}, but must be more than 0")
+        return replace(self, **{name: float(value) for name, value in rates.items()})
 
 
 # `launch/bench fit` finds both tflops, and NCCL's latency and slowdown, from docs/measurements.json. The rest is assumed: protocols

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 
-from ..check import MAX_HEAD_DIM
+from ..check import BUILD_A_MASK, MAX_HEAD_DIM, MAX_RANKS, MAX_TOKENS, flag, instance, integer, listed, number
 from ..geometry.mask import Mask
 from ..schedule.schedules import Schedule, Waves, double_ring, gather, ring, waves
 from .machine import Machine
@@ -19,13 +19,17 @@ from .simulation import ITEM, Option, Prediction, Workload, simulate
 # the most ranks of a ring that is simulated whole (or those of four nodes or six waves, if more). The figures of a longer ring are
 # extrapolated from two smaller ones with shards of the same size, since every further rank adds the same amount
 _RANKS = 32
-MAX_TOKENS = 1 << 30  # twice its square still fits an int64
 
 
 def predict(machine: Machine, work: Workload, gpus: int, gpus_per_node: int, option: Option) -> Prediction:
     """Predict one option on `gpus` GPUs; those of a node have consecutive ranks. Raises ValueError if work or option do not fit them."""
     check_work(work, gpus, gpus_per_node)
-    u, gpus_per_node = option.heads_axis, min(gpus, gpus_per_node)
+    instance("machine", machine, Machine, "take one of MACHINES, or its with_rates(...)")
+    instance("option", option, Option, "make one with Option(schedule), or take one of options(...)")
+    instance("schedule", option.schedule, Schedule, "build one with ring(), waves(width) and the like")
+    integer("heads_axis", option.heads_axis, least=1, most=MAX_RANKS)
+    gpus = int(gpus)
+    u, gpus_per_node = option.heads_axis, min(gpus, int(gpus_per_node))
     if gpus % u or work.heads % u:
         raise ValueError(f"the heads axis is {u}, but must divide the {gpus} GPUs and the {work.heads} heads")
     if gpus_per_node % u and u % gpus_per_node:
@@ -46,6 +50,8 @@ def predict(machine: Machine, work: Workload, gpus: int, gpus_per_node: int, opt
 
 def options(work: Workload, gpus: int, gpus_per_node: int, *, nccl: bool = False) -> list[Option]:
     """The options worth comparing; with `nccl`, without copy engines. A heads axis lies within a node, or holds all GPUs."""
+    check_work(work, gpus, gpus_per_node)
+    flag("nccl", nccl)
     gpus_per_node = min(gpus, gpus_per_node)
     axes = [u for u in range(1, gpus_per_node + 1) if gpus_per_node % u == 0]
     if gpus > gpus_per_node:
@@ -67,28 +73,32 @@ def options(work: Workload, gpus: int, gpus_per_node: int, *, nccl: bool = False
 
 def recommend(predictions: Iterable[Prediction], memory: float) -> Prediction | None:
     """The fastest (forward plus backward) that takes at most `memory` bytes beyond inputs, output and gradients; None if none does."""
-    return min((p for p in predictions if p.peak <= memory), key=lambda p: p.total, default=None)
+    if not (isinstance(memory, float) and memory == inf):
+        memory = number("memory", memory)
+    found = listed("predictions", predictions, "a list of Predictions")
+    for each in found:
+        instance("predictions", each, Prediction, "make them with predict(...)")
+    return min((p for p in found if p.peak <= memory), key=lambda p: p.total, default=None)
 
 
 def held_bytes(work: Workload, gpus: int) -> int:
     """Bytes that q, k, v, out and the gradients of all four take on a GPU."""
+    check_work(work, gpus, gpus)
     return ceil(work.tokens / gpus) * work.head_dim * 4 * (work.heads + work.kv_heads) * ITEM
 
 
 def check_work(work: Workload, gpus: int, gpus_per_node: int) -> None:
     """Raise ValueError if the sizes of the attention or the numbers of GPUs are impossible."""
-    figures = {"gpus": gpus, "gpus_per_node": gpus_per_node, "tokens": work.tokens, "head_dim": work.head_dim}
-    figures |= {"heads": work.heads, "kv_heads": work.kv_heads}
-    for name, value in figures.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}, but must be at least 1")
-    for name, most in (("tokens", MAX_TOKENS), ("head_dim", MAX_HEAD_DIM)):
-        if figures[name] > most:
-            raise ValueError(f"{name} is {figures[name]}, but must be at most {most}")
+    instance("work", work, Workload, "make one with Workload(tokens, heads, kv_heads, head_dim, mask)")
+    figures = {"gpus": (gpus, MAX_RANKS), "gpus_per_node": (gpus_per_node, MAX_RANKS), "tokens": (work.tokens, MAX_TOKENS)}
+    figures |= {"head_dim": (work.head_dim, MAX_HEAD_DIM), "heads": (work.heads, MAX_RANKS), "kv_heads": (work.kv_heads, MAX_RANKS)}
+    for name, (value, most) in figures.items():
+        integer(name, value, least=1, most=most)
     if gpus > gpus_per_node and gpus % gpus_per_node:
         raise ValueError(f"gpus is {gpus}, but must be a multiple of the {gpus_per_node} GPUs of a node, or fewer")
     if work.heads % work.kv_heads:
         raise ValueError(f"kv_heads is {work.kv_heads}, which does not divide the {work.heads} heads")
+    instance("mask", work.mask, Mask, BUILD_A_MASK)
     work.mask.check_length(work.tokens)
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..check import integer
+from ..check import flag, instance, integer
 from ..digest import Digested, constant
 from ..geometry.plan import Plan
 from ..geometry.rows import Rows
@@ -270,6 +270,9 @@ def default_schedule(plan: Plan, ranks_per_node: int | None = None, copy_engines
     - `waves(2)` instead of `ring` if the ranks have unequal work in each step, as with packed documents: each hop of a ring would wait for
       the busiest rank.
     """
+    instance("plan", plan, Plan, "make one with make_plan(layout, mask)")
+    flag("copy_engines", copy_engines)
+    ranks_per_node = None if ranks_per_node is None else integer("ranks_per_node", ranks_per_node, least=1)
     n = plan.world_size
     shard = max(plan.lengths)
     needed = max(sum(len(plan.needs(rank, owner)) for owner in range(n) if owner != rank) for rank in range(n))

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .. import check
 from ..runtime.groups import Group, process_groups
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ def forward_names(model: nn.Module) -> set[str]:
 
 def shift_labels(tokens: torch.Tensor) -> torch.Tensor:
     """Whole sequences' labels: for each token the next one, for the last `IGNORE`: (b, s) -> (b, s) int64."""
+    check.instance("tokens", tokens, torch.Tensor, "pass whole sequences (b, s)")
+    if not tokens.dim() or tokens.is_floating_point() or tokens.is_complex() or tokens.layout != torch.strided:
+        raise ValueError(
+            f"tokens is a tensor of shape {tuple(tokens.shape)} and {tokens.dtype}, but must hold integers (b, s), one per token"
+        )
     return F.pad(tokens[..., 1:].to(torch.int64), (0, 1), value=IGNORE)
 
 
@@ -78,9 +84,8 @@ def token_loss(
     Raises ValueError if the shapes do not fit.
     """
     head = Head() if head is None else head
-    _check_shapes(hidden, weight, labels)
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}, but must be at least 1")
+    _check(hidden, weight, labels, head)
+    chunk = check.integer("chunk", chunk, least=1)
     total = _nothing(hidden, weight, head) if not labels.numel() else None
     for rows, targets in zip(hidden.flatten(0, -2).split(chunk), labels.flatten().split(chunk), strict=True):
         part = checkpoint(_chunk_loss, rows, weight, targets, head, use_reentrant=False)
@@ -97,12 +102,13 @@ def fused_token_loss(
     It has the same arguments and result. The kernel forms gradients in the forward pass and sums the weight's gradient in fp32 ("Liger
     Kernel", Hsu et al. 2024, section 3.2), so no logits are formed twice. The kernel chooses its own `chunk`.
     """
+    check.instance("hidden", hidden, torch.Tensor, "pass the model's last hidden states (b, s, n)")
     if not hidden.is_cuda or not hidden.numel() or importlib.util.find_spec("liger_kernel") is None:
         return token_loss(hidden, weight, labels, chunk, head=head)
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     head = Head() if head is None else head
-    _check_shapes(hidden, weight, labels)
+    _check(hidden, weight, labels, head)
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -237,7 +243,21 @@ def _setting(model: Any, config: Any, name: str) -> Any:
     return value
 
 
-def _check_shapes(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> None:
+def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, head: Head) -> None:
+    check.instance("head", head, Head, "make one with Head(bias, scale, softcap), or leave it out")
+    for name, x in (("hidden", hidden), ("weight", weight)):
+        check.instance(name, x, torch.Tensor, "pass floating-point numbers")
+        if not x.is_floating_point() or x.layout != torch.strided:
+            raise ValueError(f"{name} is a tensor of {x.dtype} and {x.layout}, but must be dense, of floating-point numbers")
+    check.instance("labels", labels, torch.Tensor, "give one label per token")
+    if labels.dtype != torch.int64 or labels.layout != torch.strided:
+        raise ValueError(f"labels are of {labels.dtype} and {labels.layout}, but must be dense, of torch.int64")
+    if not hidden.device == weight.device == labels.device:
+        raise ValueError(
+            f"hidden is on {hidden.device}, weight on {weight.device} and labels on {labels.device}: move them to one device"
+        )
+    if hidden.dim() < 2:
+        raise ValueError(f"hidden has shape {tuple(hidden.shape)}, but must be (b, s, n)")
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
             f"hidden has the tokens {tuple(hidden.shape[:-1])} and labels {tuple(labels.shape)}: give one label per token"

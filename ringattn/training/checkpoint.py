@@ -70,7 +70,7 @@ def checkpoint_layers(layers: Iterable[nn.Module], offload: int = 0) -> None:
     """
     if isinstance(layers, nn.Module) and not hasattr(layers, "__iter__"):
         raise ValueError(f"layers is a {type(layers).__name__}, one module: give a list of its layers, such as model.model.layers")
-    layers = list(layers)
+    layers = check.listed("layers", layers, "a list of modules, such as model.model.layers")
     for layer in layers:
         if not isinstance(layer, nn.Module):
             raise ValueError(f"layers holds a {type(layer).__name__}, but must hold modules")

@@ -50,8 +50,8 @@ def pack(
     >>> pack([[5, 6, 7], [8, 9]])["shift_labels"]
     tensor([[   6,    7, -100,    9, -100]])
     """
-    parts = [torch.as_tensor(check.integers(f"tokens[{i}]", part)) for i, part in enumerate(tokens)]
-    targets = parts if labels is None else [torch.as_tensor(check.integers(f"labels[{i}]", part)) for i, part in enumerate(labels)]
+    parts = _documents("tokens", tokens)
+    targets = parts if labels is None else _documents("labels", labels)
     if [len(part) for part in parts] != [len(part) for part in targets]:
         raise ValueError(
             f"labels have the lengths {[len(part) for part in targets]} and tokens {[len(part) for part in parts]}: give one per token"
@@ -60,7 +60,7 @@ def pack(
     total = sum(lengths)
     if not total:
         raise ValueError(f"tokens holds {len(parts)} documents without a token: give at least one token")
-    fill = check.integer("to", to) - total
+    fill = check.integer("to", to, most=check.MAX_TOKENS) - total
     if to and fill < 0:
         raise ValueError(f"the documents have {total} tokens, but to is {to}: give fewer documents, or a larger to")
     shifted = [shift_labels(part[None])[0] for part in targets if len(part)]
@@ -94,6 +94,7 @@ def shard_batch(batch: Mapping[str, Any], layout: Layout, rank: int) -> Batch:
     `attention_mask` that has zeros, counts documents, or has not two dimensions.
     """
     check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
+    check.instance("batch", batch, Mapping, "give a dict of whole sequences")
     out = {name: torch.from_numpy(value) if _is_numeric(value) else value for name, value in batch.items()}
     tokens = tokens_of(out)
     packed = packed_documents(out)
@@ -233,11 +234,22 @@ def _starts(position_ids: torch.Tensor, here: torch.Tensor) -> np.ndarray:
     return starts
 
 
+def _documents(name: str, given: Sequence[Sequence[int] | torch.Tensor]) -> list[torch.Tensor]:
+    listed = check.listed(name, given, "a list of documents")
+    return [torch.as_tensor(check.integers(f"{name}[{i}]", part)) for i, part in enumerate(listed)]
+
+
 def _check_mask(mask: Any) -> None:
     """Raise ValueError for an attention_mask that is more than a statement that there is no padding."""
     if mask is None:
         return
-    mask = torch.as_tensor(mask)
+    if not isinstance(mask, torch.Tensor):
+        array = check.as_array("attention_mask", mask, "a tensor (batch, tokens) of ones, or None")
+        if not _is_numeric(array):
+            raise ValueError(f"attention_mask is {mask!r}, but must be a tensor (batch, tokens) of ones, or None")
+        mask = torch.from_numpy(array.astype(np.float64))
+    if mask.is_meta or mask.layout != torch.strided:
+        raise ValueError(f"attention_mask is on {mask.device} with the layout {mask.layout}, but must be dense, with values")
     if mask.dim() != 2:
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}, but only a mask (batch, tokens) of ones is dropped: leave it out, and "
@@ -247,7 +259,7 @@ def _check_mask(mask: Any) -> None:
         raise ValueError(
             "attention_mask hides tokens (padding): cut them off, or pack the sequences with pack(...), which needs no padding"
         )
-    if mask.max() > 1:
+    if mask.numel() and mask.max() > 1:
         raise ValueError(
             f"attention_mask counts to {int(mask.max())}, as for packed documents: give their bounds as cu_seq_lens_q and "
             "cu_seq_lens_k, or position_ids that restart"

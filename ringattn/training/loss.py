@@ -27,7 +27,7 @@ class Reduction:
     divisor: int
 
     def __post_init__(self) -> None:
-        check.integer("divisor", self.divisor, least=1)
+        object.__setattr__(self, "divisor", check.integer("divisor", self.divisor, least=1))
 
 
 def summed() -> Reduction:
@@ -69,7 +69,7 @@ def mean_loss(
     *,
     reduction: Reduction,
     group: Group | None = None,
-    tokens: torch.Tensor | int | None = None,
+    tokens: torch.Tensor | float | None = None,
 ) -> MeanLoss:
     """The exact mean loss over all valid tokens of all ranks, and the loss to call backward on; a collective.
 
@@ -91,9 +91,9 @@ def mean_loss(
     check.instance("labels", labels, torch.Tensor, "give this rank's shifted labels")
     if summed_loss.dim():
         raise ValueError(f"summed_loss has shape {tuple(summed_loss.shape)}, but must be a scalar: the sum over this rank's tokens")
-    counted = (labels != IGNORE).sum().to(summed_loss.device)
+    counted = _valid(labels).to(summed_loss.device)
     both = _sum_over(torch.stack([summed_loss.detach().double(), counted.double()]), group)
-    total = both[1] if tokens is None else torch.as_tensor(tokens, dtype=torch.float64, device=both.device)
+    total = both[1] if tokens is None else _scalar("tokens", tokens).to(both.device)
     share = 1 / total.clamp(min=1)
     factor = (reduction.divisor * share).to(torch.promote_types(summed_loss.dtype, torch.float32))
     return MeanLoss(summed_loss.to(factor.dtype) * factor, both[0] * share, total)
@@ -105,7 +105,27 @@ def count_tokens(*labels: torch.Tensor, group: Group | None = None) -> torch.Ten
         raise ValueError("labels is empty: give the labels of at least one micro-batch")
     for each in labels:
         check.instance("labels", each, torch.Tensor, "give one tensor per micro-batch, count_tokens(*labels)")
-    return _sum_over(torch.stack([(each != IGNORE).sum() for each in labels]).sum().double(), group)
+    return _sum_over(torch.stack([_valid(each) for each in labels]).sum().double(), group)
+
+
+def _valid(labels: torch.Tensor) -> torch.Tensor:
+    """The number of labels that count."""
+    if labels.is_floating_point() or labels.is_complex() or labels.layout != torch.strided or labels.is_meta:
+        raise ValueError(
+            f"labels are of {labels.dtype}, {labels.layout} on {labels.device}, but must be dense, of integers, with values"
+        )
+    return (labels != IGNORE).sum()
+
+
+def _scalar(name: str, value: torch.Tensor | float) -> torch.Tensor:
+    """A number or a tensor of one, as a float64 scalar."""
+    if not isinstance(value, torch.Tensor):
+        return torch.tensor(check.number(name, value, least=0), dtype=torch.float64)
+    if value.dim() or value.is_complex() or value.is_meta or value.layout != torch.strided:
+        raise ValueError(
+            f"{name} is a tensor of shape {tuple(value.shape)}, {value.dtype} on {value.device}, but must be a real scalar"
+        )
+    return value.detach().double()
 
 
 def _sum_over(values: torch.Tensor, group: Group | None) -> torch.Tensor:

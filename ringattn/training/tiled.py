@@ -23,7 +23,11 @@ def tiled(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, row
 
     `function` must treat each token by itself; the gradients of its parameters add up. Raises ValueError for rows below 1.
     """
-    check.integer("rows", rows, least=1)
+    check.function("function", function, "of a tensor (..., s, n)")
+    check.instance("x", x, torch.Tensor, "pass (..., s, n)")
+    rows = check.integer("rows", rows, least=1)
+    if x.dim() < 2 or x.layout != torch.strided:
+        raise ValueError(f"x is a tensor of shape {tuple(x.shape)} and {x.layout}, but must be dense, (..., s, n)")
     if x.shape[-2] <= rows:
         return function(x)
     parts = [checkpoint(function, part, use_reentrant=False) for part in x.split(rows, dim=-2)]
@@ -52,7 +56,9 @@ def tile_modules(model: nn.Module, rows: int, suffix: str = "MLP") -> list[str]:
     Parameters and their names stay. Call it before wrapping in FSDP2; a second call changes the rows. Raises ValueError if no module
     fits.
     """
-    check.integer("rows", rows, least=1)
+    check.instance("model", model, nn.Module, "pass the model itself")
+    check.instance("suffix", suffix, str, 'pass the end of a class name, such as "MLP"')
+    rows = check.integer("rows", rows, least=1)
     found = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith(suffix)]
     if not found:
         raise ValueError(f"{type(model).__name__} has no module whose class name ends in {suffix!r}")

@@ -92,3 +92,57 @@ def test_late_launches_give_the_same_bits(in_order, late):
     schedule, mask, layout, wanted = in_order
     for got, expected in zip(gradients(schedule, mask, layout), wanted, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+class FakeStream:
+    """`done` holds what has ended before anything that the stream is given from now on."""
+
+    current = None
+
+    def __init__(self, *_, priority=0):
+        self.done = set()
+
+    def wait_event(self, event):
+        self.done |= event.done
+
+
+class FakeEvent:
+    def record(self, stream):
+        self.done = set(stream.done)
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """Streams that only note what comes before what; the caller's is the first current one."""
+    FakeStream.current = FakeStream()
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream.current)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(FakeStream, "current", stream))
+    streams._streams.cache_clear()
+    yield
+    streams._streams.cache_clear()
+
+
+def test_streams_wait_for_each_other_where_fences_say_so(fake_cuda):
+    caller = FakeStream.current
+
+    def queue(name, stream):
+        with stream:
+            FakeStream.current.done.add(name)
+            return set(FakeStream.current.done)
+
+    caller.done.add("inputs")
+    with streams.SideBySide(torch.device("cuda", 0)) as side:
+        assert queue("first launch", side.launch()) == {"inputs", "first launch"}
+        queue("first exchange", side.exchanges)
+        side.fence(Stream.LAUNCHES)
+        second = queue("second launch", side.launch())
+        assert "first exchange" in second  # its K/V
+        assert "first launch" not in second  # beside it
+        assert "second launch" not in queue("second exchange", side.exchanges)
+        side.fence(Stream.EXCHANGES)
+        assert "second launch" in queue("third exchange", side.exchanges)  # its gradients
+        assert FakeStream.current is caller
+    everything = {"first launch", "second launch", "first exchange", "second exchange", "third exchange"}
+    assert everything <= caller.done

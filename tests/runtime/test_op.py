@@ -347,6 +347,7 @@ def test_a_digest_finds_its_value_while_an_equal_one_is_alive(make, remake):
     second = remake(first)
     third = make(4321)
     key = first.digest
+    assert len(key) == 32  # 128 bits: a collision of 32 is found in a second
     assert second.digest == third.digest == key
     del first
     assert digest.find(key) == third

@@ -41,9 +41,10 @@ def start_ranks(function: Callable[[argparse.Namespace], None], arguments: argpa
 
 
 def _start(rank: int, world_size: int, path: str, function: Callable, arguments: argparse.Namespace) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if arguments.device == "cpu":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.set_num_threads(1)
+    # a file, because torch's other store listens on all interfaces, whatever its address
     _join(rank, function, arguments, store=dist.FileStore(path, world_size), rank=rank, world_size=world_size)
 
 

@@ -1,0 +1,562 @@
+"""The table of `mutants.py`: a mistake that somebody could make in a line, and the tests that must notice it.
+
+`old` occurs exactly once in `file` (tests/launch/repo/test_mutants.py checks it), and `new` is what a mistake would leave. `tests` are
+the arguments of pytest that should kill the mutant, cheap ones: they run for it alone. Add a row for a mistake that you nearly made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PLAN = "tests/geometry/test_plan.py"
+LAYOUT = "tests/geometry/test_layout.py"
+MASK = "tests/geometry/test_mask.py"
+ROWS = "tests/geometry/test_rows.py"
+SCHEDULES = "tests/schedule/test_schedules.py"
+PROGRAM = "tests/schedule/test_program.py"
+EXACT = "tests/test_attention.py -k dout_on_one_rank_only"
+STATISTICS = "tests/test_attention.py -k lse"
+ROUNDING = "tests/test_attention.py -k 'errors_are_those_of_dense and bfloat16'"
+STAGED = "tests/transport/test_staged.py"
+BLOCKED = "tests/device/test_blocked.py"
+STREAMS = "tests/device/test_streams.py"
+ULYSSES = "tests/runtime/test_ulysses.py"
+AGREEMENT = "tests/distributed/test_agreement.py"
+ERRORS = "tests/test_errors.py"
+INTERPRETER = "tests/kernels/interpreter_cases.py"
+CAUSAL = f"{INTERPRETER} -k 'test_causal_at_odd_lengths or test_masks'"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Text `old` of a file becomes `new`; `why` says what goes wrong then."""
+
+    file: str
+    old: str
+    new: str
+    why: str
+    tests: str
+
+
+MUTATIONS = (
+    # geometry: who holds what, what is live
+    Mutation(
+        "ringattn/geometry/span.py",
+        "lo = -((low - k_start) // stride)",
+        "lo = -((low - k_start) // stride) + 1",
+        "a tile skips its lower edge: a causal query no longer sees itself",
+        PLAN,
+    ),
+    Mutation(
+        "ringattn/geometry/span.py",
+        "hi = (high + k_start) // stride",
+        "hi = (high + k_start) // stride - 1",
+        "a tile skips its upper edge: the farthest key of a window",
+        PLAN,
+    ),
+    Mutation(
+        "ringattn/geometry/span.py",
+        "meets &= (q_start[:, None] - regions[:, Q_START]) % regions[:, STRIDE] == 0",
+        "meets &= True",
+        "dilated masks meet queries of other residues",
+        PLAN,
+    ),
+    Mutation(
+        "ringattn/geometry/layout.py",
+        "zip(bounds[:world_size], reversed(bounds[world_size:]), strict=True)",
+        "zip(bounds[:world_size], bounds[world_size:], strict=True)",
+        "zigzag's second half in the wrong order of ranks",
+        LAYOUT,
+    ),
+    Mutation(
+        "ringattn/geometry/layout.py",
+        "span.start + span.stride * torch.arange(span.length)",
+        "span.start + span.stride * torch.arange(1, span.length + 1)",
+        "positions off by one",
+        LAYOUT,
+    ),
+    Mutation(
+        "ringattn/geometry/layout.py",
+        "    if total != seq_len:\n",
+        "    if total > seq_len:\n",
+        "a removed check: positions that nobody holds",
+        LAYOUT + " " + ERRORS + " -k 'position or layout'",
+    ),
+    Mutation(
+        "ringattn/geometry/mask.py",
+        "lo = max(lo, 0)",
+        "lo = max(lo, 1)",
+        "a token of a packed document does not see itself",
+        MASK,
+    ),
+    Mutation(
+        "ringattn/geometry/mask.py",
+        "(seq_len if left is None else min(left, seq_len))",
+        "(seq_len if left is None else min(left, seq_len) - 1)",
+        "a window is one key too narrow",
+        MASK,
+    ),
+    Mutation(
+        "ringattn/geometry/mask.py",
+        "parts.append(value.digest if isinstance(value, Mask) else repr(value))",
+        "parts.append(type(value).__name__)",
+        "a loosened digest: masks of one class are equal",
+        MASK,
+    ),
+    Mutation(
+        "ringattn/digest.py",
+        "digest_size=16).hexdigest())",
+        "digest_size=16).hexdigest()[:8])",
+        "a loosened digest: 32 bits, of which a collision is found in a second",
+        "tests/runtime/test_op.py -k digest",
+    ),
+    Mutation(
+        "ringattn/geometry/plan.py",
+        "out[:, _BAND] -= shift[:, None]",
+        "out[:, _BAND] += shift[:, None]",
+        "the band of a tile moves the wrong way with the rows of its buffer",
+        EXACT,
+    ),
+    Mutation(
+        "ringattn/geometry/rows.py",
+        "reach = np.maximum.accumulate(end)",
+        "reach = end",
+        "rows that lie within others are joined wrongly",
+        ROWS,
+    ),
+    Mutation(
+        "ringattn/geometry/rows.py",
+        "x[index] = x.index_select(0, index).add_(values)",
+        "x[index] = values",
+        "gradients of scattered rows are overwritten instead of added",
+        ROWS + " " + EXACT,
+    ),
+    # schedules and programs: what moves, and when
+    Mutation(
+        "ringattn/schedule/schedules.py",
+        "path = [(owner + hop) % n for hop in range(1, n)]",
+        "path = [(owner + hop) % n for hop in range(1, max(2, n - 1))]",
+        "a dropped hop: the last rank of a ring never gets the K/V",
+        SCHEDULES,
+    ),
+    Mutation(
+        "ringattn/schedule/schedules.py",
+        "found.append(Transfer(owner, rank, owner, plan.needs(rank, owner), 0, wave, wave - 1))",
+        "found.append(Transfer(owner, rank, owner, plan.needs(owner, rank), 0, wave, wave - 1))",
+        "waves bring the rows that the owner needs, not this rank",
+        SCHEDULES,
+    ),
+    Mutation(
+        "ringattn/schedule/schedules.py",
+        "ranks = [(node * size + (owner + hop) % size, turn * size + hop) for hop in range(size)]",
+        "ranks = [(node * size + (owner + hop) % size, turn * size + hop) for hop in range(max(1, size - 1))]",
+        "a dropped hop of a double ring",
+        SCHEDULES + " " + PROGRAM,
+    ),
+    Mutation(
+        "ringattn/schedule/schedules.py",
+        "                rows = rows | t.rows\n",
+        "                pass\n",
+        "gradients that came along the ring are not passed on",
+        PROGRAM,
+    ),
+    Mutation(
+        "ringattn/schedule/program.py",
+        "        found += adds[t]\n",
+        "",
+        "gradients that came from other ranks are not added",
+        PROGRAM,
+    ),
+    Mutation(
+        "ringattn/schedule/program.py",
+        "        found.append(Fence(t, Stream.EXCHANGES))\n",
+        "",
+        "a missing stream wait: gradients leave before they are computed",
+        STREAMS,
+    ),
+    Mutation(
+        "ringattn/schedule/program.py",
+        "        found.append(Fence(t, Stream.LAUNCHES))\n",
+        "",
+        "a missing stream wait: a launch begins before its K/V have come",
+        PROGRAM,
+    ),
+    Mutation(
+        "ringattn/schedule/program.py",
+        "(old.rows, old.holds) == (x.buffer.rows, x.buffer.holds)",
+        "old.rows == x.buffer.rows",
+        "gradients in 16 bits between hops, as a buffer of K/V becomes one of sums",
+        f"{PROGRAM} {EXACT}",
+    ),
+    Mutation(
+        "ringattn/schedule/memory.py",
+        "most = max(most, held + copied + launch)",
+        "most = max(most, held + launch)",
+        "predicted memory leaves out the rows that are gathered",
+        "tests/schedule tests/predict/test_planner.py -k 'bytes or memory'",
+    ),
+    # running a pass, and the agreement before it
+    Mutation(
+        "ringattn/runtime/passes.py",
+        "                assert handle is not None\n                handle.wait()\n            case Close():",
+        "                pass\n            case Close():",
+        "stale K/V: the forward pass does not wait for an exchange",
+        EXACT,
+    ),
+    Mutation(
+        "ringattn/runtime/passes.py",
+        "                    with streams.exchanges:\n                        handle.wait()\n",
+        "",
+        "stale K/V and gradients: the backward pass does not wait for an exchange",
+        EXACT,
+    ),
+    Mutation(
+        "ringattn/runtime/passes.py",
+        "dk, dv = buffers.part(program.sums, 0, program.sums.rows)",
+        "dv, dk = buffers.part(program.sums, 0, program.sums.rows)",
+        "dk and dv are swapped",
+        EXACT,
+    ),
+    Mutation(
+        "ringattn/runtime/passes.py",
+        "dtype = q.dtype if kv_dtype == q.dtype and program.alone else queries.row_sum.dtype",
+        "dtype = q.dtype",
+        "gradients in bf16 between hops",
+        ROUNDING,
+    ),
+    Mutation(
+        "ringattn/runtime/passes.py",
+        "final=final and x.last)",
+        "final=final)",
+        "the output in bf16 between hops",
+        ROUNDING,
+    ),
+    Mutation(
+        "ringattn/runtime/passes.py",
+        "            total[x.begin : x.end].zero_()",
+        "            pass",
+        "sums are not set to zero before they are added to",
+        "tests/test_attention.py -k 'memory_that_was_not_written'",
+    ),
+    Mutation(
+        "ringattn/runtime/op.py",
+        "delta = delta - drow_sum * row_sum",
+        "delta = delta + drow_sum * row_sum",
+        "the gradient of the statistics has the wrong sign",
+        STATISTICS,
+    ),
+    Mutation(
+        "ringattn/runtime/agree.py",
+        "json.dumps(self.texts).encode(), digest_size=16)",
+        "json.dumps(list(self.texts)).encode(), digest_size=16)",
+        "a loosened digest: ranks compare the names of facts, not the facts",
+        AGREEMENT,
+    ),
+    Mutation(
+        "ringattn/runtime/agree.py",
+        "if any(refused) or",
+        "if",
+        "a removed check: a rank that refused its input is not heard",
+        AGREEMENT,
+    ),
+    Mutation(
+        "ringattn/runtime/calls.py",
+        '            "softmax_scale": softmax_scale,\n',
+        "",
+        "a removed fact: ranks with different scales do not notice",
+        AGREEMENT,
+    ),
+    Mutation(
+        "ringattn/runtime/calls.py",
+        "    if held != tokens:\n",
+        "    if held < tokens:\n",
+        "a removed check: a shard shorter than the layout says",
+        ERRORS + " -k length",
+    ),
+    Mutation(
+        "ringattn/runtime/rank_attention.py",
+        "dx.unflatten(2, (-1, copies)).sum(3).to(dtype)",
+        "dx.unflatten(2, (-1, copies)).select(3, 0).to(dtype)",
+        "gradients of copied K/V heads are lost but for one",
+        ULYSSES,
+    ),
+    Mutation(
+        "ringattn/runtime/ulysses.py",
+        "self.rank = ring.rank * heads.size + heads.rank",
+        "self.rank = heads.rank * ring.size + ring.rank",
+        "ranks of a grid are numbered the other way",
+        ULYSSES,
+    ),
+    Mutation(
+        "ringattn/collective.py",
+        "            total += received[rank]\n",
+        "            pass\n",
+        "the gradient of a shard leaves out what other ranks computed",
+        "tests/test_attention.py -k unshard_is_the_inverse",
+    ),
+    Mutation(
+        "ringattn/partial.py",
+        "weight_b = b.row_sum * (b.row_max.detach() - pivot).exp()",
+        "weight_b = b.row_sum * (a.row_max.detach() - pivot).exp()",
+        "merging takes the other part's maximum",
+        "tests/test_partial.py",
+    ),
+    Mutation(
+        "ringattn/check.py",
+        "    if h % hk:\n",
+        "    if h < hk:\n",
+        "a removed check: query heads that K/V heads do not divide",
+        ERRORS + " -k heads",
+    ),
+    Mutation(
+        "ringattn/check.py",
+        "    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):\n",
+        "    if not isinstance(value, (int, np.integer)):\n",
+        "a removed check: True is taken for 1",
+        ERRORS + " tests/test_odd_arguments.py -k 'bool or sliding'",
+    ),
+    # transports: who sends to whom, and what waits for what
+    Mutation(
+        "ringattn/transport/process_group.py",
+        "dist.P2POp(dist.isend, _lent(x), self._global_ranks[rank], group)",
+        "dist.P2POp(dist.isend, _lent(x), rank, group)",
+        "a wrong group rank: messages of a group go to ranks of the job",
+        "tests/distributed/test_gloo.py -k group_ranks_are_not_global",
+    ),
+    Mutation(
+        "ringattn/transport/process_group.py",
+        "nodes = [rank // int(",
+        "nodes = [rank % int(",
+        "ranks of a node are found by the wrong digit",
+        "tests/transport/test_transports.py",
+    ),
+    Mutation(
+        "ringattn/transport/staged.py",
+        "    queue.wait([(channel.ready, channel.count)])\n",
+        "",
+        "stale K/V: a chunk is pulled before it is there",
+        STAGED,
+    ),
+    Mutation(
+        "ringattn/transport/staged.py",
+        "        if chunk.must_be_read > channel.awaited:\n",
+        "        if chunk.must_be_read > channel.awaited + 1:\n",
+        "a chunk is overwritten before it has been read",
+        STAGED,
+    ),
+    Mutation(
+        "ringattn/transport/staged.py",
+        "                self._current.after(mark)\n",
+        "                pass\n",
+        "a missing stream wait: computation goes on before the messages are there",
+        STAGED,
+    ),
+    Mutation(
+        "ringattn/transport/channels.py",
+        "while occupied and occupied[0][1] < end and occupied[0][2] > first:",
+        "while False:",
+        "a channel forgets which chunks lie in a place",
+        STAGED,
+    ),
+    Mutation(
+        "ringattn/transport/exchange_plan.py",
+        "<= rooms[1] // 2",
+        "<= 2 * rooms[1]",
+        "messages at rest fill more than the near channel holds",
+        STAGED,
+    ),
+    Mutation(
+        "ringattn/transport/shared_records.py",
+        "if found > number:",
+        "if found > number + 10**9:",
+        "a removed check: a record that was overwritten is taken for the awaited one",
+        "tests/distributed/test_host_channel.py -k overwritten",
+    ),
+    # the device: plain torch, streams
+    Mutation(
+        "ringattn/device/blocked.py",
+        "first, last = max(k_begin, q0 - hi), min(k_end, q1 - lo)",
+        "first, last = max(k_begin, q0 - hi), min(k_end, q1 - lo - 1)",
+        "a skipped mask edge: the last key that a block sees",
+        BLOCKED,
+    ),
+    Mutation(
+        "ringattn/device/blocked.py",
+        "dv[:, block.k] += ",
+        "dv[:, block.k] = ",
+        "a block's dv replaces that of the blocks before",
+        BLOCKED,
+    ),
+    Mutation(
+        "ringattn/device/blocked.py",
+        "part *= (kept * scale)",
+        "part *= (1.0 * scale)",
+        "the output of earlier keys is not rescaled to the new maximum",
+        BLOCKED,
+    ),
+    Mutation(
+        "ringattn/device/streams.py",
+        "            self._come_after(self._exchanges.stream, self._launch.stream)\n",
+        "            pass\n",
+        "a missing stream wait: exchanges do not wait for the launch whose gradients they send",
+        STREAMS,
+    ),
+    Mutation(
+        "ringattn/device/streams.py",
+        "        self._launch.stream.wait_event(self._start)\n",
+        "",
+        "a missing stream wait: a launch does not wait for the K/V that it reads",
+        STREAMS,
+    ),
+    # kernels, through Triton's interpreter
+    Mutation(
+        "kernels/ringattn_kernels/bands.py",
+        "last = tl.minimum(rows - lo, end - 1)",
+        "last = tl.minimum(rows - lo - 1, end - 1)",
+        "a skipped mask edge in the plain kernels",
+        CAUSAL,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/plain_forward.py",
+        "acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)",
+        "acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)",
+        "the output of earlier keys is not rescaled to the new maximum",
+        CAUSAL,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/plain_forward.py",
+        "acc = tl.load(state_ptr + out_offsets, mask=out_mask, other=0.0) * row_sum[:, None]",
+        "acc = tl.load(state_ptr + out_offsets, mask=out_mask, other=0.0)",
+        "a launch forgets how much the launches before it weigh",
+        f"{INTERPRETER} -k random_tiles",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/gradients.py",
+        "store_gradient(dk_ptrs, dk * softmax_scale, mask, ADD)",
+        "store_gradient(dk_ptrs, dk, mask, ADD)",
+        "dk is not scaled",
+        CAUSAL,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/gradients.py",
+        "        gradient += tl.load(pointers, mask=mask, other=0.0)\n",
+        "        gradient += 0.0\n",
+        "a launch's gradients replace those of the launches before",
+        f"{INTERPRETER} -k random_tiles",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/statistics.py",
+        'tl.where(empty, float("inf"), pivot)',
+        "pivot",
+        "rows with nothing live get gradients",
+        CAUSAL,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/splits.py",
+        "weight = split_sum * tl.math.exp2(split_max - pivot[None, :])",
+        "weight = split_sum",
+        "splits are merged without regard to their maxima",
+        f"{INTERPRETER} -k splits_merge",
+    ),
+    # training
+    Mutation(
+        "ringattn/training/loss.py",
+        "share = 1 / total.clamp(min=1)",
+        "share = 1 / total",
+        "a missing clamp: 0 / 0 where no token counts",
+        "tests/training/test_loss.py -k without_a_valid_token",
+    ),
+    Mutation(
+        "ringattn/training/loss.py",
+        "factor = (reduction.divisor * share)",
+        "factor = (1 * share)",
+        "an unscaled loss: gradients are divided once too often",
+        "tests/training/test_loss.py -k 'factor or averaged or mean_over_all'",
+    ),
+    Mutation(
+        "ringattn/training/causal_lm.py",
+        "F.pad(tokens[..., 1:].to(torch.int64), (0, 1), value=IGNORE)",
+        "F.pad(tokens[..., :-1].to(torch.int64), (1, 0), value=IGNORE)",
+        "labels off by one: each token predicts the one before",
+        "tests/training/test_causal_lm.py -k labels_are_the_next",
+    ),
+    Mutation(
+        "ringattn/training/data.py",
+        "        shifted[:, ends[ends >= 0]] = IGNORE\n",
+        "",
+        "labels cross the bounds of packed documents",
+        "tests/training/test_data.py",
+    ),
+    Mutation(
+        "ringattn/training/data.py",
+        "torch.searchsorted(starts, positions, right=True)",
+        "torch.searchsorted(starts, positions, right=False)",
+        "positions of a document's first token belong to the document before",
+        "tests/training/test_data.py",
+    ),
+    Mutation(
+        "ringattn/training/tiled.py",
+        "return torch.cat(parts, dim=-2)",
+        "return torch.cat(parts[::-1], dim=-2)",
+        "tiles come back in the wrong order",
+        "tests/training/test_tiled.py -k 'test_tiles_give_the_same'",
+    ),
+    Mutation(
+        "ringattn/training/offload.py",
+        "if x is not None and x._version != self._version:",
+        "if False:",
+        "a removed check: a parked tensor was changed in place",
+        "tests/training/test_offload.py -k changes_in_place",
+    ),
+    Mutation(
+        "ringattn/training/offload.py",
+        "        self.fetch()\n        self._memory.wait(self._device)\n",
+        "        self.fetch()\n",
+        "a missing stream wait: the backward pass reads before the copy has ended",
+        "tests/training/test_offload.py -k copies_are_waited_for",
+    ),
+    # doors
+    Mutation(
+        "ringattn/integrations/replace.py",
+        "mask = self.masks[is_causal]",
+        "mask = self.masks[True]",
+        "attention over the whole sequence becomes causal",
+        "tests/integrations/test_replace.py",
+    ),
+    Mutation(
+        "ringattn/integrations/replace.py",
+        "        if dropout_p:\n",
+        "        if dropout_p > 1:\n",
+        "a removed check: dropout is left out silently",
+        "tests/integrations/test_replace.py -k cannot_be_honoured",
+    ),
+    Mutation(
+        "ringattn/integrations/huggingface_attachment.py",
+        "sliding_window(window - 1, None)",
+        "sliding_window(window, None)",
+        "a model's window is one key too wide",
+        "tests/integrations/test_huggingface.py -k window_given_only_by_the_mask",
+    ),
+    Mutation(
+        "ringattn/integrations/deepspeed.py",
+        "self.ring = mesh[ring_axis].get_group()",
+        "self.ring = mesh[data_axis].get_group()",
+        "a wrong group: the ring of DeepSpeed's mesh",
+        "tests/integrations/test_deepspeed.py -k 'equal_those_of_one_process'",
+    ),
+    Mutation(
+        "ringattn/verification.py",
+        "return self.sharded <= self.limit",
+        "return not self.sharded > self.limit",
+        "a removed check: NaN passes",
+        "tests/test_verification.py -k report",
+    ),
+    # predictions
+    Mutation(
+        "ringattn/predict/planner.py",
+        "return min((p for p in found if p.peak <= memory)",
+        "return min((p for p in found)",
+        "schedules that do not fit the memory are recommended",
+        "tests/predict/test_planner.py -k 'memory or recommend or fastest'",
+    ),
+)

@@ -1,0 +1,303 @@
+"""Odd arguments: every public function takes each odd value rightly, or raises ValueError; a TypeError never comes from inside.
+
+A value is taken only if the argument's annotation names its kind. What is taken must serve: the result is then used, and an integer of
+NumPy gives the same result as Python's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ringattn as ra
+from ringattn import planner
+from ringattn.integrations import deepspeed, huggingface
+from ringattn.predict.machine import H200, Machine
+from ringattn.predict.simulation import Option, Workload
+from ringattn.training import causal_lm, data, loss, tiled
+
+LAYOUT, MASK = ra.zigzag(6, 1), ra.causal()
+PLAN = ra.make_plan(ra.zigzag(6, 2), MASK)
+TOKENS = torch.zeros(1, 6, dtype=torch.int64)
+WORK = Workload(64, 2, 2, 8, MASK)
+REDUCTION = loss.summed()
+
+# name: the value's maker, and the words of an annotation that names its kind
+ODD: dict[str, tuple[Callable[[], Any], str]] = {
+    "None": (lambda: None, "None Any"),
+    "half": (lambda: 1.5, "float"),
+    "True": (lambda: True, "bool"),
+    "NumPy's 1": (lambda: np.int64(1), "int float"),
+    "NumPy's half": (lambda: np.float64(1.5), "float"),
+    "NumPy's True": (lambda: np.bool_(True), ""),
+    "0-D array": (lambda: np.array(3), "Tensor ndarray"),
+    "1-D array": (lambda: np.arange(3), "Tensor ndarray Sequence Iterable"),
+    "3-D array": (lambda: np.zeros((1, 2, 3)), "Tensor ndarray"),
+    "array of objects": (lambda: np.array([None, "a"]), "Tensor ndarray Iterable"),
+    "2**63": (lambda: 2**63, "int float"),
+    "2**64": (lambda: 2**64, "int float"),
+    "a list of 2**63": (lambda: [2**63], "Sequence Iterable"),
+    "-1": (lambda: -1, "int float"),
+    "nan": (lambda: float("nan"), "float"),
+    "inf": (lambda: float("inf"), "float"),
+    "complex": (lambda: 1j, ""),
+    "text": (lambda: "odd", "str"),
+    "no text": (lambda: "", "str"),
+    "bytes": (lambda: b"odd", ""),
+    "empty list": (list, "Sequence Iterable tuple"),
+    "list of text": (lambda: ["a", "b"], "Sequence Iterable"),
+    "list of lists": (lambda: [[], [1]], "Sequence Iterable"),
+    "list of None": (lambda: [None], "Sequence Iterable"),
+    "dict": (dict, "Mapping Iterable"),
+    "set": (lambda: {1, 2}, "Iterable"),
+    "generator": (lambda: (i for i in range(3)), "Iterable"),
+    "object": (object, "Any"),
+    "function": (lambda: print, "Callable"),
+    "class": (lambda: int, "Callable"),
+    "slice": (lambda: slice(3), ""),
+    "0-D tensor": (lambda: torch.tensor(3), "Tensor"),
+    "meta tensor": (lambda: torch.zeros(3, dtype=torch.int64, device="meta"), "Tensor"),
+    "4-D meta tensor": (lambda: torch.zeros(1, 6, 2, 8, device="meta"), "Tensor"),
+    "bfloat16 tensor": (lambda: torch.ones(3, dtype=torch.bfloat16), "Tensor"),
+    "sparse tensor": (lambda: torch.eye(3).to_sparse(), "Tensor"),
+    "complex tensor": (lambda: torch.ones(3, dtype=torch.complex64), "Tensor"),
+    "uint64 tensor": (lambda: torch.tensor([2**63], dtype=torch.uint64), "Tensor Sequence Iterable"),
+    "tensor that requires grad": (lambda: torch.ones(3, requires_grad=True), "Tensor"),
+    "list of meta tensors": (lambda: [torch.zeros((), device="meta")], "Sequence Iterable"),
+}
+
+
+def x(*shape):
+    return torch.zeros(shape or (1, 6, 2, 8))
+
+
+def partial():
+    return ra.attend(x(), x(), x())
+
+
+class Attention(torch.nn.Module):
+    def forward(self, q):
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+
+class MLP(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+
+def span_in_layout(start: int = 0, length: int = 6, stride: int = 1) -> ra.Layout:
+    return ra.Layout(6, ((ra.Span(start, length, stride),),))
+
+
+def of_lengths(lengths: Sequence[int] | torch.Tensor) -> ra.Mask:
+    return ra.documents(lengths=lengths)
+
+
+def with_tokens(input_ids: torch.Tensor) -> data.Batch:
+    return data.shard_batch({"input_ids": input_ids}, LAYOUT, 0)
+
+
+def with_labels(labels: torch.Tensor | None) -> data.Batch:
+    return data.shard_batch({"input_ids": TOKENS, "labels": labels}, LAYOUT, 0)
+
+
+def with_positions(position_ids: torch.Tensor | None) -> data.Batch:
+    return data.shard_batch({"input_ids": TOKENS, "position_ids": position_ids}, LAYOUT, 0)
+
+
+def with_mask(attention_mask: torch.Tensor | None) -> data.Batch:
+    return data.shard_batch({"input_ids": TOKENS, "attention_mask": attention_mask}, LAYOUT, 0)
+
+
+def with_bounds(cu_seq_lens_q: Sequence[int] | torch.Tensor | None) -> data.Batch:
+    return data.shard_batch({"input_ids": TOKENS, "cu_seq_lens_q": cu_seq_lens_q}, LAYOUT, 0)
+
+
+def count_of(labels: torch.Tensor) -> torch.Tensor:
+    return loss.count_tokens(labels)
+
+
+def with_rate(hbm_gbs: float) -> Machine:
+    return H200.with_rates({"hbm_gbs": hbm_gbs})
+
+
+# name: a function, and its arguments that have no default or that make a call shorter
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]]]] = {
+    "Layout": (ra.Layout, {"seq_len": lambda: 6, "spans": lambda: ((ra.Span(0, 6),),)}),
+    "Layout.positions": (LAYOUT.positions, {"rank": lambda: 0}),
+    "Layout.work": (LAYOUT.work, {"mask": lambda: MASK}),
+    "Layout.balance": (LAYOUT.balance, {"mask": lambda: MASK}),
+    "Mask.dense": (MASK.dense, {"seq_len": lambda: 4}),
+    "Mask.regions": (MASK.regions, {"seq_len": lambda: 4}),
+    "Mask.check_length": (MASK.check_length, {"seq_len": lambda: 4}),
+    "Mask.picture": (MASK.picture, {}),
+    "Mask.__or__": (MASK.__or__, {"other": lambda: MASK}),
+    "Mask.__and__": (MASK.__and__, {"other": lambda: MASK}),
+    "Plan.tiles": (PLAN.tiles, {"rank": lambda: 0, "owner": lambda: 1}),
+    "Plan.needs": (PLAN.needs, {"rank": lambda: 0, "owner": lambda: 1}),
+    "Plan.pairs_of": (PLAN.pairs_of, {"rank": lambda: 0, "owner": lambda: 1}),
+    "Span": (span_in_layout, {}),
+    "attend": (ra.attend, {"q": x, "k": x, "v": x}),
+    "balanced": (ra.balanced, {"mask": lambda: MASK, "seq_len": lambda: 6, "world_size": lambda: 2}),
+    "bigbird": (ra.bigbird, {"seq_len": lambda: 64, "block_size": lambda: 8}),
+    "block_sparse": (ra.block_sparse, {"block_mask": lambda: [[True]], "block_size": lambda: 4}),
+    "causal": (ra.causal, {}),
+    "checkpoint_layers": (ra.checkpoint_layers, {"layers": lambda: [torch.nn.Linear(2, 2)]}),
+    "contiguous": (ra.contiguous, {"seq_len": lambda: 6, "world_size": lambda: 2}),
+    "default_layout": (ra.default_layout, {"mask": lambda: MASK, "seq_len": lambda: 6, "world_size": lambda: 2}),
+    "default_schedule": (ra.default_schedule, {"plan": lambda: PLAN}),
+    "dilated_window": (ra.dilated_window, {"window": lambda: 2, "dilation": lambda: 2}),
+    "documents": (ra.documents, {"cu_seqlens": lambda: [0, 3]}),
+    "documents of lengths": (of_lengths, {"lengths": lambda: [3]}),
+    "double_ring": (ra.double_ring, {}),
+    "finish": (ra.finish, {"part": partial}),
+    "full": (ra.full, {}),
+    "gather": (ra.gather, {}),
+    "global_tokens": (ra.global_tokens, {"n_or_positions": lambda: 2}),
+    "hybrid": (ra.hybrid, {"mesh": lambda: None}),
+    "make_plan": (ra.make_plan, {"layout": lambda: LAYOUT, "mask": lambda: MASK}),
+    "merge": (ra.merge, {"a": partial, "b": partial}),
+    "prefix": (ra.prefix, {"n": lambda: 2}),
+    "process_group": (ra.process_group, {}),
+    "replace_attention": (ra.replace_attention, {"model": Attention}),
+    "ring": (ra.ring, {}),
+    "ring_attention": (ra.ring_attention, {"q": x, "k": x, "v": x}),
+    "shard": (ra.shard, {"x": lambda: TOKENS, "layout": lambda: LAYOUT, "rank": lambda: 0}),
+    "sliding_window": (ra.sliding_window, {"left": lambda: 2}),
+    "striped": (ra.striped, {"seq_len": lambda: 6, "world_size": lambda: 2}),
+    "symmetric": (ra.symmetric, {}),
+    "unshard": (ra.unshard, {"x_local": lambda: TOKENS, "layout": lambda: LAYOUT}),
+    "verify": (ra.verify, {"model": lambda: torch.nn.Linear(2, 2), "batch": lambda: {"input_ids": TOKENS}}),
+    "waves": (ra.waves, {}),
+    "zigzag": (ra.zigzag, {"seq_len": lambda: 6, "world_size": lambda: 2}),
+    # training
+    "CausalLMLoss": (causal_lm.CausalLMLoss, {"model": lambda: torch.nn.Linear(2, 2)}),
+    "fused_token_loss": (
+        causal_lm.fused_token_loss,
+        {"hidden": lambda: x(1, 6, 8), "weight": lambda: x(4, 8), "labels": lambda: TOKENS},
+    ),
+    "shift_labels": (causal_lm.shift_labels, {"tokens": lambda: TOKENS}),
+    "sum_gradients": (causal_lm.sum_gradients, {"parameters": lambda: [torch.nn.Parameter(x(2))]}),
+    "token_loss": (causal_lm.token_loss, {"hidden": lambda: x(1, 6, 8), "weight": lambda: x(4, 8), "labels": lambda: TOKENS}),
+    "pack": (data.pack, {"tokens": lambda: [[1, 2]]}),
+    "shard_batch": (data.shard_batch, {"batch": lambda: {"input_ids": TOKENS}, "layout": lambda: LAYOUT, "rank": lambda: 0}),
+    "shard_batch with tokens": (with_tokens, {"input_ids": lambda: TOKENS}),
+    "shard_batch with labels": (with_labels, {"labels": lambda: TOKENS}),
+    "shard_batch with positions": (with_positions, {"position_ids": lambda: TOKENS}),
+    "shard_batch with a mask": (with_mask, {"attention_mask": lambda: None}),
+    "shard_batch with bounds": (with_bounds, {"cu_seq_lens_q": lambda: None}),
+    "averaged": (loss.averaged, {}),
+    "count_tokens": (count_of, {"labels": lambda: TOKENS}),
+    "deepspeed": (loss.deepspeed, {"data_parallel": lambda: 2}),
+    "mean_loss": (
+        loss.mean_loss,
+        {"summed_loss": lambda: torch.tensor(1.0), "labels": lambda: TOKENS, "reduction": lambda: REDUCTION},
+    ),
+    "Reduction": (loss.Reduction, {"divisor": lambda: 2}),
+    "tile_modules": (tiled.tile_modules, {"model": lambda: torch.nn.Sequential(MLP()), "rows": lambda: 2}),
+    "tiled": (tiled.tiled, {"function": lambda: torch.nn.Identity(), "x": lambda: x(1, 6, 8), "rows": lambda: 2}),
+    # prediction
+    "held_bytes": (planner.held_bytes, {"work": lambda: WORK, "gpus": lambda: 2}),
+    "options": (planner.options, {"work": lambda: WORK, "gpus": lambda: 2, "gpus_per_node": lambda: 2}),
+    "predict": (
+        planner.predict,
+        {
+            "machine": lambda: H200,
+            "work": lambda: WORK,
+            "gpus": lambda: 2,
+            "gpus_per_node": lambda: 2,
+            "option": lambda: Option(ra.ring()),
+        },
+    ),
+    "recommend": (planner.recommend, {"predictions": list, "memory": lambda: 1.0}),
+    "with_rates": (with_rate, {"hbm_gbs": lambda: 1.0}),
+    # doors
+    "DeepSpeedParallel": (deepspeed.DeepSpeedParallel, {"mesh": lambda: None}),
+    "attach": (huggingface.attach, {"model": lambda: torch.nn.Linear(2, 2), "layout": lambda: LAYOUT}),
+    "detach": (huggingface.detach, {"model": lambda: torch.nn.Linear(2, 2)}),
+}
+
+
+# without a group, sum_gradients does not look at the parameters
+EXEMPT = {("sum_gradients", "parameters"), ("finish", "return_stats")}
+
+
+def named_kinds(annotation: str) -> set[str]:
+    """The types that an annotation names; a window is a number."""
+    return set(re.findall(r"\w+", annotation)) | ({"int"} if "Window" in annotation else set())
+
+
+def use(result: Any) -> None:
+    """Masks, layouts and schedules are lazy: a value that does not serve must at the latest be refused here."""
+    if isinstance(result, ra.Mask):
+        result.dense(4)
+    elif isinstance(result, ra.Layout):
+        result.positions(0)
+        result.balance(MASK)
+    elif isinstance(result, ra.Schedule):
+        result.resolve(PLAN, 2, lambda _: 100).transfers(PLAN)
+
+
+def problems(name: str, parameter: inspect.Parameter, odd: str) -> str | None:
+    """What is wrong with the call that has an odd value for one argument."""
+    function, good = CALLS[name]
+    make, kinds = ODD[odd]
+    arguments = {key: value() for key, value in good.items()}
+    try:
+        result = function(**{**arguments, parameter.name: make()})
+        use(result)
+    except ValueError as error:
+        return None if error.args and str(error.args[0]) else "an empty message"
+    except Exception as error:
+        of_user = odd in ("class", "function") and "Callable" in parameter.annotation
+        return None if of_user else f"{type(error).__name__}: {error}"
+    if not named_kinds(parameter.annotation) & set(kinds.split()):
+        return f"taken, but the annotation is {parameter.annotation}"
+    if odd == "NumPy's 1":
+        wanted = function(**{key: value() for key, value in good.items()} | {parameter.name: 1})
+        return None if repr(result) == repr(wanted) else f"{result!r}, but with Python's 1 {wanted!r}"
+    return None
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("ignore")
+def test_an_odd_argument_gives_the_right_result_or_a_value_error(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a picture may be saved
+    parameters = inspect.signature(CALLS[name][0]).parameters.values()
+    found = {
+        f"{parameter.name} = {odd}": problem
+        for parameter in parameters
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) and (name, parameter.name) not in EXEMPT
+        for odd in ODD
+        if (problem := problems(name, parameter, odd)) is not None
+    }
+    assert found == {}
+
+
+def test_every_public_function_is_tried():
+    public = {name for name in ra.__all__ if callable(getattr(ra, name))}
+    # abstract bases, results that functions return, and functions that torch calls
+    untried = {"Mask", "Schedule", "Plan", "Partial", "Report", "Stats", "checkpoint_contexts", "checkpoint_policy"}
+    assert public - set(CALLS) == untried
+    for module in (causal_lm, data, loss, tiled, planner, huggingface, deepspeed):
+        functions = {
+            name
+            for name, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+        }
+        called_within = {
+            "forward_names",
+            "tokens_of",
+            "packed_positions",
+            "documents_of_positions",
+            "packed_documents",
+            "check_work",
+        }
+        of_transformers = {"register", "ring_attention_forward"}
+        assert functions <= set(CALLS) | called_within | of_transformers | {"averaged", "summed"}
