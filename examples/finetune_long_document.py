@@ -50,7 +50,7 @@ from finetune.files import (
 )
 from finetune.model import activation_bytes, build_model, count_flops, count_parameters, decoder_layers
 from finetune.peers import peer_checkpoint_contexts, surroundings
-from finetune.ranks import CheckpointError, start_ranks
+from finetune.ranks import CheckpointError, join_ranks, start_ranks
 from finetune.settings import ALL, DTYPES, Settings, parse
 from finetune.trainer import LAYOUTS, Trainer, learning_rate
 from tokenizers import Tokenizer
@@ -183,13 +183,12 @@ def run_rank(local_rank: int, settings: Settings, store: str | None) -> None:
     device = torch.device("cuda", local_rank) if settings.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
+    elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    meet = {} if store is None else dict(init_method=f"file://{store}", rank=local_rank, world_size=settings.ranks)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **meet)
+    join_ranks("nccl" if device.type == "cuda" else "gloo", local_rank, settings.ranks, store)
     try:
         work(settings, device)
     except CheckpointError as error:

@@ -143,7 +143,7 @@ def find_checkpoint(
         try:
             manifest = check(path)
         except CheckpointError as error:
-            raise CheckpointError(f"--resume is {path}, but {error}. {_advice(path)}") from error
+            raise CheckpointError(f"--resume: {error}. {_advice(path)}") from error
         check_settings(settings, path, manifest)
         return path, manifest
     for path in folders:

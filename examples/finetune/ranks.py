@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.rendezvous import rendezvous
 
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
@@ -50,6 +51,20 @@ def _run(rank: int, parent: int, function: Callable[..., None], arguments: tuple
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     function(rank, *arguments)
+
+
+def join_ranks(backend: str, rank: int, ranks: int, file: str | None) -> None:
+    """Set up the process group: ranks of this host meet at a file, torchrun's (`file` is None) where its variables say."""
+    if file is not None:
+        dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=ranks)
+    elif os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # torchrun (2.13) keeps its store over --max-restarts, with the addresses of processes that have ended
+        store, rank, ranks = next(rendezvous("env://"))
+        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        dist.init_process_group(backend, store=dist.PrefixStore(f"life-{life}", store), rank=rank, world_size=ranks)
+    else:
+        # nodes count restarts each for itself: there, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives every start a new store
+        dist.init_process_group(backend)
 
 
 def everyone(device: torch.device, work: Callable[[], Any]) -> list[Any]:

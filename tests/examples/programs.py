@@ -29,6 +29,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+PROGRAM = EXAMPLES / "finetune_long_document.py"
+SHORT = ["--device", "cpu", "--vocab", "300", "--tokens", "61", "--steps", "4", "--warmup", "1", "--generate", "3"]
+TOY = ["--hidden", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1", *SHORT]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 needs_accelerate = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
