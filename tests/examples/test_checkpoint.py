@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -14,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.examples.programs import _FORKS, EXAMPLES, PROGRAM, ROOT, TOY, figures, run
 
@@ -197,74 +195,13 @@ def test_a_folder_that_cannot_be_written_is_named_before_the_first_step(program,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]
 
 
-def save_and_fail(group, out):
-    """On every rank: a checkpoint, one for which rank 1 has no disk space, one that rank 0 cannot complete, and one more."""
-    sys.path.insert(0, str(EXAMPLES))
-    from finetune.checkpoint import load_checkpoint, save_checkpoint
-    from finetune.ranks import CheckpointError
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    rank, device = dist.get_rank(), torch.device("cpu")
-    torch.manual_seed(0)
-    model = torch.nn.Linear(7, 11)  # the last ranks have no rows
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step():
-        model(torch.ones(2, 7)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    class Settings(SimpleNamespace):
-        def __getattr__(self, name):
-            return None
-
-    settings = Settings(out=out, ranks=dist.get_world_size())
-    tokens, failures = torch.arange(5), []
-    step()
-    save_checkpoint(settings, model, optimizer, tokens, 1, device)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    step()
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        save_checkpoint(settings, model, optimizer, tokens, 2, device)
-    except CheckpointError as error:
-        failures.append(str(error))
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    if rank == 0:
-        (Path(out) / "tokenizer.json").rename(Path(out) / "gone")
-    try:
-        save_checkpoint(settings, model, optimizer, tokens, 2, device)
-    except CheckpointError as error:
-        failures.append(str(error))
-    dist.barrier()  # rank 0 has tidied up
-    names = sorted(path.name for path in Path(out).iterdir())
-    dist.barrier()
-    if rank == 0:
-        (Path(out) / "gone").rename(Path(out) / "tokenizer.json")
-    save_checkpoint(settings, model, optimizer, tokens, 2, device)
-    saved = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
-    step()
-    settings.resume = f"{out}/checkpoint-000002"
-    assert load_checkpoint(settings, model, optimizer, tokens, device) == 2
-    for parameter, expected in zip(model.parameters(), saved):
-        assert torch.equal(parameter.full_tensor(), expected)
-        assert optimizer.state[parameter]["step"] == 2
-    return failures, names
-
-
-def test_a_failed_save_is_named_by_every_rank_and_leaves_the_checkpoint_before_it(gloo, tmp_path):
+def test_a_failed_save_is_named_by_every_rank_and_leaves_the_checkpoint_before_it(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
+    printed = run(ROOT / "tests" / "examples" / "failing_saves.py", tmp_path, ranks=3)
     part = tmp_path / "checkpoint-000002.part"
-    for failures, names in gloo.run(8, save_and_fail, str(tmp_path)):
-        assert [failure.split(": ")[0] for failure in failures] == [
-            f"{part}/rank-00001.safetensors could not be written",
-            f"{part}/tokenizer.json could not be written",
-        ]
-        assert "File too large" in failures[0]
-        assert names == ["checkpoint-000001", "gone"]
+    assert printed.count(f"{part}/rank-00001.safetensors could not be written: ") == 3
+    assert printed.count("File too large") == 3
+    assert printed.count(f"{part}/tokenizer.json could not be written: No such file") == 3
 
 
 def wait_here(rank, folder):
@@ -287,13 +224,13 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path, number):
     pids = [tmp_path / str(rank) for rank in range(2)]
     until(lambda: all(path.exists() and path.read_text() for path in pids))
     os.kill(process.pid, number)
-    process.join(20)
+    process.join(60)
     assert process.exitcode == (128 + number if number == signal.SIGTERM else -number)
     until(lambda: not any(Path("/proc", path.read_text()).exists() for path in pids))
 
 
 def until(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
