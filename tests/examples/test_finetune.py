@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from ringattn.training.offload import HostMemory
-from tests.examples.programs import EXAMPLES, PROGRAM, SHORT, TOY, figures, needs_deepspeed, run
+from tests.examples.programs import EXAMPLES, PROGRAM, SHORT, TOY, call, figures, needs_deepspeed, run
 
 
 def test_a_run_learns_and_writes_its_files(finished):
@@ -62,7 +62,7 @@ def test_deepspeed_gives_the_same_losses(finished, text, tmp_path):
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
-def shape_steps(group, wrappers):
+def shape_steps(wrappers):
     """Two steps of a small shape under each wrapper, ZeRO-3 sharding even the smallest weights: losses, norms, perplexity; facts."""
     sys.path.insert(0, str(EXAMPLES))
     import finetune.deepspeed
@@ -82,7 +82,7 @@ def shape_steps(group, wrappers):
     found = []
     for options in wrappers:
         # a small norm, that the gradient is clipped
-        settings = program.parse(["--device", "cpu", "--ranks", "2", "--shape", "1b", "--tokens", "61", "--clip", "0.3", *options])
+        settings = program.parse(["--device", "cpu", "--shape", "1b", "--tokens", "61", "--clip", "0.3", *options])
         trainer = program.make_trainer(settings, program.build_model(settings, torch.device("cpu")), torch.device("cpu"))
         if "--recompute" in options:
             trainer.model.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -99,17 +99,11 @@ def shape_steps(group, wrappers):
 
 
 @needs_deepspeed
-def test_a_shape_under_every_stage_of_deepspeed(gloo, monkeypatch):
+def test_a_shape_under_every_stage_of_deepspeed():
     """As without a wrapper; ZeRO-3 has weights between steps in parts only, and bf16 is that of all but the frequencies."""
-    monkeypatch.setenv("DS_BUILD_OPS", "0")
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     stages = [["--wrapper", "deepspeed", "--zero", str(stage)] for stage in range(4)]
     low = [[*stage, "--dtype", "bfloat16"] for stage in stages]
-    pool = type(gloo)("gloo", 2, imports=("deepspeed",))
-    try:
-        ranks = pool.run(2, shape_steps, [["--wrapper", "none"], *stages, [*stages[3], "--recompute"], *low], timeout=120)
-    finally:
-        pool.close()
+    ranks = call(shape_steps, [["--wrapper", "none"], *stages, [*stages[3], "--recompute"], *low], ranks=2)
     for (wanted, whole), *found in ranks:
         for numbers, facts in found[:5]:
             assert numbers == pytest.approx(wanted, rel=3e-6)

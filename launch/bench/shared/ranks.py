@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -33,7 +34,10 @@ def start_ranks(function: Callable[[argparse.Namespace], None], arguments: argpa
         _join(int(os.environ.get("LOCAL_RANK", "0")), function, arguments)
         return
     world_size = arguments.world_size or (torch.cuda.device_count() if arguments.device == "cuda" else 2)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # of its own accord the store would listen on all interfaces
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     mp.spawn(_start, args=(world_size, store.port, function, arguments), nprocs=world_size)
 
 
