@@ -8,6 +8,7 @@
     python examples/finetune_long_document.py --shape 8b --tokens 131072 --steps 3     # random weights: speed and memory
     python examples/finetune_long_document.py --shape 1b --wrapper deepspeed --zero 3 --tokens 131072 --steps 3
     python examples/finetune_long_document.py --resume runs/long_document/checkpoint-000050
+    torchrun --max-restarts 3 --nproc-per-node 8 examples/finetune_long_document.py --save-every 50 --resume last
     python examples/finetune_long_document.py --verify                 # one step against dense attention in one process
 
 The document is Python's language reference (`pydoc_data.topics`) or `--text`. On GPUs every step sees the whole document
@@ -18,7 +19,6 @@ logits and loss are local, and only attention talks to the other ranks. Writes t
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -30,11 +30,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from finetune.checkpoint import load_checkpoint, save_checkpoint
-from finetune.files import machine, open_log, peak_memory_gib, prepare_tokens, share_tokens, split_heldout, write_figures
+from finetune.checkpoint import (
+    check_writable,
+    checkpoint_bytes,
+    choose_checkpoint,
+    load_checkpoint,
+    prepare_folder,
+    save_checkpoint,
+)
+from finetune.files import (
+    append_line,
+    machine,
+    open_log,
+    peak_memory_gib,
+    prepare_tokens,
+    share_tokens,
+    split_heldout,
+    write_figures,
+)
 from finetune.model import activation_bytes, build_model, count_flops, count_parameters, decoder_layers
 from finetune.peers import peer_checkpoint_contexts, surroundings
+from finetune.ranks import CheckpointError, join_ranks, start_ranks
 from finetune.settings import ALL, DTYPES, Settings, parse
 from finetune.trainer import LAYOUTS, Trainer, learning_rate
 from tokenizers import Tokenizer
@@ -78,7 +94,7 @@ def train(settings: Settings, trainer: Trainer, tokens: torch.Tensor, device: to
         ra.checkpoint_layers(layers, offload=len(layers) if settings.offload == ALL else settings.offload)
     elif recompute:
         model.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": peer_checkpoint_contexts})
-    first = load_checkpoint(settings, model, trainer.optimizer, tokens) if settings.resume else 0
+    first = load_checkpoint(settings, model, trainer.optimizer, training, device) if settings.resume else 0
     flops = count_flops(model.model.config, model, seq_len)
     figures: dict[str, Any] = dict(
         tokens_a_step=seq_len,
@@ -90,6 +106,7 @@ def train(settings: Settings, trainer: Trainer, tokens: torch.Tensor, device: to
         model_flops_a_step=flops,
     )
     save_every = settings.save_every or (0 if settings.shape or settings.wrapper == "deepspeed" else settings.steps)
+    prepare_folder(Path(settings.out), first, checkpoint_bytes(model) if save_every else 0, device)
     log = open_log(Path(settings.out), first) if rank == 0 else None
     model.train()
     if settings.rehearse:
@@ -118,10 +135,9 @@ def train(settings: Settings, trainer: Trainer, tokens: torch.Tensor, device: to
             f"loss {loss:.3f}, {line['tokens_per_second']:,.0f} tokens/s, {mfu}peak {line['peak_memory_gib']:.2f} GiB"
         )
         if log is not None:
-            log.write(json.dumps(line) + "\n")
-            log.flush()
+            append_line(log, line)
         if save_every and (step + 1 == settings.steps or (step + 1) % save_every == 0):
-            save_checkpoint(settings, model, trainer.optimizer, tokens, step + 1)
+            save_checkpoint(settings, model, trainer.optimizer, training, step + 1, device)
     bar.close()
     if log is not None:
         log.close()
@@ -167,17 +183,18 @@ def run_rank(local_rank: int, settings: Settings, store: str | None) -> None:
     device = torch.device("cuda", local_rank) if settings.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
+    elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // settings.ranks))
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if store is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host: no other one needs to reach them
-    meet = {} if store is None else dict(init_method=f"file://{store}", rank=local_rank, world_size=settings.ranks)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **meet)
+    join_ranks("nccl" if device.type == "cuda" else "gloo", local_rank, settings.ranks, store)
     try:
         work(settings, device)
+    except CheckpointError as error:
+        if dist.get_rank() == 0:
+            print(f"finetune_long_document.py: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
     finally:
         dist.destroy_process_group()
 
@@ -201,6 +218,8 @@ def check_step(settings: Settings, model: CausalLMLoss, tokens: torch.Tensor) ->
 def work(settings: Settings, device: torch.device) -> None:
     began = time.perf_counter()
     rank, out = dist.get_rank(), Path(settings.out)
+    check_writable(out, device)
+    settings = choose_checkpoint(settings, device)
     document, tokens = prepare_tokens(settings, device)
     model = build_model(settings, device, int(tokens.max()) + 1)
     if rank == 0:
@@ -255,12 +274,9 @@ def main() -> None:
         run_rank(int(os.environ["LOCAL_RANK"]), settings, store=None)
         return
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            # forked ranks need no imports, but a process that has initialized CUDA must not be forked
-            method = "spawn" if settings.device == "cuda" else "fork"
-            mp.start_processes(run_rank, (settings, f"{folder}/store"), nprocs=settings.ranks, start_method=method)
-        except mp.ProcessExitedException as error:
-            sys.exit(error.exit_code)
+        # forked ranks need no imports, but a process that has initialized CUDA must not be forked
+        method = "spawn" if settings.device == "cuda" else "fork"
+        start_ranks(run_rank, (settings, f"{folder}/store"), settings.ranks, method)
 
 
 if __name__ == "__main__":

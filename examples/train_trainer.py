@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import ringattn as ra
 from ringattn.integrations.huggingface import attach
+from ringattn.integrations.trainer import RingTrainer
 from ringattn.training.data import shard_batch
 
 VOCAB, SEQ_LEN, STEPS, REPLICAS = 64, 509, 4, 1
@@ -38,8 +39,8 @@ def cut(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {**shards, "labels": shards["shift_labels"]}  # the Trainer counts what is called labels
 
 
-class RingTrainer(Trainer):
-    def get_train_dataloader(self) -> DataLoader:  # ring: the Trainer's own would deal sequences to the ranks of a ring
+class MyTrainer(RingTrainer):  # ring: not transformers' Trainer
+    def get_train_dataloader(self) -> DataLoader:  # ring: deals sequences to replicas, never to the ranks of a ring
         sampler = DistributedSampler(self.train_dataset, REPLICAS, mesh.get_local_rank("data"), shuffle=False)
         return DataLoader(self.train_dataset, self.args.per_device_train_batch_size, sampler=sampler, collate_fn=cut)
 
@@ -51,9 +52,8 @@ attach(model, layout=layout, group=mesh["ring"])  # ring
 tokens = (torch.arange(SEQ_LEN) + 5 * torch.arange(STEPS * REPLICAS)[:, None]) % VOCAB  # your data, (sequences, s)
 labels = tokens.where(torch.arange(SEQ_LEN) >= 100, -100)  # a prompt is read but not learned
 dataset = [dict(input_ids=row, labels=target) for row, target in zip(tokens, labels, strict=True)]
-trainer = RingTrainer(model, arguments, train_dataset=dataset)
+trainer = MyTrainer(model, arguments, train_dataset=dataset)
 trainer.train()
-if trainer.is_world_process_zero():
-    for step, logged in enumerate(trainer.state.log_history[:STEPS]):
-        print(f"step {step}: loss {logged['loss']:.6f}")  # of all ranks
+for step, logged in enumerate(trainer.state.log_history[:STEPS] if trainer.is_world_process_zero() else []):
+    print(f"step {step}: loss {logged['loss']:.6f}")  # of all ranks
 dist.destroy_process_group()

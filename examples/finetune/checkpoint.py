@@ -1,124 +1,195 @@
-"""Checkpoints of `finetune_long_document.py`: a folder with safetensors of each rank's part and one JSON; nothing is pickled.
+"""Checkpoints of `finetune_long_document.py`: folders of safetensors and JSON; nothing is pickled.
 
-With whole weights on every rank (no wrapper, DDP) rank 0 writes them; under FSDP2 every rank writes its own shards. Either way a run
-resumed with the same ranks goes on with the same bits.
+A run resumed with the same ranks goes on with the same bits, with others up to rounding. (torch.distributed.checkpoint reshards too,
+but its metadata is a pickle, and so are the plans that its ranks exchange.)
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
+import tempfile
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-# settings that a run must share with the checkpoint that it resumes
-RESUMED = (
-    "model", "shape", "wrapper", "layout", "attention", "dtype", "vocab", "hidden", "layers", "heads", "kv_heads",
-    "tokens", "heldout", "seed", "steps", "warmup", "lr", "clip",
-)  # fmt: skip
+from .manifest import (
+    FORMAT,
+    RESUMED,
+    Manifest,
+    check_files,
+    checkpoints,
+    describe,
+    find_checkpoint,
+    flush_folder,
+    read_manifest,
+    step_of,
+    write_manifest,
+)
+from .ranks import CheckpointError, everyone
+from .settings import Settings
+from .tensors import read_tensors, tensors_to_write, write_tensors
+
+# what a resumed run may change, and what follows
+CHANGES = {
+    "ranks": "losses agree up to rounding, not to the bit",
+    "wrapper": "losses agree up to rounding, not to the bit",
+    "steps": "the learning rate now falls until there",
+}
+
+
+def check_writable(out: Path, device: torch.device) -> None:
+    """Raise CheckpointError unless every rank can write into the folder, which need not exist; a collective."""
+
+    def probe() -> None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=out) as file:
+                file.write(b"0")
+        except OSError as error:
+            raise CheckpointError(f"--out is {out}, which cannot be written: {error.strerror}") from error
+
+    everyone(device, probe)
+
+
+def choose_checkpoint(settings: Settings, device: torch.device) -> Settings:
+    """The settings with `resume` the folder to resume, or None; a collective. Every file of the checkpoint is read, by one rank."""
+    if settings.resume is None:
+        return settings
+    # as rank 0 sees them: hosts may cache the listing of a shared folder
+    found = everyone(device, lambda: [str(path) for path in checkpoints(Path(settings.out))])[0]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def check(path: Path) -> Manifest:
+        def check_own() -> None:
+            manifest = read_manifest(path)
+            check_files(path, manifest, list(manifest["files"])[rank::ranks], digests=True)
+
+        everyone(device, check_own)
+        return read_manifest(path)
+
+    def say(text: str) -> None:
+        if rank == 0:
+            print(text, flush=True)
+
+    chosen = find_checkpoint(settings, [Path(path) for path in found], check, say)
+    if chosen is None:
+        say(f"no checkpoint in {settings.out} yet: beginning with step 1")
+        return replace(settings, resume=None)
+    path, manifest = chosen
+    say(f"resuming {path}, after step {manifest['step']}")
+    for name, meaning in CHANGES.items():
+        was, now = manifest["settings"][name], getattr(settings, name)
+        if was != now:
+            say(f"--{name} was {was} and is {now}: {meaning}")
+    return replace(settings, resume=str(path))
+
+
+def prepare_folder(out: Path, first: int, need: int, device: torch.device) -> None:
+    """Before the first step: raise CheckpointError unless `need` bytes fit on the disk; move away checkpoints after step `first`.
+
+    A collective. Those are another run's, or damaged: `--resume last` must not take them for this run's.
+    """
+
+    def prepare() -> None:
+        if dist.get_rank() != 0:
+            return
+        free = shutil.disk_usage(out).free
+        if free < need:
+            raise CheckpointError(f"--out is {out}, whose disk has {free:,} bytes free, but a checkpoint takes {need:,}")
+        former = out / "former"
+        try:
+            for path in checkpoints(out):
+                if step_of(path) > first:
+                    former.mkdir(exist_ok=True)
+                    shutil.rmtree(former / path.name, ignore_errors=True)
+                    path.rename(former / path.name)
+                    print(f"moved {path}, which this run does not resume, to {former}", flush=True)
+        except OSError as error:
+            raise CheckpointError(f"{out} cannot be written: {error.strerror}") from error
+
+    everyone(device, prepare)
+
+
+def checkpoint_bytes(model: torch.nn.Module) -> int:
+    """About the bytes of a checkpoint's files together: AdamW keeps two moments beside each parameter."""
+    return sum(3 * parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def save_checkpoint(
-    settings: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, document: torch.Tensor, step: int
+    settings: Settings,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    training: torch.Tensor,
+    step: int,
+    device: torch.device,
 ) -> None:
-    """Model, optimizer and random state, written whole or not at all, as `checkpoint-STEP/`; a collective."""
-    final = Path(settings.out) / f"checkpoint-{step:06d}"
+    """Model, optimizer and random states as `checkpoint-STEP/`, whole or not at all; a collective.
+
+    If a rank cannot write, every rank raises CheckpointError, which names the file. Earlier checkpoints stay, and no part of this one.
+    """
+    out = Path(settings.out)
+    final = out / f"checkpoint-{step:06d}"
     part = final.with_name(final.name + ".part")
     rank = dist.get_rank()
-    if rank == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    dist.barrier()
-    if rank == 0 or settings.wrapper == "fsdp2":
-        tensors = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
-        for index, state in optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
-        tensors["random.cpu"] = torch.get_rng_state()
-        if settings.device == "cuda":
-            tensors["random.cuda"] = torch.cuda.get_rng_state()
-        save_file(
-            {name: _local(tensor).detach().cpu().contiguous() for name, tensor in tensors.items()}, part / _file(settings, rank)
-        )
-    dist.barrier()
-    if rank == 0:
-        kept = {name: getattr(settings, name) for name in RESUMED}
-        (part / "state.json").write_text(
-            json.dumps(dict(step=step, ranks=settings.ranks, tokens=digest(document), settings=kept), indent=1)
-        )
-        tokenizer = Path(settings.out) / "tokenizer.json"
-        shutil.copy(tokenizer, part / "tokenizer.json")
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(part, final)
-    dist.barrier()
-
-
-def check_resumable(settings: Any) -> None:
-    """Raise ValueError if the checkpoint was written by a run with other settings; the message names the setting."""
-    path = Path(settings.resume)
-    if not (path / "state.json").is_file() or not (path / "tokenizer.json").is_file():
-        raise ValueError(f"--resume is {path}, which is not a checkpoint's folder")
     try:
-        state = json.loads((path / "state.json").read_text())
-        kept, step, ranks = state["settings"], int(state["step"]), int(state["ranks"])
-        settings_now = {name: getattr(settings, name) for name in kept}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"--resume is {path}, whose state.json was not written by this program: {error}") from error
-    for name, was in kept.items():
-        now = settings_now[name]
-        if now != was:
-            raise ValueError(f"--{name.replace('_', '-')} is {now}, but the checkpoint's run had {was}: give that")
-    if settings.wrapper == "fsdp2" and ranks != settings.ranks:
-        raise ValueError(f"--ranks is {settings.ranks}, but the checkpoint's shards are those of {ranks} ranks: give that")
-    if step >= settings.steps:
-        raise ValueError(f"--resume is at step {step} and --steps {settings.steps}: there is nothing left to do")
-    for rank in range(settings.ranks):
-        if not (path / _file(settings, rank)).is_file():
-            raise ValueError(f"--resume is {path}, which lacks {_file(settings, rank)}")
+        everyone(device, lambda: _make_folder(part) if rank == 0 else None)
+        tensors = tensors_to_write(model, optimizer, device)
+        entries = everyone(device, lambda: write_tensors(part, tensors, step))
+        content = dict(
+            format=FORMAT,
+            step=step,
+            training=digest(training),
+            settings={name: getattr(settings, name) for name in (*RESUMED, *CHANGES)},
+            files={f"rank-{number:05d}.safetensors": entry for number, entry in enumerate(entries) if entry is not None},
+        )
+        everyone(device, lambda: _complete(part, final, out / "tokenizer.json", content) if rank == 0 else None)
+    finally:
+        if rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
 
 
-def load_checkpoint(settings: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, document: torch.Tensor) -> int:
-    """Load a checkpoint into the model, the optimizer and the random generators. Returns the number of steps it had taken."""
+def load_checkpoint(
+    settings: Settings, model: torch.nn.Module, optimizer: torch.optim.Optimizer, training: torch.Tensor, device: torch.device
+) -> int:
+    """Load the checkpoint that `choose_checkpoint` has found. Returns the number of steps it had taken."""
+    assert settings.resume is not None
     path = Path(settings.resume)
-    state = json.loads((path / "state.json").read_text())
-    if state["tokens"] != digest(document):
-        raise ValueError("the document is not the one the checkpoint was trained on: give the same --text")
-    parameters = dict(model.named_parameters())
-    with safe_open(path / _file(settings, dist.get_rank()), "pt") as file, torch.no_grad():
-        for name, parameter in parameters.items():
-            _local(parameter).copy_(file.get_tensor(f"model.{name}"))
-        # the optimizer numbers parameters by group, then by parameter
-        listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for index, parameter in enumerate(listed):
-            moments = {}
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                value = file.get_tensor(f"optimizer.{index}.{key}")
-                if key == "step":
-                    moments[key] = value.to(parameter.device if settings.device == "cuda" else "cpu")
-                else:
-                    moments[key] = torch.zeros_like(parameter)
-                    _local(moments[key]).copy_(value)
-            optimizer.state[parameter] = moments
-        torch.set_rng_state(file.get_tensor("random.cpu"))
-        if settings.device == "cuda":
-            torch.cuda.set_rng_state(file.get_tensor("random.cuda"))
-    return int(state["step"])
+    manifest = read_manifest(path)
+    if manifest["training"] != digest(training):
+        raise ValueError(
+            f"the tokens to train on are not those of {path}'s run: give the same --text (and, where a short --heldout part leaves "
+            "fewer than two tokens a rank, the same number of ranks)"
+        )
+    read_tensors(path, manifest, model, optimizer, device)
+    return manifest["step"]
 
 
 def digest(tokens: torch.Tensor) -> str:
     return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
 
 
-def _file(settings: Any, rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors" if settings.wrapper == "fsdp2" else "rank-00000.safetensors"
+def _make_folder(part: Path) -> None:
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{part} could not be made: {error.strerror}") from error
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+def _complete(part: Path, final: Path, tokenizer: Path, content: Manifest) -> None:
+    """Copy the tokenizer, write the manifest, and give the folder its name, which makes it a checkpoint."""
+    try:
+        shutil.copy(tokenizer, part / tokenizer.name)
+    except OSError as error:
+        raise CheckpointError(f"{part / tokenizer.name} could not be written: {error.strerror}") from error
+    content["files"][tokenizer.name] = describe(part / tokenizer.name)
+    write_manifest(part, content)
+    try:
+        os.rename(part, final)
+        flush_folder(final.parent)
+    except OSError as error:
+        raise CheckpointError(f"{final} could not be written: {error.strerror}") from error

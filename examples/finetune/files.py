@@ -15,6 +15,7 @@ import torch.distributed as dist
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from .ranks import CheckpointError
 from .settings import Settings
 
 
@@ -107,15 +108,34 @@ def open_log(out: Path, first: int) -> TextIO:
     path = out / "log.jsonl"
     lines = path.read_text().splitlines(keepends=True) if first and path.is_file() else []
     # the last line may have been cut off
-    path.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first))
+    replace_text(path, "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= first))
     return path.open("a")
+
+
+def append_line(log: TextIO, line: dict) -> None:
+    try:
+        log.write(json.dumps(line) + "\n")
+        log.flush()
+    except OSError as error:
+        raise CheckpointError(f"{log.name} could not be written: {error.strerror}") from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all: where the disk is full, what was there stays."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise CheckpointError(f"{path} could not be written: {error.strerror}") from error
 
 
 def write_figures(out: Path, figures: dict) -> None:
     """Write `figures.json` and `loss.png`, the loss over the steps, beside that of the run in `--beside`."""
     from matplotlib.figure import Figure
 
-    (out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
+    replace_text(out / "figures.json", json.dumps(figures, indent=1) + "\n")
     settings = figures["settings"]
     figure = Figure(figsize=(8, 4.8), layout="constrained", facecolor="white")
     axes = figure.subplots()

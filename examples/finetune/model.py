@@ -22,7 +22,7 @@ from ringattn.integrations.huggingface import attach
 from ringattn.training.causal_lm import CausalLMLoss, fused_token_loss, token_loss
 from ringattn.training.tiled import tile_modules
 
-from .settings import DTYPES, Settings
+from .settings import DTYPES, WEIGHTS, Settings
 
 
 def make_config(settings: Settings, vocab: int) -> PretrainedConfig:
@@ -67,7 +67,7 @@ def build_model(settings: Settings, device: torch.device, vocab: int = 0) -> Cau
     config = make_config(settings, vocab)
     torch.manual_seed(settings.seed)
     with parameters_on_meta() if settings.shape else device:
-        model = AutoModelForCausalLM.from_config(config).float()
+        model = AutoModelForCausalLM.from_config(config).to(WEIGHTS[settings.dtype])
     if Path(settings.model).is_dir():
         load_weights(model, Path(settings.model))
     if settings.mlp_tile:
@@ -79,7 +79,7 @@ def build_model(settings: Settings, device: torch.device, vocab: int = 0) -> Cau
 def wrap(settings: Settings, model: CausalLMLoss, device: torch.device) -> nn.Module:
     """The module that training calls: the model, in DDP, in FSDP2 or alone, on the device with its weights."""
     if settings.wrapper == "fsdp2":
-        policy = MixedPrecisionPolicy(param_dtype=DTYPES[settings.dtype], reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[settings.dtype], reduce_dtype=WEIGHTS[settings.dtype])
         mesh = init_device_mesh(settings.device, (dist.get_world_size(),))
         for layer in decoder_layers(model):
             fully_shard(layer, mesh=mesh, mp_policy=policy)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from .manifest import LAST, check_resumable
 from .peers import PEERS
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
@@ -17,7 +18,9 @@ WRAPPERS = ("fsdp2", "ddp", "deepspeed", "none")
 ALL = -1  # of --offload without a number
 # weights that are whole on every rank between steps
 WHOLE = ("ddp", "none")
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+# of matmuls and attention, and of the weights under them
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+WEIGHTS = {"bfloat16": torch.float32, "float32": torch.float32, "float64": torch.float64}
 
 # Llama 3 (Dubey et al. 2024, table 3) and Llama 3.2 1B with an output embedding of its own: random weights, made on the device
 SHAPES = {
@@ -89,7 +92,12 @@ def parse(argv: list[str] | None = None, description: str | None = None) -> Sett
     add("--text", metavar="FILE", help="the document, UTF-8 (default: Python's language reference)")
     add("--out", default="runs/long_document", metavar="DIR", help="folder to write (default: %(default)s)")
     add("--beside", metavar="DIR", help="draw the loss of the finished run in this folder, too")
-    add("--resume", metavar="DIR", help="go on from this checkpoint, up to --steps")
+    add(
+        "--resume",
+        metavar="DIR|last",
+        help="go on from this checkpoint, up to --steps; last: from the newest complete one in --out, or from the start if there is "
+        "none yet",
+    )
     add("--model", default="tiny", metavar="tiny|DIR|CONFIG.json", help="a model's folder, or its config for random weights")
     add("--shape", choices=tuple(SHAPES), help="a Llama of this size with random weights made on the device, instead of --model")
     add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
@@ -108,7 +116,7 @@ def parse(argv: list[str] | None = None, description: str | None = None) -> Sett
         help="or a peer to compare with (default: %(default)s)",
     )
     add("--layout", choices=LAYOUTS, default="zigzag", help="who holds which tokens (default: %(default)s)")
-    add("--dtype", choices=tuple(DTYPES), help="of matmuls and attention; parameters are float32 (default: by device)")
+    add("--dtype", choices=tuple(DTYPES), help="of matmuls and attention; parameters are float32 or wider (default: by device)")
     add("--recompute", action=argparse.BooleanOptionalAction, default=None, help="recompute activations in backward")
     add(
         "--offload",
@@ -269,7 +277,7 @@ def _check_files(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
         parser.error(f"--beside is {args.beside}, which lacks figures.json: give the --out of a run that has ended")
     if args.model != "tiny" and not Path(args.model).exists():
         parser.error(f"--model is {args.model}, which is neither tiny nor a folder or config file here")
-    if Path(args.model).is_dir() and args.resume is None and not (Path(args.model) / "tokenizer.json").is_file():
+    if Path(args.model).is_dir() and args.resume in (None, LAST) and not (Path(args.model) / "tokenizer.json").is_file():
         parser.error(
             f"--model is {args.model}, whose weights know the tokens of a tokenizer.json that is not there: save it with "
             "AutoTokenizer's save_pretrained, or give config.json alone for random weights"
@@ -282,11 +290,9 @@ def _check_files(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
         except (ValueError, OSError) as error:
             parser.error(f"--model is {args.model}, which cannot be trained: {error}")
     if args.resume is not None:
-        from .checkpoint import check_resumable
-
         try:
             check_resumable(args)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             parser.error(str(error))
 
 

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import pickle
 import re
 import runpy
 import socket
@@ -23,12 +24,16 @@ from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+PROGRAM = EXAMPLES / "finetune_long_document.py"
+SHORT = ["--device", "cpu", "--vocab", "300", "--tokens", "61", "--steps", "4", "--warmup", "1", "--generate", "3"]
+TOY = ["--hidden", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1", *SHORT]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 needs_accelerate = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
@@ -92,6 +97,24 @@ def run(path: Path, *arguments: object, ranks: int = 0, within: tuple[Callable, 
     return printed
 
 
+def call(function: Callable, *arguments: Any, ranks: int) -> list[Any]:
+    """Call a function of a module on ranks of a gloo group, forked as `run` does; returns their results."""
+    with patch.dict(os.environ, environment(), clear=True):
+        forkserver.ensure_running()
+    common = dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="localhost", MASTER_PORT=free_port())
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(i) for i in range(ranks)]
+        processes = []
+        for i, out in enumerate(outputs):
+            variables = {name: str(value) for name, value in dict(common, RANK=i, LOCAL_RANK=i).items()}
+            processes.append(_FORKS.Process(target=_call, args=(function, arguments, variables, str(out))))
+            processes[-1].start()
+        wait_for(processes)
+        printed = "".join(out.read_text() for out in outputs if out.exists())
+        assert [process.exitcode for process in processes] == [0] * ranks, printed
+        return [pickle.loads(out.with_suffix(".result").read_bytes()) for out in outputs]
+
+
 def wait_for(processes: Sequence[BaseProcess]) -> None:
     """Wait until all have ended. Those that wait for one that failed, or take too long, are killed."""
     running, deadline = list(processes), time.monotonic() + _TIMEOUT
@@ -104,12 +127,27 @@ def wait_for(processes: Sequence[BaseProcess]) -> None:
         process.join()
 
 
-def _run(path: str, arguments: list[str], within: tuple[Callable, ...], variables: dict[str, str], out: str) -> None:
+def _call(function: Callable, arguments: tuple, variables: dict[str, str], out: str) -> None:
     """In the process that was forked."""
+    _redirect(out, variables)
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    result = function(*arguments)
+    Path(out).with_suffix(".result").write_bytes(pickle.dumps(result))
+    dist.destroy_process_group()
+
+
+def _redirect(out: str, variables: dict[str, str]) -> None:
     with open(out, "wb") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     os.environ.update(variables)
+
+
+def _run(path: str, arguments: list[str], within: tuple[Callable, ...], variables: dict[str, str], out: str) -> None:
+    """In the process that was forked."""
+    _redirect(out, variables)
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))
     with contextlib.ExitStack() as stack:

@@ -1,5 +1,6 @@
 """A model that accelerate prepares, around a ring: a step gives the parameters of one process, with accumulation and clipping."""
 
+import importlib
 import importlib.util
 import os
 from unittest.mock import patch
@@ -53,11 +54,11 @@ def step_of_one_process(replicas, accumulation, smoothing=0.0):
     return loss.item(), {name: p.detach() for name, p in run.named_parameters()}
 
 
-def mean_of(state, replicas):
-    """The mean loss over all tokens of the replicas' first batches, with these weights."""
+def mean_of(state, replicas, accumulation):
+    """The mean loss over all tokens of all batches, with these weights."""
     model = make_model()
     model.load_state_dict(state)
-    batches = [batch(replica, 0) for replica in range(replicas)]
+    batches = [batch(replica, micro) for replica in range(replicas) for micro in range(accumulation)]
     with torch.no_grad():
         return sum(CausalLMLoss(model)(**one).item() for one in batches) / sum(
             int((one["shift_labels"] != IGNORE).sum()) for one in batches
@@ -112,14 +113,16 @@ def step_under_accelerate(group, accumulation, replicas, device="cpu", fsdp=Fals
 
 
 @patch.dict(os.environ)
-def step_under_the_trainer(group, accumulation, replicas, folder, smoothing=0.0, by_the_trainer=False):
-    """The same step by transformers' Trainer, which itself counts the labels of all ranks."""
+def step_under_the_trainer(group, accumulation, replicas, folder, smoothing=0.0, by_the_trainer=False, evaluate_first=False):
+    """The same step by transformers' Trainer, which itself counts the labels of all ranks, or the message with which it is refused."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_ADDR="localhost", MASTER_PORT=29511)
     os.environ.update({name: str(value) for name, value in names.items()})
     from accelerate.state import AcceleratorState
     from torch.utils.data import DataLoader
-    from transformers import Trainer, TrainingArguments
+    from transformers import TrainingArguments
+
+    from ringattn.integrations.trainer import RingTrainer
 
     mesh = init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=("data", "ring"))
     model, layout = make_model(), ra.zigzag(N, world_size // replicas)
@@ -129,7 +132,7 @@ def step_under_the_trainer(group, accumulation, replicas, folder, smoothing=0.0,
         shards = shard_batch(rows[0], layout, mesh.get_local_rank("ring"))
         return {**shards, "labels": shards["shift_labels"]}
 
-    class RingTrainer(Trainer):
+    class Replicas(RingTrainer):
         def get_train_dataloader(self):
             return DataLoader(self.train_dataset, collate_fn=cut)
 
@@ -139,29 +142,35 @@ def step_under_the_trainer(group, accumulation, replicas, folder, smoothing=0.0,
     arguments = TrainingArguments(
         folder, per_device_train_batch_size=1, gradient_accumulation_steps=accumulation, max_steps=1, max_grad_norm=CLIP, optim="sgd",
         learning_rate=LR, lr_scheduler_type="constant", use_cpu=True, ddp_backend="gloo", report_to=[], save_strategy="no",
-        disable_tqdm=True, label_smoothing_factor=smoothing if by_the_trainer else 0.0,
+        disable_tqdm=True, eval_on_start=not smoothing, label_smoothing_factor=smoothing if by_the_trainer else 0.0,
     )  # fmt: skip
     dataset = [batch(mesh.get_local_rank("data"), micro) for micro in range(accumulation)]
 
     def smoothed(outputs, labels, num_items_in_batch):
         return summed_loss(outputs, labels, smoothing) / num_items_in_batch
 
-    trainer = RingTrainer(
+    trainer = Replicas(
         model,
         arguments,
         train_dataset=dataset,
-        eval_dataset=dataset[:1],
+        eval_dataset=dataset,
         compute_loss_func=smoothed if smoothing and not by_the_trainer else None,
     )
-    if by_the_trainer:
+    if evaluate_first:
+        expected = mean_of(model.state_dict(), replicas, accumulation)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    if by_the_trainer or evaluate_first:
         with pytest.raises(ValueError) as raised:
             trainer.train()
         AcceleratorState._reset_state(reset_partial_state=True)
         return str(raised.value)
+    before = mean_of(model.state_dict(), replicas, accumulation)
     mean = torch.tensor(trainer.train().training_loss, dtype=torch.float64)  # of this rank's tokens, times the number of ranks
     dist.all_reduce(mean)
     if not smoothing:
-        assert trainer.evaluate()["eval_loss"] == pytest.approx(mean_of(model.state_dict(), replicas), rel=1e-5)
+        assert trainer.state.log_history[0]["eval_loss"] == pytest.approx(before, rel=1e-6), "before the first step"
+        expected = mean_of(model.state_dict(), replicas, accumulation)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
     AcceleratorState._reset_state(reset_partial_state=True)
     return mean.item() / world_size, {f"model.{name}": p.detach() for name, p in model.named_parameters()}
 
@@ -201,6 +210,18 @@ def test_a_step_of_the_trainer_with_a_custom_loss(processes, tmp_path):
     assert_same(found, 2, 2, 1e-6, smoothing=0.3)
     for message in processes.run(4, step_under_the_trainer, 1, 2, str(tmp_path), 0.3, True, timeout=120):
         assert "transformers' Trainer does with label_smoothing_factor" in message
+
+
+def test_the_trainer_evaluates_before_it_trains_only_where_it_can(processes, tmp_path):
+    for message in processes.run(4, step_under_the_trainer, 2, 2, str(tmp_path), 0.0, False, True, timeout=120):
+        assert "evaluate or predict was called before train, so each rank would train by itself" in message
+
+
+def test_a_loader_that_deals_to_the_ranks_of_a_ring_is_refused():
+    trainer = importlib.import_module("ringattn.integrations.trainer").RingTrainer
+    for name in ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"):
+        with pytest.raises(ValueError, match=f"{name} of transformers' Trainer would deal sequences to the ranks of a ring"):
+            getattr(trainer, name)(None)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ TORCHRUN = (
 SSH = (
     "#!/bin/sh\n"
     + RECORD
-    + 'for last; do :; done; exec env -i RECORD="$RECORD" FAILS="${FAILS:-}" HANGS="${HANGS:-}" sh -c "$last"\n'
+    + 'for last; do :; done; exec env -i PATH=/usr/bin:/bin RECORD="$RECORD" FAILS="${FAILS:-}" HANGS="${HANGS:-}" sh -c "$last"\n'
 )
 SRUN = "#!/bin/sh\n" + RECORD
 AWKWARD = [
@@ -40,7 +41,7 @@ AWKWARD = [
     "--dry-run",
     "&",
 ]
-ALONE = ["--nnodes", "1", "--nproc-per-node", "gpu", "--standalone"]
+ALONE = ["--nnodes", "1", "--nproc-per-node", "gpu", "--standalone", "--local-addr", "localhost"]
 
 
 class Calls:
@@ -58,6 +59,10 @@ class Calls:
         known = {"PATH": f"{self.bin}:/usr/bin:/bin", "RECORD": str(self.folder), "HOME": "/nowhere"}
         command = ["bash", str(script), *arguments]
         return subprocess.run(command, cwd=cwd, env={**known, **environment}, capture_output=True, text=True, timeout=50)
+
+    def start(self, *arguments, **environment) -> subprocess.Popen:
+        known = {"PATH": f"{self.bin}:/usr/bin:/bin", "RECORD": str(self.folder), "HOME": "/nowhere"}
+        return subprocess.Popen(["bash", str(LAUNCHER), *arguments], env={**known, **environment}, stderr=subprocess.DEVNULL)
 
     def of(self, name: str) -> list[list[str]]:
         """The arguments of each call, sorted."""
@@ -99,7 +104,7 @@ PET = {
 }
 WHERE = {
     "one machine": ([], {}, ALONE),
-    "processes": (["--nproc", "4"], {}, ["--nnodes", "1", "--nproc-per-node", "4", "--standalone"]),
+    "processes": (["--nproc", "4"], {}, ["--nnodes", "1", "--nproc-per-node", "4", *ALONE[4:]]),
     "slurm range": ([], {**SLURM, "SLURM_STEP_NODELIST": "gpu[003-007,9]"}, across(6, 4, "gpu003:19569", "1234567")),
     "slurm list": ([], {**SLURM, "SLURM_STEP_NODELIST": "a,b[1-5]"}, across(6, 4, "a:19569", "1234567")),
     "slurm ranges": ([], {**SLURM, "SLURM_STEP_NODELIST": "r[2-3]n[07,9]-ib,x[1-2]"}, across(6, 4, "r2n07-ib:19569", "1234567")),
@@ -130,15 +135,26 @@ def test_the_place_of_the_job_is_detected(calls, options, environment, expected)
 def test_hosts_start_over_ssh_with_every_argument_and_the_settings(calls, tmp_path):
     folder = tmp_path / "it's a folder"
     folder.mkdir()
-    settings = {"NCCL_DEBUG": "WARN it's", "PYTHONPATH": "a b", "SECRET": "x"}
-    done = calls.run("--hosts", "me@one,two,three", "--nproc", "8", *AWKWARD, cwd=folder, **settings)
+    given = {"NCCL_DEBUG": "WARN it's\n'$(id)'\n", "PYTHONPATH": "a b", "HF_TOKEN": "hf_secret"}
+    kept = {"SECRET": "x", "HF_OTHER": "y"}
+    options = ["--hosts", "me@one,two,three", "--nproc", "8", "--env", "HF_TOKEN"]
+    done = calls.run(*options, *AWKWARD, cwd=folder, **given, **kept)
     assert done.returncode == 0, done.stderr
     assert calls.of("torchrun") == [[*across(3, node, "one:29500", nproc="8"), *AWKWARD] for node in range(3)]
     assert {words[words.index("--") + 1] for words in calls.of("ssh")} == {"me@one", "two", "three"}
     found = calls.environment("torchrun")
-    assert {name: found.get(name) for name in settings} == {**settings, "SECRET": None}
+    assert {name: found.get(name) for name in given} == given
+    assert not kept.keys() & found.keys()
     assert found["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+    assert found["PYTHONUNBUFFERED"] == "1"
     assert found["PWD"] == str(folder)
+    # no value of the environment is on a command line
+    assert "WARN" not in str(calls.of("ssh"))
+    printed = calls.run("--dry-run", *options, "train.py", **given, **kept).stdout
+    assert "# standard input sets: HF_TOKEN NCCL_DEBUG" in printed
+    for text in (str(calls.of("ssh")), printed):
+        assert "hf_secret" not in text
+        assert "a b" not in text
 
 
 @pytest.mark.parametrize(("options", "processes"), [([], ["8", "gpu", "2"]), (["--nproc", "3"], ["3"] * 3)], ids=["slots", "given"])
@@ -156,16 +172,39 @@ def test_a_dry_run_prints_what_a_shell_would_run_and_runs_nothing(calls, hosts):
     assert done.returncode == 0
     assert not calls.of("torchrun")
     assert not calls.of("ssh")
-    again = subprocess.run(
-        ["sh", "-c", done.stdout],
-        env={"PATH": f"{calls.bin}:/usr/bin:/bin", "RECORD": str(calls.folder)},
-        cwd=ROOT,
-        timeout=20,
-    )
-    assert again.returncode == 0
-    assert calls.of("torchrun") == ([[*across(2, n, "one:29500"), *AWKWARD] for n in range(2)] if hosts else [[*ALONE, *AWKWARD]])
     if not hosts:
         assert shlex.split(done.stdout)[-len(AWKWARD) :] == AWKWARD
+    stdout, known = done.stdout, {"PATH": f"{calls.bin}:/usr/bin:/bin", "RECORD": str(calls.folder)}
+    subprocess.run(["sh", "-c", stdout], env=known, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=20)
+    if hosts:  # whose commands end where their standard input, with the settings, is closed
+        commands = [shlex.split(words[-1]) for words in calls.of("ssh")]
+        assert sorted(words[words.index(str(ROOT)) + 2 :] for words in commands) == [
+            [*across(2, n, "one:29500"), *AWKWARD] for n in range(2)
+        ]
+    else:
+        assert calls.of("torchrun") == [[*ALONE, *AWKWARD]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_hosts_end_with_the_launcher_however_it_ends(calls, number):
+    with calls.start("--hosts", "one,two", "train.py", HANGS="yes") as launcher:
+        until(lambda: len(calls.of("torchrun")) == 2)
+        jobs = [int(path.name.split(".")[1]) for path in calls.folder.glob("torchrun.*.env")]
+        launcher.send_signal(number)
+        launcher.wait(20)
+    until(lambda: not any(alive(job) for job in jobs))
+
+
+def alive(pid: int) -> bool:
+    path = Path(f"/proc/{pid}/stat")
+    return path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_one_host_that_fails_is_named_and_ends_the_others(calls):
@@ -188,7 +227,22 @@ REFUSALS = {
     "option": (["--nprocs", "2", "a.py"], {}, "--nprocs is not an option of torchrun.sh"),
     "no value": (["--hosts"], {}, "--hosts needs a value"),
     "no number": (["--nproc", "many", "a.py"], {}, "--nproc is 'many', but must be a whole number"),
-    "no port": (["--port", "70000", "a.py"], {}, "--port is 70000, but ports go to 65535"),
+    "no port": (["--port", "70000", "a.py"], {}, "the port is 70000, but ports go to 65535"),
+    **{
+        f"no number: {name}": (["a.py"], {**job, name: "x[$(touch ran)]"}, f"{name} is 'x[$(touch")
+        for job, names in (
+            ({**SLURM, "SLURM_STEP_NODELIST": "n[1-6]"}, SLURM),
+            (OMPI, ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")),
+            (PET, ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_PORT", "PET_NPROC_PER_NODE")),
+            ({"PMI_SIZE": "2", "PMI_RANK": "1"}, ("PMI_SIZE", "PMI_RANK")),
+        )
+        for name in names
+    },
+    "octal": (["a.py"], {**SLURM, "SLURM_STEP_NODELIST": "n[1-6]", "SLURM_NODEID": "08"}, "SLURM_NODEID is '08'"),
+    "node too many": (["a.py"], {**PET, "PET_NODE_RANK": "2"}, "this is node 2, counted from 0, but there are 2 nodes"),
+    "a value": (["--hosts", "a,b", "--env", "HF_TOKEN=x", "a.py"], {}, "but takes names of variables, without their values"),
+    "not set": (["--hosts", "a,b", "--env", "HF_TOKEN", "a.py"], {}, "--env names HF_TOKEN, which is not set here"),
+    "environment here": (["--env", "HOME", "a.py"], {}, "--env is for --hosts and --hostfile"),
     "empty host": (["--hosts", "a,,b", "a.py"], {}, "--hosts has an empty host name"),
     "host twice": (["--hosts", "a,b,a", "a.py"], {}, "--hosts names a twice, but a host runs one torchrun"),
     "no host": (["--hosts", "", "a.py"], {}, "--hosts names no host"),
@@ -207,10 +261,11 @@ REFUSALS = {
 
 @pytest.mark.parametrize(("arguments", "environment", "message"), REFUSALS.values(), ids=REFUSALS)
 def test_impossible_jobs_are_refused_before_anything_starts(calls, arguments, environment, message):
-    done = calls.run(*arguments, **environment)
+    done = calls.run(*arguments, cwd=calls.folder, **environment)
     assert done.returncode == 2
     assert message in done.stderr
     assert not calls.of("torchrun")
+    assert not (calls.folder / "ran").exists(), "bash computed with it"
 
 
 def test_a_bad_line_of_a_host_file_is_refused(calls, tmp_path):
@@ -238,6 +293,9 @@ def test_the_slurm_job_starts_one_launcher_per_node(calls):
 def test_help_lists_every_option(calls):
     done = calls.run("--help")
     assert done.returncode == 0
-    assert all(name in done.stdout for name in ("--hosts", "--hostfile", "--nproc", "--master", "--port", "--timeout", "--dry-run"))
+    assert all(
+        name in done.stdout
+        for name in ("--hosts", "--hostfile", "--nproc", "--master", "--port", "--timeout", "--env", "--dry-run")
+    )
     assert "set -" not in done.stdout
     assert os.access(LAUNCHER, os.X_OK)
