@@ -27,7 +27,7 @@ from ..geometry.layout import Layout
 from ..geometry.mask import Mask
 from ..runtime.agree import refusing
 from ..runtime.groups import Group, get_context
-from .huggingface_attachment import NAME, Attachment, LiveMask, LivePairs, current_call
+from .huggingface_attachment import NAME, Attachment, LiveMask, LivePairs, running_call
 from .huggingface_checks import check_attention, check_model, dynamic_rotary, models, models_around
 from .huggingface_hooks import hook_holder, hook_model, hook_rotary, live_mask, unhook, unhook_holder
 from .huggingface_labels import guard_loss, release_loss
@@ -138,6 +138,9 @@ def ring_attention_forward(
         raise ValueError(
             f"{type(module).__name__} is set to {NAME!r} but has no layout: call ringattn.integrations.huggingface.attach"
         )
+    # another one may be attached by the time a checkpointed layer runs again
+    if isinstance(attention_mask, LiveMask) and attention_mask.attachment is not None:
+        attachment = attention_mask.attachment
     request = module, attachment, query, key, attention_mask, sliding_window, is_causal
     if torch.compiler.is_compiling():
         check_attention(dropout, options, attachment.ignored)
@@ -226,8 +229,8 @@ def _causality_and_window(
             "attention_mask is given, but ring attention takes its mask over global positions: pass it as attach(model, mask=...)"
         )
     # a mask holds the call's documents; without one look at the call, which torch.compile could not trace
-    call = None if mask is not None else current_call.get()
-    if call is not None and call.live.documents is not None:
+    call = None if mask is not None else running_call()
+    if call is not None and call.live is not None and call.live.documents is not None:
         raise ValueError(
             f"{type(module).__name__} is called without the mask that says where packed documents end: the model does not pass it on, "
             "or a hook took it away, as accelerate's does with cp_size above 1: leave cp_size at 1"

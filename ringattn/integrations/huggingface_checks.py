@@ -6,7 +6,7 @@ Each option is either honoured in `huggingface.py` or refused here by name. Labe
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from ..geometry.layout import Layout
 from ..geometry.mask import Documents
 from ..training.data import packed_documents
+from .huggingface_attachment import ModelCall
 
 # layers that see other tokens only through attention, and only in the two ways that are honoured
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -54,6 +55,9 @@ _POOLED = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePre
 
 # outputs that models make from one token of the sequence, without a module that shows it
 _OF_ONE_TOKEN = ("pooler_output", "text_embeds", "mc_logits")
+
+# how inputs with images, video or sound are called
+_IMAGES = ("pixel_values", "image_", "video_", "mm_", "audio_", "input_features")
 
 _CACHES = "a shard's cache is of no use: leave it out, and train or score whole sequences; generate with a detached model"
 
@@ -215,6 +219,34 @@ def check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any], layout: 
     _check_model_options(model, kwargs)
     _check_padding(kwargs.get("attention_mask"))
     return tokens
+
+
+def check_positions(model: Any, kwargs: dict[str, Any], layout: Layout, holders: Sequence[ModelCall] = ()) -> None:
+    """Raise ValueError for positions that were, or would be, made from a shard, and for flat ones beside images.
+
+    holders: the calls under way of models that hold this one.
+    """
+    positions = kwargs.get("position_ids")
+    made_by = [holder.model for holder in holders if not holder.has_positions]
+    if made_by and positions is not None and layout.world_size > 1:
+        raise ValueError(
+            f"{type(made_by[0]).__name__} was called without position_ids and made them from this rank's shard: make them from the "
+            "whole sequence (Qwen-VL models: get_rope_index), cut them with shard_batch, and give them"
+        )
+    images = [name for name, value in kwargs.items() if value is not None and name.startswith(_IMAGES)]
+    images += [name for name in ("inputs_embeds",) if kwargs.get(name) is not None and not holders]
+    if not images or not _has_axes(model) or (isinstance(positions, torch.Tensor) and positions.dim() == 3):
+        return
+    raise ValueError(
+        f"{images[0]} is given to {type(model).__name__}, whose positions have several axes where there are images, but position_ids "
+        "are flat or missing: give those of get_rope_index for the whole sequence, (3, batch, tokens), cut by shard_batch, and "
+        "attach(model, mask=ringattn.causal())"
+    )
+
+
+def _has_axes(model: nn.Module) -> bool:
+    """Whether a model's rotary positions have an axis for time, height and width (M-RoPE)."""
+    return any(getattr(module, "mrope_section", None) or hasattr(module, "get_rope_index") for module in model.modules())
 
 
 def _check_model_options(model: Any, kwargs: dict[str, Any]) -> None:
