@@ -136,9 +136,11 @@ class _Offloaded:
             return checkpoint(run, *values, use_reentrant=False, context_fn=lambda: (_Park(self), _Fetch(self)))
 
     def park_results(self, results: Iterable[torch.Tensor]) -> None:
-        # the sequence length, a scalar, is on the host already
+        # the integers are on the host already
         call = len(self.results)
-        self.results.append([self._memory.park(x, ("result", call, i)) if x.dim() else x for i, x in enumerate(results)])
+        self.results.append(
+            [self._memory.park(x, ("result", call, i)) if x.is_floating_point() else x for i, x in enumerate(results)]
+        )
 
     def _pack(self, x: torch.Tensor) -> Parked | torch.Tensor:
         # others keep these tensors anyway: leaves, masks and positions, and tensors that layers share
