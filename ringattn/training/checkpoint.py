@@ -89,6 +89,16 @@ def checkpoint_layers(layers: Iterable[nn.Module], offload: int = 0) -> None:
         object.__setattr__(layer, "offloads", index < offload)
 
 
+def runs_again_reentrantly() -> bool:
+    """Whether a backward pass runs code again that torch.utils.checkpoint ran without gradients before (`use_reentrant=True`).
+
+    The other kind of checkpointing is known by its hooks on saved tensors, by which `runtime/op.py` compares both runs.
+    """
+    autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
+    return in_backward and autograd._top_saved_tensors_default_hooks(True) is None
+
+
 class _Checkpointed(nn.Module):
     """A mixin: the layer's own forward, checkpointed."""
 
