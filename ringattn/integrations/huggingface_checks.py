@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .. import check
-from ..geometry.layout import Layout
+from ..geometry.layout import Layout, contiguous
 from ..geometry.mask import Documents
 from ..training.data import packed_documents
 from .huggingface_attachment import ModelCall
@@ -260,7 +260,7 @@ def check_positions(model: Any, kwargs: dict[str, Any], layout: Layout, holders:
     """
     positions = kwargs.get("position_ids")
     made_by = [holder.model for holder in holders if not holder.has_positions]
-    if made_by and positions is not None and layout.world_size > 1:
+    if made_by and positions is not None and layout != contiguous(layout.seq_len, 1):
         raise ValueError(
             f"{type(made_by[0]).__name__} was called without position_ids and made them from this rank's shard: make them from the "
             "whole sequence (Qwen-VL models: get_rope_index), cut them with shard_batch, and give them"
