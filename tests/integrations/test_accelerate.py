@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
 from ringattn.integrations.huggingface import attach
+from ringattn.integrations.trainer import TrainerOnShards
 from ringattn.training.causal_lm import IGNORE, CausalLMLoss, shift_labels
 from ringattn.training.data import shard_batch
 from ringattn.training.loss import Reduction, count_tokens, mean_loss
@@ -53,11 +54,11 @@ def step_of_one_process(replicas, accumulation, smoothing=0.0):
     return loss.item(), {name: p.detach() for name, p in run.named_parameters()}
 
 
-def mean_of(state, replicas):
-    """The mean loss over all tokens of the replicas' first batches, with these weights."""
+def mean_of(state, replicas, micros):
+    """The mean loss over all tokens of the replicas' batches, with these weights."""
     model = make_model()
     model.load_state_dict(state)
-    batches = [batch(replica, 0) for replica in range(replicas)]
+    batches = [batch(replica, micro) for replica in range(replicas) for micro in range(micros)]
     with torch.no_grad():
         return sum(CausalLMLoss(model)(**one).item() for one in batches) / sum(
             int((one["shift_labels"] != IGNORE).sum()) for one in batches
@@ -112,7 +113,7 @@ def step_under_accelerate(group, accumulation, replicas, device="cpu", fsdp=Fals
 
 
 @patch.dict(os.environ)
-def step_under_the_trainer(group, accumulation, replicas, folder, smoothing=0.0, by_the_trainer=False):
+def step_under_the_trainer(group, accumulation, replicas, folder, smoothing=0.0, by_the_trainer=False, evaluate_first=False):
     """The same step by transformers' Trainer, which itself counts the labels of all ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_ADDR="localhost", MASTER_PORT=29511)
@@ -129,7 +130,7 @@ def step_under_the_trainer(group, accumulation, replicas, folder, smoothing=0.0,
         shards = shard_batch(rows[0], layout, mesh.get_local_rank("ring"))
         return {**shards, "labels": shards["shift_labels"]}
 
-    class RingTrainer(Trainer):
+    class RingTrainer(TrainerOnShards, Trainer):
         def get_train_dataloader(self):
             return DataLoader(self.train_dataset, collate_fn=cut)
 
@@ -150,10 +151,12 @@ def step_under_the_trainer(group, accumulation, replicas, folder, smoothing=0.0,
         model,
         arguments,
         train_dataset=dataset,
-        eval_dataset=dataset[:1],
+        eval_dataset=dataset,
         compute_loss_func=smoothed if smoothing and not by_the_trainer else None,
     )
-    if by_the_trainer:
+    if evaluate_first:
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(mean_of(model.state_dict(), replicas, accumulation), rel=1e-5)
+    if by_the_trainer or evaluate_first:
         with pytest.raises(ValueError) as raised:
             trainer.train()
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -161,7 +164,7 @@ def step_under_the_trainer(group, accumulation, replicas, folder, smoothing=0.0,
     mean = torch.tensor(trainer.train().training_loss, dtype=torch.float64)  # of this rank's tokens, times the number of ranks
     dist.all_reduce(mean)
     if not smoothing:
-        assert trainer.evaluate()["eval_loss"] == pytest.approx(mean_of(model.state_dict(), replicas), rel=1e-5)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(mean_of(model.state_dict(), replicas, accumulation), rel=1e-5)
     AcceleratorState._reset_state(reset_partial_state=True)
     return mean.item() / world_size, {f"model.{name}": p.detach() for name, p in model.named_parameters()}
 
@@ -201,6 +204,12 @@ def test_a_step_of_the_trainer_with_a_custom_loss(processes, tmp_path):
     assert_same(found, 2, 2, 1e-6, smoothing=0.3)
     for message in processes.run(4, step_under_the_trainer, 1, 2, str(tmp_path), 0.3, True, timeout=120):
         assert "transformers' Trainer does with label_smoothing_factor" in message
+
+
+def test_training_after_an_evaluation_is_refused(processes, tmp_path):
+    """The Trainer wraps no model that it has prepared to evaluate: ranks would drift apart."""
+    for message in processes.run(4, step_under_the_trainer, 2, 2, str(tmp_path), 0.0, False, True, timeout=120):
+        assert "LlamaForCausalLM is not wrapped, so that each of 4 ranks would train on its shard alone" in message
 
 
 @pytest.mark.gpu
