@@ -84,7 +84,7 @@ def many_steps(group):
 def test_a_thousand_steps_leave_nothing_behind(gloo):
     for before, after in gloo.run(2, many_steps, timeout=280):
         objects, python, process, *counts = after - before
-        print(after-before)
+        print(after - before)
         assert objects <= 20
         assert python < 32 * 1024
         assert process < 4 << 20

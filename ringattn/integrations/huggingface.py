@@ -27,8 +27,17 @@ from ..geometry.layout import Layout
 from ..geometry.mask import Mask
 from ..runtime.agree import refusing
 from ..runtime.groups import Group, get_context
-from .huggingface_attachment import NAME, Attachment, LiveMask, LivePairs, current_call
-from .huggingface_checks import check_attention, check_model, dynamic_rotary, models, models_around
+from ..training.checkpoint import runs_again_reentrantly
+from .huggingface_attachment import NAME, Attachment, LiveMask, LivePairs, running_call
+from .huggingface_checks import (
+    check_attention,
+    check_head_dims,
+    check_model,
+    check_positions_taken,
+    dynamic_rotary,
+    models,
+    models_around,
+)
 from .huggingface_hooks import hook_holder, hook_model, hook_rotary, live_mask, unhook, unhook_holder
 from .huggingface_labels import guard_loss, release_loss
 
@@ -82,6 +91,8 @@ def attach(
     modules = [module for module in model.modules() if _ATTENTION.search(type(module).__name__)]
     if not modules:
         raise ValueError(f"{type(model).__name__} has no module with Attention or MLA in its class name")
+    check_head_dims(modules)
+    check_positions_taken(model)
     register()
     rotary = dynamic_rotary(model)
     is_new = not hasattr(model, NAME)
@@ -140,12 +151,20 @@ def ring_attention_forward(
         raise ValueError(
             f"{type(module).__name__} is set to {NAME!r} but has no layout: call ringattn.integrations.huggingface.attach"
         )
+    # another one may be attached by the time a checkpointed layer runs again
+    if isinstance(attention_mask, LiveMask) and attention_mask.attachment is not None:
+        attachment = attention_mask.attachment
     request = module, attachment, query, key, attention_mask, sliding_window, is_causal
     if torch.compiler.is_compiling():
         check_attention(dropout, options, attachment.ignored)
         sees_past_only, window = _causality_and_window(*request)
     else:
         with refusing(attachment.ranks):
+            if attention_mask is None and runs_again_reentrantly():
+                raise ValueError(
+                    f"{type(module).__name__} runs again in the backward pass under reentrant activation checkpointing, without the mask "
+                    'by which it would know its layout: call gradient_checkpointing_enable({"use_reentrant": False})'
+                )
             check_attention(dropout, options, attachment.ignored)
             sees_past_only, window = _causality_and_window(*request)
     if torch.is_autocast_enabled(query.device.type):
@@ -228,8 +247,8 @@ def _causality_and_window(
             "attention_mask is given, but ring attention takes its mask over global positions: pass it as attach(model, mask=...)"
         )
     # a mask holds the call's documents; without one look at the call, which torch.compile could not trace
-    call = None if mask is not None else current_call.get()
-    if call is not None and call.live.documents is not None:
+    call = None if mask is not None else running_call()
+    if call is not None and call.live is not None and call.live.documents is not None:
         raise ValueError(
             f"{type(module).__name__} is called without the mask that says where packed documents end: the model does not pass it on, "
             "or a hook took it away, as accelerate's does with cp_size above 1: leave cp_size at 1"

@@ -1,16 +1,21 @@
 """What `attach` leaves in a transformers model, and what is live in a call of the model.
 
-A model holds one frozen `Attachment`, and so does each of its attention modules. While the model runs, `current_call` holds a
+A model holds one frozen `Attachment`, and so does each of its attention modules. While the model runs, `running_call()` is a
 `ModelCall`. What is live travels through the model as its `attention_mask`: transformers asks for one mask per kind of layer, and gets
-a `LiveMask` instead of a tensor. A module that tries to use it as a tensor stops with an error.
+a `LiveMask` instead of a tensor. Activation checkpointing keeps it with a layer's arguments, so a layer that runs again in the backward
+pass attends as it did in the forward pass, whatever is attached by then.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..geometry.layout import Layout
@@ -49,12 +54,14 @@ class LivePairs:
 class LiveMask:
     """Stands for a mask tensor inside a model: what is live in this call (None: unknown), and the window and causality of the layer.
 
-    Some models say that their attention is not causal whenever there is a mask; `is_causal` then holds the truth.
+    Some models say that their attention is not causal whenever there is a mask; `is_causal` then holds the truth. `attachment` is the
+    call's, None outside of one.
     """
 
     live: LivePairs | None
     window: int | None
     is_causal: bool | None
+    attachment: Attachment | None = None
 
     def __getitem__(self, index: Any) -> LiveMask:
         """Itself if the index cuts off no token: Gemma 4 takes such a part for layers that share keys and values."""
@@ -64,6 +71,23 @@ class LiveMask:
                 "it without logits_to_keep"
             )
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+        raise _as_tensor(name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _as_tensor(getattr(function, "__name__", str(function)))
+
+
+def _as_tensor(name: str) -> ValueError:
+    return ValueError(
+        f"the model's own code uses its mask as a tensor ({name}), but around a ring no mask tensor exists: either a module changes "
+        "its mask (Doge's), and the model cannot run on shards, or a layer runs again in the backward pass after detach: call "
+        "backward before detach"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,12 +112,67 @@ class Attachment:
 
 @dataclass(frozen=True, eq=False)
 class ModelCall:
-    """A call of an attached model under way: the model, and what is live in the call."""
+    """A call of an attached model under way, or of a model that holds one.
+
+    live: what is live in the call; None in the call of a holder. outer: the call within which this one was made. frame: Python's, which
+    waits for the call to end. Torch runs no hooks after a KeyboardInterrupt, so a call whose frame does not run any more is over.
+    """
 
     model: nn.Module
-    live: LivePairs
+    live: LivePairs | None
+    outer: ModelCall | None
+    frame: FrameType
+    attachment: Attachment | None = None
     last_position: int | None = None  # over all ranks, if rotary frequencies depend on it
+    has_positions: bool = True  # whether the caller gave position_ids
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether a model is a part of this call's model, and not the model itself."""
+        return model is not self.model and any(part is model for part in self.model.modules())
 
 
-# set by the outermost attached model's hooks, read by models within it and by transformers' mask function
-current_call: ContextVar[ModelCall | None] = ContextVar("ringattn_call", default=None)
+def calling_frame() -> FrameType:
+    """The frame that called a module's hook, and waits for the module to end."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch._dynamo"):
+        frame = frame.f_back
+    return frame
+
+
+def running_calls() -> Iterator[ModelCall]:
+    """The calls under way in this thread, innermost first."""
+    call = _latest.get()
+    if call is None:
+        return
+    running = set()
+    frame = sys._getframe()
+    while frame is not None:
+        running.add(frame)
+        frame = frame.f_back
+    while call is not None:
+        if call.frame in running:
+            yield call
+        call = call.outer
+
+
+def running_call() -> ModelCall | None:
+    """The innermost call of an attached model under way in this thread."""
+    return next((call for call in running_calls() if call.live is not None), None)
+
+
+def begin_call(call: ModelCall) -> None:
+    _latest.set(call)
+
+
+def end_call(model: nn.Module) -> ModelCall | None:
+    """Forget the latest call of this model, and what was called in it; returns it, if there is one."""
+    call = _latest.get()
+    while call is not None and call.model is not model:
+        call = call.outer
+    if call is not None:
+        _latest.set(call.outer)
+    return call
+
+
+# set by the hooks of attached models and of their holders, read by models within them and by transformers' mask function
+_latest: ContextVar[ModelCall | None] = ContextVar("ringattn_call", default=None)

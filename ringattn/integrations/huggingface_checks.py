@@ -6,15 +6,19 @@ Each option is either honoured in `huggingface.py` or refused here by name. Labe
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..geometry.layout import Layout
+from .. import check
+from ..geometry.layout import Layout, contiguous
 from ..geometry.mask import Documents
 from ..training.data import packed_documents
+from .huggingface_attachment import ModelCall
+from .token_mixers import check_token_mixers
 
 # layers that see other tokens only through attention, and only in the two ways that are honoured
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -28,7 +32,8 @@ _REFUSED = {
     "cache": "paged key/value caches are not supported",
     "past_key_values": "key/value caches are not supported",
     "past_key_value": "key/value caches are not supported",
-    "seq_idx": "say where packed documents end with cu_seq_lens_q and cu_seq_lens_k",
+    "seq_idx": "cu_seq_lens_q and cu_seq_lens_k say where packed documents end: give these, and leave seq_idx out",
+    "token_type_ids": "this model's layers do not take it, or take it for the places of images: leave it out",
     "indices": "sparse selections of keys are not supported",
     "deterministic": "the order of sums follows PyTorch's switch: call torch.use_deterministic_algorithms(True), and leave it out",
 }
@@ -54,6 +59,9 @@ _POOLED = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePre
 
 # outputs that models make from one token of the sequence, without a module that shows it
 _OF_ONE_TOKEN = ("pooler_output", "text_embeds", "mc_logits")
+
+# how inputs with images, video or sound are called
+_IMAGES = ("pixel_values", "image_", "video_", "mm_", "audio_", "input_features")
 
 _CACHES = "a shard's cache is of no use: leave it out, and train or score whole sequences; generate with a detached model"
 
@@ -96,6 +104,7 @@ def check_model(model: nn.Module) -> None:
         )
     for within in models(model):
         _check_config(within)
+    check_token_mixers(model)
     for name, module in model.named_modules():
         _check_module(name, module)
 
@@ -128,19 +137,36 @@ def _check_config(model: Any) -> None:
 
 
 def _check_module(name: str, module: nn.Module) -> None:
-    if isinstance(module, (nn.Conv1d, nn.RNNBase)):
-        raise ValueError(
-            f"{name} is a {type(module).__name__}, which mixes tokens beside attention: it would not see past the shard's ends"
-        )
     if name.rpartition(".")[2] == "pooler":
         raise ValueError(
             f"{name} looks at one token of the sequence, and would take one of each shard: make the model with "
             "add_pooling_layer=False, or set it to None, and pool after ringattn.unshard"
         )
-    if "position_embeddings" in name and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+    is_padded = "position_embeddings" in name and isinstance(module, nn.Embedding) and module.padding_idx is not None
+    if is_padded or hasattr(module, "create_position_ids_from_input_ids"):
         raise ValueError(
-            f"{name} has positions that start after padding_idx {module.padding_idx} and skip padding (RoBERTa's way), where "
-            "the ring's are global positions: this model cannot run on shards"
+            f"{name} has positions that start after padding_idx {getattr(module, 'padding_idx', None)} and skip padding (RoBERTa's way), "
+            "where the ring's are global positions: this model cannot run on shards"
+        )
+
+
+def check_head_dims(modules: Iterable[nn.Module]) -> None:
+    """Raise ValueError for attention modules with wider heads than the kernels take."""
+    for module in modules:
+        for name in ("head_dim", "qk_head_dim", "v_head_dim"):
+            width = getattr(module, name, None)
+            if isinstance(width, int) and width > check.MAX_HEAD_DIM:
+                raise ValueError(
+                    f"{type(module).__name__} has a {name} of {width}, but it must be 1 to {check.MAX_HEAD_DIM}: this model (Gemma 4's "
+                    "global_head_dim is 512) cannot run around the ring"
+                )
+
+
+def check_positions_taken(model: nn.Module) -> None:
+    """Raise ValueError for a model to which global positions cannot be given."""
+    if not any("position_ids" in inspect.signature(type(part).forward).parameters for part in models(model)):
+        raise ValueError(
+            f"{type(model).__name__} takes no position_ids, and would count positions within the shard: it cannot run on shards"
         )
 
 
@@ -156,7 +182,10 @@ def check_head(model: nn.Module) -> None:
 def check_attention(dropout: float, options: dict[str, Any], ignored: frozenset[str]) -> None:
     """Raise ValueError, with its name, for an option of attention that is neither honoured nor harmless."""
     if dropout:
-        raise ValueError(f"dropout is {dropout}, but attention dropout is not supported: set attention_dropout=0.0")
+        raise ValueError(
+            f"dropout is {dropout}, but attention dropout is not supported: make or load the model with 0.0 for it; its config calls it "
+            "attention_dropout, attn_pdrop (GPT-2) or attention_probs_dropout_prob (BERT)"
+        )
     for name, value in options.items():
         if value is None or value is False or name in _HARMLESS or name in ignored:
             continue
@@ -194,13 +223,20 @@ def check_mask(
     # unless the mask should be full, a token that sees the next one means image blocks or the like
     if use_vmap or (ahead and not allow_is_causal_skip and not allow_is_bidirectional_skip):
         raise ValueError(
-            "this model adds a mask function of its own, which ring attention does not know: attach(model, mask=...) the whole mask"
+            "this model adds a mask function of its own, such as Gemma's for blocks of images, which the ring does not know: without "
+            "images leave token_type_ids and mm_token_type_ids out; with images this model cannot run on shards"
         )
     return None if ahead is None else not ahead
 
 
 def check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any], layout: Layout, rank: int) -> torch.Tensor:
     """The tokens of a model's call. Raises ValueError if they, or other arguments, do not fit this rank's shard."""
+    takes = inspect.signature(type(model).forward).parameters
+    if not {"input_ids", "inputs_embeds"} & takes.keys() and all(x.kind != x.VAR_POSITIONAL for x in takes.values()):
+        raise ValueError(
+            f"{type(model).__name__} is part of an attached model but takes no tokens, as parts for images and sound do, and would attend "
+            "around the ring: attach the language model inside, and it alone"
+        )
     tokens = kwargs.get("input_ids")
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
     tokens = args[0] if tokens is None and args else tokens
@@ -215,6 +251,34 @@ def check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any], layout: 
     _check_model_options(model, kwargs)
     _check_padding(kwargs.get("attention_mask"))
     return tokens
+
+
+def check_positions(model: Any, kwargs: dict[str, Any], layout: Layout, holders: Sequence[ModelCall] = ()) -> None:
+    """Raise ValueError for positions that were, or would be, made from a shard, and for flat ones beside images.
+
+    holders: the calls under way of models that hold this one.
+    """
+    positions = kwargs.get("position_ids")
+    made_by = [holder.model for holder in holders if not holder.has_positions]
+    if made_by and positions is not None and layout != contiguous(layout.seq_len, 1):
+        raise ValueError(
+            f"{type(made_by[0]).__name__} was called without position_ids and made them from this rank's shard: make them from the "
+            "whole sequence (Qwen-VL models: get_rope_index), cut them with shard_batch, and give them"
+        )
+    images = [name for name, value in kwargs.items() if value is not None and name.startswith(_IMAGES)]
+    images += [name for name in ("inputs_embeds",) if kwargs.get(name) is not None and not holders]
+    if not images or not _has_axes(model) or (isinstance(positions, torch.Tensor) and positions.dim() == 3):
+        return
+    raise ValueError(
+        f"{images[0]} is given to {type(model).__name__}, whose positions have several axes where there are images, but position_ids "
+        "are flat or missing: give those of get_rope_index for the whole sequence, (3, batch, tokens), cut by shard_batch, and "
+        "attach(model, mask=ringattn.causal())"
+    )
+
+
+def _has_axes(model: nn.Module) -> bool:
+    """Whether a model's rotary positions have an axis for time, height and width (M-RoPE)."""
+    return any(getattr(module, "mrope_section", None) or hasattr(module, "get_rope_index") for module in model.modules())
 
 
 def _check_model_options(model: Any, kwargs: dict[str, Any]) -> None:

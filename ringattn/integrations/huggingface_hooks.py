@@ -1,6 +1,6 @@
 """What runs around an attached model and inside it: the hooks of its modules, and transformers' mask function.
 
-torch.compile traces none of it: it keeps the call in a ContextVar, and ranks may talk to each other in it.
+torch.compile traces none of it: it keeps the calls under way in a ContextVar, and ranks may talk to each other in it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,19 @@ from torch import nn
 
 from ..runtime.agree import Facts, agree, refusing
 from ..training.data import documents_of_positions, packed_positions
-from .huggingface_attachment import NAME, Attachment, LiveMask, LivePairs, ModelCall, current_call
-from .huggingface_checks import check_head, check_inputs, check_mask, check_output, models, take_documents
+from .huggingface_attachment import (
+    NAME,
+    Attachment,
+    LiveMask,
+    LivePairs,
+    ModelCall,
+    begin_call,
+    calling_frame,
+    end_call,
+    running_call,
+    running_calls,
+)
+from .huggingface_checks import check_head, check_inputs, check_mask, check_output, check_positions, models, take_documents
 from .huggingface_labels import agree_on_count, check_targets
 
 if TYPE_CHECKING:
@@ -46,16 +57,17 @@ def hook_holder(model: nn.Module) -> None:
     """Let a model that holds an attached model check its input, unless it does so already."""
     if _around not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_around, with_kwargs=True)
+        model.register_forward_hook(_leave_around, always_call=True)
 
 
 def unhook(module: nn.Module) -> None:
     """Remove all these hooks."""
-    _remove(module, (_enter, _leave, _around, _add_last, _drop_last))
+    _remove(module, (_enter, _leave, _around, _leave_around, _add_last, _drop_last))
 
 
 def unhook_holder(model: nn.Module) -> None:
     """Undo `hook_holder`."""
-    _remove(model, (_around,))
+    _remove(model, (_around, _leave_around))
 
 
 def _remove(module: nn.Module, ours: Iterable[Callable]) -> None:
@@ -69,24 +81,24 @@ def _remove(module: nn.Module, ours: Iterable[Callable]) -> None:
 @_not_compiled
 def live_mask(*args: Any, local_size: int | None = None, **options: Any) -> LiveMask:
     """transformers' mask function: returns what is live instead of a tensor. Raises ValueError if the mask asks for more."""
-    call = current_call.get()
-    if call is None:
+    call = running_call()
+    if call is None or call.live is None or call.attachment is None:
         return LiveMask(None, local_size, check_mask(**options))
-    with refusing(getattr(call.model, NAME).ranks):
+    with refusing(call.attachment.ranks):
         is_causal = check_mask(**options)
     # a model without windows may still ask for the mask of a window (Qwen2-MoE: of 0)
     if is_causal is not None and (local_size is None or (is_causal and local_size > 0)):
         call.live.mask_for(is_causal, local_size)  # compiled layers cannot make it, but find it made
-    return LiveMask(call.live, local_size, is_causal)
+    return LiveMask(call.live, local_size, is_causal, call.attachment)
 
 
 @_not_compiled
 def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Before an attached model runs: check its input, fill in positions, and note what is live."""
     attachment: Attachment = model.ringattn  # pyright: ignore[reportAssignmentType]
-    call = current_call.get()
-    # a model inside another attached model, whose hook has filled in positions and noted what is live
-    is_inner = call is not None and call.model is not model
+    call = running_call()
+    # a model that is part of an attached one, whose hook has filled in positions and noted what is live
+    is_inner = call is not None and call.holds(model)
     packed = None
     args, kwargs = _by_name(model, args, kwargs)
     with refusing(attachment.ranks):
@@ -95,10 +107,17 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
                 f"{type(model).__name__} is attached, but its attention was set to {model.config._attn_implementation!r} since, which "
                 "would attend within the shard: attach it again, or detach it"
             )
+        if is_inner and call is not None and call.attachment is not attachment:
+            raise ValueError(
+                f"{type(model).__name__} was attached by itself after {type(call.model).__name__}, which it is a part of: attach the "
+                f"{type(call.model).__name__} again, and it alone"
+            )
         tokens = check_inputs(model, args, kwargs, attachment.layout, attachment.rank)
         if not is_inner:
             check_targets(model, kwargs, attachment.layout, attachment.ignored)
             packed, kwargs = take_documents(kwargs)
+            holders = [holder for holder in running_calls() if holder.live is None and holder.holds(model)]
+            check_positions(model, kwargs, attachment.layout, holders)
     if not is_inner:
         agree_on_count(attachment.ranks, kwargs)
     if getattr(model.config, "use_cache", None):
@@ -116,17 +135,16 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
     if attachment.needs_last_position:
         last = max(agree(attachment.ranks, _LAST_POSITION, int(positions.max())))
     live = attachment.live if packed is None else LivePairs(attachment.live.mask, packed)
-    current_call.set(ModelCall(model, live, last))
+    begin_call(ModelCall(model, live, next(running_calls(), None), calling_frame(), attachment, last))
     return args, kwargs
 
 
 @_not_compiled
 def _leave(model: PreTrainedModel, args: tuple, output: Any) -> None:
     """After an attached model ran, or failed: the call is over."""
-    call = current_call.get()
-    if call is not None and call.model is model:
-        current_call.set(None)
-        check_output(model, output, getattr(model, NAME).layout)
+    call = end_call(model)
+    if call is not None and call.attachment is not None:
+        check_output(model, output, call.attachment.layout)
 
 
 @_not_compiled
@@ -139,7 +157,16 @@ def _around(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None
     with refusing(attachment.ranks):
         check_head(model)
         check_targets(model, kwargs, attachment.layout, attachment.ignored)
+        check_positions(model, kwargs, attachment.layout)
     agree_on_count(attachment.ranks, kwargs)
+    has_positions = kwargs.get("position_ids") is not None
+    begin_call(ModelCall(model, None, next(running_calls(), None), calling_frame(), has_positions=has_positions))
+
+
+@_not_compiled
+def _leave_around(model: PreTrainedModel, args: tuple, output: Any) -> None:
+    """After it ran, or failed: the call is over."""
+    end_call(model)
 
 
 def _by_name(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -153,7 +180,7 @@ def _by_name(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tup
 @_not_compiled
 def _add_last(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Before a rotary embedding chooses its frequencies by the largest position: append the last position of all ranks."""
-    call = current_call.get()
+    call = running_call()
     if call is None or call.last_position is None:
         raise ValueError(
             f"{type(module).__name__} chooses its frequencies by the last position of the sequence, which is known only within a call of "

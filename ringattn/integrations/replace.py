@@ -3,16 +3,18 @@
     ra.replace_attention(model, layout=layout, group=ring)
 
 Most modules end in `torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)`. While a chosen module runs, that call
-runs `ring_attention` instead; projections, rotary embeddings and norms stay as they are. A module that computes attention by hand
-takes three more lines: let it call a function or an attribute, and set that to `ring_attention`.
+runs `ring_attention` instead; projections, rotary embeddings and norms stay as they are. Such a call in any other module is an error,
+unless modules were chosen by hand. A module that computes attention by hand takes three more lines: let it call a function or an
+attribute, and set that to `ring_attention`.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -22,9 +24,15 @@ from .. import check
 from ..attention import ring_attention
 from ..geometry.layout import Layout
 from ..geometry.mask import Mask, causal, full
+from ..runtime.agree import refusing
 from ..runtime.groups import Group, get_context
+from ..training.checkpoint import runs_again_reentrantly
+from .token_mixers import check_token_mixers
 
 _ORIGINAL = torch.nn.functional.scaled_dot_product_attention
+_PAST = "ringattn_past"  # the attribute of a module that holds its `_Past`
+
+_Options = tuple[Layout | None, Mask | None, Group | None]
 
 
 @dataclass(frozen=True)
@@ -32,11 +40,15 @@ class Replaced:
     """The modules whose attention was replaced; `restore` undoes it."""
 
     modules: tuple[nn.Module, ...]
+    _watched: nn.Module | None = None
 
     def restore(self) -> None:
         """Run the modules on whole sequences again; a second call does nothing."""
         for module in self.modules:
             vars(module).pop("forward", None)
+        watch = vars(self._watched).get("forward") if self._watched is not None else None
+        if isinstance(watch, _Watched):
+            watch.remove()
 
 
 def replace_attention(
@@ -54,13 +66,16 @@ def replace_attention(
         layout: which positions each rank holds; None for `default_layout` of the mask.
         mask: which pairs are live, None for all; in a call with `is_causal=True`, only the causal ones of these.
         group: the ranks of the ring, as for `ring_attention`.
-        modules: the modules whose calls are replaced, or a predicate of a module's name and the module; by default all modules with
-            "attention" or "attn" in the name of their class.
+        modules: the modules whose calls are replaced, or a predicate of a module's name and the module. Calls of others then stay
+            within the shard. By default all modules that make the call in their own forward pass, or have "attention" or "attn" in the
+            name of their class; the same call anywhere else in the model is an error.
 
-    The calls take q (b, h, s, d), k and v, as in torch. Raises ValueError if no module is chosen, if one is chosen twice, and if one
-    holds a `torch.nn.MultiheadAttention`, whose calls this cannot see. The forward pass raises ValueError for an `attn_mask`, for
-    dropout, for fewer heads in k without `enable_gqa=True`, for reentrant activation checkpointing within a chosen module (around one
-    it works), and for a chosen module that does not call scaled_dot_product_attention.
+    The calls take q (b, h, s, d), k and v, as in torch. Raises ValueError if no module is chosen, if one is chosen twice, if one
+    holds a `torch.nn.MultiheadAttention`, whose calls this cannot see, for a model of transformers (see
+    `ringattn.integrations.huggingface.attach`), and for layers that mix tokens by other means, such as convolutions.
+    The forward pass raises ValueError, on every rank, for an `attn_mask`, for dropout, for fewer heads in k without `enable_gqa=True`,
+    for reentrant activation checkpointing within a chosen module (around one it works, as long as the layout stays), and for a chosen
+    module that does not call scaled_dot_product_attention.
 
     >>> import torch, ringattn as ra
     >>> class Attention(torch.nn.Module):
@@ -77,10 +92,12 @@ def replace_attention(
         check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
     if mask is not None:
         check.instance("mask", mask, Mask, check.BUILD_A_MASK)
+    _check_model(model)
     chosen = _chosen(model, modules)
     if not chosen:
         raise ValueError(
-            f"{type(model).__name__} has no module with attention or attn in the name of its class: pass modules=[...] or a predicate"
+            f"{type(model).__name__} has no module that calls scaled_dot_product_attention, and none with attention or attn in the "
+            "name of its class: pass modules=[...] or a predicate"
         )
     for i, module in enumerate(chosen):
         if "forward" in vars(module):
@@ -94,7 +111,20 @@ def replace_attention(
             )
     for module in chosen:
         module.forward = _Forward(module, layout, mask, group)
-    return Replaced(tuple(chosen))
+    watched = model if modules is None and chosen != [model] else None
+    if watched is not None:
+        watched.forward = _Watched(watched, vars(watched).get("forward"), group)
+    return Replaced(tuple(chosen), watched)
+
+
+def _check_model(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_attn_implementation"):
+            raise ValueError(
+                f"{type(module).__name__} is a model of transformers: use ringattn.integrations.huggingface.attach, which fills in its "
+                "positions and refuses what cannot run on shards"
+            )
+    check_token_mixers(model)
 
 
 def _chosen(model: nn.Module, modules: Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None) -> list[nn.Module]:
@@ -114,7 +144,8 @@ def _chosen(model: nn.Module, modules: Callable[[str, nn.Module], bool] | Iterab
 
 def _looks_like_attention(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
-    return "attention" in name or "attn" in name
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return "attention" in name or "attn" in name or (code is not None and _ORIGINAL.__name__ in code.co_names)
 
 
 def _within(name: str, outer: str) -> bool:
@@ -126,26 +157,94 @@ class _Forward:
 
     def __init__(self, module: nn.Module, layout: Layout | None, mask: Mask | None, group: Group | None) -> None:
         self.module = module
-        self.options = layout, mask, group
+        self.options: _Options = layout, mask, group
+        # the module may run again, in a backward pass, for a forward pass of an earlier time
+        self.past = vars(module)[_PAST] = _Past(self.options, vars(module).get(_PAST))
         whole = full() if mask is None else mask
         # made here because compiled code cannot combine masks
         self.masks = {False: whole, True: causal() if mask is None else whole & causal()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layout, _, group = self.options
+        if self.past.has_changed and not torch.compiler.is_compiling() and runs_again_reentrantly():
+            raise ValueError(
+                f"{type(self.module).__name__} runs again in the backward pass under reentrant activation checkpointing, and has been "
+                "replaced with several layouts, masks or groups, so it is unknown which one its forward pass had: give checkpoint "
+                "use_reentrant=False"
+            )
         calls = _Calls(layout, self.masks, group)
         with calls:
             result = type(self.module).forward(self.module, *args, **kwargs)
         if not calls.count:
-            raise ValueError(
+            _refuse(
+                group,
                 f"{type(self.module).__name__} calls no scaled_dot_product_attention, so nothing was replaced: choose other modules, "
-                "or call ringattn.ring_attention in it"
+                "or call ringattn.ring_attention in it",
             )
         return result
 
     def __deepcopy__(self, memo: dict) -> _Forward:
         # a process group cannot be copied, and a copied model stays on the same ring
         return _Forward(copy.deepcopy(self.module, memo), *self.options)
+
+
+class _Past:
+    """What a module was replaced with last, and whether it ever was with something else."""
+
+    def __init__(self, options: _Options, before: _Past | None) -> None:
+        self.options = options
+        self.has_changed = before is not None and (
+            before.has_changed or before.options[:2] != options[:2] or before.options[2] is not options[2]
+        )
+
+    def __deepcopy__(self, memo: dict) -> _Past:
+        return self  # a process group cannot be copied
+
+
+class _Watched:
+    """A model's forward, in which a call of attention outside of the chosen modules is an error."""
+
+    def __init__(self, model: nn.Module, before: Callable[..., Any] | None, group: Group | None) -> None:
+        self.model, self.before, self.group = model, before, group
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _Outside(self.group):
+            return type(self.model).forward(self.model, *args, **kwargs) if self.before is None else self.before(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> _Watched:
+        return _Watched(copy.deepcopy(self.model, memo), copy.deepcopy(self.before, memo), self.group)
+
+    def remove(self) -> None:
+        vars(self.model).pop("forward")
+        if self.before is not None:
+            vars(self.model)["forward"] = self.before
+
+
+class _Outside(TorchFunctionMode):
+    """While it is on, calls of attention are errors. Chosen modules, whose own mode lies above, do not make any."""
+
+    _CALLS = (_ORIGINAL, torch.nn.functional.multi_head_attention_forward)
+
+    def __init__(self, group: Group | None) -> None:
+        super().__init__()
+        self.group = group
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in self._CALLS:
+            _refuse(
+                self.group,
+                f"{func.__name__} is called outside of the replaced modules, where it would attend within the shard: choose the modules "
+                "that call it, replace_attention(model, modules=[...])",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse(group: Group | None, message: str) -> NoReturn:
+    """Raise ValueError, on every rank."""
+    if torch.compiler.is_compiling():
+        raise ValueError(message)
+    with refusing(get_context(group).ranks):
+        raise ValueError(message)
 
 
 class _Calls(TorchFunctionMode):
@@ -175,20 +274,23 @@ class _Calls(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        problem = None
         if self.grad and not torch.is_grad_enabled():
-            raise ValueError(
+            problem = (
                 "attention runs without gradients inside a module that has them, as under reentrant activation checkpointing, whose "
                 "second forward pass would attend within the shard: checkpoint the whole module, or choose the module inside"
             )
-        if attn_mask is not None:
-            raise ValueError(
+        elif attn_mask is not None:
+            problem = (
                 "attn_mask is given, but around a ring a mask is over global positions: leave it out, and give replace_attention "
                 "mask=..."
             )
-        if dropout_p:
-            raise ValueError(f"dropout_p is {dropout_p}, but attention dropout is not supported: set it to 0")
-        if key.dim() == 4 and query.dim() == 4 and key.shape[1] != query.shape[1] and not enable_gqa:
-            raise ValueError(f"key has {key.shape[1]} heads and query has {query.shape[1]}: pass enable_gqa=True to share them")
+        elif dropout_p:
+            problem = f"dropout_p is {dropout_p}, but attention dropout is not supported: set it to 0"
+        elif key.dim() == 4 and query.dim() == 4 and key.shape[1] != query.shape[1] and not enable_gqa:
+            problem = f"key has {key.shape[1]} heads and query has {query.shape[1]}: pass enable_gqa=True to share them"
+        if problem is not None:
+            _refuse(self.group, problem)
         mask = self.masks[is_causal]
         q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in (query, key, value))
         out = ring_attention(q, k, v, layout=self.layout, mask=mask, group=self.group, softmax_scale=scale)

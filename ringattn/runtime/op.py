@@ -4,7 +4,8 @@ torch.compile, selective checkpointing and fake tensors see each operator as one
 what happens inside, from the ranks' agreement to the last hop. Operators take tensors and numbers only, so all else is a `Call`, found by
 its number.
 
-Shapes: b batch, s local tokens, h query heads, hk key/value heads, d head dim, d_v value head dim.
+Shapes: b batch, s local tokens, h query heads, hk key/value heads, d head dim, d_v value head dim. `seq_len` is (2,): the length of the
+whole sequence, and the identity of the call that computed the rest.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def _forward(
     # autocast would round the state between hops
     with _without_autocast(q.device.type):
         out, row_max, row_sum = rank_attention.forward(Score(softmax_scale), q, k, v, final=call.final)
-    # the backward pass makes its plan from the length that the ranks agreed on
-    return out.contiguous(), row_max, row_sum, torch.scalar_tensor(seq_len, dtype=torch.int64)
+    # the backward pass makes its plan from the length that the ranks agreed on; activation checkpointing may have made all of this anew
+    return out.contiguous(), row_max, row_sum, torch.tensor((seq_len, call.identity))
 
 
 def _forward_shapes(
@@ -67,7 +68,7 @@ def _forward_shapes(
     stats = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(b, s, h, v.shape[3], dtype=q.dtype if find_call(number).final else stats)
     row_max, row_sum = (q.new_empty(b, h, s, dtype=stats) for _ in range(2))
-    return out, row_max, row_sum, torch.empty((), dtype=torch.int64, device="cpu")
+    return out, row_max, row_sum, torch.empty(2, dtype=torch.int64, device="cpu")
 
 
 def _backward(
@@ -83,7 +84,14 @@ def _backward(
     number: int,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rank_attention = find_call(number).rank_attention(int(seq_len), q, k, v)
+    call = find_call(number)
+    length, made_by = seq_len.tolist()
+    if made_by != call.identity:
+        raise ValueError(
+            "a checkpointed module attended in the backward pass with another layout, mask, schedule or scale than in its forward pass: "
+            "call backward before you change them, or checkpoint with ringattn.checkpoint_layers"
+        )
+    rank_attention = call.rank_attention(length, q, k, v)
     strides = _gradient_strides(q, k, v)
     dout = torch.zeros_like(out) if dout is None else dout
     with _without_autocast(q.device.type):

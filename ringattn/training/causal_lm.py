@@ -200,11 +200,13 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group | None 
     """Replace each gradient by its sum over the ranks: the gradient of the summed loss. A collective; on one rank it does nothing.
 
     group: a process group, a mesh of any dimensions, a hybrid, or None for all ranks. Every rank must call it with all trainable
-    parameters; a parameter without a gradient on this rank counts as zero.
+    parameters. A parameter without a gradient on this rank counts as zero; one without a gradient on any rank keeps none, so that
+    optimizers leave it as it is.
     """
     axes = process_groups(group)
     # each parameter once, even if two modules share it
     trained = list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad)) if axes else []
+    trained = _used(trained, axes)
     for parameter in trained:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -213,6 +215,18 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group | None 
         for work in pending:
             assert work is not None
             work.wait()
+
+
+def _used(parameters: list[torch.nn.Parameter], axes: list[dist.ProcessGroup]) -> list[torch.nn.Parameter]:
+    """The parameters that have a gradient on some rank."""
+    if not parameters:
+        return []
+    here = [parameter.grad is not None for parameter in parameters]
+    anywhere = torch.tensor(here, dtype=torch.uint8, device=parameters[0].device)
+    for axis in axes:
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=axis)
+    # a rank with all gradients knows the answer, and does not wait for its device
+    return parameters if all(here) else [parameter for parameter, used in zip(parameters, anywhere.tolist(), strict=True) if used]
 
 
 def _without_head(model: Any) -> Any:

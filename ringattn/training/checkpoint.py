@@ -89,6 +89,16 @@ def checkpoint_layers(layers: Iterable[nn.Module], offload: int = 0) -> None:
         object.__setattr__(layer, "offloads", index < offload)
 
 
+def runs_again_reentrantly() -> bool:
+    """Whether a backward pass runs code again that torch.utils.checkpoint ran without gradients before (`use_reentrant=True`).
+
+    The other kind of checkpointing is known by its hooks on saved tensors, by which `runtime/op.py` compares both runs.
+    """
+    autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
+    return in_backward and autograd._top_saved_tensors_default_hooks(True) is None
+
+
 class _Checkpointed(nn.Module):
     """A mixin: the layer's own forward, checkpointed."""
 
@@ -136,9 +146,11 @@ class _Offloaded:
             return checkpoint(run, *values, use_reentrant=False, context_fn=lambda: (_Park(self), _Fetch(self)))
 
     def park_results(self, results: Iterable[torch.Tensor]) -> None:
-        # the sequence length, a scalar, is on the host already
+        # the integers are on the host already
         call = len(self.results)
-        self.results.append([self._memory.park(x, ("result", call, i)) if x.dim() else x for i, x in enumerate(results)])
+        self.results.append(
+            [self._memory.park(x, ("result", call, i)) if x.is_floating_point() else x for i, x in enumerate(results)]
+        )
 
     def _pack(self, x: torch.Tensor) -> Parked | torch.Tensor:
         # others keep these tensors anyway: leaves, masks and positions, and tensors that layers share

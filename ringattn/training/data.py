@@ -171,7 +171,7 @@ def documents_of_positions(position_ids: torch.Tensor, layout: Layout, ranks: Ra
 
     A token at global position p with position id i belongs to the document that starts at p - i. So each rank knows where its own
     tokens' documents start, and the hosts swap these starts. Raises ValueError, on every rank, if the ids neither restart at
-    documents nor are the global positions.
+    documents nor are the global positions, and if they restart just at the shards' bounds, as those counted within shards do.
     """
     here = layout.positions(ranks.rank)
     with refusing(ranks):
@@ -186,6 +186,11 @@ def documents_of_positions(position_ids: torch.Tensor, layout: Layout, ranks: Ra
     bounds = [*every.tolist(), layout.seq_len]
     packed = documents(cu_seqlens=bounds)
     assert isinstance(packed, Documents)
+    if _counted_within_shards(every.tolist(), layout):
+        raise ValueError(
+            f"position_ids restart just where the shards of {layout!r} do, as positions counted within shards would: leave them out, give "
+            "layout.positions(rank), or, if there is a document a rank, say so with cu_seq_lens_q and cu_seq_lens_k"
+        )
     with refusing(ranks):
         if every[0] != 0 or not torch.equal(packed_positions(packed, here), position_ids[0].cpu().to(torch.int64)):
             raise ValueError(
@@ -212,6 +217,14 @@ def packed_documents(batch: Mapping[str, Any]) -> Documents | None:
     packed = documents(cu_seqlens=bounds)
     assert isinstance(packed, Documents)
     return packed
+
+
+def _counted_within_shards(starts: list[int], layout: Layout) -> bool:
+    """Whether documents start just where the shards do, each of which is one run of positions."""
+    shards = [layout.positions(rank) for rank in range(layout.world_size) if layout.lengths[rank]] if len(starts) > 1 else []
+    return starts == sorted(int(shard[0]) for shard in shards) and all(
+        torch.equal(shard - shard[0], torch.arange(len(shard))) for shard in shards
+    )
 
 
 def _starts(position_ids: torch.Tensor, here: torch.Tensor) -> np.ndarray:

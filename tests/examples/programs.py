@@ -101,8 +101,8 @@ def call(function: Callable, *arguments: Any, ranks: int) -> list[Any]:
     """Call a function of a module on ranks of a gloo group, forked as `run` does; returns their results."""
     with patch.dict(os.environ, environment(), clear=True):
         forkserver.ensure_running()
-    common = dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="localhost", MASTER_PORT=free_port())
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, held_port() as port:
+        common = dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, MASTER_ADDR="localhost", MASTER_PORT=port)
         outputs = [Path(folder) / str(i) for i in range(ranks)]
         processes = []
         for i, out in enumerate(outputs):

@@ -1,6 +1,8 @@
 """`replace_attention`: a hand-written model gives the same results around a ring as whole; options that cannot be honoured are refused."""
 
 import copy
+import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -125,7 +127,7 @@ def test_options_that_cannot_be_honoured_are_refused(options, message):
 
 def test_modules_are_chosen_by_class_predicate_or_list():
     def replaced(model):
-        return [name for name, module in model.named_modules() if "forward" in vars(module)]
+        return [name for name, module in model.named_modules() if "forward" in vars(module) and module is not model]
 
     for modules, names in (
         (None, ["layers.0", "layers.1"]),
@@ -139,7 +141,8 @@ def test_modules_are_chosen_by_class_predicate_or_list():
             ra.replace_attention(model, modules=list(undo.modules))
         undo.restore()
         assert not replaced(model)
-    with pytest.raises(ValueError, match="Linear has no module with attention or attn in the name"):
+        assert "forward" not in vars(model)
+    with pytest.raises(ValueError, match="Linear has no module that calls scaled_dot_product_attention"):
         ra.replace_attention(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="modules holds a Linear that is not part of the model"):
         ra.replace_attention(Model(), modules=[nn.Linear(2, 2)])
@@ -181,3 +184,125 @@ def test_modules_that_cannot_be_replaced_are_refused():
     model = Model()
     with pytest.raises(ValueError, match="modules holds the same SelfAttention twice"):
         ra.replace_attention(model, modules=[model.layers[0]] * 2)
+
+
+class Block(nn.Module):
+    """A layer that makes the call itself, under a name that does not tell."""
+
+    def forward(self, x):
+        q = x.unflatten(-1, (4, 2)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def call_elsewhere(q):
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+class Layer(nn.Module):
+    """A layer whose code does not show that it makes the call."""
+
+    def forward(self, x):
+        return call_elsewhere(x.unflatten(-1, (4, 2)).transpose(1, 2)).transpose(1, 2).flatten(2)
+
+
+def test_layers_that_make_the_call_are_chosen_whatever_their_name():
+    model, x, mask = nn.Sequential(Block(), SelfAttention()), whole_input()[0], ra.documents(lengths=[5, N - 5])
+    ra.replace_attention(model, mask=mask)
+    parts = torch.cat([nn.Sequential(Block(), copy.deepcopy(model[1]))(part) for part in x.split([5, N - 5], dim=1)], dim=1)
+    torch.testing.assert_close(model(x), parts, rtol=0, atol=1e-12)
+
+
+def test_calls_outside_of_the_chosen_modules_are_refused():
+    x, twin = whole_input()[0], nn.Sequential(Layer(), SelfAttention())
+    model = copy.deepcopy(twin)
+    replaced = ra.replace_attention(model)
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(ValueError, match="scaled_dot_product_attention is called outside of the replaced modules"):
+            each(x)
+    replaced.restore()
+    replaced.restore()
+    assert torch.equal(model(x), twin(x))
+    ra.replace_attention(model, modules=[model[1]])
+    torch.testing.assert_close(model(x), twin(x), rtol=0, atol=1e-12)
+
+
+def test_a_models_own_forward_comes_back():
+    """As accelerate's, which it sets on the model under mixed precision."""
+    model = Model()
+    own = model.forward = functools.partial(type(model).forward, model)
+    ra.replace_attention(model).restore()
+    assert model.forward is own
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.Conv1d(8, 8, 3), "1 is a Conv1d, which mixes tokens beside attention"),
+        (nn.GRU(8, 8), "1 is a GRU, which mixes tokens beside attention"),
+        (nn.BatchNorm1d(8), "1 is a BatchNorm1d, which mixes tokens beside attention"),
+        (nn.Conv1d(8, 8, 1), None),
+    ],
+    ids=["convolution", "recurrence", "batch norm", "a matrix product"],
+)
+def test_layers_that_mix_tokens_are_refused(layer, message):
+    model = nn.Sequential(SelfAttention(), layer)
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        ra.replace_attention(model)
+
+
+def test_models_of_transformers_are_refused(llama):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is a model of transformers: use .*huggingface\.attach"):
+        ra.replace_attention(llama)
+
+
+def mask_on_one_rank(group):
+    layout = ra.contiguous(N, 2)
+    mask = torch.ones(layout.lengths[1], layout.lengths[1], dtype=torch.bool)
+    model = Model(**({"attn_mask": mask, "is_causal": False} if group.rank() else {}))
+    ra.replace_attention(model, layout=layout, group=group)
+    with pytest.raises(ValueError) as raised:
+        model(ra.shard(whole_input()[0], layout, group.rank()))
+    return str(raised.value)
+
+
+def test_a_mask_on_one_rank_is_an_error_on_all(gloo):
+    others, mine = gloo.run(2, mask_on_one_rank, timeout=30)
+    assert mine.startswith("attn_mask is given")
+    assert "rank 1 refused the input: rank 1: attn_mask is given" in others
+
+
+MASKS = ra.documents(lengths=[5, N - 5]), ra.documents(lengths=[9, N - 9])
+
+
+def gradients_after_two_masks(run, prepare=None):
+    """Of two forward passes with different masks and then one backward pass, in which the second mask is in place."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(SelfAttention()) for _ in range(2)))
+    if prepare is not None:
+        prepare(model)
+    x, weight = whole_input()
+    total = 0.0
+    for mask in MASKS:
+        replaced = ra.replace_attention(model, mask=mask)
+        total = total + (run(model, x.clone().requires_grad_()) * weight).sum()
+        replaced.restore()
+    ra.replace_attention(model, mask=MASKS[1])
+    return torch.autograd.grad(total, list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "message"),
+    [
+        (False, "a checkpointed module attended in the backward pass with another layout, mask, schedule or scale"),
+        (True, "SelfAttention runs again in the backward pass under reentrant activation checkpointing"),
+    ],
+    ids=["saved tensors", "reentrant"],
+)
+def test_another_mask_between_a_checkpointed_forward_and_its_backward_is_refused(reentrant, message):
+    with pytest.raises(ValueError, match=message):
+        gradients_after_two_masks(functools.partial(checkpoint, use_reentrant=reentrant))
+
+
+def test_checkpointed_layers_keep_the_mask_of_their_forward_pass():
+    found = gradients_after_two_masks(lambda model, x: model(x), ra.checkpoint_layers)
+    torch.testing.assert_close(found, gradients_after_two_masks(lambda model, x: model(x)), rtol=0, atol=1e-12)

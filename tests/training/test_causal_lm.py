@@ -60,13 +60,14 @@ def test_bad_shapes_are_named(hidden, weight, labels, chunk, message):
 
 def gradients_of_ranks(group, with_missing):
     rank = group.rank()
-    first, second, frozen = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+    first, second, unused, frozen = (torch.nn.Parameter(torch.ones(3)) for _ in range(4))
     frozen.requires_grad_(False)
     first.grad = torch.full((3,), float(rank + 1))
     if not (with_missing and rank == 1):
         second.grad = torch.full((3,), 10.0)
-    sum_gradients([first, second, frozen, first], group)  # a tied parameter comes twice
+    sum_gradients([first, second, unused, frozen, first], group)  # a tied parameter comes twice
     assert frozen.grad is None
+    assert unused.grad is None, "AdamW would decay a parameter that has zeros for a gradient"
     return first.grad, second.grad
 
 

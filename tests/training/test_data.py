@@ -183,6 +183,23 @@ def test_positions_after_the_last_document_go_on():
     assert packed_positions(packed, torch.arange(8)).tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
 
 
+def counted_within_shards(group, layout):
+    positions = torch.arange(layout.lengths[group.rank()])[None]
+    with pytest.raises(ValueError) as raised:
+        documents_of_positions(positions, layout, get_context(group).ranks)
+    return str(raised.value)
+
+
+def test_positions_counted_within_shards_are_refused(gloo):
+    """They look like a document a rank. With other layouts they do not even look like documents."""
+    uneven = ra.Layout(13, spans=((ra.Span(9, 4),), (ra.Span(0, 4), ra.Span(4, 5))))
+    for layout in (ra.contiguous(13, 2), uneven):
+        for said in gloo.run(2, counted_within_shards, layout):
+            assert said.startswith(f"position_ids restart just where the shards of {layout!r} do")
+    for layout in (ra.zigzag(13, 2), ra.striped(13, 2)):
+        assert all("neither are the global positions nor restart" in said for said in gloo.run(2, counted_within_shards, layout))
+
+
 def documents_here(group, layout, bounds):
     positions = packed_positions(ra.documents(cu_seqlens=bounds), layout.positions(group.rank()))
     found = documents_of_positions(positions.expand(2, -1), layout, get_context(group).ranks)
