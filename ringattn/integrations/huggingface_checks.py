@@ -61,7 +61,7 @@ _POOLED = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePre
 _OF_ONE_TOKEN = ("pooler_output", "text_embeds", "mc_logits")
 
 # how inputs with images, video or sound are called
-_IMAGES = ("pixel_values", "image_", "video_", "mm_", "audio_", "input_features")
+_IMAGES = ("pixel_values", "image_", "video_", "mm_", "audio_", "input_features")  # mm_token_type_ids are 0 for text
 
 _CACHES = "a shard's cache is of no use: leave it out, and train or score whole sequences; generate with a detached model"
 
@@ -265,7 +265,7 @@ def check_positions(model: Any, kwargs: dict[str, Any], layout: Layout, holders:
             f"{type(made_by[0]).__name__} was called without position_ids and made them from this rank's shard: make them from the "
             "whole sequence (Qwen-VL models: get_rope_index), cut them with shard_batch, and give them"
         )
-    images = [name for name, value in kwargs.items() if value is not None and name.startswith(_IMAGES)]
+    images = [name for name, value in kwargs.items() if name.startswith(_IMAGES) and _is_given(value)]
     images += [name for name in ("inputs_embeds",) if kwargs.get(name) is not None and not holders]
     if not images or not _has_axes(model) or (isinstance(positions, torch.Tensor) and positions.dim() == 3):
         return
@@ -274,6 +274,10 @@ def check_positions(model: Any, kwargs: dict[str, Any], layout: Layout, holders:
         "are flat or missing: give those of get_rope_index for the whole sequence, (3, batch, tokens), cut by shard_batch, and "
         "attach(model, mask=ringattn.causal())"
     )
+
+
+def _is_given(value: Any) -> bool:
+    return bool(value.any()) if isinstance(value, torch.Tensor) and not value.is_floating_point() else value is not None
 
 
 def _has_axes(model: nn.Module) -> bool:
