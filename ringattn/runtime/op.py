@@ -25,7 +25,7 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out (b, s, h, d_v), row_max and row_sum (b, h, s) of the `Call` with the number `call`. Differentiable."""
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    out, row_max, row_sum, _ = FORWARD(q, k, v, call, softmax_scale, needs_grad)
+    out, row_max, row_sum, *_ = FORWARD(q, k, v, call, softmax_scale, needs_grad)
     return out, row_max, row_sum
 
 
@@ -35,12 +35,12 @@ _library = torch.library.Library("ringattn", "DEF")
 _TAGS = [torch.Tag.pt2_compliant_tag, *([torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else [])]
 _library.define(
     "forward(Tensor q, Tensor k, Tensor v, int call, float softmax_scale, bool needs_grad)"
-    " -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor seq_len)",
+    " -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor seq_len, Tensor place)",
     tags=_TAGS,
 )
 _library.define(
     "backward(Tensor? dout, Tensor? drow_sum, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, Tensor row_sum,"
-    " Tensor seq_len, int call, float softmax_scale) -> (Tensor dq, Tensor dk, Tensor dv)",
+    " Tensor seq_len, Tensor place, int call, float softmax_scale) -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=_TAGS,
 )
 FORWARD = torch.ops.ringattn.forward.default
@@ -49,25 +49,27 @@ BACKWARD = torch.ops.ringattn.backward.default
 
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, softmax_scale: float, needs_grad: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     call = find_call(number)
-    seq_len = call.begin(q, k, v, softmax_scale, needs_grad)
-    rank_attention = call.rank_attention(seq_len, q, k, v)
     # autocast would round the state between hops
-    with _without_autocast(q.device.type):
+    with call.turn, _without_autocast(q.device.type):
+        seq_len, place = call.begin(q, k, v, softmax_scale, needs_grad)
+        rank_attention = call.rank_attention(seq_len, q, k, v)
         out, row_max, row_sum = rank_attention.forward(Score(softmax_scale), q, k, v, final=call.final)
-    # the backward pass makes its plan from the length that the ranks agreed on
-    return out.contiguous(), row_max, row_sum, torch.scalar_tensor(seq_len, dtype=torch.int64)
+    # the backward pass needs what the ranks agreed on; tensors, because a compiled graph makes many calls under one number
+    length, place = (torch.scalar_tensor(x, dtype=torch.int64) for x in (seq_len, place))
+    return out.contiguous(), row_max, row_sum, length, place
 
 
 def _forward_shapes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, softmax_scale: float, needs_grad: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     b, s, h, _ = q.shape
     stats = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(b, s, h, v.shape[3], dtype=q.dtype if find_call(number).final else stats)
     row_max, row_sum = (q.new_empty(b, h, s, dtype=stats) for _ in range(2))
-    return out, row_max, row_sum, torch.empty((), dtype=torch.int64, device="cpu")
+    seq_len, place = (torch.empty((), dtype=torch.int64, device="cpu") for _ in range(2))
+    return out, row_max, row_sum, seq_len, place
 
 
 def _backward(
@@ -80,13 +82,16 @@ def _backward(
     row_max: torch.Tensor,
     row_sum: torch.Tensor,
     seq_len: torch.Tensor,
+    place: torch.Tensor,
     number: int,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rank_attention = find_call(number).rank_attention(int(seq_len), q, k, v)
+    call = find_call(number)
     strides = _gradient_strides(q, k, v)
     dout = torch.zeros_like(out) if dout is None else dout
-    with _without_autocast(q.device.type):
+    with call.turn, _without_autocast(q.device.type):
+        call.begin_backward(q, k, v, softmax_scale, int(place))
+        rank_attention = call.rank_attention(int(seq_len), q, k, v)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         delta = local.delta(out, dout)
         if drow_sum is not None:
@@ -114,15 +119,15 @@ class _Attention(torch.autograd.Function):
             output = FORWARD(q, k, v, number, softmax_scale, needs_grad)
         ctx.save_for_backward(q, k, v, *output)
         ctx.call, ctx.softmax_scale, ctx.captured = find_call(number), softmax_scale, check.captured(q)
-        ctx.mark_non_differentiable(output[1], output[3])
+        ctx.mark_non_differentiable(output[1], *output[3:])
         ctx.set_materialize_grads(False)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise ValueError("ring attention has no second derivative: call backward without create_graph=True")
-        dout, _, drow_sum, _ = grads
+            ctx.call.refuse(ValueError("ring attention has no second derivative: call backward without create_graph=True"))
+        dout, _, drow_sum, *_ = grads
         saved = ctx.saved_tensors
         ctx.call.check_backward(check.captured(saved[0]), ctx.captured)
         return *BACKWARD(dout, drow_sum, *saved, ctx.call.number, ctx.softmax_scale), None, None, None
