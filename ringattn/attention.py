@@ -113,8 +113,8 @@ def ring_attention(
             raise ValueError(f"compiled attention is differentiated {check.TRANSFORMED}")
         check.instance("return_stats", return_stats, bool, _STATS)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-        digests = (None if x is None else x.digest for x in (layout, mask, schedule))
-        out, *stats = attention(q, k, v, compiled_call(group_names(group), *digests, name), scale)
+        options = [None if x is None else x.digest for x in (layout, mask, schedule)]
+        out, *stats = attention(q, k, v, compiled_call(group_names(group), *options, name=name), scale)
         return (out, Stats(*stats)) if return_stats else out
     context = get_context(group)
     mask = _DEFAULT_MASK if mask is None else mask

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._C._functorch import TransformType, get_interpreter_stack, is_gradtrackingtensor
+from torch._C._functorch import TransformType, get_interpreter_stack, is_batchedtensor, is_gradtrackingtensor
 from torch.autograd import forward_ad
 
 from .digest import constant
@@ -100,7 +100,7 @@ def qkv(q: Any, k: Any, v: Any) -> None:
 def tensors(q: Any, k: Any, v: Any) -> None:
     """Refuse each tensor that attention cannot take by itself: it must be plain and have four dimensions."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _dense_tensor(name, x)
+        _attention_tensor(name, x)
 
 
 def captured(x: torch.Tensor) -> bool:
@@ -114,6 +114,14 @@ def backward_mode(**tensors: torch.Tensor) -> None:
         tangent = forward_ad.unpack_dual(x).tangent if in_forward_mode() else None
         if tangent is not None or is_gradtrackingtensor(x):
             raise ValueError(f"{name} is differentiated {TRANSFORMED}")
+
+
+def no_transforms(**tensors: torch.Tensor) -> None:
+    """Refuse tensors in forward mode or any transform of torch.func."""
+    backward_mode(**tensors)
+    for name, x in tensors.items():
+        if is_batchedtensor(x):
+            raise ValueError(f"{name} is in torch.vmap, which this does not support: call it on the whole batch")
 
 
 def in_forward_mode() -> bool:
@@ -176,7 +184,8 @@ def positions(name: str, value: Any, tokens: int, argument: str) -> torch.Tensor
     return torch.from_numpy(array)
 
 
-def _dense_tensor(name: str, x: Any) -> None:
+def dense_tensor(name: str, x: Any) -> None:
+    """Refuse anything but a plain tensor."""
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}, but must be a torch.Tensor")
     if type(x).__name__ == "DTensor":
@@ -185,6 +194,10 @@ def _dense_tensor(name: str, x: Any) -> None:
         raise ValueError(f"{name} is a nested tensor: pack the sequences into one dimension and pass mask=documents(lengths)")
     if x.layout != torch.strided:
         raise ValueError(f"{name} has the layout {x.layout}, but must be dense: pass {name}.to_dense()")
+
+
+def _attention_tensor(name: str, x: Any) -> None:
+    dense_tensor(name, x)
     shape, dtype, device_type = x.shape, x.dtype, x.device.type
     if len(shape) != 4:
         raise ValueError(

@@ -36,15 +36,19 @@ def _unshard(x_local: torch.Tensor, layout: Layout, context: Context, dim: int) 
     with refusing(ranks):
         context.order.check()
         check.instance("x_local", x_local, torch.Tensor, "pass this rank's shard")
+        check.dense_tensor("x_local", x_local)
         check.instance("layout", layout, Layout, "pass the layout that the shards were made with")
         if layout.world_size != ranks.size:
             raise ValueError(f"layout {layout!r} is for {layout.world_size} ranks, but the group has {ranks.size}")
+        check.no_transforms(x_local=x_local)
         dim = check.dim("x_local", x_local, dim)
         held = layout.lengths[ranks.rank]
         if x_local.shape[dim] != held:
             raise ValueError(
                 f"x_local has {x_local.shape[dim]} tokens in dim {dim}, but rank {ranks.rank} of {layout!r} holds {held}"
             )
+        if x_local.is_meta and ranks.size > 1:
+            raise ValueError("x_local is on meta, so it has no values to gather: pass this rank's shard on cpu or cuda")
         ranks.check_device(x_local.device)
     if ranks.size > 1:
         other_dims = (*x_local.shape[:dim], *x_local.shape[dim + 1 :])

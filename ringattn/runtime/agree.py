@@ -12,7 +12,7 @@ import json
 import struct
 from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from types import TracebackType
 
@@ -59,8 +59,12 @@ def agree(ranks: Ranks, order: Order, facts: Facts, tokens: int, label: Label = 
     Raises ValueError, on every rank and with the names of the odd ranks, if a fact or the label differs or a rank refused its input.
     """
     record = _RECORD.pack(False, tokens, facts.hash, order.latest + 1, label.kind, label.digest)
-    refused, counts, hashes, numbers, kinds, labels = zip(*map(_RECORD.unpack, _swap(ranks, record)))
-    # all equal, unless ranks were in different calls before, in vain
+    records = _swap(ranks, record)
+    if records.count(record) == len(records):
+        order.add(order.latest + 1, label)
+        return (tokens,) * ranks.size, order.latest
+    refused, counts, hashes, numbers, kinds, labels = zip(*map(_RECORD.unpack, records))
+    # all numbers are equal, unless ranks were in different calls before, in vain
     number = max(numbers)
     order.add(number, label)
     # without a name, a rank that runs compiled code does not know its line
@@ -75,8 +79,9 @@ def agree_backward(ranks: Ranks, order: Order, facts: Facts, number: int) -> Non
     """Raises ValueError, on every rank, unless all ranks begin the backward pass of the call with this number."""
     facts = facts.backward
     record = _RECORD.pack(False, 0, facts.hash, number, *UNKNOWN[:2])
-    refused, _, hashes, numbers, *_ = zip(*map(_RECORD.unpack, _swap(ranks, record)))
-    if any(refused) or len(set(hashes)) > 1 or len(set(numbers)) > 1:
+    records = _swap(ranks, record)
+    if records.count(record) < len(records):
+        refused, _, _, numbers, *_ = zip(*map(_RECORD.unpack, records))
         order.latest = max(order.latest, *numbers)
         _raise(ranks, refused, facts.texts | {_FORWARD: _text(order.describe(number))})
 
@@ -104,9 +109,11 @@ class refusing:
 
 def _refuse(ranks: Ranks, error: ValueError) -> None:
     """Tell the other ranks of an error in this rank's input."""
-    records = _all_gather(ranks, _RECORD.pack(True, 0, b"", 0, *UNKNOWN[:2]), _PATIENCE)
-    # ranks that come later still find both records, so do not wait for them again
-    _swap_texts(ranks, {"error": (str(error), "")}, 0 if records is None else _PATIENCE)
+    # this rank's own error counts, even if the others cannot be told because one of them has ended
+    with suppress(RuntimeError):
+        records = _all_gather(ranks, _RECORD.pack(True, 0, b"", 0, *UNKNOWN[:2]), _PATIENCE)
+        # ranks that come later still find both records, so do not wait for them again
+        _swap_texts(ranks, {"error": (str(error), "")}, 0 if records is None else _PATIENCE)
 
 
 def _swap(ranks: Ranks, record: bytes) -> list[bytes]:

@@ -95,6 +95,7 @@ class RingCall(Call):
         self.schedule = schedule
         self._label = label
         self._compiled = number is not None
+        self._known: Facts | None = None  # of the one call that this is, if it is not compiled
         self.turn = context.turn
 
     def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> tuple[int, int]:
@@ -104,6 +105,7 @@ class RingCall(Call):
             if self._compiled and check.in_forward_mode():
                 raise ValueError(f"compiled attention is differentiated {check.TRANSFORMED}")
             facts = self._facts(q, k, v, softmax_scale, needs_grad)
+        self._known = None if self._compiled else facts
         tokens, place = (q.shape[1],), 0
         if ranks.size > 1:
             tokens, place = agree(ranks, order, facts, q.shape[1], self._label)
@@ -117,7 +119,7 @@ class RingCall(Call):
         if ranks.size > 1:
             with refusing(ranks):
                 order.check()
-                facts = self._facts(q, k, v, softmax_scale, True)
+                facts = self._known or self._facts(q, k, v, softmax_scale, True)
             agree_backward(ranks, order, facts, place)
 
     def rank_attention(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> RankAttention:

@@ -82,7 +82,7 @@ class Order:
 
     def __init__(self) -> None:
         self.latest = 0  # the number of the latest call
-        self._labels: dict[int, Label] = {}
+        self._labels: list[tuple[int, Label]] = [(0, UNKNOWN)] * _REMEMBERED
         self._lock = RLock()
         self._two_threads = False
 
@@ -103,11 +103,9 @@ class Order:
     def add(self, number: int, label: Label) -> None:
         """The ranks have agreed on a call, and on its number."""
         self.latest = number
-        self._labels[number] = label
-        if len(self._labels) > _REMEMBERED:
-            del self._labels[next(iter(self._labels))]
+        self._labels[number % _REMEMBERED] = number, label
 
     def describe(self, number: int) -> str:
         """A call as messages name it: its number, and its label if it is known."""
-        label = self._labels.get(number, UNKNOWN)
-        return f"call {number}" + (f" ({label.text})" if label.text else "")
+        kept, label = self._labels[number % _REMEMBERED]
+        return f"call {number}" + (f" ({label.text})" if label.text and kept == number else "")
