@@ -18,6 +18,7 @@ from .runtime.agree import refusing
 from .runtime.calls import LocalCall, RingCall, compiled_call
 from .runtime.groups import Group, get_context, group_names
 from .runtime.op import attention
+from .runtime.order import label
 from .runtime.rank_attention import RankAttention
 from .schedule.program import local_program
 from .schedule.schedules import Schedule
@@ -38,6 +39,7 @@ def ring_attention(
     group: Group | None = ...,
     softmax_scale: float | None = ...,
     schedule: Schedule | None = ...,
+    name: str | None = ...,
     return_stats: Literal[False] = ...,
 ) -> torch.Tensor: ...
 
@@ -53,6 +55,7 @@ def ring_attention(
     group: Group | None = ...,
     softmax_scale: float | None = ...,
     schedule: Schedule | None = ...,
+    name: str | None = ...,
     return_stats: Literal[True],
 ) -> tuple[torch.Tensor, Stats]: ...
 
@@ -67,6 +70,7 @@ def ring_attention(
     group: Group | None = None,
     softmax_scale: float | None = None,
     schedule: Schedule | None = None,
+    name: str | None = None,
     return_stats: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, Stats]:
     """softmax(softmax_scale * q k^T) v over the whole sequence, of which each rank holds a shard. A differentiable collective.
@@ -87,6 +91,8 @@ def ring_attention(
         softmax_scale: 1/sqrt(d) by default.
         schedule: `ring()`, `gather()`, `waves(width)` or `double_ring(ranks_per_node)`; by default `default_schedule` of the plan. The
             result is the same up to rounding.
+        name: what this call is called on every rank, such as its layer. Ranks that make calls of equal options in different orders get an
+            error if the names differ; without names, if the lines that call differ.
         return_stats: also return `Stats`: row_max, row_sum and lse, (b, h, s_local), fp32 (fp64 for fp64).
 
     Returns out (b, s_local, h, d_v) in q's dtype; rows with nothing live are 0. Raises ValueError for bad input, and on every
@@ -103,24 +109,28 @@ def ring_attention(
     """
     if torch.compiler.is_compiling():
         check.tensors(q, k, v)
+        if check.transformed():
+            raise ValueError(f"compiled attention is differentiated {check.TRANSFORMED}")
         check.instance("return_stats", return_stats, bool, _STATS)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-        digests = (None if x is None else x.digest for x in (layout, mask, schedule))
-        out, *stats = attention(q, k, v, compiled_call(group_names(group), *digests), scale)
+        options = [None if x is None else x.digest for x in (layout, mask, schedule)]
+        out, *stats = attention(q, k, v, compiled_call(group_names(group), *options, name=name), scale)
         return (out, Stats(*stats)) if return_stats else out
     context = get_context(group)
     mask = _DEFAULT_MASK if mask is None else mask
     with refusing(context.ranks):
         check.tensors(q, k, v)
-        check.backward_mode(q, k, v)
+        check.backward_mode(q=q, k=k, v=v)
         check.instance("return_stats", return_stats, bool, _STATS)
         check.instance("mask", mask, Mask, check.BUILD_A_MASK)
         if layout is not None:
             check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
         if schedule is not None:
             check.instance("schedule", schedule, Schedule, "build one with ring(), waves(width) and the like")
+        if name is not None:
+            check.instance("name", name, str, "pass a text, the same on every rank")
         scale = check.softmax_scale(softmax_scale, q.shape[3])
-    call = RingCall(context, layout, mask, schedule)
+    call = RingCall(context, layout, mask, schedule, label(name))
     out, *stats = attention(q, k, v, call.number, scale)
     return (out, Stats(*stats)) if return_stats else out
 

@@ -8,14 +8,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._C._functorch import is_gradtrackingtensor
+from torch._C._functorch import TransformType, get_interpreter_stack, is_batchedtensor, is_gradtrackingtensor
 from torch.autograd import forward_ad
+
+from .digest import constant
 
 MAX_HEAD_DIM = 256
 MAX_POSITION = 1 << 48  # sums of a few positions then fit an int64
 MAX_TOKENS = 1 << 30  # of a layout: its live pairs, and sums of them, then fit an int64
 MAX_RANKS = 1 << 16  # layouts and plans hold a table of all ranks
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+TRANSFORMED = "in forward mode or by torch.func, which attention does not support: call backward, or torch.autograd.grad"
 # advice for `instance`
 BUILD_A_LAYOUT = "build one with zigzag(seq_len, world_size) and the like"
 BUILD_A_MASK = "build one with causal(), documents(...) and the like"
@@ -127,14 +130,14 @@ def softmax_scale(value: Any, head_dim: int) -> float:
 def qkv(q: Any, k: Any, v: Any) -> None:
     """Refuse types, shapes, dtypes and devices that attention cannot take: (b, s, h, d), (b, sk, hk, d), (b, sk, hk, d_v)."""
     tensors(q, k, v)
-    backward_mode(q, k, v)
+    backward_mode(q=q, k=k, v=v)
     fit(q, k, v)
 
 
 def tensors(q: Any, k: Any, v: Any) -> None:
     """Refuse each tensor that attention cannot take by itself: it must be plain and have four dimensions."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _dense_tensor(name, x)
+        _attention_tensor(name, x)
 
 
 def captured(x: torch.Tensor) -> bool:
@@ -142,15 +145,32 @@ def captured(x: torch.Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def backward_mode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def backward_mode(**tensors: torch.Tensor) -> None:
     """Refuse tensors in forward mode or torch.func, which would treat attention as a constant; ordinary autograd is fine."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        tangent = forward_ad.unpack_dual(x).tangent if forward_ad._current_level >= 0 else None
+    for name, x in tensors.items():
+        tangent = forward_ad.unpack_dual(x).tangent if in_forward_mode() else None
         if tangent is not None or is_gradtrackingtensor(x):
-            raise ValueError(
-                f"{name} is differentiated in forward mode or by torch.func, which attention does not support: "
-                "call backward, or torch.autograd.grad"
-            )
+            raise ValueError(f"{name} is differentiated {TRANSFORMED}")
+
+
+def no_transforms(**tensors: torch.Tensor) -> None:
+    """Refuse tensors in forward mode or any transform of torch.func."""
+    backward_mode(**tensors)
+    for name, x in tensors.items():
+        if is_batchedtensor(x):
+            raise ValueError(f"{name} is in torch.vmap, which this does not support: call it on the whole batch")
+
+
+def in_forward_mode() -> bool:
+    """Whether this code runs at a level of forward-mode AD."""
+    return forward_ad._current_level >= 0
+
+
+@constant
+def transformed() -> bool:
+    """Whether torch.compile now traces code whose derivative is taken in forward mode or by torch.func; torch.vmap takes none."""
+    levels = get_interpreter_stack() or []
+    return in_forward_mode() or any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in levels)
 
 
 def fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -201,7 +221,8 @@ def positions(name: str, value: Any, tokens: int, argument: str) -> torch.Tensor
     return torch.from_numpy(array)
 
 
-def _dense_tensor(name: str, x: Any) -> None:
+def dense_tensor(name: str, x: Any) -> None:
+    """Refuse anything but a plain tensor."""
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}, but must be a torch.Tensor")
     if type(x).__name__ == "DTensor":
@@ -210,6 +231,10 @@ def _dense_tensor(name: str, x: Any) -> None:
         raise ValueError(f"{name} is a nested tensor: pack the sequences into one dimension and pass mask=documents(lengths)")
     if x.layout != torch.strided:
         raise ValueError(f"{name} has the layout {x.layout}, but must be dense: pass {name}.to_dense()")
+
+
+def _attention_tensor(name: str, x: Any) -> None:
+    dense_tensor(name, x)
     shape, dtype, device_type = x.shape, x.dtype, x.device.type
     if len(shape) != 4:
         raise ValueError(

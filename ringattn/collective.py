@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from . import check
 from .geometry.layout import Layout, shard
-from .runtime.agree import Facts, agree, refusing
+from .runtime.agree import Facts, agree, agree_backward, refusing
+from .runtime.context import Context
 from .runtime.groups import Group, get_context
+from .runtime.order import label
 from .runtime.ulysses import ring_layout
 from .transport import Peer, Transport
 
@@ -23,18 +27,28 @@ def unshard(x_local: torch.Tensor, layout: Layout, group: Group | None = None, d
     Raises ValueError for bad input, and on every rank if ranks disagree on shapes, dtype, dim or layout.
     """
     context = get_context(group)
-    ranks = context.ranks
+    with context.turn:
+        return _unshard(x_local, layout, context, dim)
+
+
+def _unshard(x_local: torch.Tensor, layout: Layout, context: Context, dim: int) -> torch.Tensor:
+    ranks, agreed = context.ranks, None
     with refusing(ranks):
+        context.order.check()
         check.instance("x_local", x_local, torch.Tensor, "pass this rank's shard")
+        check.dense_tensor("x_local", x_local)
         check.instance("layout", layout, Layout, "pass the layout that the shards were made with")
         if layout.world_size != ranks.size:
             raise ValueError(f"layout {layout!r} is for {layout.world_size} ranks, but the group has {ranks.size}")
+        check.no_transforms(x_local=x_local)
         dim = check.dim("x_local", x_local, dim)
         held = layout.lengths[ranks.rank]
         if x_local.shape[dim] != held:
             raise ValueError(
                 f"x_local has {x_local.shape[dim]} tokens in dim {dim}, but rank {ranks.rank} of {layout!r} holds {held}"
             )
+        if x_local.is_meta and ranks.size > 1:
+            raise ValueError("x_local is on meta, so it has no values to gather: pass this rank's shard on cpu or cuda")
         ranks.check_device(x_local.device)
     if ranks.size > 1:
         other_dims = (*x_local.shape[:dim], *x_local.shape[dim + 1 :])
@@ -44,23 +58,54 @@ def unshard(x_local: torch.Tensor, layout: Layout, group: Group | None = None, d
             "dim": dim,
             "dtype": x_local.dtype,
             "device": x_local.device.type,
-            "layout": f"{layout!r} ({layout.digest[:8]})",
+            "layout": layout,
             "requires_grad": torch.is_grad_enabled() and x_local.requires_grad,
             "captured in a CUDA graph": check.captured(x_local),
         }
-        agree(ranks, Facts(facts), held)
+        agreed = _Agreed.now(context, Facts(facts), held)
         ranks.connect(x_local.device)
     if context.hybrid is not None:
         # first along the heads axis, then along the ring
-        x_local = _Unshard.apply(x_local, context.hybrid.axis_layout(layout), context.hybrid.heads, dim)
+        x_local = _Unshard.apply(x_local, context.hybrid.axis_layout(layout), context.hybrid.heads, dim, agreed)
         layout = ring_layout(layout, context.hybrid.heads.size)
-    return _Unshard.apply(x_local, layout, context.transport, dim)
+    return _Unshard.apply(x_local, layout, context.transport, dim, agreed)
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """A call that the ranks have agreed on: its facts and its number."""
+
+    context: Context
+    facts: Facts
+    number: int
+
+    @classmethod
+    def now(cls, context: Context, facts: Facts, tokens: int) -> _Agreed:
+        """Agree on a call of this group."""
+        return cls(context, facts, agree(context.ranks, context.order, facts, tokens, label(None))[1])
+
+    def backward(self) -> _Agreed:
+        """Agree that this is the backward pass of this call, which may have one in turn."""
+        with refusing(self.context.ranks):
+            self.context.order.check()
+        agree_backward(self.context.ranks, self.context.order, self.facts, self.number)
+        return replace(self, facts=self.facts.backward)
+
+
+def _adjoint(function: type[torch.autograd.Function], ctx: Any, grads: tuple[torch.Tensor, ...]) -> Any:
+    """The backward pass of one of the two functions below, which are each other's adjoint: the other one, and no more gradients."""
+    agreed = ctx.agreed
+    with nullcontext() if agreed is None else agreed.context.turn:
+        agreed = agreed and agreed.backward()
+        return function.apply(*grads, ctx.layout, ctx.transport, ctx.dim, agreed), None, None, None, None
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_local: torch.Tensor, layout: Layout, transport: Transport, dim: int) -> torch.Tensor:
-        ctx.layout, ctx.transport, ctx.dim = layout, transport, dim
+    def forward(
+        ctx: Any, x_local: torch.Tensor, layout: Layout, transport: Transport, dim: int, agreed: _Agreed | None
+    ) -> torch.Tensor:
+        ctx.layout, ctx.transport, ctx.dim, ctx.agreed = layout, transport, dim, agreed
         mine = x_local.transpose(0, dim).contiguous()
         others = [rank for rank in range(transport.size) if rank != transport.rank]
         parts = {rank: mine.new_empty(layout.lengths[rank], *mine.shape[1:]) for rank in others}
@@ -76,15 +121,17 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _ShardOfSum.apply(*grads, ctx.layout, ctx.transport, ctx.dim), None, None, None
+        return _adjoint(_ShardOfSum, ctx, grads)
 
 
 class _ShardOfSum(torch.autograd.Function):
     """The adjoint of `_Unshard`: this rank's shard of the sum of all ranks' whole sequences."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, layout: Layout, transport: Transport, dim: int) -> torch.Tensor:
-        ctx.layout, ctx.transport, ctx.dim = layout, transport, dim
+    def forward(
+        ctx: Any, whole: torch.Tensor, layout: Layout, transport: Transport, dim: int, agreed: _Agreed | None
+    ) -> torch.Tensor:
+        ctx.layout, ctx.transport, ctx.dim, ctx.agreed = layout, transport, dim, agreed
         rows = whole.transpose(0, dim)
         slices = [shard(rows, layout, rank, dim=0).contiguous() for rank in range(transport.size)]
         others = [rank for rank in range(transport.size) if rank != transport.rank]
@@ -98,4 +145,4 @@ class _ShardOfSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _Unshard.apply(*grads, ctx.layout, ctx.transport, ctx.dim), None, None, None
+        return _adjoint(_Unshard, ctx, grads)

@@ -13,6 +13,7 @@ Shapes: b batch, s query tokens, h query heads, d_v value head dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -74,7 +75,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     True
     """
     for name, part in (("a", a), ("b", b)):
-        check.instance(name, part, Partial, "make one with attend(...)")
+        _check(name, part)
     if a.out.shape != b.out.shape or a.row_max.shape != b.row_max.shape:
         raise ValueError(
             f"partials of {tuple(a.out.shape)} and {tuple(b.out.shape)} do not merge: both must be of the same queries and heads"
@@ -99,14 +100,22 @@ def finish(
 ) -> torch.Tensor | tuple[torch.Tensor, Stats]:
     """The attention output of a partial that has seen all its keys: (b, s, h, d_v) in `dtype`, by default the partial's own.
 
-    With `return_stats` also its `Stats`. Rows with nothing live are 0. Raises ValueError if `part` is not a `Partial`, or `dtype` not a
-    dtype.
+    With `return_stats` also its `Stats`. Rows with nothing live are 0. Raises ValueError if `part` is not a `Partial`, or `dtype` is not a
+    dtype of floating point.
     """
-    check.instance("part", part, Partial, "make one with attend(...)")
+    _check("part", part)
     if dtype is not None:
         check.instance("dtype", dtype, torch.dtype, "pass torch.bfloat16 and the like")
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype is {dtype}, but must be of floating point: pass torch.bfloat16 and the like")
     out = part.out if dtype is None else part.out.to(dtype)
     return (out, part.stats) if return_stats else out
+
+
+def _check(name: str, part: Any) -> None:
+    check.instance(name, part, Partial, "make one with attend(...)")
+    for field in ("out", "row_max", "row_sum"):
+        check.instance(f"{name}.{field}", getattr(part, field), torch.Tensor, "make one with attend(...)")
 
 
 def _per_row(x: torch.Tensor) -> torch.Tensor:

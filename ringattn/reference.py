@@ -32,12 +32,21 @@ def attention(
         return_stats: also return `Stats` (b, h, s) in the inputs' dtype (fp32 for bf16 and fp16).
 
     Scores, weights and products are rounded to the inputs' dtype wherever PyTorch would round them; the softmax itself runs in
-    fp32 or wider. Rows with nothing live are 0. Returns (b, s, h, d_v). Differentiable. Raises ValueError for sizes that do not fit.
+    fp32 or wider. Rows with nothing live are 0. Returns (b, s, h, d_v). Differentiable. Raises ValueError for bad input.
     """
-    check.shapes(q, k, v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check.dense_tensor(name, x)
+        if x.dim() != 4 or not x.is_floating_point():
+            raise ValueError(
+                f"{name} has dtype {x.dtype} and shape {tuple(x.shape)}, but must hold floating-point numbers, in the shape "
+                "(batch, tokens, heads, head_dim)"
+            )
+    check.fit(q, k, v)
     check.same_tokens(q, k)
     groups = q.shape[2] // k.shape[2]
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if not q.shape[3]:
+        raise ValueError("q has head_dim 0, but it must be at least 1")
+    scale = check.softmax_scale(softmax_scale, q.shape[3])
     mask = causal() if mask is None else mask
     check.instance("mask", mask, Mask, check.BUILD_A_MASK)
     live = mask.dense(q.shape[1]).to(q.device)

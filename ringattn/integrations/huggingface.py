@@ -180,9 +180,16 @@ def ring_attention_forward(
         mask=live.mask_for(sees_past_only, window),
         group=attachment.group,
         softmax_scale=scaling,
+        name=_call_name(module),
         return_stats=True,
     )
     return (out if s_aux is None else _with_sinks(out, stats.lse, s_aux)), None
+
+
+def _call_name(module: nn.Module) -> str | None:
+    """What tells a layer's calls from those of others: its number. None in compiled code, where it would be a graph for each layer."""
+    number = None if torch.compiler.is_compiling() else getattr(module, "layer_idx", None)
+    return None if number is None else f"{type(module).__name__} of layer {number}"
 
 
 def _check_arguments(layout: Layout, mask: Mask | None, group: Group | None, ignore: Iterable[str]) -> int:

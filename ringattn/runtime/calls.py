@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,9 +21,10 @@ from ..geometry.mask import Mask, causal
 from ..schedule.memory import RowBytes
 from ..schedule.schedules import Schedule
 from ..transport import Ranks
-from .agree import Facts, agree, refusing
+from .agree import Facts, agree, agree_backward, refusing
 from .context import Context
 from .groups import named_context
+from .order import UNKNOWN, Label, traced_label
 from .rank_attention import RankAttention
 
 
@@ -29,22 +32,33 @@ class Call(ABC):
     """What an operator needs besides tensors; `number` finds it while it is alive. `final`: out gets q's dtype."""
 
     final: bool
-    identity = 0  # equal for calls that compute the same from the same tensors, within this process
+    turn: AbstractContextManager[None] = nullcontext()  # what a pass enters
 
     def __init__(self, number: int | None = None) -> None:
         self.number = next(_numbers) if number is None else number
         _calls[self.number] = self
 
     @abstractmethod
-    def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> int:
-        """Check the input, agree with the other ranks, and return the length of the whole sequence."""
+    def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> tuple[int, int]:
+        """Check the input, and agree with the other ranks: the length of the whole sequence, and the place in the group's order."""
+
+    def identity(self, softmax_scale: float) -> int:
+        """A number that is equal for calls that compute the same from the same tensors, within this process."""
+        return 0
 
     @abstractmethod
     def rank_attention(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> RankAttention:
         """What this rank does for a sequence of that length."""
 
+    def begin_backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, place: int) -> None:  # noqa: B027 - a rank alone
+        """Agree with the other ranks that this is the backward pass of the call at that place."""
+
     def check_backward(self, captured: bool, forward_captured: bool) -> None:  # noqa: B027 - a rank alone may capture either
-        """Raise ValueError if only one of the passes is captured in a CUDA graph: the other ranks are not told in the backward pass."""
+        """Raise ValueError, on every rank, if only one of the passes is captured in a CUDA graph."""
+
+    def refuse(self, error: ValueError) -> NoReturn:
+        """Raise an error, on every rank."""
+        raise error
 
 
 class LocalCall(Call):
@@ -56,15 +70,15 @@ class LocalCall(Call):
         super().__init__()
         self._rank_attention = rank_attention
 
-    def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> int:
-        return q.shape[1]
+    def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> tuple[int, int]:
+        return q.shape[1], 0
 
     def rank_attention(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> RankAttention:
         return self._rank_attention
 
 
 class RingCall(Call):
-    """A group's ranks, a mask, a layout and a schedule (None: the default)."""
+    """A group's ranks, a mask, a layout and a schedule (None: the default); and what tells the call from others."""
 
     final = True
 
@@ -74,6 +88,7 @@ class RingCall(Call):
         layout: Layout | None,
         mask: Mask,
         schedule: Schedule | None,
+        label: Label = UNKNOWN,
         *,
         number: int | None = None,
     ) -> None:
@@ -82,29 +97,38 @@ class RingCall(Call):
         self.layout = layout
         self.mask = mask
         self.schedule = schedule
+        self._named = layout if layout is None else layout.digest, mask.digest, schedule if schedule is None else schedule.digest
+        self._label = label
+        self._compiled = number is not None
+        self._known: Facts | None = None  # of the one call that this is, if it is not compiled
+        self.turn = context.turn
 
-    def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> int:
-        ranks = self.context.ranks
-        layout, schedule = self.layout, self.schedule
-        named = layout if layout is None else layout.digest, self.mask.digest, schedule if schedule is None else schedule.digest
-        self.identity = hash((*named, softmax_scale))
-        shapes, kinds = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
-        key = *named, *shapes, *kinds, softmax_scale, needs_grad
-        captured = check.captured(q)
+    def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> tuple[int, int]:
+        ranks, order = self.context.ranks, self.context.order
         with refusing(ranks):
-            if captured and ranks.size > 1 and not self.context.has_facts((*key, False)):
-                raise ValueError(
-                    "this call is captured in a CUDA graph, and the first of its kind: make the same call once before, with its backward "
-                    "pass if it has one, which makes the kernels, the tables and the memory that ranks share"
-                )
-            facts = self.context.facts((*key, captured), lambda: self._checked(q, k, v, softmax_scale, needs_grad, captured))
-        tokens = (q.shape[1],)
+            order.check()
+            if self._compiled and check.in_forward_mode():
+                raise ValueError(f"compiled attention is differentiated {check.TRANSFORMED}")
+            facts = self._facts(q, k, v, softmax_scale, needs_grad)
+        self._known = None if self._compiled else facts
+        tokens, place = (q.shape[1],), 0
         if ranks.size > 1:
-            tokens = agree(ranks, facts, q.shape[1])
+            tokens, place = agree(ranks, order, facts, q.shape[1], self._label)
             ranks.connect(q.device)
         if self.layout is None:
             _check_default_layout(self.context.default_layout(self.mask, sum(tokens)), self.mask, tokens)
-        return sum(tokens)
+        return sum(tokens), place
+
+    def identity(self, softmax_scale: float) -> int:
+        return hash((*self._named, softmax_scale))
+
+    def begin_backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, place: int) -> None:
+        ranks, order = self.context.ranks, self.context.order
+        if ranks.size > 1:
+            with refusing(ranks):
+                order.check()
+                facts = self._known or self._facts(q, k, v, softmax_scale, True)
+            agree_backward(ranks, order, facts, place)
 
     def rank_attention(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> RankAttention:
         layout = self.context.default_layout(self.mask, seq_len) if self.layout is None else self.layout
@@ -117,7 +141,25 @@ class RingCall(Call):
     def check_backward(self, captured: bool, forward_captured: bool) -> None:
         if captured != forward_captured and self.context.ranks.size > 1:
             one, other = ("backward", "forward") if captured else ("forward", "backward")
-            raise ValueError(f"the {one} pass is captured in a CUDA graph, but the {other} pass was not: capture both, or neither")
+            self.refuse(
+                ValueError(f"the {one} pass is captured in a CUDA graph, but the {other} pass was not: capture both, or neither")
+            )
+
+    def refuse(self, error: ValueError) -> NoReturn:
+        with self.turn, refusing(self.context.ranks):
+            raise error
+
+    def _facts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> Facts:
+        """What must be equal on all ranks; this rank's input is checked in the first of all calls alike."""
+        shapes, kinds = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+        key = *self._named, *shapes, *kinds, softmax_scale, needs_grad
+        captured = check.captured(q)
+        if captured and self.context.ranks.size > 1 and not self.context.has_facts((*key, False)):
+            raise ValueError(
+                "this call is captured in a CUDA graph, and the first of its kind: make the same call once before, with its backward "
+                "pass if it has one, which makes the kernels, the tables and the memory that ranks share"
+            )
+        return self.context.facts((*key, captured), lambda: self._checked(q, k, v, softmax_scale, needs_grad, captured))
 
     def _checked(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool, captured: bool
@@ -143,29 +185,32 @@ class RingCall(Call):
             "dtype": q.dtype,
             "device": q.device.type,
             "softmax_scale": softmax_scale,
-            "schedule": self.schedule,
+            "schedule": str(self.schedule),
             "requires_grad": needs_grad,
             "captured in a CUDA graph": captured,
-            "mask": f"{mask!r} ({mask.digest[:8]})",
-            "layout": "the default" if layout is None else f"{layout!r} ({layout.digest[:8]})",
+            "mask": mask,
+            "layout": "the default" if layout is None else layout,
             "ranks per node": ranks.ranks_per_node,
         }
         return Facts(facts if hybrid is None else facts | hybrid.facts)
 
 
 @constant
-def compiled_call(group: tuple[str, ...], layout: str | None, mask: str | None, schedule: str | None) -> int:
-    """The number of the `RingCall` of a group's names and of digests (None: the defaults). It is kept as long as the group.
+def compiled_call(
+    group: tuple[str, ...], layout: str | None, mask: str | None, schedule: str | None, name: str | None = None
+) -> int:
+    """The number of the `RingCall` of a group's names, of digests (None: the defaults), and of a name. It is kept as long as the group.
 
     torch.compile calls this while it traces, and puts the number into the graph. The number follows from the arguments, so that equal
     calls give equal graphs, in compile caches too.
     """
     context = named_context(group)
-    text = repr((group, layout, mask, schedule)).encode()
+    label = traced_label(name)
+    text = repr((group, layout, mask, schedule, label)).encode()
     # above all numbers of other calls, and within int64
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2 | 1 << 62
     live = causal() if mask is None else find(mask)
-    context.compiled[number] = RingCall(context, find(layout), live, find(schedule), number=number)
+    context.compiled[number] = RingCall(context, find(layout), live, find(schedule), label, number=number)
     return number
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TypeVar
 
 from ..geometry.layout import Layout, default_layout
@@ -14,6 +15,7 @@ from ..schedule.program import compile_program
 from ..schedule.schedules import Schedule, default_schedule
 from ..transport import Ranks, Transport
 from .agree import Facts
+from .order import Order
 from .rank_attention import RankAttention
 from .ulysses import HeadExchange, Hybrid, ring_layout
 
@@ -30,6 +32,9 @@ class Context:
         self.ranks: Ranks = ranks
         self.hybrid = ranks if isinstance(ranks, Hybrid) else None
         self.transport = ranks.ring if isinstance(ranks, Hybrid) else ranks
+        # on the ranks too: who refuses input may know them alone
+        ranks.order = self.order = ranks.order or Order()
+        self.turn = self.order if ranks.size > 1 else nullcontext()  # what each pass of a call enters
         self._facts: OrderedDict[tuple, Facts] = OrderedDict()
         self._attentions: OrderedDict[tuple[str, str, str | None, RowBytes | None], RankAttention] = OrderedDict()
         self._layouts: OrderedDict[tuple[str, int], Layout] = OrderedDict()

@@ -9,6 +9,7 @@ import hashlib
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -67,10 +68,10 @@ def symmetric(group: dist.ProcessGroup | DeviceMesh | None = None, *, budget: in
     >>> transport = ra.symmetric(budget=1 << 30)  # doctest: +SKIP
     >>> out = ra.ring_attention(q, k, v, group=transport)  # doctest: +SKIP
     """
-    if isinstance(budget, bool) or not isinstance(budget, int):
+    if isinstance(budget, bool) or not isinstance(budget, (int, np.integer)):
         raise ValueError(f"budget is a {type(budget).__name__}, but must be a number of bytes")
     group = _process_group(group)
-    return SymmetricTransport(group, budget) if dist.get_world_size(group) > 1 else Alone()
+    return SymmetricTransport(group, int(budget)) if dist.get_world_size(group) > 1 else Alone()
 
 
 def process_group(group: dist.ProcessGroup | DeviceMesh | None = None) -> Transport:

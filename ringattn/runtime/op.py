@@ -4,8 +4,8 @@ torch.compile, selective checkpointing and fake tensors see each operator as one
 what happens inside, from the ranks' agreement to the last hop. Operators take tensors and numbers only, so all else is a `Call`, found by
 its number.
 
-Shapes: b batch, s local tokens, h query heads, hk key/value heads, d head dim, d_v value head dim. `seq_len` is (2,): the length of the
-whole sequence, and the identity of the call that computed the rest.
+Shapes: b batch, s local tokens, h query heads, hk key/value heads, d head dim, d_v value head dim. `agreed` is (3,): the length of the
+whole sequence, the call's place in the group's order, and the identity of the call that computed the rest.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _library = torch.library.Library("ringattn", "DEF")
 _TAGS = [torch.Tag.pt2_compliant_tag, *([torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else [])]
 _library.define(
     "forward(Tensor q, Tensor k, Tensor v, int call, float softmax_scale, bool needs_grad)"
-    " -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor seq_len)",
+    " -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor agreed)",
     tags=_TAGS,
 )
 _library.define(
     "backward(Tensor? dout, Tensor? drow_sum, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, Tensor row_sum,"
-    " Tensor seq_len, int call, float softmax_scale) -> (Tensor dq, Tensor dk, Tensor dv)",
+    " Tensor agreed, int call, float softmax_scale) -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=_TAGS,
 )
 FORWARD = torch.ops.ringattn.forward.default
@@ -52,13 +52,13 @@ def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, softmax_scale: float, needs_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     call = find_call(number)
-    seq_len = call.begin(q, k, v, softmax_scale, needs_grad)
-    rank_attention = call.rank_attention(seq_len, q, k, v)
     # autocast would round the state between hops
-    with _without_autocast(q.device.type):
+    with call.turn, _without_autocast(q.device.type):
+        seq_len, place = call.begin(q, k, v, softmax_scale, needs_grad)
+        rank_attention = call.rank_attention(seq_len, q, k, v)
         out, row_max, row_sum = rank_attention.forward(Score(softmax_scale), q, k, v, final=call.final)
-    # the backward pass makes its plan from the length that the ranks agreed on; activation checkpointing may have made all of this anew
-    return out.contiguous(), row_max, row_sum, torch.tensor((seq_len, call.identity))
+    # for the backward pass; a tensor, because a compiled graph makes many calls under one number, and checkpointing may make it anew
+    return out.contiguous(), row_max, row_sum, torch.tensor((seq_len, place, call.identity(softmax_scale)))
 
 
 def _forward_shapes(
@@ -68,7 +68,7 @@ def _forward_shapes(
     stats = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(b, s, h, v.shape[3], dtype=q.dtype if find_call(number).final else stats)
     row_max, row_sum = (q.new_empty(b, h, s, dtype=stats) for _ in range(2))
-    return out, row_max, row_sum, torch.empty(2, dtype=torch.int64, device="cpu")
+    return out, row_max, row_sum, torch.empty(3, dtype=torch.int64, device="cpu")
 
 
 def _backward(
@@ -80,21 +80,24 @@ def _backward(
     out: torch.Tensor,
     row_max: torch.Tensor,
     row_sum: torch.Tensor,
-    seq_len: torch.Tensor,
+    agreed: torch.Tensor,
     number: int,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     call = find_call(number)
-    length, made_by = seq_len.tolist()
-    if made_by != call.identity:
-        raise ValueError(
-            "a checkpointed module attended in the backward pass with another layout, mask, schedule or scale than in its forward pass: "
-            "call backward before you change them, or checkpoint with ringattn.checkpoint_layers"
+    seq_len, place, made_by = agreed.tolist()
+    if made_by != call.identity(softmax_scale):
+        call.refuse(
+            ValueError(
+                "a checkpointed module attended in the backward pass with another layout, mask, schedule or scale than in its forward "
+                "pass: call backward before you change them, or checkpoint with ringattn.checkpoint_layers"
+            )
         )
-    rank_attention = call.rank_attention(length, q, k, v)
     strides = _gradient_strides(q, k, v)
     dout = torch.zeros_like(out) if dout is None else dout
-    with _without_autocast(q.device.type):
+    with call.turn, _without_autocast(q.device.type):
+        call.begin_backward(q, k, v, softmax_scale, place)
+        rank_attention = call.rank_attention(seq_len, q, k, v)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         delta = local.delta(out, dout)
         if drow_sum is not None:
@@ -129,7 +132,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise ValueError("ring attention has no second derivative: call backward without create_graph=True")
+            ctx.call.refuse(ValueError("ring attention has no second derivative: call backward without create_graph=True"))
         dout, _, drow_sum, _ = grads
         saved = ctx.saved_tensors
         ctx.call.check_backward(check.captured(saved[0]), ctx.captured)

@@ -190,6 +190,52 @@ def test_options_are_constants_of_a_graph():
     torch.compiler.reset()
 
 
+def test_compiled_calls_know_the_line_that_calls_or_their_name():
+    q, k, v = (x.detach() for x in inputs(s=16))
+    numbers = []
+
+    def backend(graph, _):
+        numbers.extend(node.args[3] for node in graph.graph.nodes if node.target is FORWARD)
+        return graph
+
+    def attention(q):
+        for _ in range(2):
+            q = ra.ring_attention(q, k, k) + ra.ring_attention(q, k, k, name="second")
+        return ra.ring_attention(q, k, v)
+
+    torch.compiler.reset()
+    torch.compile(attention, fullgraph=True, backend=backend)(q)
+    torch.compiler.reset()
+    start = attention.__code__.co_firstlineno
+    first, second, last = f"test_op.py:{start + 2}", "'second'", f"test_op.py:{start + 3}"
+    assert [find_call(number)._label.text for number in numbers] == [first, second, first, second, last]
+    assert numbers[0] == numbers[2] != numbers[4]
+
+
+def test_compiled_code_refuses_forward_mode_and_torch_func():
+    """It would take attention for a constant, and give derivatives of 0."""
+    q, k, v = (x.detach() for x in inputs(s=16))
+
+    def attention(q):
+        return ra.ring_attention(q, k, v).sum()
+
+    def in_forward_mode(q):
+        with torch.autograd.forward_ad.dual_level():
+            return ready(torch.autograd.forward_ad.make_dual(q, q))
+
+    torch.compiler.reset()
+    ready = torch.compile(attention, backend="eager")
+    ready(q)
+    with pytest.raises(ValueError, match=r"compiled attention is differentiated in forward mode or by torch\.func"):
+        in_forward_mode(q)
+    for transform in (lambda q: torch.func.jvp(attention, (q,), (q,))[1], torch.func.grad(attention)):
+        with pytest.raises(
+            ValueError, match=r"q is differentiated in forward mode or by torch\.func, which attention does not support"
+        ):
+            torch.compile(transform, backend="eager")(q)
+    torch.compiler.reset()
+
+
 def test_masks_and_layouts_may_be_made_in_compiled_code(compiled):
     q, k, v = (x.detach() for x in inputs(s=16))
 
