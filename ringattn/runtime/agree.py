@@ -7,6 +7,7 @@ themselves, and every rank raises the same error.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import struct
@@ -66,9 +67,11 @@ class refusing:
 
 def _refuse(ranks: Ranks, error: ValueError) -> None:
     """Tell the other ranks of an error in this rank's input."""
-    records = ranks.all_gather_control(_RECORD.pack(True, 0, b""), patience=_PATIENCE)
-    # ranks that come later still find both records, so do not wait for them again
-    _swap_texts(ranks, {"error": str(error)}, 0 if records is None else _PATIENCE)
+    # this rank's own error counts, even if the others cannot be told because one of them has ended
+    with contextlib.suppress(RuntimeError):
+        records = ranks.all_gather_control(_RECORD.pack(True, 0, b""), patience=_PATIENCE)
+        # ranks that come later still find both records, so do not wait for them again
+        _swap_texts(ranks, {"error": str(error)}, 0 if records is None else _PATIENCE)
 
 
 def _swap_texts(ranks: Ranks, facts: dict[str, str], patience: float | None) -> list[dict[str, str]] | None:

@@ -22,6 +22,7 @@ from ..transport import (
     Ranks,
     SymmetricTransport,
     Transport,
+    timeout_of,
 )
 from .context import Context
 from .ulysses import Hybrid
@@ -165,7 +166,7 @@ def _channel(members: list[int]) -> Ranks:
     key = tuple(members)
     if key not in kept:
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
-        kept[key] = HostChannel(f"ranks-{digest}", key.index(dist.get_rank()), len(key))
+        kept[key] = HostChannel(f"ranks-{digest}", key.index(dist.get_rank()), key, timeout_of(world))
     return kept[key]
 
 

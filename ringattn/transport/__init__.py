@@ -3,7 +3,7 @@
 from .base import Alone, Handle, Peer, Ranks, Transport
 from .host_channel import HostChannel
 from .loopback import LoopbackTransport, run_ranks
-from .process_group import ProcessGroupTransport
+from .process_group import ProcessGroupTransport, timeout_of
 from .symmetric import DEFAULT_BUDGET, AutomaticTransport, SymmetricTransport
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "SymmetricTransport",
     "Transport",
     "run_ranks",
+    "timeout_of",
 ]
