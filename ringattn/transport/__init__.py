@@ -3,8 +3,9 @@
 from .base import Alone, Handle, Peer, Ranks, Transport
 from .host_channel import HostChannel
 from .loopback import LoopbackTransport, run_ranks
-from .process_group import ProcessGroupTransport, timeout_of
+from .process_group import ProcessGroupTransport
 from .symmetric import DEFAULT_BUDGET, AutomaticTransport, SymmetricTransport
+from .torch_groups import closed_by, timeout_of
 
 __all__ = [
     "DEFAULT_BUDGET",
@@ -18,6 +19,7 @@ __all__ = [
     "Ranks",
     "SymmetricTransport",
     "Transport",
+    "closed_by",
     "run_ranks",
     "timeout_of",
 ]

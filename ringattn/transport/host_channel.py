@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from datetime import timedelta
 from io import FileIO
@@ -46,13 +46,16 @@ class HostChannel(Ranks):
     """A channel between some ranks of the job's default group, `members`. The name is theirs alone.
 
     Records go through the job's store up to the first one for which all ranks wait; then the ranks connect. So a rank that refuses its
-    input before others have come leaves its record for them. No wait is longer than `timeout`.
+    input before others have come leaves its record for them. No wait is longer than `timeout`. `closed` says whether a rank has closed its
+    connection to this one, if that is known.
     """
 
-    def __init__(self, name: str, rank: int, members: Sequence[int], timeout: timedelta) -> None:
+    def __init__(
+        self, name: str, rank: int, members: Sequence[int], timeout: timedelta, closed: Callable[[int], bool] | None = None
+    ) -> None:
         self.rank = rank
         self.size = len(members)
-        self.roster = Roster(rank, members, timeout)
+        self.roster = Roster(rank, members, timeout, closed)
         self._roll = RollCall(name, self.roster)
         self._group: Any = None  # a ProcessGroupGloo
         self._shared: SharedRecords | None = None
@@ -70,6 +73,8 @@ class HostChannel(Ranks):
             records = self._through_store(record, patience)
         except RuntimeError as error:
             self._failure = str(error)
+            self._roll.close()
+            self.roster.notes = None  # which keep the memory
             raise
         self._failure = None
         return records
@@ -116,6 +121,7 @@ class HostChannel(Ranks):
                 raise self.roster.late([rank for rank in range(self.size) if rank not in verdicts])
             if set(verdicts.values()) == {b"yes"}:
                 self._shared = shared
+                self._roll.close()
                 return
             self.roster.notes = None
         # dist.new_group would need the job's other ranks, or members that have all made the same number of groups before
@@ -123,6 +129,7 @@ class HostChannel(Ranks):
         future = in_thread(lambda: dist.ProcessGroupGloo(store, self.rank, self.size, timeout=self.roster.timeout))
         while not wait([future], _CHECK_EVERY).done:
             self.roster.check(self._others)
+            self.roster.check_unknown(self._others)
             if time.monotonic() > until:
                 raise self.roster.late(self._others())
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # pyright: ignore[reportP
 from .base import Done, Handle, Peer, Transport
 from .host_channel import HostChannel
 from .roster import Roster
+from .torch_groups import closed_by, timeout_of
 
 
 class _Works(Handle):
@@ -56,7 +56,7 @@ class ProcessGroupTransport(Transport):
         self._global_ranks = dist.get_process_group_ranks(group)
         # such as {"cpu": "gloo", "cuda": "nccl"}
         self._backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
-        self._channel = HostChannel(group.group_name, self.rank, self._global_ranks, timeout_of(group))
+        self._channel = HostChannel(group.group_name, self.rank, self._global_ranks, timeout_of(group), closed_by(group))
         self._connected: set[str] = set()
         self._outstanding: set[Handle] = set()
 
@@ -104,15 +104,6 @@ def _lent(x: torch.Tensor) -> torch.Tensor:
     keeps the memory safe without that. Only the native allocator ignores addresses that it did not give out; others may refuse them.
     """
     return from_dlpack(to_dlpack(x)) if x.is_cuda and torch.cuda.get_allocator_backend() == "native" else x
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """The timeout that a group was made with."""
-    for device in group._device_types:
-        timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-        if timeout is not None:
-            return timeout
-    return dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
 
 
 def _ranks_per_node(global_ranks: list[int]) -> int | None:

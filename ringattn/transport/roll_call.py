@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 _SHORTEST, _LONGEST = 0.001, 0.05  # seconds between looks into the store
 _CHECK_EVERY = 0.25  # seconds between checks of who has come, and who has ended
+_CHECK_UNKNOWN_EVERY = 1.0  # seconds between checks of ranks that have not come yet
 _ANSWER = 1.0  # seconds that a store gets to answer after the time is up
 _SERVER = "rank 0 of the job, unless a launcher serves it"
 
@@ -38,6 +39,10 @@ class RollCall:
         """A store of these ranks alone; it exists once a value was gathered."""
         assert self._store is not None
         return self._store
+
+    def close(self) -> None:
+        """Let go of the store's connection."""
+        self._store = None
 
     def gather(self, value: bytes, until: float, come: Callable[[int, bytes], None] | None = None) -> dict[int, bytes]:
         """The values of the ranks that have come before the time `until`. `come` is called with each value as soon as it is there.
@@ -74,14 +79,22 @@ class RollCall:
                         come(rank, found[rank])
 
         self._reach(lambda: self._send(f"{number}/{self._roster.rank}", value))
-        pause, check_at = _SHORTEST, 0.0
+        pause, check_at, check_unknown_at = _SHORTEST, 0.0, time.monotonic() + _CHECK_UNKNOWN_EVERY
+
+        def still_missing() -> list[int]:
+            self._reach(lambda: look(True))
+            return missing()
+
         while missing():
             now = time.monotonic()
             each = now >= min(check_at, until)
             self._reach(lambda each=each: look(each))
             if each and missing():
-                self._roster.check(lambda: self._reach(lambda: look(True)) or missing())
+                self._roster.check(still_missing)
                 check_at = now + _CHECK_EVERY
+                if now > check_unknown_at:
+                    self._roster.check_unknown(still_missing)
+                    check_unknown_at = now + _CHECK_UNKNOWN_EVERY
             if now >= until or given_up.wait(pause):
                 break
             pause = min(1.5 * pause, _LONGEST)

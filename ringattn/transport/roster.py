@@ -14,7 +14,7 @@ from datetime import timedelta
 from mmap import mmap
 from weakref import WeakSet
 
-from .processes import Process, State
+from .processes import Process, State, host
 
 _GRACE = 1.0  # seconds: connections of a process that ends close before the process is gone
 _NOTE = struct.Struct("<I")
@@ -44,15 +44,18 @@ class Notes:
 class Roster:
     """A group's ranks: `members` are their ranks in the job, `processes` those known so far, by rank of the group.
 
-    Errors name ranks of the group, with the rank of the job where that differs.
+    Errors name ranks of the group, with the rank of the job where that differs. `closed` says whether a rank has closed its connection to
+    this one.
     """
 
-    def __init__(self, rank: int, members: Sequence[int], timeout: timedelta) -> None:
+    def __init__(self, rank: int, members: Sequence[int], timeout: timedelta, closed: Callable[[int], bool] | None = None) -> None:
         self.rank = rank
         self.members = tuple(members)
         self.timeout = timeout
         self.processes: dict[int, Process] = {}
         self.notes: Notes | None = None
+        self._closed = closed
+        self._lost: set[int] = set()  # ranks that have closed their connections
         _rosters.add(self)
 
     def seconds(self, patience: float | None) -> float:
@@ -68,6 +71,16 @@ class Roster:
         if ended:
             raise self._error(ended, f"made this call within {self.timeout}")
 
+    def check_unknown(self, missing: Callable[[], list[int]]) -> None:
+        """Raise RuntimeError if a missing rank of which this host knows nothing has closed its connection to this one."""
+        if self._closed is not None:
+            here = host()
+            known = {rank for rank, process in self.processes.items() if process.host == here} | {self.rank}
+            lost = {rank for rank in missing() if rank not in known and self._closed(rank)}
+            self._lost = lost & set(missing()) if lost else lost
+            if self._lost:
+                raise self._error(sorted(self._lost), f"made this call within {self.timeout}")
+
     def late(self, missing: list[int]) -> RuntimeError:
         """The error for ranks that have not come in time."""
         return self._error(missing, f"made this call within {self.timeout}")
@@ -75,19 +88,21 @@ class Roster:
     def failed(self, peers: list[int]) -> RuntimeError:
         """The error for a transfer with these ranks that failed in the middle of a call."""
         self._leave(self.members[peers[0]])
-        return self._error(self._gone() or peers, "done its part of this call")
+        return self._error(self._gone(peers) or peers, "done its part of this call")
 
     def silent(self, otherwise: str) -> RuntimeError:
-        """The error for a service of some rank that fails: a rank that has ended or is stopped, or the text `otherwise`."""
-        gone = self._gone()
+        """The error for the job's store, which some process serves: a rank that has ended or is stopped, or the text `otherwise`."""
+        gone = [rank for rank, process in self.processes.items() if process.state is not State.RUNS]
         return self._error(gone, f"made this call within {self.timeout}") if gone else RuntimeError(otherwise)
 
-    def _gone(self) -> list[int]:
-        """The ranks that have ended or are stopped. A process that ends closes its connections first, so wait a moment."""
+    def _gone(self, peers: list[int]) -> list[int]:
+        """The ranks that have ended or are stopped. A process that ends closes its connections first, so wait a moment for that, or for
+        a note of one of the peers."""
+        jobs = [self.members[peer] for peer in peers]
         until = time.monotonic() + _GRACE
         while True:
             gone = [rank for rank, process in self.processes.items() if process.state is not State.RUNS]
-            if gone or time.monotonic() > until:
+            if gone or self._causes(jobs) != jobs or time.monotonic() > until:
                 return gone
             time.sleep(0.01)
 
@@ -96,6 +111,7 @@ class Roster:
         causes = self._causes([self.members[rank] for rank in ranks])
         known = {other.members[rank]: process for other in list(_rosters) for rank, process in other.processes.items()}
         states = {job: known[job].state if job in known else State.RUNS for job in causes}
+        states |= {self.members[rank]: State.ENDED for rank in self._lost}
         for state in (State.ENDED, State.STOPPED, State.RUNS):
             found = [job for job in causes if states[job] is state]
             if found:
