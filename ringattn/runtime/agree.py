@@ -7,6 +7,7 @@ rank refused, the ranks swap the facts themselves, and every rank raises the sam
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import struct

@@ -23,6 +23,8 @@ from ..transport import (
     Ranks,
     SymmetricTransport,
     Transport,
+    closed_by,
+    timeout_of,
 )
 from .context import Context
 from .ulysses import Hybrid
@@ -166,7 +168,10 @@ def _channel(members: list[int]) -> Ranks:
     key = tuple(members)
     if key not in kept:
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
-        kept[key] = HostChannel(f"ranks-{digest}", key.index(dist.get_rank()), len(key))
+        closed = closed_by(world)
+        kept[key] = HostChannel(
+            f"ranks-{digest}", key.index(dist.get_rank()), key, timeout_of(world), lambda rank: closed(key[rank])
+        )
     return kept[key]
 
 

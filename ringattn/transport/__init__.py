@@ -5,6 +5,7 @@ from .host_channel import HostChannel
 from .loopback import LoopbackTransport, run_ranks
 from .process_group import ProcessGroupTransport
 from .symmetric import DEFAULT_BUDGET, AutomaticTransport, SymmetricTransport
+from .torch_groups import closed_by, timeout_of
 
 __all__ = [
     "DEFAULT_BUDGET",
@@ -18,5 +19,7 @@ __all__ = [
     "Ranks",
     "SymmetricTransport",
     "Transport",
+    "closed_by",
     "run_ranks",
+    "timeout_of",
 ]

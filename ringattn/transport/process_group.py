@@ -12,6 +12,8 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # pyright: ignore[reportP
 
 from .base import Done, Handle, Peer, Transport
 from .host_channel import HostChannel
+from .roster import Roster
+from .torch_groups import closed_by, timeout_of
 
 
 class _Works(Handle):
@@ -22,17 +24,25 @@ class _Works(Handle):
     alive even if the caller drops it, so that nothing else is allocated there while NCCL reads and writes.
     """
 
-    def __init__(self, works: list[dist.Work], tensors: list[torch.Tensor], outstanding: set[Handle]) -> None:
+    def __init__(self, works: list[dist.Work], peers: list[Peer], roster: Roster, outstanding: set[Handle]) -> None:
         self._works = works
-        self._tensors = tensors
+        self._peers = peers
+        self._roster = roster
         self._outstanding = outstanding
         outstanding.add(self)
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        done = 0
+        try:
+            for work in self._works:
+                work.wait()
+                done += 1
+        except RuntimeError as error:
+            # gloo has a work for each peer, NCCL one for all of them
+            peers = self._peers[done : done + 1] if len(self._works) == len(self._peers) else self._peers
+            raise self._roster.failed(sorted({peer.rank for peer in peers})) from error
         self._outstanding.discard(self)
-        self._tensors.clear()
+        self._peers.clear()
 
 
 class ProcessGroupTransport(Transport):
@@ -44,16 +54,15 @@ class ProcessGroupTransport(Transport):
         # weak, so that the group can be freed: this transport is kept with it
         self._group = weakref.ref(group)
         self._global_ranks = dist.get_process_group_ranks(group)
-        self._ranks_per_node = _ranks_per_node(self._global_ranks)
         # such as {"cpu": "gloo", "cuda": "nccl"}
         self._backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
-        self._channel = HostChannel(group.group_name, self.rank, self.size)
+        self._channel = HostChannel(group.group_name, self.rank, self._global_ranks, timeout_of(group), closed_by(group))
         self._connected: set[str] = set()
         self._outstanding: set[Handle] = set()
 
     @property
     def ranks_per_node(self) -> int | None:
-        return self._ranks_per_node
+        return _ranks_per_node(self._global_ranks)
 
     def check_device(self, device: torch.device) -> None:
         backend = self._backends.get(device.type)
@@ -65,18 +74,23 @@ class ProcessGroupTransport(Transport):
             )
 
     def connect(self, device: torch.device) -> None:
+        self._channel.connect_ranks()
         if device.type not in self._connected and self._backends[device.type] == "nccl":
             # NCCL sets up a communicator in a group's first call, and all ranks must take part: some may idle in an exchange
             dist.all_reduce(torch.zeros(1, device=device), group=self._group())
         self._connected.add(device.type)
 
     def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
-        group = self._group()
+        group, peers = self._group(), [peer for peer in (*sends, *receives) if peer.tensor.numel()]
         ops = [dist.P2POp(dist.isend, _lent(x), self._global_ranks[rank], group) for rank, x in sends if x.numel()]
         ops += [dist.P2POp(dist.irecv, _lent(x), self._global_ranks[rank], group) for rank, x in receives if x.numel()]
         if not ops:
             return Done()
-        return _Works(dist.batch_isend_irecv(ops), [peer.tensor for peer in (*sends, *receives)], self._outstanding)
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            raise self._channel.roster.failed(sorted({peer.rank for peer in peers})) from error
+        return _Works(works, peers, self._channel.roster, self._outstanding)
 
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
         return self._channel.all_gather_control(record, patience)
@@ -95,11 +109,17 @@ def _lent(x: torch.Tensor) -> torch.Tensor:
 def _ranks_per_node(global_ranks: list[int]) -> int | None:
     """Ranks on each node, from the launcher's LOCAL_WORLD_SIZE (consecutive ranks); without it all are on one node.
 
-    None if the group's nodes hold different numbers of ranks, or ranks that are not consecutive.
+    None if the group's nodes hold different numbers of ranks, or ranks that are not consecutive. Raises ValueError if the variable is no
+    number of ranks.
     """
     size = os.environ.get("LOCAL_WORLD_SIZE")
     if size is None:
         return len(global_ranks)
+    if not (size.isascii() and size.isdigit()) or int(size) == 0:
+        raise ValueError(
+            f"LOCAL_WORLD_SIZE is {size!r} in the environment, but must be the number of ranks on each node: set it as the launcher does, "
+            "or unset it"
+        )
     nodes = [rank // int(size) for rank in global_ranks]
     count = nodes.count(nodes[0])
     node_by_node = all(len(set(nodes[i : i + count])) == 1 for i in range(0, len(nodes), count))

@@ -5,59 +5,49 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import sys
-import tempfile
 import threading
 import time
 import zlib
-from datetime import timedelta
+from io import FileIO
 
-if sys.platform != "win32":  # which has no _FOLDER either
-    import fcntl
+from .roster import Notes, Roster
 
-_FOLDER = "/dev/shm"
 _SLOT = 1024  # bytes of a piece of a record, with its header
 _HEADER = struct.Struct("<QIII")  # the piece's number, bytes of the whole record, bytes of the piece, checksum
 _PIECE = _SLOT - _HEADER.size
 # pieces of each rank that stay in the file: a rank that gives up waiting leaves its record for ranks that come later
 _KEPT = 64
 _TOKEN = 16  # bytes at the file's start that identify it
-KEY = _TOKEN + 64  # bytes: the token and the path
-_ALIVE_EVERY = 0.25  # seconds between checks that an awaited rank's process is alive
+_NAME = "ringattn-records"
+_ALIVE_EVERY = 0.25  # seconds between checks that the awaited ranks' processes are alive
 
 
 class SharedRecords:
-    """A file that rank 0 creates and all ranks map. Each rank writes pieces of records into its own part and reads those of the others.
+    """A file without a name that rank 0 creates and all ranks map, with a part for each rank, who alone writes there.
 
-    A piece is valid if its number and checksum are right; the checksum is needed because another processor may see the bytes in any
-    order. Each rank locks one byte of the file. The system unlocks it when the process ends, so that nobody waits for a dead rank.
+    A part holds pieces of records. A piece is valid if its number and checksum are right; the checksum is needed because another processor
+    may see the bytes in any order. The memory is gone with the last process that maps it, however that process ends.
     """
 
-    def __init__(self, file: int, rank: int, size: int) -> None:
-        self._file = file
+    def __init__(self, file: FileIO, rank: int, roster: Roster) -> None:
         self._rank = rank
-        self._size = size
-        self._memory = mmap.mmap(file, _bytes(size))
-        self._lock(rank)
+        self._size = len(roster.members)
+        self._roster = roster
+        self._memory = mmap.mmap(file.fileno(), _bytes(self._size))
+        roster.notes = Notes(self._memory, _notes(self._size))
         self._next = 1
         self._numbers = threading.Lock()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_memory"):
-            self._memory.close()
-        os.close(self._file)
-
-    def all_gather(self, record: bytes, patience: float | None, timeout: timedelta) -> list[bytes] | None:
+    def all_gather(self, record: bytes, patience: float | None) -> list[bytes] | None:
         """Every rank's record, all of one length; None after `patience` seconds.
 
-        Raises RuntimeError if a rank has ended, has a record of another length, or does not write its record within `timeout`.
+        Raises RuntimeError if a rank has ended, has a record of another length, or does not write its record within the group's timeout.
         """
         pieces = [record[begin : begin + _PIECE] for begin in range(0, len(record), _PIECE)] or [b""]
         with self._numbers:
             first = self._next
             self._next += len(pieces)
-        began = time.monotonic()
-        until = began + (timeout.total_seconds() if patience is None else patience)
+        until = time.monotonic() + self._roster.seconds(patience)
         found: list[list[bytes]] | None = [[] for _ in range(self._size)]
         for number, piece in enumerate(pieces, first):
             self._write(number, len(record), piece)
@@ -69,7 +59,7 @@ class SharedRecords:
                     elif patience is not None:
                         found = None
                     else:
-                        raise RuntimeError(f"rank {rank} has not made this call within {timeout}: find out where it hangs")
+                        raise self._roster.late(self._missing(number))
         return None if found is None else [b"".join(parts) for parts in found]
 
     def _write(self, number: int, length: int, piece: bytes) -> None:
@@ -92,10 +82,7 @@ class SharedRecords:
                             f"rank {rank} has gone on without this rank, by {found - number} records: look at its errors"
                         )
                     if total != length:
-                        raise RuntimeError(
-                            f"ranks are in different calls: rank {rank} has a record of {total} bytes, not {length}: make the same calls "
-                            "in the same order on all ranks"
-                        )
+                        raise RuntimeError(different(rank, total, length))
                     return piece
             looks += 1
             if looks > 50:
@@ -106,59 +93,63 @@ class SharedRecords:
                 return None
             if now > alive_at + _ALIVE_EVERY:
                 alive_at = now
-                if not self._alive(rank):
-                    raise RuntimeError(f"rank {rank} has ended, and this rank waits for it: look at the output of rank {rank}")
+                # a rank that waits for one that has ended comes no more, either
+                self._roster.check(lambda: self._missing(number))
 
-    def _lock(self, rank: int) -> None:
-        """Lock a rank's byte. Raises OSError if another process holds it."""
-        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-
-    def _alive(self, rank: int) -> bool:
-        try:
-            self._lock(rank)
-        except OSError:
-            return True
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
-        return False
+    def _missing(self, number: int) -> list[int]:
+        """The ranks that have not written a piece."""
+        return [rank for rank in range(self._size) if _HEADER.unpack_from(self._memory, self._place(rank, number))[0] < number]
 
     def _place(self, rank: int, number: int) -> int:
         return _SLOT * (1 + rank * _KEPT + number % _KEPT)
 
 
-def create(size: int) -> tuple[int, bytes]:
-    """A file for `size` ranks, and its key for `find`. Raises OSError if /dev/shm has no room or does not exist."""
-    file, path = tempfile.mkstemp(prefix="ringattn-", dir=_FOLDER)
+def create(size: int) -> tuple[FileIO, str]:
+    """A file for `size` ranks, and its key for `find`. Raises OSError if there is no room."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this system has no files without a name")
+    file = FileIO(os.memfd_create(_NAME), "r+")
     token = os.urandom(_TOKEN)
     try:
-        os.posix_fallocate(file, 0, _bytes(size))
-        os.pwrite(file, token, 0)
+        os.posix_fallocate(file.fileno(), 0, _bytes(size))
+        file.write(token)
     except OSError:
-        os.close(file)
-        os.unlink(path)
+        file.close()
         raise
-    return file, (token + path.encode()).ljust(KEY, b"\0")
+    return file, f"{os.getpid()} {file.fileno()} {token.hex()}"
 
 
-def find(key: bytes, size: int) -> int:
-    """The file that another rank has created. Raises OSError if it is not on this host."""
-    file = os.open(_path(key), os.O_RDWR)
-    if os.pread(file, _TOKEN, 0) != key[:_TOKEN] or os.fstat(file).st_size != _bytes(size):
-        os.close(file)
-        raise FileNotFoundError(_path(key))
+def find(key: str, size: int) -> FileIO:
+    """The file that another process has created and has open. Raises OSError if this process cannot open it."""
+    pid, number, token = key.split()
+    path = f"/proc/{pid}/fd/{number}"
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise FileNotFoundError(path)
+    file = FileIO(path, "r+")
+    try:
+        if file.read(_TOKEN) != bytes.fromhex(token) or os.fstat(file.fileno()).st_size != _bytes(size):
+            raise FileNotFoundError(path)
+    except OSError:
+        file.close()
+        raise
     return file
 
 
-def forget(key: bytes) -> None:
-    """Remove the file's name; the file lives on while a rank has it open."""
-    os.unlink(_path(key))
+def different(rank: int, length: int, own: int) -> str:
+    """What to say of a rank whose record has another length."""
+    return (
+        f"ranks are in different calls: rank {rank} has a record of {length} bytes, not {own}: make the same calls in the same order on "
+        "all ranks"
+    )
 
 
-def _path(key: bytes) -> bytes:
-    return key[_TOKEN:].rstrip(b"\0")
+def _notes(size: int) -> int:
+    """Where the ranks' notes begin, after all pieces."""
+    return _SLOT * (1 + size * _KEPT)
 
 
 def _bytes(size: int) -> int:
-    return _SLOT * (1 + size * _KEPT)
+    return _notes(size) + Notes.nbytes(size)
 
 
 def _checksum(number: int, length: int, piece: bytes) -> int:

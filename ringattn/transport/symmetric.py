@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +14,7 @@ from .base import Handle, Peer, Ranks, Transport
 from .cuda_memory import CudaMemory, load_driver, unmap_kept
 from .meeting import Meeting
 from .process_group import ProcessGroupTransport
+from .processes import host
 from .staged import StagedTransport
 
 DEFAULT_BUDGET = 256 << 20  # bytes
@@ -174,18 +173,10 @@ def _facts(device: torch.device) -> dict:
     gpus = [str(torch.cuda.get_device_properties(other).uuid)[:18] for other in range(count)]
     reached = [gpus[other] for other in range(count) if other != index and torch.cuda.can_device_access_peer(index, other)]
     return {
-        "host": _host(),
+        "host": host(),
         "name": socket.gethostname(),
         "driver": load_driver() is not None,
         "gpu": gpus[index],
         "visible": gpus,
         "reached": reached,
     }
-
-
-def _host() -> str:
-    """A text that is equal for processes that can share memory: one running kernel, and one view of files, processes and network."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    kernel = boot.read_text().strip() if boot.exists() else socket.gethostname()
-    spaces = [Path("/proc/self/ns", name) for name in ("mnt", "pid", "net")]
-    return " ".join([kernel, *(os.readlink(space) for space in spaces if space.exists())])

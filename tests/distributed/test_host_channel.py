@@ -3,15 +3,17 @@
 import os
 import time
 from datetime import timedelta
+from io import FileIO
 
 import pytest
 import torch.distributed as dist
 
-from ringattn.transport import HostChannel, shared_records
+from ringattn.transport import HostChannel, shared_records, timeout_of
+from ringattn.transport.roster import Roster
 
 
 def channel(group, name):
-    return HostChannel(name, dist.get_rank(group), dist.get_world_size(group))
+    return HostChannel(name, dist.get_rank(group), dist.get_process_group_ranks(group), timeout_of(group))
 
 
 def swap(group, name, shared=True):
@@ -20,7 +22,7 @@ def swap(group, name, shared=True):
     host = channel(group, name)
     with pytest.MonkeyPatch.context() as patch:
         if not shared and rank == 1:
-            patch.setattr(shared_records, "find", lambda key, size: os.open("/nonexistent", os.O_RDWR))
+            patch.setattr(shared_records, "find", lambda key, size: FileIO("/nonexistent"))
         found = [host.all_gather_control(bytes([rank]) * length) for length in (25, 1, 2048, 25, 5000, 200_000)]
     right = all(record == bytes([r]) * len(record) for records in found for r, record in enumerate(records))
     return host._shared is not None, right, [len(record) for record in found[-1]]
@@ -100,10 +102,9 @@ def test_ranks_in_different_calls_raise_an_error(gloo):
 
 
 def test_a_rank_that_does_not_come_is_named():
-    file, key = shared_records.create(2)
-    shared_records.forget(key)
+    file, _ = shared_records.create(2)
     with pytest.raises(RuntimeError, match=r"rank 1 has not made this call within 0:00:00\.050000: find out where it hangs"):
-        shared_records.SharedRecords(file, 0, 2).all_gather(b"x", None, timedelta(seconds=0.05))
+        shared_records.SharedRecords(file, 0, Roster(0, (0, 1), timedelta(seconds=0.05))).all_gather(b"x", None)
 
 
 def left_alone(group):
