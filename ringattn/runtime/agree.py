@@ -7,7 +7,6 @@ rank refused, the ranks swap the facts themselves, and every rank raises the sam
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import struct
@@ -21,7 +20,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from ..digest import Digested
 from ..transport import Ranks
-from .order import FACTS, UNKNOWN, Label, Order
+from .order import FACTS, UNKNOWN, Label, CallOrder
 
 _TEXT_BYTES = 2048
 _SHORT = 80  # characters of a text that messages always show whole
@@ -54,7 +53,7 @@ class Facts:
         return Facts({**self._facts, "function": f"the backward pass of {self._facts['function']}"})
 
 
-def agree(ranks: Ranks, order: Order, facts: Facts, tokens: int, label: Label = UNKNOWN) -> tuple[tuple[int, ...], int]:
+def agree(ranks: Ranks, order: CallOrder, facts: Facts, tokens: int, label: Label = UNKNOWN) -> tuple[tuple[int, ...], int]:
     """The number of tokens of each rank, and the call's number.
 
     Raises ValueError, on every rank and with the names of the odd ranks, if a fact or the label differs or a rank refused its input.
@@ -76,7 +75,7 @@ def agree(ranks: Ranks, order: Order, facts: Facts, tokens: int, label: Label = 
     return counts, number
 
 
-def agree_backward(ranks: Ranks, order: Order, facts: Facts, number: int) -> None:
+def agree_backward(ranks: Ranks, order: CallOrder, facts: Facts, number: int) -> None:
     """Raises ValueError, on every rank, unless all ranks begin the backward pass of the call with this number."""
     facts = facts.backward
     record = _RECORD.pack(False, 0, facts.hash, number, *UNKNOWN[:2])
