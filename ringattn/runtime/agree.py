@@ -20,7 +20,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from ..digest import Digested
 from ..transport import Ranks
-from .order import FACTS, UNKNOWN, Label, CallOrder
+from .order import FACTS, UNKNOWN, CallOrder, Label
 
 _TEXT_BYTES = 2048
 _SHORT = 80  # characters of a text that messages always show whole
