@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-_START_TIMEOUT = 60.0
+_START_TIMEOUT = 120.0
 
 
 class RankError(AssertionError):

@@ -9,7 +9,7 @@ There are two ways; the interpreter that runs this file decides:
   versions of `requirements.lock`, whose hashes pip checks. torch comes after them, within the range of pyproject.toml,
   because its builds differ by index: a CPU build where pip's configured indexes offer one. What the lock does not know is
   printed. If the lock does not apply (`TORCH` is set, or an index lacks one of its versions), that is printed too, and all
-  packages come within the ranges of pyproject.toml.
+  packages come within the ranges of pyproject.toml; but if a package has another hash, nothing is installed.
 
 This file uses only the standard library. Two runs at once are safe, and a second run is instant.
 """
@@ -102,7 +102,10 @@ def own_environment(fresh: bool) -> None:
 
 
 def install_locked(pip: list) -> bool:
-    """Install what the lock has for this Python and platform, apart from torch's builds. Returns whether pip found all of it."""
+    """Install what the lock has for this Python and platform, apart from torch's builds. Returns whether pip could.
+
+    Raises CalledProcessError if a package has another hash.
+    """
     locked = {name: block for name, block in lock().items() if not re.match(r"torch$|nvidia-|cuda-", name)}
     # the packages that others are built with come first, so that builds fetch nothing
     for names in ({"setuptools", "wheel"} & locked.keys(), locked.keys()):
@@ -111,14 +114,13 @@ def install_locked(pip: list) -> bool:
             chosen.write_text("".join(locked[name] for name in names))
             command = [*pip, "--require-hashes", "--no-deps", "--no-build-isolation", "--requirement", chosen]
             done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-        if done.returncode and "No matching distribution found" in done.stderr:
-            reason = done.stderr.strip().splitlines()[-1]
+        if "DO NOT MATCH THE HASHES" in done.stderr:
+            print(f"{done.stderr}To install other builds without hashes, within the ranges of pyproject.toml: make TORCH=torch")
+            raise subprocess.CalledProcessError(done.returncode, command)
+        if done.returncode:
+            reason = ([line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"])[-1]
             print(f"{reason} ({LOCK.name}): packages come within the ranges of pyproject.toml, without hashes", flush=True)
             return False
-        if done.returncode:
-            # a package that has another hash is never installed
-            print(done.stderr, end="")
-            raise subprocess.CalledProcessError(done.returncode, command)
     return True
 
 
