@@ -172,8 +172,6 @@ def run_rank(local_rank: int, settings: Settings, store: str | None) -> None:
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if store is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host: no other one needs to reach them
     meet = {} if store is None else dict(init_method=f"file://{store}", rank=local_rank, world_size=settings.ranks)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **meet)
     try:

@@ -34,16 +34,17 @@ def start_ranks(function: Callable[[argparse.Namespace], None], arguments: argpa
         _join(int(os.environ.get("LOCAL_RANK", "0")), function, arguments)
         return
     world_size = arguments.world_size or (torch.cuda.device_count() if arguments.device == "cuda" else 2)
-    # a file, because torch's other store listens on all interfaces, whatever its address
+    # forked ranks need no imports, but a process that has initialized CUDA must not be forked
+    method = "spawn" if arguments.device == "cuda" else "fork"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_start, args=(world_size, f"{folder}/store", function, arguments), nprocs=world_size)
+        mp.start_processes(_start, (world_size, f"{folder}/store", function, arguments), world_size, start_method=method)
 
 
-def _start(rank: int, world_size: int, store: str, function: Callable, arguments: argparse.Namespace) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def _start(rank: int, world_size: int, path: str, function: Callable, arguments: argparse.Namespace) -> None:
     if arguments.device == "cpu":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.set_num_threads(1)
-    _join(rank, function, arguments, init_method=f"file://{store}", rank=rank, world_size=world_size)
+    _join(rank, function, arguments, store=dist.FileStore(path, world_size), rank=rank, world_size=world_size)
 
 
 def _join(local_rank: int, function: Callable, arguments: argparse.Namespace, **meet: object) -> None:
