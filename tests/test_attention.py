@@ -13,6 +13,8 @@ import torch
 
 import ringattn as ra
 from ringattn.runtime.context import _kept
+from ringattn.schedule.instructions import Zero
+from ringattn.schedule.program import compile_program
 from ringattn.transport import run_ranks
 from tests.allocation import Peak
 from tests.fuzz import strided
@@ -333,6 +335,14 @@ def empty_is_nan():
 def test_no_gradient_reads_memory_that_was_not_written(layout, mask, schedule, empty_is_nan):
     inputs = make_inputs(layout.seq_len)
     assert_every_rank(ring(*inputs, mask, layout, SCHEDULES[schedule]), dense(*inputs, mask), layout)
+
+
+def test_sums_that_others_add_to_before_the_last_launch_begin_at_zero(empty_is_nan):
+    layout = ra.zigzag(64, 8)
+    program = compile_program(ra.waves(1), ra.make_plan(layout, ra.full()), 0)
+    assert any(isinstance(x, Zero) for x in program.backward.instructions)
+    inputs = make_inputs(64)
+    assert_every_rank(ring(*inputs, ra.full(), layout, ra.waves(1)), dense(*inputs, ra.full()), layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 import ringattn as ra
 from ringattn.geometry import plan as plan_module
 from ringattn.geometry.plan import live_pairs
-from ringattn.schedule.instructions import Add, Buffer, Close, Exchange, Fence, Holds, Launch, Open, Wait, Zero
-from ringattn.schedule.memory import backward_bytes, peak_bytes
-from ringattn.schedule.program import Pass, compile_program
-from tests.schedule.cases import SCHEDULES, fitting
+from ringattn.geometry.rows import Rows
+from ringattn.schedule.instructions import Add, Buffer, Close, Exchange, Fence, Holds, Launch, Message, Open, Stream, Wait, Zero
+from ringattn.schedule.memory import RowBytes, backward_bytes, peak_bytes
+from ringattn.schedule.program import Pass, compile_program, compile_programs
+from tests.schedule.cases import SCHEDULES, fitting, listed
 from tests.schedule.rendezvous import ROW, prove
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,6 +90,27 @@ def test_later_steps_reuse_buffers(schedule):
     assert made(19) == made(13)
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_launches_come_after_what_they_read_and_memory_keeps_its_kind(schedule, world_size):
+    """Each launch that reads K/V of others comes after a fence that follows their wait; no buffer takes memory of the other kind."""
+    plan = ra.make_plan(ra.zigzag(16 * world_size, world_size), ra.full())
+    for program in compile_programs(fitting(SCHEDULES[schedule], world_size), plan, range(world_size)):
+        moving, arrived, ready = set(), set(), {program.backward.own}
+        for x in program.backward.instructions:
+            match x:
+                case Exchange():
+                    moving = {message.buffer for message in x.receives}
+                case Wait():
+                    arrived |= moving
+                case Fence() if x.stream is Stream.LAUNCHES:
+                    ready |= arrived
+                case Launch():
+                    assert x.keys in ready
+                case Open() if x.reuse is not None:
+                    assert (x.reuse.rows, x.reuse.holds) == (x.buffer.rows, x.buffer.holds)
+
+
 def test_a_rank_alone_exchanges_nothing():
     for schedule in SCHEDULES.values():
         program = compile_program(fitting(schedule, 1), ra.make_plan(ra.zigzag(16, 1), ra.causal()), 0)
@@ -116,3 +138,13 @@ def test_bytes_of_a_hand_written_pass():
     own, a, b, sums = Buffer(9, Holds.KV), Buffer(10, Holds.KV), Buffer(10, Holds.KV), Buffer(3, Holds.SUMS)
     program = Pass((Open(0, a), Open(0, sums), Close(1, (sums,)), Open(1, b, reuse=a), Close(2, (b,))), 3, own)
     assert peak_bytes(program, ROW) == 10 + 6
+
+
+def test_bytes_of_rows_that_are_gathered_to_be_sent():
+    own = Buffer(9, Holds.KV)
+    scattered, whole = Rows(np.array([[0, 2], [4, 7]])), Rows.span(0, 9)
+    for rows, copied in ((scattered, 5), (whole, 0)):
+        exchange = Exchange(0, (Message(1, own, rows, whole=rows is whole),), ())
+        program = Pass((exchange, Open(0, Buffer(10, Holds.KV)), Wait(0)), 1, own)
+        assert peak_bytes(program, ROW, gathered=True) == 10 + copied
+        assert peak_bytes(program, ROW) == 10
