@@ -6,6 +6,7 @@ import itertools
 import math
 from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,9 +16,9 @@ from ringattn.geometry import plan as plan_module
 from ringattn.geometry.plan import live_pairs
 from ringattn.geometry.rows import Rows
 from ringattn.schedule.instructions import Add, Buffer, Close, Exchange, Fence, Holds, Launch, Message, Open, Stream, Wait, Zero
-from ringattn.schedule.memory import RowBytes, backward_bytes, peak_bytes
+from ringattn.schedule.memory import backward_bytes, peak_bytes
 from ringattn.schedule.program import Pass, compile_program, compile_programs
-from tests.schedule.cases import SCHEDULES, fitting, listed
+from tests.schedule.cases import SCHEDULES, fitting
 from tests.schedule.rendezvous import ROW, prove
 
 pytestmark = pytest.mark.usefixtures("one_thread")
