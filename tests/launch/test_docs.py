@@ -138,7 +138,8 @@ def test_commands_are_read_with_their_options():
 
 
 def test_options_that_are_quoted_exist():
-    texts = "".join(path.read_text() for path in (ROOT / "launch").glob("**/*") if path.suffix in (".py", ".sh"))
+    files = [path for folder in ("launch", "examples") for path in (ROOT / folder).glob("**/*")]
+    texts = "".join(path.read_text() for path in files if path.suffix in (".py", ".sh"))
     theirs = {
         "--nodes",
         "--ntasks-per-node",
