@@ -138,7 +138,8 @@ def test_commands_are_read_with_their_options():
 
 
 def test_options_that_are_quoted_exist():
-    texts = "".join(path.read_text() for path in (ROOT / "launch").glob("**/*") if path.suffix in (".py", ".sh"))
+    folders = [(ROOT / name).glob("**/*") for name in ("launch", "examples")]
+    texts = "".join(path.read_text() for folder in folders for path in folder if path.suffix in (".py", ".sh"))
     theirs = {
         "--nodes",
         "--ntasks-per-node",
