@@ -46,7 +46,7 @@ def prepare_tokens(settings: Settings, device: torch.device) -> tuple[dict, torc
         else:
             # a shape's vocabulary sets the work of a step; the text needs fewer tokens
             tokenizer = train_tokenizer(text, min(settings.vocab, 8192))
-        tokenizer.save(str(out / "tokenizer.json"))
+        replace_text(out / "tokenizer.json", tokenizer.to_str(pretty=True))
         tokens = torch.tensor(tokenizer.encode(text).ids)
     tokens = share_tokens(tokens, device)
     least = max(16, 2 * settings.ranks)
@@ -124,7 +124,7 @@ def replace_text(path: Path, text: str) -> None:
     """Write a file whole or not at all: where the disk is full, what was there stays."""
     part = path.with_name(path.name + ".part")
     try:
-        part.write_text(text)
+        part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)

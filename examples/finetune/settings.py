@@ -299,6 +299,8 @@ def _check_files(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
 def _check_deepspeed(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         parser.error("--wrapper is deepspeed, which is not installed: pip install 'ringattn[deepspeed]', or use --wrapper fsdp2")
+    if args.dtype == "float64":
+        parser.error("--dtype is float64 and --wrapper deepspeed, which adds gradients in fp32: use --wrapper fsdp2")
     if args.rehearse:
         parser.error(f"--rehearse is {args.rehearse}, but --wrapper deepspeed takes a step after every backward pass: leave it out")
     for option, given in (("--save-every", args.save_every), ("--resume", args.resume)):
