@@ -57,7 +57,7 @@ class Calls:
     def run(self, *arguments, script=LAUNCHER, cwd=ROOT, **environment) -> subprocess.CompletedProcess:
         known = {"PATH": f"{self.bin}:/usr/bin:/bin", "RECORD": str(self.folder), "HOME": "/nowhere"}
         command = ["bash", str(script), *arguments]
-        return subprocess.run(command, cwd=cwd, env={**known, **environment}, capture_output=True, text=True, timeout=50)
+        return subprocess.run(command, cwd=cwd, env={**known, **environment}, capture_output=True, text=True, timeout=300)
 
     def of(self, name: str) -> list[list[str]]:
         """The arguments of each call, sorted."""
@@ -160,7 +160,7 @@ def test_a_dry_run_prints_what_a_shell_would_run_and_runs_nothing(calls, hosts):
         ["sh", "-c", done.stdout],
         env={"PATH": f"{calls.bin}:/usr/bin:/bin", "RECORD": str(calls.folder)},
         cwd=ROOT,
-        timeout=20,
+        timeout=300,
     )
     assert again.returncode == 0
     assert calls.of("torchrun") == ([[*across(2, n, "one:29500"), *AWKWARD] for n in range(2)] if hosts else [[*ALONE, *AWKWARD]])
