@@ -38,7 +38,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 needs_accelerate = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
 
-_TIMEOUT = 280
+_TIMEOUT = 800
 _FORKS = multiprocessing.get_context("forkserver")
 # what programs import; those that are not installed are left out
 _FORKS.set_forkserver_preload(

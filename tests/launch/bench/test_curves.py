@@ -24,7 +24,7 @@ def run(*arguments) -> subprocess.CompletedProcess:
     command = [sys.executable, LAUNCH / "bench", "curves", "--device", "cpu", *map(str, arguments)]
     # waiting threads must not spin, because other tests run at the same time
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=800, env=environment)
 
 
 def test_three_runs_have_the_same_curve(tmp_path):

@@ -18,7 +18,7 @@ def run(*arguments, cwd, code: str | None = None) -> subprocess.CompletedProcess
     """The benchmarks as a person starts them, without any help from PYTHONPATH."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, *(["-c", code] if code else [BENCH]), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=cwd, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=800, cwd=cwd, env=environment)
 
 
 def test_help_lists_every_command_with_a_sentence(tmp_path):

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def overhead(*options: str) -> list[str]:
     command = [sys.executable, ROOT / "launch/bench", "overhead", "--device", "cpu", *options]
-    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=200)
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=800)
     assert run.returncode == 0, run.stderr
     return run.stdout.splitlines()
 

@@ -22,7 +22,7 @@ def launch(monkeypatch):
 
 def run(*arguments) -> subprocess.CompletedProcess:
     command = [sys.executable, LAUNCH / "bench", "ring", "--device", "cpu", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, capture_output=True, text=True, timeout=800)
 
 
 def test_all_methods_are_measured(tmp_path):

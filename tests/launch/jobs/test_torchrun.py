@@ -58,7 +58,7 @@ class Calls:
     def run(self, *arguments, script=LAUNCHER, cwd=ROOT, **environment) -> subprocess.CompletedProcess:
         known = {"PATH": f"{self.bin}:/usr/bin:/bin", "RECORD": str(self.folder), "HOME": "/nowhere"}
         command = ["bash", str(script), *arguments]
-        return subprocess.run(command, cwd=cwd, env={**known, **environment}, capture_output=True, text=True, timeout=50)
+        return subprocess.run(command, cwd=cwd, env={**known, **environment}, capture_output=True, text=True, timeout=300)
 
     def start(self, *arguments, **environment) -> subprocess.Popen:
         known = {"PATH": f"{self.bin}:/usr/bin:/bin", "RECORD": str(self.folder), "HOME": "/nowhere"}
@@ -175,7 +175,7 @@ def test_a_dry_run_prints_what_a_shell_would_run_and_runs_nothing(calls, hosts):
     if not hosts:
         assert shlex.split(done.stdout)[-len(AWKWARD) :] == AWKWARD
     stdout, known = done.stdout, {"PATH": f"{calls.bin}:/usr/bin:/bin", "RECORD": str(calls.folder)}
-    subprocess.run(["sh", "-c", stdout], env=known, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=20)
+    subprocess.run(["sh", "-c", stdout], env=known, cwd=ROOT, stdin=subprocess.DEVNULL, timeout=300)
     if hosts:  # whose commands end where their standard input, with the settings, is closed
         commands = [shlex.split(words[-1]) for words in calls.of("ssh")]
         assert sorted(words[words.index(str(ROOT)) + 2 :] for words in commands) == [
@@ -191,7 +191,7 @@ def test_hosts_end_with_the_launcher_however_it_ends(calls, number):
         until(lambda: len(calls.of("torchrun")) == 2)
         jobs = [int(path.name.split(".")[1]) for path in calls.folder.glob("torchrun.*.env")]
         launcher.send_signal(number)
-        launcher.wait(20)
+        launcher.wait(300)
     until(lambda: not any(alive(job) for job in jobs))
 
 
@@ -201,7 +201,7 @@ def alive(pid: int) -> bool:
 
 
 def until(condition) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
