@@ -20,7 +20,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from ..digest import Digested
 from ..transport import Ranks
-from .order import FACTS, UNKNOWN, Label, Order
+from .order import FACTS, UNKNOWN, CallOrder, Label
 
 _TEXT_BYTES = 2048
 _SHORT = 80  # characters of a text that messages always show whole
@@ -53,14 +53,14 @@ class Facts:
         return Facts({**self._facts, "function": f"the backward pass of {self._facts['function']}"})
 
 
-def agree(ranks: Ranks, order: Order, facts: Facts, tokens: int, label: Label = UNKNOWN) -> tuple[tuple[int, ...], int]:
+def agree(ranks: Ranks, order: CallOrder, facts: Facts, tokens: int, label: Label = UNKNOWN) -> tuple[tuple[int, ...], int]:
     """The number of tokens of each rank, and the call's number.
 
     Raises ValueError, on every rank and with the names of the odd ranks, if a fact or the label differs or a rank refused its input.
     """
     record = _RECORD.pack(False, tokens, facts.hash, order.latest + 1, label.kind, label.digest)
     records = _swap(ranks, record)
-    if records.count(record) == len(records):
+    if records.count(record) == ranks.size:
         order.add(order.latest + 1, label)
         return (tokens,) * ranks.size, order.latest
     refused, counts, hashes, numbers, kinds, labels = zip(*map(_RECORD.unpack, records))
@@ -75,12 +75,12 @@ def agree(ranks: Ranks, order: Order, facts: Facts, tokens: int, label: Label = 
     return counts, number
 
 
-def agree_backward(ranks: Ranks, order: Order, facts: Facts, number: int) -> None:
+def agree_backward(ranks: Ranks, order: CallOrder, facts: Facts, number: int) -> None:
     """Raises ValueError, on every rank, unless all ranks begin the backward pass of the call with this number."""
     facts = facts.backward
     record = _RECORD.pack(False, 0, facts.hash, number, *UNKNOWN[:2])
     records = _swap(ranks, record)
-    if records.count(record) < len(records):
+    if records.count(record) < ranks.size:
         refused, _, _, numbers, *_ = zip(*map(_RECORD.unpack, records))
         order.latest = max(order.latest, *numbers)
         _raise(ranks, refused, facts.texts | {_FORWARD: _text(order.describe(number))})

@@ -15,7 +15,7 @@ from ..schedule.program import compile_program
 from ..schedule.schedules import Schedule, default_schedule
 from ..transport import Ranks, Transport
 from .agree import Facts
-from .order import Order
+from .order import CallOrder
 from .rank_attention import RankAttention
 from .ulysses import HeadExchange, Hybrid, ring_layout
 
@@ -33,7 +33,7 @@ class Context:
         self.hybrid = ranks if isinstance(ranks, Hybrid) else None
         self.transport = ranks.ring if isinstance(ranks, Hybrid) else ranks
         # on the ranks too: who refuses input may know them alone
-        ranks.order = self.order = ranks.order or Order()
+        ranks.order = self.order = ranks.order or CallOrder()
         self.turn = self.order if ranks.size > 1 else nullcontext()  # what each pass of a call enters
         self._facts: OrderedDict[tuple, Facts] = OrderedDict()
         self._attentions: OrderedDict[tuple[str, str, str | None, RowBytes | None], RankAttention] = OrderedDict()

@@ -57,8 +57,8 @@ def _forward(
         rank_attention = call.rank_attention(seq_len, q, k, v)
         out, row_max, row_sum = rank_attention.forward(Score(softmax_scale), q, k, v, final=call.final)
     # the backward pass needs what the ranks agreed on; tensors, because a compiled graph makes many calls under one number
-    length, place = (torch.scalar_tensor(x, dtype=torch.int64) for x in (seq_len, place))
-    return out.contiguous(), row_max, row_sum, length, place
+    agreed = torch.scalar_tensor(seq_len, dtype=torch.int64), torch.scalar_tensor(place, dtype=torch.int64)
+    return out.contiguous(), row_max, row_sum, *agreed
 
 
 def _forward_shapes(

@@ -77,7 +77,7 @@ def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
 
 
-class Order:
+class CallOrder:
     """The calls of one group on this rank. `with order:` around a call keeps other threads out meanwhile; it may be nested."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ class Ranks(ABC):
     rank: int
     size: int
     context: Any = None  # the `Context` of this group, once it is made
-    order: Any = None  # the `Order` of its calls, likewise
+    order: Any = None  # the `CallOrder` of its calls, likewise
 
     @abstractmethod
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:

@@ -346,7 +346,7 @@ def test_lines_and_names_are_different_labels():
 
 
 def test_only_the_latest_calls_are_remembered():
-    calls = order.Order()
+    calls = order.CallOrder()
     for number in range(1, 2000):
         calls.add(number, order.label(f"call of layer {number}"))
     assert calls.describe(1999) == "call 1999 ('call of layer 1999')"
