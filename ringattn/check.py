@@ -147,8 +147,9 @@ def captured(x: torch.Tensor) -> bool:
 
 def backward_mode(**tensors: torch.Tensor) -> None:
     """Refuse tensors in forward mode or torch.func, which would treat attention as a constant; ordinary autograd is fine."""
+    forward_mode = in_forward_mode()
     for name, x in tensors.items():
-        tangent = forward_ad.unpack_dual(x).tangent if in_forward_mode() else None
+        tangent = forward_ad.unpack_dual(x).tangent if forward_mode else None
         if tangent is not None or is_gradtrackingtensor(x):
             raise ValueError(f"{name} is differentiated {TRANSFORMED}")
 

@@ -86,6 +86,27 @@ TENSORS = {
         lambda: ra.reference.attention(*[tensor()] * 3, mask="causal"),
         "mask is 'causal', but must be a Mask: build one",
     ),
+    "the reference's array": (
+        lambda: ra.reference.attention(np.zeros((1, 6, 4, 8)), tensor(), tensor()),
+        "q is a ndarray, but must be a torch.Tensor",
+    ),
+    "the reference's dimensions": (
+        lambda: ra.reference.attention(tensor(), tensor(6, 4), tensor()),
+        r"k has dtype torch.float32 and shape \(6, 4\), but must hold floating-point numbers, in the shape \(batch, tokens",
+    ),
+    "the reference's integers": (
+        lambda: ra.reference.attention(*[tensor(dtype=torch.int64)] * 3),
+        "q has dtype torch.int64 and shape .*, but must hold floating-point numbers",
+    ),
+    "the reference's dtypes": (
+        lambda: ra.reference.attention(tensor(), tensor(dtype=torch.float64), tensor()),
+        "k has dtype torch.float64 and q has torch.float32: cast all three",
+    ),
+    "the reference's head_dim": (lambda: ra.reference.attention(*[tensor(1, 6, 4, 0)] * 3), "q has head_dim 0, but it must be at"),
+    "the reference's scale": (
+        lambda: ra.reference.attention(*[tensor()] * 3, softmax_scale=NAN),
+        "softmax_scale is nan, but must be finite",
+    ),
     "the reference's tokens": (
         lambda: ra.reference.attention(tensor(), tensor(1, 5, 4, 8), tensor(1, 5, 4, 8)),
         "q has 6 tokens and k has 5",
@@ -100,6 +121,7 @@ OPTIONS = {
     "mask is a name": (lambda: call(mask="causal"), "mask is 'causal', but must be a Mask: build one with"),
     "mask is a bool": (lambda: call(mask=True), "mask is True, but must be a Mask"),
     "mask is not called": (lambda: call(mask=ra.causal), "mask is <function causal at .*>, but must be a Mask"),
+    "name is a number": (lambda: call(name=3), "name is 3, but must be a str: pass a text, the same on every rank"),
     "mask in attend": (lambda: local(mask="full"), "mask is 'full', but must be a Mask"),
     "layout is a name": (lambda: call(layout="zigzag"), r"layout is 'zigzag', but must be a Layout: build one with zigzag\("),
     "layout is not called": (lambda: call(layout=ra.zigzag), "layout is <function zigzag at .*>, but must be a Layout"),
@@ -269,6 +291,10 @@ LAYOUTS = {
     "shard's dim": (lambda: ra.shard(tensor(1, 6), SIX, 0, dim=2), "dim is 2, but x has 2 dimensions"),
     "shard's dim is half": (lambda: ra.shard(tensor(1, 6), SIX, 0, dim=0.5), "dim is 0.5, but must be an integer"),
     "unshard of a list": (lambda: ra.unshard([1.0], SIX), r"x_local is \[1.0\], but must be a Tensor"),
+    "unshard of a sparse tensor": (
+        lambda: ra.unshard(tensor(1, 6).to_sparse(), SIX),
+        r"x_local has the layout torch.sparse_coo, but must be dense: pass x_local.to_dense\(\)",
+    ),
     "unshard with a name": (lambda: ra.unshard(tensor(1, 6), "zigzag"), "layout is 'zigzag', but must be a Layout"),
     "unshard of more ranks": (lambda: ra.unshard(tensor(1, 6), ra.zigzag(6, 2)), "is for 2 ranks, but the group has 1"),
     "unshard of another length": (lambda: ra.unshard(tensor(1, 5), SIX), "x_local has 5 tokens in dim 1, but rank 0 of .* holds 6"),
@@ -289,6 +315,11 @@ PARTIALS = {
     "merge of a tensor": (lambda: ra.merge(partial(), tensor()), "b is a tensor of shape .*, but must be a Partial"),
     "merge of nothing": (lambda: ra.merge(None, partial()), "a is None, but must be a Partial"),
     "finish of a tensor": (lambda: ra.finish(tensor()), "part is a tensor of shape .*, but must be a Partial"),
+    "merge of a partial of numbers": (
+        lambda: ra.merge(partial(), ra.Partial(1, 2, 3)),
+        r"b.out is 1, but must be a Tensor: make one with attend\(",
+    ),
+    "finish to integers": (lambda: ra.finish(partial(), torch.int64), "dtype is torch.int64, but must be of floating point"),
     "finish to text": (lambda: ra.finish(partial(), "bf16"), "dtype is 'bf16', but must be a dtype: pass torch.bfloat16"),
 }
 

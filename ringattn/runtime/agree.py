@@ -60,7 +60,7 @@ def agree(ranks: Ranks, order: CallOrder, facts: Facts, tokens: int, label: Labe
     """
     record = _RECORD.pack(False, tokens, facts.hash, order.latest + 1, label.kind, label.digest)
     records = _swap(ranks, record)
-    if records.count(record) == len(records):
+    if records.count(record) == ranks.size:
         order.add(order.latest + 1, label)
         return (tokens,) * ranks.size, order.latest
     refused, counts, hashes, numbers, kinds, labels = zip(*map(_RECORD.unpack, records))
@@ -80,7 +80,7 @@ def agree_backward(ranks: Ranks, order: CallOrder, facts: Facts, number: int) ->
     facts = facts.backward
     record = _RECORD.pack(False, 0, facts.hash, number, *UNKNOWN[:2])
     records = _swap(ranks, record)
-    if records.count(record) < len(records):
+    if records.count(record) < ranks.size:
         refused, _, _, numbers, *_ = zip(*map(_RECORD.unpack, records))
         order.latest = max(order.latest, *numbers)
         _raise(ranks, refused, facts.texts | {_FORWARD: _text(order.describe(number))})

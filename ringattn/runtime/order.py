@@ -18,10 +18,6 @@ from typing import NamedTuple
 _PACKAGE = __name__.split(".", 1)[0]
 _FOLDER = str(Path(__file__).parents[1]) + os.sep
 _REMEMBERED = 1024  # labels of the latest calls, for messages about their backward passes
-_TWO_THREADS = (
-    "two threads called with this group at once, so other ranks may have paired their calls differently, and results may be wrong: let "
-    "one thread make all calls with a group, or give each thread a group of its own; this group refuses further calls"
-)
 
 
 class Label(NamedTuple):
@@ -98,7 +94,11 @@ class CallOrder:
     def check(self) -> None:
         """Raise ValueError if two threads have ever called at once."""
         if self._two_threads:
-            raise ValueError(_TWO_THREADS)
+            raise ValueError(
+                "two threads called with this group at once, so other ranks may have paired their calls differently, and results may be "
+                "wrong: let one thread make all calls with a group, or give each thread a group of its own; this group refuses further "
+                "calls"
+            )
 
     def add(self, number: int, label: Label) -> None:
         """The ranks have agreed on a call, and on its number."""

@@ -276,3 +276,102 @@ def test_ranks_capture_a_graph_together(gloo):
             assert "ranks disagree: captured in a CUDA graph is True on rank 1, but False on ranks 0, 2" in message
         assert backward == "the backward pass is captured in a CUDA graph, but the forward pass was not: capture both, or neither"
         assert forward == "the forward pass is captured in a CUDA graph, but the backward pass was not: capture both, or neither"
+
+
+def other_names(group):
+    """Whether calls are right if ranks give equal layouts different names, and after that; and the errors where layouts differ."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    layout = ra.zigzag(N, world_size)
+    mine = ra.Layout(N, layout.spans, f"of rank {rank}")
+    calls = ({"layout": mine}, {"layout": mine, "mask": ra.full()}, {}, {"layout": mine})
+    right = [bool((call(group, options) - 1).abs().max() < 1e-5) for options in calls]
+    shard = torch.ones(1, mine.lengths[rank])
+    right += [bool((ra.unshard(shard, each, group) == 1).all()) for each in (mine, layout)]
+    return right, disagree(group, 1, {"layout": ra.Layout(N, layout.spans[::-1], "of rank 0")}, {"layout": mine})
+
+
+def test_equal_layouts_may_have_different_names(gloo):
+    for right, (message, _, works) in gloo.run(2, other_names):
+        assert right == [True] * 6
+        assert re.search(r"layout is of rank 0\(.*\) \(\w+\) on rank 0, but of rank 0\(.*\) \(\w+\) on rank 1", message)
+        assert works
+
+
+def forged(mask, digest):
+    object.__setattr__(mask, "digest", digest)
+    return mask
+
+
+def colliding(group, same):
+    """This rank's error if rank 1 has a mask that looks like the others', and whose digest has the same first `same` digits."""
+    digest = "0123456789abcdef" * 2
+    other = digest[:same] + "0" * (32 - same)
+    return disagree(group, 1, {"mask": forged(ra.documents([10, 14]), other)}, {"mask": forged(ra.documents([11, 13]), digest)})
+
+
+@pytest.mark.parametrize("same", [8, 31])
+def test_masks_are_compared_by_their_whole_digests(gloo, same):
+    for message, _, works in gloo.run(2, colliding, same):
+        found = re.search(r"^ranks disagree: mask is .* \((\w+)\) on rank 0, but .* \((\w+)\) on rank 1: pass the same", message)
+        assert found is not None
+        assert found[1] != found[2]
+        assert len(found[1]) == same + 1
+        assert works
+
+
+def transforms(group):
+    """This rank's error and its time for each transform, in a transport's first call; a sum of `unshard`, and its errors."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    q, k, v = (torch.ones(arguments(rank, world_size)[name]) for name in "qkv")
+    found = {}
+
+    def attention(transport):
+        return lambda q: ra.ring_attention(q, k, v, group=transport).sum()
+
+    def dual(function):
+        with torch.autograd.forward_ad.dual_level():
+            function(torch.autograd.forward_ad.make_dual(q, q))
+
+    module = torch.nn.Linear(8, 8)
+    weights = dict(module.named_parameters())
+    for name, apply in {
+        "grad": lambda f: torch.func.grad(f)(q),
+        "vjp": lambda f: torch.func.vjp(f, q),
+        "jvp": lambda f: torch.func.jvp(f, (q,), (q,)),
+        "grad in vmap": lambda f: torch.vmap(torch.func.grad(f))(torch.stack([q, q])),
+        "forward mode": dual,
+        "functional_call": lambda f: torch.func.grad(lambda w: f(torch.func.functional_call(module, w, q)))(weights),
+    }.items():
+        transport, began = ra.process_group(group), time.monotonic()
+        with pytest.raises(ValueError) as caught:
+            apply(attention(transport))
+        found[name] = str(caught.value), time.monotonic() - began
+        assert bool((ra.ring_attention(q, k, v, group=transport) - 1).abs().max() < 1e-5)
+    out = attention(group)(torch.func.functional_call(module, weights, q))
+    out.backward()
+    whole = ra.unshard(torch.ones(1, 6), ra.zigzag(12, world_size), group).sum()
+    refused = [
+        lambda: torch.func.grad(lambda x: ra.unshard(x, ra.zigzag(12, world_size), group).sum())(torch.ones(1, 6)),
+        lambda: torch.vmap(lambda x: ra.unshard(x, ra.zigzag(12, world_size), group))(torch.ones(2, 1, 6)),
+        lambda: ra.unshard(torch.ones(1, 6, device="meta"), ra.zigzag(12, world_size), group),
+    ]
+    messages = []
+    for work in refused:
+        with pytest.raises(ValueError) as caught:
+            work()
+        messages.append(str(caught.value))
+    return found, float(whole), messages
+
+
+def test_transforms_of_torch_func_are_refused_in_a_first_call(gloo):
+    for found, whole, (grad, vmap, meta) in gloo.run(2, transforms):
+        for message, took in found.values():
+            assert message == (
+                "q is differentiated in forward mode or by torch.func, which attention does not support: "
+                "call backward, or torch.autograd.grad"
+            )
+            assert took < 10
+        assert whole == 12
+        assert grad.startswith("x_local is differentiated in forward mode or by torch.func")
+        assert vmap.startswith("x_local is in torch.vmap, which this does not support")
+        assert meta.startswith("x_local is on meta, so it has no values to gather")
