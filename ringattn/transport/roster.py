@@ -96,14 +96,16 @@ class Roster:
         return self._error(gone, f"made this call within {self.timeout}") if gone else RuntimeError(otherwise)
 
     def _gone(self, peers: list[int]) -> list[int]:
-        """The ranks that have ended or are stopped. A process that ends closes its connections first, so wait a moment for that, or for
-        a note of one of the peers."""
-        jobs = [self.members[peer] for peer in peers]
+        """Which of some ranks have ended, are stopped or have left, or else which others. A rank that has ended early owes nobody anything.
+
+        A process that ends closes its connections first, so wait a moment.
+        """
         until = time.monotonic() + _GRACE
         while True:
             gone = [rank for rank, process in self.processes.items() if process.state is not State.RUNS]
-            if gone or self._causes(jobs) != jobs or time.monotonic() > until:
-                return gone
+            found = [rank for rank in peers if rank in gone or self._causes([self.members[rank]]) != [self.members[rank]]]
+            if found or time.monotonic() > until:
+                return found or gone
             time.sleep(0.01)
 
     def _error(self, ranks: list[int], what: str) -> RuntimeError:

@@ -134,6 +134,7 @@ def play(scene: Scene, rank: int, port: int, server: int, tell: Callable[[Any], 
     )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=scene.world, timeout=timeout)
     group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads")) if scene.grid else None
+    dist.barrier()  # what happens then happens to our calls
     connect, exchange = HostChannel._connect, ProcessGroupTransport.exchange
 
     def connecting(self, *arguments):
