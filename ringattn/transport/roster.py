@@ -119,14 +119,14 @@ class Roster:
             if found:
                 break
         self._leave(found[0])
-        names = self._names(found)
+        names, has = self._names(found), "has" if len(found) == 1 else "have"
         if state is State.ENDED:
-            it, has = ("it", "has") if len(found) == 1 else ("them", "have")
+            it = "it" if len(found) == 1 else "them"
             return RuntimeError(f"{names} {has} ended, and this rank waits for {it}: look at the output of {names}")
-        why = "find out where it hangs, and look at its output"
         if state is State.STOPPED:
-            why = f"process {', '.join(str(known[job].pid) for job in found)} is stopped: let it go on, or end it"
-        return RuntimeError(f"{names} {'has' if len(found) == 1 else 'have'} not {what}: {why}")
+            numbers = ", ".join(str(known[job].pid) for job in found)
+            return RuntimeError(f"{names} {has} not {what}: process {numbers} is stopped: let it go on, or end it")
+        return RuntimeError(f"{names} {has} not {what}: find out where it hangs, and look at its output")
 
     def _causes(self, jobs: list[int]) -> list[int]:
         """The ranks because of which others among these have left, or these themselves. All are ranks of the job."""
