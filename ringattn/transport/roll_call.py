@@ -22,7 +22,6 @@ _SHORTEST, _LONGEST = 0.001, 0.05  # seconds between looks into the store
 _CHECK_EVERY = 0.25  # seconds between checks of who has come, and who has ended
 _CHECK_UNKNOWN_EVERY = 1.0  # seconds between checks of ranks that have not come yet
 _ANSWER = 1.0  # seconds that a store gets to answer after the time is up
-_SERVER = "rank 0 of the job, unless a launcher serves it"
 
 
 class RollCall:
@@ -57,7 +56,9 @@ class RollCall:
         finally:
             given_up.set()
         if not done:
-            raise self._roster.silent(f"the job's store does not answer: look at the process that serves it, {_SERVER}")
+            raise self._roster.silent(
+                "the job's store does not answer: look at the process that serves it, rank 0 of the job, unless a launcher serves it"
+            )
         return future.result()
 
     def _gather(
@@ -117,8 +118,9 @@ class RollCall:
         try:
             use()
         except RuntimeError as error:
-            lost = f"the job's store is lost: look at the output of the process that serves it, {_SERVER}"
-            raise self._roster.silent(lost) from error
+            raise self._roster.silent(
+                "the job's store is lost: look at the output of the process that serves it, rank 0 of the job, unless a launcher serves it"
+            ) from error
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:

@@ -96,14 +96,16 @@ class Roster:
         return self._error(gone, f"made this call within {self.timeout}") if gone else RuntimeError(otherwise)
 
     def _gone(self, peers: list[int]) -> list[int]:
-        """The ranks that have ended or are stopped. A process that ends closes its connections first, so wait a moment for that, or for
-        a note of one of the peers."""
-        jobs = [self.members[peer] for peer in peers]
+        """Which of some ranks have ended, are stopped or have left, or else which others. A rank that has ended early owes nobody anything.
+
+        A process that ends closes its connections first, so wait a moment.
+        """
         until = time.monotonic() + _GRACE
         while True:
             gone = [rank for rank, process in self.processes.items() if process.state is not State.RUNS]
-            if gone or self._causes(jobs) != jobs or time.monotonic() > until:
-                return gone
+            found = [rank for rank in peers if rank in gone or self._causes([self.members[rank]]) != [self.members[rank]]]
+            if found or time.monotonic() > until:
+                return found or gone
             time.sleep(0.01)
 
     def _error(self, ranks: list[int], what: str) -> RuntimeError:
@@ -117,14 +119,14 @@ class Roster:
             if found:
                 break
         self._leave(found[0])
-        names = self._names(found)
+        names, has = self._names(found), "has" if len(found) == 1 else "have"
         if state is State.ENDED:
-            it, has = ("it", "has") if len(found) == 1 else ("them", "have")
+            it = "it" if len(found) == 1 else "them"
             return RuntimeError(f"{names} {has} ended, and this rank waits for {it}: look at the output of {names}")
-        why = "find out where it hangs, and look at its output"
         if state is State.STOPPED:
-            why = f"process {', '.join(str(known[job].pid) for job in found)} is stopped: let it go on, or end it"
-        return RuntimeError(f"{names} {'has' if len(found) == 1 else 'have'} not {what}: {why}")
+            numbers = ", ".join(str(known[job].pid) for job in found)
+            return RuntimeError(f"{names} {has} not {what}: process {numbers} is stopped: let it go on, or end it")
+        return RuntimeError(f"{names} {has} not {what}: find out where it hangs, and look at its output")
 
     def _causes(self, jobs: list[int]) -> list[int]:
         """The ranks because of which others among these have left, or these themselves. All are ranks of the job."""

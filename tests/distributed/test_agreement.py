@@ -142,6 +142,28 @@ def test_bad_input_of_one_rank_stops_all(gloo, odd, message):
         assert works
 
 
+def odd_environment(group, value):
+    """This rank's error if the environment of rank 1 is odd, in a first call, and whether the ranks work afterwards."""
+    rank, transport = dist.get_rank(group), ra.process_group(group)
+    q = torch.ones(1, 4, 2, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setenv("LOCAL_WORLD_SIZE", value)
+        with pytest.raises(ValueError) as caught:
+            ra.ring_attention(q, q, q, group=transport)
+    return str(caught.value), bool((ra.ring_attention(q, q, q, group=transport) == 1).all())
+
+
+@pytest.mark.parametrize("value", ["two", "0", "-1"])
+def test_an_odd_environment_of_one_rank_stops_all(gloo, value):
+    for rank, (text, works) in enumerate(gloo.run(2, odd_environment, value)):
+        told = "" if rank else "rank 1 refused the input: rank 1: "
+        assert text.startswith(
+            f"{told}LOCAL_WORLD_SIZE is '{value}' in the environment, but must be the number of ranks on each node"
+        )
+        assert works
+
+
 def test_bad_input_of_every_rank(gloo):
     for rank, (text, took, works) in enumerate(gloo.run(3, disagree, 0, {}, {"mask": None, "layout": ra.zigzag(9, 3)})):
         assert f"rank {rank} of layout zigzag(seq_len=9, world_size=3) holds 3" in text

@@ -1,5 +1,6 @@
 """Records between processes: through memory on one host, or over gloo if a process cannot map that memory."""
 
+import gc
 import os
 import time
 from datetime import timedelta
@@ -32,6 +33,31 @@ def swap(group, name, shared=True):
 def test_records_of_any_length_come_whole(gloo, shared):
     for found in gloo.run(3, swap, f"any length {shared}", shared):
         assert found == (shared, True, [200_000] * 3)
+
+
+def no_memory(*arguments):
+    raise OSError("no memory")
+
+
+def fail_to_share(group, rank, step):
+    """Whether a rank that cannot share memory still gets records, and how many descriptors more are open afterwards."""
+    before = len(os.listdir("/proc/self/fd"))
+    host = channel(group, f"no memory {step}")
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank(group) == rank:
+            patch.setattr(*{"create": (shared_records, "create"), "map": (shared_records.mmap, "mmap")}[step], no_memory)
+        found = host.all_gather_control(b"x")
+    shared = host._shared is not None
+    del host
+    gc.collect()
+    return shared, found, len(os.listdir("/proc/self/fd")) - before
+
+
+@pytest.mark.parametrize(("rank", "step"), [(0, "create"), (0, "map"), (1, "map")])
+def test_nothing_stays_of_memory_that_a_rank_cannot_share(gloo, rank, step):
+    for shared, found, more in gloo.run(2, fail_to_share, rank, step):
+        assert (shared, found) == (False, [b"x"] * 2)
+        assert more <= 0
 
 
 def many(group):

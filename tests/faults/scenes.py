@@ -35,9 +35,10 @@ PHASES = ("first call", "connect", "agree", "first hop", "last hop", "backward",
 class Scene:
     """What happens to whom: `world` ranks, in a grid of 2 x 2 or a ring; the `victim` is a rank or the process of the store.
 
-    act: "kill", "stop", "raise" (and end), "catch" (and live on), "refuse" (the input of the first call), or "leave": all ranks end as a
-    program does that does not destroy its groups. apart: each rank believes itself on a host of its own. served_by: the rank that serves
-    the store, or None for a process apart. timeout: seconds, of the ranks' groups.
+    act: "kill", "stop", "raise" (and end), "out of memory" (of a GPU, and end), "catch" (and live on), "refuse" (the input of the first
+    call), or "leave": all ranks end as a program does that does not destroy its groups. apart: each rank believes itself on a host of its
+    own. served_by: the rank that serves the store, or None for a process apart. timeout: seconds, of the ranks' groups. gpus: each rank has
+    a GPU, over copy engines or (without `engines`) NCCL.
     """
 
     world: int
@@ -48,6 +49,8 @@ class Scene:
     apart: bool = False
     served_by: int | None = None
     timeout: float = 30.0
+    gpus: bool = False
+    engines: bool = True
 
 
 @dataclass
@@ -92,6 +95,10 @@ class Victim:
         elif self.act == "stop":
             os.kill(self.pid, signal.SIGSTOP)
             time.sleep(0.2)
+        elif self.act == "out of memory":
+            import torch
+
+            torch.empty(1 << 50, device="cuda")
         else:
             raise MemoryError("out of memory")
 
@@ -132,8 +139,13 @@ def play(scene: Scene, rank: int, port: int, server: int, tell: Callable[[Any], 
     store = dist.TCPStore(
         "127.0.0.1", port, is_master=rank == scene.served_by, wait_for_workers=False, timeout=timedelta(seconds=30)
     )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=scene.world, timeout=timeout)
+    device, dtype = ("cuda", torch.bfloat16) if scene.gpus else ("cpu", torch.float32)
+    if scene.gpus:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if scene.gpus else "gloo", store=store, rank=rank, world_size=scene.world, timeout=timeout)
     group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads")) if scene.grid else None
+    group = group if scene.engines else ra.process_group()
+    dist.barrier()  # what happens then happens to our calls
     connect, exchange = HostChannel._connect, ProcessGroupTransport.exchange
 
     def connecting(self, *arguments):
@@ -146,7 +158,7 @@ def play(scene: Scene, rank: int, port: int, server: int, tell: Callable[[Any], 
 
     HostChannel._connect, ProcessGroupTransport.exchange = connecting, exchanging
     layout = ra.zigzag(TOKENS * scene.world, scene.world)
-    q = torch.ones(1, TOKENS, 2, 8, requires_grad=True)
+    q = torch.ones(1, TOKENS, 2, 64 if scene.gpus else 8, device=device, dtype=dtype, requires_grad=True)
     report: dict[str, Any] = {}
     try:
         victim.reach("first call")
@@ -159,7 +171,7 @@ def play(scene: Scene, rank: int, port: int, server: int, tell: Callable[[Any], 
             victim.begin(step, True)
             out.sum().backward()
         report["result"] = bool((out == 1).all())
-    except MemoryError:
+    except (MemoryError, torch.OutOfMemoryError):
         if scene.act == "catch":
             time.sleep(scene.timeout + 4)
         else:
@@ -170,6 +182,10 @@ def play(scene: Scene, rank: int, port: int, server: int, tell: Callable[[Any], 
     if scene.act == "leave":
         tell(report)
         raise Leave
+    if scene.gpus:
+        # a GPU may wait for ever: end without it
+        tell(report | {"descriptors": 0})
+        os._exit(0)
     out = None
     # what the error's traceback held, and what the group held
     with contextlib.suppress(RuntimeError):

@@ -28,7 +28,9 @@ def judge(scenes, outcomes, message, *, late=False, finishers=()):
             report = outcome.reports[rank]
             assert re.search(message.format(victim=rf"rank (\d \(rank )?{scene.victim}\b"), report["error"]), (scene, report)
             assert report["ended"] - outcome.happened < SOON + late * scene.timeout, (scene, report)
-            assert report["descriptors"] <= 0, (scene, report)
+            # gloo itself connects, in a thread that cannot be ended, until the group's timeout
+            connecting = scene.apart and scene.phase == "connect"
+            assert report["descriptors"] <= 0 or connecting, (scene, report)
             reports.append(report)
     return reports
 
@@ -90,7 +92,8 @@ def test_a_lost_store_is_an_error_until_the_ranks_are_connected(perform):
         "the job's store is lost: look at the output of the process that serves it, rank 0 of the job, unless a launcher serves it"
     )
     judge(scenes[:3], outcomes[:3], rf"^RuntimeError: {lost}")
-    judge(scenes[3:], outcomes[3:], "^RuntimeError: {victim} has ended, and this rank waits for it")
+    # a rank may lose the store before it has learnt of the other ranks' processes
+    judge(scenes[3:], outcomes[3:], f"^RuntimeError: ({{victim}} has ended, and this rank waits for it|{lost})")
     assert [report["result"] for report in later.reports.values()] == [True] * 3
 
 
