@@ -24,9 +24,8 @@ from ringattn.runtime import passes
 from ringattn.runtime.context import Context
 from ringattn.runtime.ulysses import kv_copies, ring_layout
 from ringattn.schedule.schedules import gradient_transfers
-from ringattn.transport import Handle, run_ranks
-from ringattn.transport.loopback import LoopbackTransport
-from tests.allocation import Peak
+from ringattn.transport import run_ranks
+from tests.allocation import Peak, WithoutCopies
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CAUSAL = Workload(65536, 32, 8, 128, ra.causal())
@@ -79,25 +78,6 @@ class Sums:
         return out
 
 
-class Sizes(LoopbackTransport):
-    """Messages hold their memory while under way and are not copied, so that no memory of the transport is counted."""
-
-    def exchange(self, sends, receives, *, at_rest=False):
-        for peer, x in sends:
-            self._mailboxes.box(self.rank, peer, "data").put(x.shape)
-        return Sent(self, list(sends), list(receives))
-
-
-class Sent(Handle):
-    def __init__(self, transport, sends, receives):
-        self.transport, self.sends, self.receives = transport, sends, receives
-
-    def wait(self):
-        for peer, x in self.receives:
-            assert self.transport._mailboxes.box(peer, self.transport.rank, "data").get(timeout=60) == x.shape
-        self.sends = self.receives = ()
-
-
 @pytest.mark.parametrize("layout", ["own", "zigzag", "striped"])
 @pytest.mark.parametrize(
     "mask",
@@ -115,7 +95,7 @@ def test_peak_is_what_a_backward_pass_allocates(ranks, mask, layout, monkeypatch
     for schedule in (ra.ring(), ra.gather(), ra.waves(2)):
 
         def peak(transport, schedule=schedule):
-            transport.__class__ = Sizes
+            transport.__class__ = WithoutCopies
             rows = layout.lengths[transport.rank]
             q, dout, k, v = (torch.empty(1, rows, heads, d, dtype=torch.bfloat16) for heads in (h, h, hk, hk))
             work = Context(transport).rank_attention(layout, mask, schedule)
