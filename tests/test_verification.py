@@ -318,3 +318,8 @@ def plain_without_a_twin(group):
 
 def test_a_model_without_a_twin_is_refused_on_all_ranks(gloo):
     gloo.run(2, plain_without_a_twin)
+
+
+def test_nan_never_passes():
+    assert Difference("loss", 1.0, 1.0, 1.0).passed
+    assert not Difference("loss", float("nan"), 1.0, 1.0).passed

@@ -1099,3 +1099,7 @@ def test_attach_refuses_bad_arguments_and_models():
     model.config.attention_chunk_size = 128
     with pytest.raises(ValueError, match="attention_chunk_size is 128"):
         attach(model, layout=ra.zigzag(6, 1))
+
+
+def test_a_window_counts_the_token_itself():
+    assert LivePairs(None).mask_for(is_causal=True, window=3).dense(6).sum(1).tolist() == [1, 2, 3, 3, 3, 3]

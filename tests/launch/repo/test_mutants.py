@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -63,3 +64,10 @@ def test_a_mutant_is_killed_or_survives(mutants, tmp_path):
 TEST = """def test_one():
     assert (Path(__file__).parents[1] / "ringattn" / "one.py").read_text().startswith("one = 1\\n")
 """
+
+
+def test_the_page_is_that_of_the_table(mutants):
+    """`make mutants` has run since the table was changed, and none survived."""
+    rows = re.findall(r"^\| `(.*?)` \| (.*?) \| (.*) \|$", mutants.PAGE.read_text(), re.MULTILINE)
+    assert [why for _, why, _ in rows] == [m.why for m in mutants.MUTATIONS]
+    assert not any("survives" in killer for _, _, killer in rows)
