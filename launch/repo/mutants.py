@@ -63,7 +63,7 @@ WIDER = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MutantFate:
     """How a mutant fared: `killer` is the first test that failed, or None if none did."""
 
     mutation: Mutation
@@ -89,13 +89,13 @@ def main() -> int:
             left = [m for m in chosen if killers.get(m) is None]
             for (mutation, _), found in run(copies, [(m, m.tests if of_row else wider(m)) for m in left]):
                 killers[mutation] = found
-                print(line_of(Outcome(mutation, found)), flush=True)
+                print(line_of(MutantFate(mutation, found)), flush=True)
         unchanged = [(None, tests) for tests in together(filter(None, killers.values()))]
         broken = [found for _, found in run(copies, unchanged) if found]
     if broken:
         print("the table is not true, for these fail without a mutation too:", *broken, sep="\n")
         return 2
-    verdicts = [Outcome(m, killers[m]) for m in chosen]
+    verdicts = [MutantFate(m, killers[m]) for m in chosen]
     survivors = sum(verdict.killer is None for verdict in verdicts)
     minutes = (time.monotonic() - began) / 60
     print(f"{len(verdicts) - survivors} of {len(verdicts)} mutants killed in {minutes:.0f} minutes")
@@ -225,14 +225,14 @@ def pytest_addoption(parser: object) -> None:
     settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], derandomize=True, database=None, deadline=None)
 
 
-def line_of(found: Outcome) -> str:
+def line_of(found: MutantFate) -> str:
     """A row of the table."""
     file = found.mutation.file.removeprefix("ringattn/").removeprefix("kernels/ringattn_kernels/")
     killer = f"`{re.sub(r'.*/', '', found.killer.split('[')[0])}`" if found.killer else "**survives**"
     return f"| `{file}` | {found.mutation.why} | {killer} |"
 
 
-def page(verdicts: Sequence[Outcome]) -> str:
+def page(verdicts: Sequence[MutantFate]) -> str:
     """docs/lab/mutants.md."""
     killed = sum(found.killer is not None for found in verdicts)
     head = f"""# Mistakes that the tests notice

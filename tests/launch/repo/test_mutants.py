@@ -56,7 +56,7 @@ def test_a_mutant_is_killed_or_survives(mutants, tmp_path):
     tasks = [(mutation, "tests/test_one.py") for mutation in (killed, None, survives)]
     assert list(mutants.run([copy], tasks)) == list(zip(tasks, ("tests/test_one.py::test_one", None, None)))
     assert source.read_text() == "one = 1\ntwo = 2\n"
-    assert "**survives**" in mutants.line_of(mutants.Outcome(survives, None))
+    assert "**survives**" in mutants.line_of(mutants.MutantFate(survives, None))
     with pytest.raises(RuntimeError, match=r"pytest tests/test_two\.py ended with 4"):
         list(mutants.run([copy], [(None, "tests/test_two.py")]))
 
