@@ -29,7 +29,7 @@ def test_each_call_is_made_alone_and_in_rings(monkeypatch):
     )
     assert ra.warm([8, 16], v_head_dim=4, dtype=torch.float32, device="cpu") > 0
     assert {shape[3] for shape, _ in made} == {8, 16}
-    assert {size for _, size in made} == {1, warmup._RANKS}
+    assert {size for _, size in made} == {1, 3}
     assert not torch.are_deterministic_algorithms_enabled()
 
 
@@ -45,7 +45,7 @@ def test_a_machine_without_a_gpu_is_an_error(capsys):
 @pytest.mark.gpu
 def test_nothing_is_left_to_compile(tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-m", "ringattn", "warm", "--head-dim", "64"], env=environment, check=True, timeout=200)
+    subprocess.run([sys.executable, "-m", "ringattn", "warm", "--head-dim", "64"], env=environment, check=True, timeout=400)
     before = sorted(Path(tmp_path).rglob("*.cubin"))
     assert before
     subprocess.run([sys.executable, "-c", FIRST_CALL], env=environment, check=True, timeout=100)
