@@ -12,6 +12,7 @@ from multiprocessing.connection import Pipe
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -36,7 +37,7 @@ def perform():
     log = tempfile.TemporaryFile("w+b")  # noqa: SIM115  open as long as the launcher lives
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
     launcher = subprocess.Popen(
-        [sys.executable, str(HERE / "scenes.py"), str(theirs.fileno())],
+        [sys.executable, str(HERE / "scenes.py"), str(theirs.fileno()), "gpus" if torch.cuda.is_available() else "cpu"],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         stdout=log,

@@ -324,15 +324,16 @@ def perform(scenes: list[Scene], control: Connection) -> list[Outcome]:
     return [outcomes[number] for number in range(len(scenes))]
 
 
-def main(pipe: Connection) -> None:
+def main(pipe: Connection, gpus: bool) -> None:
     import torch
     from torch.distributed.device_mesh import init_device_mesh  # noqa: F401
 
     import ringattn as ra
 
-    # what every rank would import and plan again
-    q = torch.ones(1, TOKENS, 2, 8, requires_grad=True)
-    ra.ring_attention(q, q, q).sum().backward()
+    if not gpus:
+        # what every rank would import and plan again; with GPUs, a process that has run autograd must not be forked
+        q = torch.ones(1, TOKENS, 2, 8, requires_grad=True)
+        ra.ring_attention(q, q, q).sum().backward()
     # children then neither look at what exists already nor copy it
     gc.collect()
     gc.freeze()
@@ -345,4 +346,4 @@ if __name__ == "__main__":
     sys.modules["scenes"] = sys.modules["__main__"]
     Scene.__module__ = Outcome.__module__ = "scenes"
     with contextlib.suppress(EOFError, Leave):
-        main(Connection(int(sys.argv[1])))
+        main(Connection(int(sys.argv[1])), sys.argv[2] == "gpus")
