@@ -277,9 +277,10 @@ def two_threads(transport):
     rank, state, found = transport.rank, get_context(transport).order, []
     refused = threading.Event() if rank else None
     if rank == 0:
+        entered, check = threading.Event(), state.check
+        state.check = lambda: entered.set() or check()
         with thread(lambda: attend(transport, rank)) as first:
-            while not state._lock._is_owned() and state._lock.acquire(blocking=False):
-                state._lock.release()
+            assert entered.wait(30)
             with thread(lambda: attend(transport, rank)) as second:
                 while not state._two_threads:
                     time.sleep(0.001)
