@@ -15,7 +15,7 @@ from .digest import constant
 
 MAX_HEAD_DIM = 256
 MAX_POSITION = 1 << 48  # sums of a few positions then fit an int64
-MAX_TOKENS = 1 << 30  # of a layout: its live pairs, and sums of them, then fit an int64
+MAX_TOKENS = 3_000_000_000  # of a layout: its square, the number of its pairs, fits an int64
 MAX_RANKS = 1 << 16  # layouts and plans hold a table of all ranks
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TRANSFORMED = "in forward mode or by torch.func, which attention does not support: call backward, or torch.autograd.grad"

@@ -283,7 +283,7 @@ def test_an_odd_argument_gives_the_right_result_or_a_value_error(name, tmp_path,
 def test_every_public_function_is_tried():
     public = {name for name in ra.__all__ if callable(getattr(ra, name))}
     # abstract bases, results that functions return, and functions that torch calls
-    untried = {"Mask", "Schedule", "Plan", "Partial", "Report", "Stats", "checkpoint_contexts", "checkpoint_policy"}
+    untried = {"Mask", "Schedule", "Plan", "Partial", "Report", "Stats", "checkpoint_contexts", "checkpoint_policy", "warm"}
     assert public - set(CALLS) == untried
     for module in (causal_lm, data, loss, tiled, planner, huggingface, deepspeed):
         functions = {

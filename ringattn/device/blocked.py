@@ -3,9 +3,8 @@
 It has the functions, statistics and in-place rules of the kernels. It works block by block (FlashAttention, Dao et al. 2022,
 algorithms 1 and 4), so that memory grows with tokens and not with their square.
 
-It computes in fp32 (fp64 for fp64 input), but scores, out, dP and delta are fp64 until differences and quotients are taken. The
-backward cuts other blocks than the forward, and matrix products of other shapes round otherwise: in fp32 a score of 1e5 would differ
-by 0.01, and its weight by 1 %.
+It computes in fp32 (fp64 for fp64 input), but scores, a running state, dP and delta are fp64. The backward cuts other blocks than the
+forward, and matrix products of other shapes round otherwise: in fp32 a score of 1e5 would differ by 0.01, and its weight by 1 %.
 
 Shapes: b batch, sq and sk rows of q and of the k/v buffer, h query heads, hk key/value heads, g = h / hk, d and d_v head dims.
 """
@@ -48,26 +47,26 @@ def forward(
     """Attention of q (b, sq, h, d) over the tiles' pairs with k (b, sk, hk, d) and v (b, sk, hk, d_v).
 
     `state` is (out (b, sq, h, d_v), row_max (b, h, sq), row_sum (b, h, sq)) over other keys; it is updated in place. Returns the
-    state; with `final`, out is in q's dtype.
+    state in fp64; with `final`, out is in q's dtype, and the statistics in fp32 (fp64 for fp64 input).
     """
     b, sq, h, _ = q.shape
     hk, d_v = k.shape[2], v.shape[3]
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     if state is None:
-        out = torch.zeros(b, sq, h, d_v, dtype=acc_dtype, device=q.device)
-        row_max = torch.full((b, h, sq), float("-inf"), dtype=acc_dtype, device=q.device)
-        row_sum = torch.zeros(b, h, sq, dtype=acc_dtype, device=q.device)
+        out = torch.zeros(b, sq, h, d_v, dtype=_EXACT, device=q.device)
+        row_max = torch.full((b, h, sq), float("-inf"), dtype=_EXACT, device=q.device)
+        row_sum = torch.zeros(b, h, sq, dtype=_EXACT, device=q.device)
     else:
         out, row_max, row_sum = state
     for block in _blocks(tiles, q.device):
         # (b, hk, g, rows, ...) throughout
         scores = _scores(q, k, block, softmax_scale)
         old_max = row_max[:, :, block.q].unflatten(1, (hk, -1))
-        new_max = torch.maximum(old_max, scores.amax(-1).to(acc_dtype))
+        new_max = torch.maximum(old_max, scores.amax(-1))
         # a row with nothing live yet has row_max = -inf: avoid inf - inf
         pivot = torch.where(new_max == float("-inf"), 0.0, new_max)
         weights = scores.sub_(pivot.unsqueeze(-1)).to(acc_dtype).exp_().to(_EXACT)
-        kept = row_sum[:, :, block.q].unflatten(1, (hk, -1)).to(_EXACT) * (old_max - pivot).exp()
+        kept = row_sum[:, :, block.q].unflatten(1, (hk, -1)) * (old_max - pivot).exp()
         total = kept + weights.sum(-1)
         scale = 1 / torch.where(total > 0, total, 1)
         fresh = _product(weights, _rows(v, block.k, _EXACT)) * scale.unsqueeze(-1)
@@ -76,7 +75,15 @@ def forward(
         part += fresh.permute(0, 3, 1, 2, 4)
         row_max[:, :, block.q] = new_max.flatten(1, 2)
         row_sum[:, :, block.q] = total.flatten(1, 2)
-    return (out.to(q.dtype) if final else out), row_max, row_sum
+    return settled((out, row_max, row_sum), q.dtype, acc_dtype) if final else (out, row_max, row_sum)
+
+
+def settled(state: State, out_dtype: torch.dtype, dtype: torch.dtype) -> State:
+    """A state with out in `out_dtype`, and the statistics in `dtype`: row_sum is relative to row_max as it is rounded."""
+    out, exact, row_sum = state
+    row_max = exact.to(dtype)
+    lost = torch.where(exact == float("-inf"), 0.0, exact - row_max)
+    return out.to(out_dtype), row_max, (row_sum * lost.exp()).to(dtype)
 
 
 def delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:

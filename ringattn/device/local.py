@@ -33,6 +33,14 @@ def forward(
     return blocked.forward(q, k, v, tiles, softmax_scale=score.softmax_scale, state=state, final=final)
 
 
+def settled(state: State, q: torch.Tensor) -> State:
+    """A state that no further launch adds to, in fp32 (fp64 for fp64)."""
+    if q.is_cuda:
+        return state
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return blocked.settled(state, dtype, dtype)
+
+
 def delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
     """rowsum(dout * out): (b, h, s), in the statistics' dtype."""
     if out.is_cuda and out.numel():

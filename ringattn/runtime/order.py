@@ -78,7 +78,7 @@ class CallOrder:
 
     def __init__(self) -> None:
         self.latest = 0  # the number of the latest call
-        self._labels: list[tuple[int, Label]] = [(0, UNKNOWN)] * _REMEMBERED
+        self._numbers, self._labels = [0] * _REMEMBERED, [UNKNOWN] * _REMEMBERED
         self._lock = RLock()
         self._two_threads = False
 
@@ -103,9 +103,10 @@ class CallOrder:
     def add(self, number: int, label: Label) -> None:
         """The ranks have agreed on a call, and on its number."""
         self.latest = number
-        self._labels[number % _REMEMBERED] = number, label
+        self._numbers[number % _REMEMBERED] = number
+        self._labels[number % _REMEMBERED] = label
 
     def describe(self, number: int) -> str:
         """A call as messages name it: its number, and its label if it is known."""
-        kept, label = self._labels[number % _REMEMBERED]
+        kept, label = self._numbers[number % _REMEMBERED], self._labels[number % _REMEMBERED]
         return f"call {number}" + (f" ({label.text})" if label.text and kept == number else "")

@@ -50,7 +50,7 @@ def forward(
             case Close():
                 buffers.close(x)
     assert state is not None
-    return state
+    return state if final else local.settled(state, q)
 
 
 def backward(
@@ -67,7 +67,7 @@ def backward(
     q, kv_dtype = queries.q, kv_dtype or k.dtype
     assert program.sums is not None
     # gradients that nothing is added to later leave the kernels in their final dtype
-    dtype = q.dtype if kv_dtype == q.dtype and program.alone else queries.row_sum.dtype
+    dtype = q.dtype if kv_dtype == q.dtype and program.alone else torch.promote_types(q.dtype, torch.float32)
     dq = local.query_sums(q, score, dtype)
     buffers = _Buffers(program.own, k, v, dtype)
     buffers.open(Open(0, program.sums))
