@@ -220,7 +220,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ringattn/runtime/passes.py",
-        "dtype = q.dtype if kv_dtype == q.dtype and program.alone else queries.row_sum.dtype",
+        "dtype = q.dtype if kv_dtype == q.dtype and program.alone else torch.promote_types(q.dtype, torch.float32)",
         "dtype = q.dtype",
         "gradients in bf16 between hops",
         ROUNDING,
