@@ -46,8 +46,8 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """How many processes `-n auto` means: one more than cores, as tests of ranks wait, and no more than an ordinary memory holds."""
-    return min(len(os.sched_getaffinity(0)) + 1, 4)
+    """How many processes `-n auto` means: a core each (one more took no less time), and no more than an ordinary memory holds."""
+    return min(len(os.sched_getaffinity(0)), 4)
 
 
 @pytest.hookimpl(optionalhook=True)
