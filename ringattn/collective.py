@@ -34,7 +34,7 @@ def unshard(x_local: torch.Tensor, layout: Layout, group: Group | None = None, d
 def _unshard(x_local: torch.Tensor, layout: Layout, context: Context, dim: int) -> torch.Tensor:
     ranks, agreed = context.ranks, None
     with refusing(ranks):
-        context.order.check()
+        ranks.order.check()
         check.instance("x_local", x_local, torch.Tensor, "pass this rank's shard")
         check.dense_tensor("x_local", x_local)
         check.instance("layout", layout, Layout, "pass the layout that the shards were made with")
@@ -82,13 +82,14 @@ class _Agreed:
     @classmethod
     def now(cls, context: Context, facts: Facts, tokens: int) -> _Agreed:
         """Agree on a call of this group."""
-        return cls(context, facts, agree(context.ranks, context.order, facts, tokens, label(None))[1])
+        return cls(context, facts, agree(context.ranks, facts, tokens, label(None))[1])
 
     def backward(self) -> _Agreed:
         """Agree that this is the backward pass of this call, which may have one in turn."""
-        with refusing(self.context.ranks):
-            self.context.order.check()
-        agree_backward(self.context.ranks, self.context.order, self.facts, self.number)
+        ranks = self.context.ranks
+        with refusing(ranks):
+            ranks.order.check()
+        agree_backward(ranks, self.facts, self.number)
         return replace(self, facts=self.facts.backward)
 
 

@@ -7,7 +7,7 @@ Without it, the first forward and backward of a process on a new machine wait fo
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -15,30 +15,15 @@ from . import check
 from .attention import ring_attention
 from .geometry.layout import zigzag
 from .schedule.schedules import Schedule, gather, ring
-from .transport import Alone, Peer, Transport
-from .transport.base import Done
+from .transport import Alone, SilentTransport, Transport
 
 # tokens whose blocks are split among programs, and tokens whose are not
 _LENGTHS = (768, 12288)
-
-
-class _Echo(Transport):
-    """The first rank of a ring of three, which has a first, a middle and a last launch; the others send zeros, and say what it says."""
-
-    rank = 0
-    size = 3
-
-    def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
-        return [record] * self.size
-
-    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Done:
-        for _, x in receives:
-            x.zero_()
-        return Done()
+_RANKS = 3  # of a ring with a first, a middle and a last launch
 
 
 def warm(
-    head_dims: Sequence[int] = (128,), *, v_head_dim: int | None = None, dtype: torch.dtype = torch.bfloat16, device: str = "cuda"
+    head_dims: Iterable[int] = (128,), *, v_head_dim: int | None = None, dtype: torch.dtype = torch.bfloat16, device: str = "cuda"
 ) -> float:
     """Call attention once in each of the ways in which kernels differ: alone and in rings, short and long, in either order of sums.
 
@@ -51,23 +36,30 @@ def warm(
 
     >>> ra.warm([64, 128])  # doctest: +SKIP
     """
+    dims = check.listed("head_dims", head_dims, "a list of head dims, such as [64, 128]")
+    dims = [check.integer("head_dims", each, least=1, most=check.MAX_HEAD_DIM) for each in dims]
+    if v_head_dim is not None:
+        v_head_dim = check.integer("v_head_dim", v_head_dim, least=1, most=check.MAX_HEAD_DIM)
     check.instance("dtype", dtype, torch.dtype, "pass torch.bfloat16 and the like")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    on_gpu = device != "cpu"
+    if on_gpu and not (isinstance(device, str) and device.partition(":")[0] == "cuda"):
+        raise ValueError(f"device is {check.shown(device)}, but must be cuda, cuda with a number, or cpu")
+    if on_gpu and not torch.cuda.is_available():
         raise ValueError("warm compiles kernels for this machine's GPU, but it has none: run it where attention will run")
     began = time.perf_counter()
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     try:
-        for head_dim in head_dims:
+        for head_dim in dims:
             for ordered in (False, True):
                 torch.use_deterministic_algorithms(ordered, warn_only=True)
                 for tokens in _LENGTHS:
                     shape = tokens, head_dim, v_head_dim or head_dim, dtype, device
                     _attend(Alone(), None, *shape)
                     for schedule in (ring(), gather()):
-                        _attend(_Echo(), schedule, *shape)
+                        _attend(SilentTransport(0, _RANKS), schedule, *shape)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-    if torch.device(device).type == "cuda":
+    if on_gpu:
         torch.cuda.synchronize(device)
     return time.perf_counter() - began
 

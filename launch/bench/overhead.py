@@ -13,7 +13,7 @@ import argparse
 import cProfile
 import pstats
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median
 from unittest import mock
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import ringattn as ra
 from ringattn.device import local
-from ringattn.transport import Handle, Peer, Transport
+from ringattn.transport import SilentTransport
 
 from .shared.cases import make_case
 from .shared.methods import Method, make_method
@@ -48,27 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", nargs="+", help="for --real: methods as `bench ring` names them (default: four)")
     parser.add_argument("--tokens", type=int, default=16384, help="for --real: total tokens (default: %(default)s)")
     parser.set_defaults(mask="causal", heads=32, kv_heads=8, head_dim=128, world_size=None, budget=None)
-
-
-class _Sent(Handle):
-    """An exchange that is over at once."""
-
-    def wait(self) -> None:
-        pass
-
-
-class SilentTransport(Transport):
-    """The transport of a rank whose peers always agree and send nothing."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
-
-    def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
-        return _Sent()
-
-    def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
-        return [record] * self.size
 
 
 def main(arguments: argparse.Namespace) -> None:

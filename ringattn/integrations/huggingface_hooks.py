@@ -133,7 +133,7 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
         packed = documents_of_positions(positions, attachment.layout, attachment.ranks)
     last = None
     if attachment.needs_last_position:
-        last = max(agree(attachment.ranks, attachment.ranks.order, _LAST_POSITION, int(positions.max()))[0])
+        last = max(agree(attachment.ranks, _LAST_POSITION, int(positions.max()))[0])
     live = attachment.live if packed is None else LivePairs(attachment.live.mask, packed)
     begin_call(ModelCall(model, live, next(running_calls(), None), calling_frame(), attachment, last))
     return args, kwargs

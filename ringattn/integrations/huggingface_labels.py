@@ -36,7 +36,7 @@ def agree_on_count(ranks: Ranks, kwargs: dict[str, Any]) -> None:
     count = kwargs.get("num_items_in_batch")
     if count is None or ranks.size == 1 or all(kwargs.get(name) is None for name in ("labels", "shift_labels")):
         return
-    agree(ranks, ranks.order, Facts({"function": "the loss of a model's head", "num_items_in_batch": int(count)}), 0)
+    agree(ranks, Facts({"function": "the loss of a model's head", "num_items_in_batch": int(count)}), 0)
 
 
 class GuardedLoss:

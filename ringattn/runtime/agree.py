@@ -53,11 +53,12 @@ class Facts:
         return Facts({**self._facts, "function": f"the backward pass of {self._facts['function']}"})
 
 
-def agree(ranks: Ranks, order: CallOrder, facts: Facts, tokens: int, label: Label = UNKNOWN) -> tuple[tuple[int, ...], int]:
+def agree(ranks: Ranks, facts: Facts, tokens: int, label: Label = UNKNOWN) -> tuple[tuple[int, ...], int]:
     """The number of tokens of each rank, and the call's number.
 
     Raises ValueError, on every rank and with the names of the odd ranks, if a fact or the label differs or a rank refused its input.
     """
+    order: CallOrder = ranks.order
     record = _RECORD.pack(False, tokens, facts.hash, order.latest + 1, label.kind, label.digest)
     records = _swap(ranks, record)
     if records.count(record) == ranks.size:
@@ -75,12 +76,13 @@ def agree(ranks: Ranks, order: CallOrder, facts: Facts, tokens: int, label: Labe
     return counts, number
 
 
-def agree_backward(ranks: Ranks, order: CallOrder, facts: Facts, number: int) -> None:
+def agree_backward(ranks: Ranks, facts: Facts, number: int) -> None:
     """Raises ValueError, on every rank, unless all ranks begin the backward pass of the call with this number."""
     facts = facts.backward
     record = _RECORD.pack(False, 0, facts.hash, number, *UNKNOWN[:2])
     records = _swap(ranks, record)
     if records.count(record) < ranks.size:
+        order: CallOrder = ranks.order
         refused, _, _, numbers, *_ = zip(*map(_RECORD.unpack, records))
         order.latest = max(order.latest, *numbers)
         _raise(ranks, refused, facts.texts | {_FORWARD: _text(order.describe(number))})
@@ -102,7 +104,7 @@ class refusing:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and isinstance(error, ValueError) and self.ranks.size > 1:
-            order = getattr(self.ranks, "order", None)
+            order: CallOrder | None = self.ranks.order
             with nullcontext() if order is None else order:
                 _refuse(self.ranks, error)
 

@@ -104,16 +104,16 @@ class RingCall(Call):
         self.turn = context.turn
 
     def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> tuple[int, int]:
-        ranks, order = self.context.ranks, self.context.order
+        ranks = self.context.ranks
         with refusing(ranks):
-            order.check()
+            ranks.order.check()
             if self._compiled and check.in_forward_mode():
                 raise ValueError(f"compiled attention is differentiated {check.TRANSFORMED}")
             facts = self._facts(q, k, v, softmax_scale, needs_grad)
         self._known = None if self._compiled else facts
         tokens, place = (q.shape[1],), 0
         if ranks.size > 1:
-            tokens, place = agree(ranks, order, facts, q.shape[1], self._label)
+            tokens, place = agree(ranks, facts, q.shape[1], self._label)
             ranks.connect(q.device)
         if self.layout is None:
             _check_default_layout(self.context.default_layout(self.mask, sum(tokens)), self.mask, tokens)
@@ -123,12 +123,12 @@ class RingCall(Call):
         return hash((*self._named, softmax_scale))
 
     def begin_backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, place: int) -> None:
-        ranks, order = self.context.ranks, self.context.order
+        ranks = self.context.ranks
         if ranks.size > 1:
             with refusing(ranks):
-                order.check()
+                ranks.order.check()
                 facts = self._known or self._facts(q, k, v, softmax_scale, True)
-            agree_backward(ranks, order, facts, place)
+            agree_backward(ranks, facts, place)
 
     def rank_attention(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> RankAttention:
         layout = self.context.default_layout(self.mask, seq_len) if self.layout is None else self.layout

@@ -32,9 +32,9 @@ class Context:
         self.ranks: Ranks = ranks
         self.hybrid = ranks if isinstance(ranks, Hybrid) else None
         self.transport = ranks.ring if isinstance(ranks, Hybrid) else ranks
-        # on the ranks too: who refuses input may know them alone
-        ranks.order = self.order = ranks.order or CallOrder()
-        self.turn = self.order if ranks.size > 1 else nullcontext()  # what each pass of a call enters
+        # kept by the ranks: who refuses input may know them alone
+        ranks.order = ranks.order or CallOrder()
+        self.turn = ranks.order if ranks.size > 1 else nullcontext()  # what each pass of a call enters
         self._facts: OrderedDict[tuple, Facts] = OrderedDict()
         self._attentions: OrderedDict[tuple[str, str, str | None, RowBytes | None], RankAttention] = OrderedDict()
         self._layouts: OrderedDict[tuple[str, int], Layout] = OrderedDict()

@@ -177,7 +177,7 @@ def documents_of_positions(position_ids: torch.Tensor, layout: Layout, ranks: Ra
     with refusing(ranks):
         starts = _starts(position_ids, here)
     facts = Facts({"function": "position_ids of packed documents"})
-    counts = agree(ranks, ranks.order, facts, len(starts))[0] if ranks.size > 1 else (len(starts),)
+    counts = agree(ranks, facts, len(starts))[0] if ranks.size > 1 else (len(starts),)
     room = struct.calcsize("<q") * max(counts)
     records = ranks.all_gather_control(starts.astype("<i8").tobytes().ljust(room, b"\0"))
     assert records is not None

@@ -1,6 +1,6 @@
 """How bytes move between ranks: the interface `Transport`, and a module for each implementation."""
 
-from .base import Alone, Handle, Peer, Ranks, Transport
+from .base import Alone, Handle, Peer, Ranks, SilentTransport, Transport
 from .host_channel import HostChannel
 from .loopback import LoopbackTransport, run_ranks
 from .process_group import ProcessGroupTransport
@@ -17,6 +17,7 @@ __all__ = [
     "Peer",
     "ProcessGroupTransport",
     "Ranks",
+    "SilentTransport",
     "SymmetricTransport",
     "Transport",
     "closed_by",

@@ -274,7 +274,7 @@ def thread(work):
 
 def two_threads(transport):
     """Rank 0 makes two calls at once, and all ranks three in all. This rank's errors by call."""
-    rank, state, found = transport.rank, get_context(transport).order, []
+    rank, state, found = transport.rank, get_context(transport).ranks.order, []
     refused = threading.Event() if rank else None
     if rank == 0:
         entered, check = threading.Event(), state.check

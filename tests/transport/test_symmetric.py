@@ -14,7 +14,7 @@ import torch.distributed as dist
 import ringattn as ra
 from ringattn.device import local
 from ringattn.device.streams import SideBySide
-from ringattn.transport import Ranks, cuda_memory
+from ringattn.transport import SilentTransport, cuda_memory
 from ringattn.transport.cuda_memory import CudaMemory, unmap_kept
 from ringattn.transport.symmetric import SymmetricTransport, obstacle
 
@@ -181,16 +181,6 @@ class Arenas:
         return self.arena
 
 
-class Alike(Ranks):
-    """A rank of a group in which all ranks have the same records."""
-
-    def __init__(self, rank, size):
-        self.rank, self.size = rank, size
-
-    def all_gather_control(self, record, patience=None):
-        return [record] * self.size
-
-
 class OnNoDevice(SymmetricTransport):
     """The symmetric transport of a rank, for tensors on the CPU; nothing is copied."""
 
@@ -255,7 +245,7 @@ OVERHEAD = {
 @pytest.mark.parametrize("size", OVERHEAD)
 def test_what_a_call_costs_the_host(size, driver, monkeypatch):
     """Counted in function calls, without kernels. It rises if a call repeats work that an earlier call with the same plan has done."""
-    tokens, layout, group = 256, ra.zigzag(256 * size, size), OnNoDevice(None, control=Alike(0, size))
+    tokens, layout, group = 256, ra.zigzag(256 * size, size), OnNoDevice(None, control=SilentTransport(0, size))
     q, k, v, dout = (torch.randn(1, tokens, h, 8) for h in (4, 2, 2, 4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     statistic = torch.ones(1, 4, tokens)
