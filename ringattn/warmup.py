@@ -17,8 +17,8 @@ from .geometry.layout import zigzag
 from .schedule.schedules import Schedule, gather, ring
 from .transport import Alone, SilentTransport, Transport
 
-# tokens whose blocks are split among programs, and tokens whose are not
-_LENGTHS = (768, 12288)
+# (tokens, query heads, K/V heads): programs that share blocks, programs for which there is just enough to do, and much to do for each
+_SHAPES = ((768, 2, 1), (12288, 2, 1), (12288, 96, 16))
 _RANKS = 3  # of a ring with a first, a middle and a last launch
 
 
@@ -52,11 +52,11 @@ def warm(
         for head_dim in dims:
             for ordered in (False, True):
                 torch.use_deterministic_algorithms(ordered, warn_only=True)
-                for tokens in _LENGTHS:
-                    shape = tokens, head_dim, v_head_dim or head_dim, dtype, device
-                    _attend(Alone(), None, *shape)
+                for tokens, heads, kv_heads in _SHAPES:
+                    shapes = (tokens, heads, head_dim), (tokens, kv_heads, head_dim), (tokens, kv_heads, v_head_dim or head_dim)
+                    _attend(Alone(), None, shapes, dtype, device)
                     for schedule in (ring(), gather()):
-                        _attend(SilentTransport(0, _RANKS), schedule, *shape)
+                        _attend(SilentTransport(0, _RANKS), schedule, shapes, dtype, device)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     if on_gpu:
@@ -65,11 +65,10 @@ def warm(
 
 
 def _attend(
-    group: Transport, schedule: Schedule | None, tokens: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, device: str
+    group: Transport, schedule: Schedule | None, shapes: tuple[tuple[int, int, int], ...], dtype: torch.dtype, device: str
 ) -> None:
-    """One forward and one backward of a rank."""
-    layout = zigzag(tokens, group.size)
+    """One forward and one backward of a rank. shapes: (tokens of all ranks, heads, head dim) of q, k and v."""
+    layout = zigzag(shapes[0][0], group.size)
     held = layout.lengths[group.rank]
-    shapes = (1, held, 2, head_dim), (1, held, 1, head_dim), (1, held, 1, v_head_dim)
-    q, k, v = (torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
+    q, k, v = (torch.zeros(1, held, *shape[1:], dtype=dtype, device=device, requires_grad=True) for shape in shapes)
     ring_attention(q, k, v, layout=layout, schedule=schedule, group=group).sum().backward()

@@ -78,7 +78,7 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
 @functools.wraps(ra.warm)
 def warm(*args, **options):
     """`ra.warm` for short sequences, without the seconds that it took."""
-    with mock.patch.object(warmup, "_LENGTHS", (6,)):
+    with mock.patch.object(warmup, "_SHAPES", ((6, 1, 1),)):
         ra.warm(*args, **options)
 
 

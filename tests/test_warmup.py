@@ -11,17 +11,19 @@ import torch
 import ringattn as ra
 from ringattn import __main__, warmup
 
-FIRST_CALL = """
+FIRST_CALLS = """
 import torch, ringattn as ra
-for tokens in (1024, 16384):
-    q, k, v = (torch.randn(1, tokens, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2))
-    ra.ring_attention(q, k, v).backward(torch.randn_like(q))
+for batch, tokens, heads, kv_heads in ((1, 1024, 8, 2), (2, 2048, 16, 16), (1, 4096, 32, 8), (1, 16384, 8, 1), (1, 16384, 32, 8)):
+    q, k, v = (torch.randn(batch, tokens, h, 128, device="cuda", dtype=torch.bfloat16) for h in (heads, kv_heads, kv_heads))
+    for mask in (ra.causal(), ra.full(), ra.sliding_window(200)):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        ra.ring_attention(*leaves, mask=mask).backward(torch.randn_like(q))
 torch.cuda.synchronize()
 """
 
 
 def test_each_call_is_made_alone_and_in_rings(monkeypatch):
-    monkeypatch.setattr(warmup, "_LENGTHS", (24,))
+    monkeypatch.setattr(warmup, "_SHAPES", ((24, 2, 1),))
     made = []
     real = warmup.ring_attention
     monkeypatch.setattr(
@@ -45,8 +47,8 @@ def test_a_machine_without_a_gpu_is_an_error(capsys):
 @pytest.mark.gpu
 def test_nothing_is_left_to_compile(tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-m", "ringattn", "warm", "--head-dim", "64"], env=environment, check=True, timeout=400)
+    subprocess.run([sys.executable, "-m", "ringattn", "warm", "--head-dim", "128"], env=environment, check=True, timeout=400)
     before = sorted(Path(tmp_path).rglob("*.cubin"))
     assert before
-    subprocess.run([sys.executable, "-c", FIRST_CALL], env=environment, check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", FIRST_CALLS], env=environment, check=True, timeout=100)
     assert sorted(Path(tmp_path).rglob("*.cubin")) == before
