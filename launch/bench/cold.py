@@ -25,7 +25,8 @@ import json, sys, time
 began = time.perf_counter()
 import torch, ringattn
 tokens, heads, kv_heads, head_dim = map(int, sys.argv[1:])
-q, k, v = (torch.randn(1, tokens, h, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (heads, kv_heads, kv_heads))
+shapes = ((1, tokens, h, head_dim) for h in (heads, kv_heads, kv_heads))
+q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
 dout = torch.randn_like(q)
 torch.cuda.synchronize()
 times = [time.perf_counter()]
