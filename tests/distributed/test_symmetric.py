@@ -328,7 +328,7 @@ def test_arenas_are_freed_with_their_transports(nccl, world_size):
 
 def choice(group):
     """Whether a group chooses the symmetric transport, what it logs, and whether bits are those of the process group's transport."""
-    lines = []
+    group, lines = dist.new_group(dist.get_process_group_ranks(group)), []  # that has not chosen yet
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("ringattn")
