@@ -16,29 +16,38 @@ from ringattn_kernels.variants import ARCHITECTURES, KERNELS, SHARED_LIMIT, Vari
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def chosen(arch: str) -> list[Variant]:
-    forms = [(kernel, 128, BF16) for kernel in KERNELS]
-    forms += [(kernel, d, BF16) for kernel in ("forward", "dkdv", "dq") for d in (64, 256)]
-    if arch == "sm_90":
-        forms += [(kernel, 64, BF16) for kernel in KERNELS if "state" in kernel]
-        forms += [("forward", 128, FP16), ("forward", 64, FP32), ("dq", 64, FP32)]
+def chosen(arch: str, thorough: bool) -> list[Variant]:
+    """On every architecture the largest head dim of each large kernel, and on sm_90, or if thorough, more."""
+    forms = [("forward from state to state", 128, BF16), *((kernel, 256, BF16) for kernel in ("forward", "dkdv", "dq"))]
     if arch == "gfx942":
-        forms += [("forward", 64, FP32)]
-    return [Variant(*form, arch) for form in forms]
+        forms += [("forward", 64, FP32), ("merge", 128, BF16)]
+    if thorough or arch == "sm_90":
+        forms += [(kernel, 128, BF16) for kernel in KERNELS]
+        forms += [(kernel, 64, BF16) for kernel in ("forward", "dkdv", "dq")]
+    if arch == "sm_90":
+        forms += [("forward", 128, FP16), ("forward", 64, FP32), ("dq", 64, FP32)]
+    if thorough and arch == "sm_90":
+        forms += [(kernel, 64, BF16) for kernel in KERNELS if "state" in kernel]
+    return [Variant(*form, arch) for form in dict.fromkeys(forms)]
 
 
-CHOSEN = [variant for arch in ARCHITECTURES for variant in chosen(arch)]
+CHOSEN, MORE = ([variant for arch in ARCHITECTURES for variant in chosen(arch, thorough)] for thorough in (False, True))
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    """Futures of every chosen variant, on all cores."""
+def compiled(request):
+    """Futures of the variants to test, on all cores."""
     assert "TRITON_INTERPRET" not in os.environ, "the interpreter compiles nothing"
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield {variant: pool.submit(compile_variant, variant) for variant in CHOSEN}
+        variants = {item.callspec.params["variant"] for item in request.session.items if "compiled" in item.fixturenames}
+        yield {variant: pool.submit(compile_variant, variant) for variant in variants}
 
 
-@pytest.mark.parametrize("variant", CHOSEN, ids=lambda v: f"{v.arch}-{v.kernel}-{v.head_dim}-{v.dtype}".replace(" ", "_"))
+@pytest.mark.parametrize(
+    "variant",
+    [*CHOSEN, *(pytest.param(variant, marks=pytest.mark.thorough) for variant in MORE if variant not in CHOSEN)],
+    ids=lambda v: f"{v.arch}-{v.kernel}-{v.head_dim}-{v.dtype}".replace(" ", "_"),
+)
 def test_compiles_within_the_limits_of_the_architecture(variant, compiled):
     resources = compiled[variant].result()
     assert resources.registers > 0
@@ -50,5 +59,5 @@ def test_compiles_within_the_limits_of_the_architecture(variant, compiled):
 
 
 def test_the_chosen_variants_are_some_of_all():
-    assert set(CHOSEN) <= set(all_variants())
+    assert set(CHOSEN) < set(MORE) < set(all_variants())
     assert {variant.kernel for variant in CHOSEN} == set(KERNELS)

@@ -225,9 +225,13 @@ LARGE_OPTIONS = [Option(ra.ring()), Option(ra.waves(8)), Option(ra.gather()), Op
 @pytest.mark.parametrize(
     ("option", "mask"),
     [
-        *((LARGE_OPTIONS[0], mask) for mask in LARGE),
-        *((option, "causal") for option in LARGE_OPTIONS[1:]),
-        *(pytest.param(o, mask, marks=pytest.mark.thorough) for o in LARGE_OPTIONS[1:] for mask in ("full", "window")),
+        *((LARGE_OPTIONS[i], "causal") for i in (0, 2)),
+        *(
+            pytest.param(option, mask, marks=pytest.mark.thorough)
+            for option in LARGE_OPTIONS
+            for mask in LARGE
+            if mask != "causal" or option not in (LARGE_OPTIONS[0], LARGE_OPTIONS[2])
+        ),
     ],
     ids=str,
 )
@@ -270,7 +274,7 @@ def test_options_fit_their_world():
         found = options(replace(CAUSAL, heads=heads, kv_heads=1), gpus, per_node)
         assert len(set(map(str, found))) == len(found)
         assert any(isinstance(o.schedule, type(ra.double_ring(2))) for o in found) == (1 < per_node < gpus)
-        for option in found:
+        for option in found if gpus <= 16 else ():
             assert predict(H200, replace(CAUSAL, tokens=2048, heads=heads, kv_heads=1), gpus, per_node, option).total > 0
 
 

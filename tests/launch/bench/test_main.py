@@ -29,7 +29,7 @@ def test_help_lists_every_command_with_a_sentence(tmp_path):
             assert re.search(rf"^ +{path.stem} +[A-Z][^.]{{30,}}", done.stdout, re.MULTILINE), path.stem
 
 
-@pytest.mark.parametrize("command", ["fit", "ring", "pictures"])
+@pytest.mark.parametrize("command", ["fit", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ring", "pictures"))])
 def test_each_command_describes_itself_from_any_folder(tmp_path, command):
     done = run(command, "--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
