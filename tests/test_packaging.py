@@ -75,11 +75,12 @@ def test_the_wheel_holds_both_packages(tmp_path):
 
 def test_modules_are_found_under_their_former_names():
     import ringattn.integrations.loss
+    from ringattn.integrations.data import shard_batch
+    from ringattn.planner import predict
+
     import ringattn.training.data
     import ringattn.training.loss
     from ringattn.integrations import causal_lm, tiled, verify
-    from ringattn.integrations.data import shard_batch
-    from ringattn.planner import predict
 
     assert ringattn.integrations.loss is ringattn.training.loss
     assert shard_batch is ringattn.training.data.shard_batch
