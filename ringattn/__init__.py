@@ -32,25 +32,31 @@ from .partial import Partial, Stats, finish, merge
 from .predict import planner
 from .runtime.groups import hybrid, process_group, symmetric
 from .schedule.schedules import Schedule, default_schedule, double_ring, gather, ring, waves
+from .scores import Buckets, RelativeBias, ScoreMod, alibi_slopes, buckets, relative_bias, score, t5_buckets
 from .training import causal_lm, data, loss, tiled
 from .training.checkpoint import checkpoint_contexts, checkpoint_layers, checkpoint_policy
 from .verification import Report, verify
 from .warmup import warm
 
 __all__ = [
+    "Buckets",
     "Layout",
     "Mask",
     "Partial",
     "Plan",
+    "RelativeBias",
     "Report",
     "Schedule",
+    "ScoreMod",
     "Span",
     "Stats",
     "__version__",
+    "alibi_slopes",
     "attend",
     "balanced",
     "bigbird",
     "block_sparse",
+    "buckets",
     "causal",
     "checkpoint_contexts",
     "checkpoint_layers",
@@ -71,13 +77,16 @@ __all__ = [
     "prefix",
     "process_group",
     "reference",
+    "relative_bias",
     "replace_attention",
     "ring",
     "ring_attention",
+    "score",
     "shard",
     "sliding_window",
     "striped",
     "symmetric",
+    "t5_buckets",
     "unshard",
     "verify",
     "warm",

@@ -22,6 +22,7 @@ from .runtime.order import label
 from .runtime.rank_attention import RankAttention
 from .schedule.program import local_program
 from .schedule.schedules import Schedule
+from .scores import MOST_PLACES, ScoreMod, with_sinks
 from .transport import Alone
 
 _DEFAULT_MASK = causal()
@@ -38,6 +39,7 @@ def ring_attention(
     mask: Mask | None = ...,
     group: Group | None = ...,
     softmax_scale: float | None = ...,
+    score: ScoreMod | None = ...,
     schedule: Schedule | None = ...,
     name: str | None = ...,
     return_stats: Literal[False] = ...,
@@ -54,6 +56,7 @@ def ring_attention(
     mask: Mask | None = ...,
     group: Group | None = ...,
     softmax_scale: float | None = ...,
+    score: ScoreMod | None = ...,
     schedule: Schedule | None = ...,
     name: str | None = ...,
     return_stats: Literal[True],
@@ -69,6 +72,7 @@ def ring_attention(
     mask: Mask | None = None,
     group: Group | None = None,
     softmax_scale: float | None = None,
+    score: ScoreMod | None = None,
     schedule: Schedule | None = None,
     name: str | None = None,
     return_stats: bool = False,
@@ -89,6 +93,7 @@ def ring_attention(
             DeviceMesh with the axes "ring" and "heads", or `hybrid(...)`: an all-to-all to heads along one axis, a ring along the other;
             or a transport, `symmetric(...)` or `process_group(...)`.
         softmax_scale: 1/sqrt(d) by default.
+        score: what else happens to scores and weights, from `score(...)`: a softcap, ALiBi, a relative bias, sinks, dropout.
         schedule: `ring()`, `gather()`, `waves(width)` or `double_ring(ranks_per_node)`; by default `default_schedule` of the plan. The
             result is the same up to rounding.
         name: what this call is called on every rank, such as its layer. Ranks that make calls of equal options in different orders get an
@@ -113,9 +118,9 @@ def ring_attention(
             raise ValueError(f"compiled attention is differentiated {check.TRANSFORMED}")
         check.instance("return_stats", return_stats, bool, _STATS)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-        options = [None if x is None else x.digest for x in (layout, mask, schedule)]
-        out, *stats = attention(q, k, v, compiled_call(group_names(group), *options, name=name), scale)
-        return (out, Stats(*stats)) if return_stats else out
+        options = [None if x is None else x.digest for x in (layout, mask, schedule, None if score is None else score.kind)]
+        results = _modified(q, k, v, compiled_call(group_names(group), *options, name=name), scale, score)
+        return (results[0], Stats(*results[1:])) if return_stats else results[0]
     context = get_context(group)
     mask = _DEFAULT_MASK if mask is None else mask
     with refusing(context.ranks):
@@ -130,9 +135,10 @@ def ring_attention(
         if name is not None:
             check.instance("name", name, str, "pass a text, the same on every rank")
         scale = check.softmax_scale(softmax_scale, q.shape[3])
-    call = RingCall(context, layout, mask, schedule, label(name))
-    out, *stats = attention(q, k, v, call.number, scale)
-    return (out, Stats(*stats)) if return_stats else out
+        _check_score(score, q)
+    call = RingCall(context, layout, mask, schedule, label(name), None if score is None else score.kind)
+    results = _modified(q, k, v, call.number, scale, score)
+    return (results[0], Stats(*results[1:])) if return_stats else results[0]
 
 
 def attend(
@@ -144,6 +150,7 @@ def attend(
     q_positions: torch.Tensor | None = None,
     k_positions: torch.Tensor | None = None,
     softmax_scale: float | None = None,
+    score: ScoreMod | None = None,
 ) -> Partial:
     """Attention of local queries to local keys: a `Partial` to `merge` with partials of other keys, then `finish`. Differentiable.
 
@@ -153,6 +160,8 @@ def attend(
         q_positions: (sq,) integers, the global position of each query; 0, 1, 2, ... by default.
         k_positions: (sk,) integers, the global position of each key; 0, 1, 2, ... by default.
         softmax_scale: 1/sqrt(d) by default.
+        score: what else happens to scores and weights, from `score(...)`. Each partial counts sinks: give them to one call of those that
+            you merge. Give all of these calls one seed for dropout.
 
     Returns out (b, sq, h, d_v), normalised over these keys, and row_max, row_sum (b, h, sq), all fp32 (fp64 for fp64). Nothing is
     communicated. Raises ValueError for bad input.
@@ -163,7 +172,28 @@ def attend(
     scale = check.softmax_scale(softmax_scale, q.shape[3])
     queries = check.positions("q_positions", q_positions, q.shape[1], "q")
     keys = check.positions("k_positions", k_positions, k.shape[1], "k")
+    _check_score(score, q)
     seq_len = max([mask.min_length] + [int(p.max()) + 1 for p in (queries, keys) if len(p)])
-    tiles, q_order, k_order = make_local_plan(queries, keys, mask, seq_len)
-    call = LocalCall(RankAttention(Alone(), local_program(tiles), q_order, k_order))
-    return Partial(*attention(q, k, v, call.number, scale))
+    kind = None if score is None else score.kind
+    placed = kind is not None and kind.placed
+    if placed and seq_len > MOST_PLACES:
+        raise ValueError(f"there are positions up to {seq_len - 1}, but scores that depend on positions take at most 2**31")
+    tiles, q_order, k_order = make_local_plan(queries, keys, mask, seq_len, placed)
+    call = LocalCall(RankAttention(Alone(), local_program(tiles), q_order, k_order), kind)
+    return Partial(*_modified(q, k, v, call.number, scale, score))
+
+
+def _check_score(score: ScoreMod | None, q: torch.Tensor) -> None:
+    if score is not None:
+        check.instance("score", score, ScoreMod, "build one with score(softcap=...) and the like")
+        score.check(q)
+
+
+def _modified(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: int, softmax_scale: float, score: ScoreMod | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out, row_max and row_sum of a call with a number, whose scores are modified."""
+    if score is None:
+        return attention(q, k, v, call, softmax_scale)
+    results = attention(q, k, v, call, softmax_scale, score.tensors(torch.promote_types(q.dtype, torch.float32)))
+    return results if score.sinks is None else with_sinks(*results, score.sinks)

@@ -5,11 +5,16 @@ Shapes: b batch, s tokens, h query heads, hk key/value heads, d head dim, d_v va
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from ringattn_kernels.modifiers import Dropout
+
 from . import check
+from .device.philox import kept
 from .geometry.mask import Mask, causal
 from .partial import Stats
+from .scores import ScoreMod
 
 
 def attention(
@@ -19,6 +24,7 @@ def attention(
     *,
     mask: Mask | None = None,
     softmax_scale: float | None = None,
+    score: ScoreMod | None = None,
     return_stats: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, Stats]:
     """softmax(softmax_scale * q k^T) v over the live pairs of one whole sequence, materialising (b, h, s, s) scores.
@@ -29,6 +35,7 @@ def attention(
         v: (b, s, hk, d_v), in q's dtype.
         mask: causal by default, like `ring_attention`.
         softmax_scale: 1/sqrt(d) by default.
+        score: what else happens to scores and weights, as for `ring_attention`.
         return_stats: also return `Stats` (b, h, s) in the inputs' dtype (fp32 for bf16 and fp16).
 
     Scores, weights and products are rounded to the inputs' dtype wherever PyTorch would round them; the softmax itself runs in
@@ -49,15 +56,52 @@ def attention(
     scale = check.softmax_scale(softmax_scale, q.shape[3])
     mask = causal() if mask is None else mask
     check.instance("mask", mask, Mask, check.BUILD_A_MASK)
+    if score is not None:
+        check.instance("score", score, ScoreMod, "build one with score(softcap=...) and the like")
+        score.check(q)
     live = mask.dense(q.shape[1]).to(q.device)
     keys = k.repeat_interleave(groups, dim=2)
     values = v.repeat_interleave(groups, dim=2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * scale
+    if score is not None:
+        scores = _modified(scores, score)
     scores = scores.masked_fill(~live, float("-inf")).to(torch.promote_types(q.dtype, torch.float32))
+    if score is not None and score.sinks is not None:
+        sinks = score.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
     row_max = scores.amax(-1, keepdim=True).detach() if scores.shape[-1] else scores.new_empty(*scores.shape[:-1], 1)
     # a row with nothing live has row_max = -inf: avoid inf - inf
     weights = (scores - row_max.masked_fill(row_max == float("-inf"), 0)).exp()
     row_sum = weights.sum(-1, keepdim=True)
-    weights = (weights / row_sum.masked_fill(row_sum == 0, 1)).to(q.dtype)
+    weights = (weights / row_sum.masked_fill(row_sum == 0, 1))[..., : k.shape[1]].to(q.dtype)
+    if score is not None and score.kind.dropout:
+        weights = weights * _kept(score, weights.shape).to(weights.device) / (1 - score.kind.dropout)
     out = torch.einsum("bhqk,bkhd->bqhd", weights, values)
     return (out, Stats(row_max[..., 0], row_sum[..., 0])) if return_stats else out
+
+
+def _modified(scores: torch.Tensor, score: ScoreMod) -> torch.Tensor:
+    """Scores (b, h, s, s) with the softcap, ALiBi and relative bias."""
+    s = scores.shape[-1]
+    if score.kind.softcap is not None:
+        scores = score.kind.softcap * torch.tanh(scores / score.kind.softcap)
+    position = torch.arange(s, device=scores.device)
+    distance = position - position[:, None]  # of the key from the query
+    if score.alibi is not None:
+        slopes = score.alibi.to(scores.dtype)[..., None, None]
+        scores = scores - slopes * distance.abs()
+    if score.bias is not None:
+        buckets = score.bias.buckets
+        edges, of_piece = (torch.tensor(x, dtype=torch.int64, device=scores.device) for x in (buckets.edges, buckets.of_piece))
+        bucket = of_piece[torch.searchsorted(edges, distance, right=True)]  # (s, s)
+        scores = scores + score.bias.table.to(scores.dtype)[:, bucket]
+    return scores
+
+
+def _kept(score: ScoreMod, shape: torch.Size) -> torch.Tensor:
+    """Which pairs (b, h, s, s) dropout keeps."""
+    *_, seed = score.tensors(torch.float64)
+    assert seed is not None
+    b, h, s, _ = shape
+    positions = np.arange(s)
+    return torch.from_numpy(kept(Dropout(score.kind.dropout, *seed.tolist(), h), b, h, positions, positions))

@@ -46,25 +46,29 @@ class TileTable:
 
     tiles: (n, 6) int64, (q_begin, q_end, k_begin, k_end, lo, hi), disjoint. Tiles without a live pair are left out, so that a table has
     live pairs exactly if `len(table) > 0`.
+    places: (n, 2) int64, where global positions matter: in a tile, row i of q has the position places[0] + stride * i, and row j of the
+    key/value buffer has places[1] + stride * j.
 
     The block tables that kernels read are built once for each (device, block size, step) and kept here, so that a steady-state call
     builds and uploads nothing.
     """
 
-    __slots__ = ("_derived", "k_rows", "q_rows", "tiles")
+    __slots__ = ("_derived", "k_rows", "places", "q_rows", "stride", "tiles")
 
-    def __init__(self, tiles: np.ndarray, q_rows: int, k_rows: int):
+    def __init__(self, tiles: np.ndarray, q_rows: int, k_rows: int, places: np.ndarray | None = None, stride: int = 1):
         tiles = np.array(tiles, dtype=np.int64, copy=True).reshape(-1, 6)
         q_begin, q_end, k_begin, k_end, lo, hi = tiles.T
         assert q_rows >= 0 and k_rows >= 0 and q_rows + k_rows < 2**30, f"rows {q_rows}, {k_rows}: row arithmetic is int32"
         assert ((q_begin >= 0) & (q_begin < q_end) & (q_end <= q_rows)).all(), f"a tile leaves the {q_rows} query rows or is empty"
         assert ((k_begin >= 0) & (k_begin < k_end) & (k_end <= k_rows)).all(), f"a tile leaves the {k_rows} key rows or is empty"
         assert (lo <= hi).all(), "a tile's band is empty: lo > hi"
-        tiles = tiles[(lo < q_end - k_begin) & (hi > q_begin - k_end)]
+        live = (lo < q_end - k_begin) & (hi > q_begin - k_end)
+        tiles, places = tiles[live], None if places is None else np.array(places, dtype=np.int64).reshape(-1, 2)[live]
         # every difference of rows lies within, and the kernels' row - lo must not overflow
         tiles[:, LO:] = np.clip(tiles[:, LO:], -k_rows, q_rows)
         tiles.setflags(write=False)
         self.tiles, self.q_rows, self.k_rows = tiles, int(q_rows), int(k_rows)
+        self.places, self.stride = places, int(stride)
         self._derived: dict[tuple, Any] = {}
 
     def __len__(self) -> int:

@@ -16,8 +16,11 @@ from typing import NamedTuple
 
 import torch
 
+from ringattn_kernels.modifiers import Bias, Modifiers, ModifierSums
 from ringattn_kernels.queries import Queries
 from ringattn_kernels.table import TileTable
+
+from .philox import kept
 
 _BLOCK_Q = 256
 _BLOCK_K = 512
@@ -27,11 +30,19 @@ State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Block(NamedTuple):
-    """Rows of q and k, and which of their pairs are live: (rows of q, rows of k) bool, or None if all are."""
+    """Rows of q and k; which of their pairs are live: (rows of q, rows of k) bool, or None if all are; and positions, where they matter."""
 
     q: slice
     k: slice
     live: torch.Tensor | None
+    q_positions: torch.Tensor | None
+    k_positions: torch.Tensor | None
+
+    @property
+    def distance(self) -> torch.Tensor:
+        """The position of the key less that of the query: (rows of q, rows of k)."""
+        assert self.q_positions is not None and self.k_positions is not None
+        return self.k_positions - self.q_positions[:, None]
 
 
 def forward(
@@ -41,6 +52,7 @@ def forward(
     tiles: TileTable,
     *,
     softmax_scale: float,
+    modifiers: Modifiers | None = None,
     state: State | None = None,
     final: bool = True,
 ) -> State:
@@ -60,18 +72,20 @@ def forward(
         out, row_max, row_sum = state
     for block in _blocks(tiles, q.device):
         # (b, hk, g, rows, ...) throughout
-        scores = _scores(q, k, block, softmax_scale)
+        scores, _ = _scores(q, k, block, softmax_scale, modifiers)
         old_max = row_max[:, :, block.q].unflatten(1, (hk, -1))
         new_max = torch.maximum(old_max, scores.amax(-1))
         # a row with nothing live yet has row_max = -inf: avoid inf - inf
         pivot = torch.where(new_max == float("-inf"), 0.0, new_max)
         weights = scores.sub_(pivot.unsqueeze(-1)).to(acc_dtype).exp_().to(_EXACT)
-        kept = row_sum[:, :, block.q].unflatten(1, (hk, -1)) * (old_max - pivot).exp()
-        total = kept + weights.sum(-1)
+        before = row_sum[:, :, block.q].unflatten(1, (hk, -1)) * (old_max - pivot).exp()
+        total = before + weights.sum(-1)
         scale = 1 / torch.where(total > 0, total, 1)
+        share = _share(block, weights, modifiers)
+        weights = weights if share is None else weights.mul_(share)
         fresh = _product(weights, _rows(v, block.k, _EXACT)) * scale.unsqueeze(-1)
         part = out[:, block.q].unflatten(2, (hk, -1))  # (b, rows, hk, g, d_v)
-        part *= (kept * scale).permute(0, 3, 1, 2).unsqueeze(-1)
+        part *= (before * scale).permute(0, 3, 1, 2).unsqueeze(-1)
         part += fresh.permute(0, 3, 1, 2, 4)
         row_max[:, :, block.q] = new_max.flatten(1, 2)
         row_sum[:, :, block.q] = total.flatten(1, 2)
@@ -113,10 +127,15 @@ def backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
     add: bool = True,
+    modifiers: Modifiers | None = None,
+    sums: ModifierSums | None = None,
 ) -> None:
     """Adds the gradients of the tiles' pairs to dq, dk and dv, in place:
 
     P = exp(S - row_max) / row_sum, dV += P^T dout, dS = P (dout V^T - delta), dQ += scale dS K, dK += scale dS^T Q.
+
+    With modifiers, dS is multiplied by the softcap's slope before it reaches dQ and dK; the gradients of slopes and values are added
+    to `sums`; and what dropout does to P, it does to P in dV and to dout V^T (Dao et al. 2022, algorithm 4).
 
     With add=False, overwrites all of dk and dv, which may have any dtype and content; sums are always fp32 (fp64 for fp64).
     """
@@ -129,13 +148,19 @@ def backward(
     norm = torch.where(queries.row_sum > 0, 1 / queries.row_sum, 0.0).to(acc_dtype)
     for block in _blocks(tiles, q.device):
         q_rows, dout_rows = _grouped(q, block.q, hk, acc_dtype), _grouped(dout, block.q, hk, acc_dtype)
-        scores = _scores(q, k, block, softmax_scale).sub_(_per_row(pivot, block.q, hk))
-        weights = scores.to(acc_dtype).exp_() * _per_row(norm, block.q, hk)
+        scores, slope = _scores(q, k, block, softmax_scale, modifiers)
+        weights = scores.sub_(_per_row(pivot, block.q, hk)).to(acc_dtype).exp_() * _per_row(norm, block.q, hk)
         dweights = _product(_grouped(dout, block.q, hk, _EXACT), _rows(v, block.k, _EXACT).transpose(-1, -2))
-        dscores = dweights.sub_(_per_row(queries.delta, block.q, hk)).to(acc_dtype) * weights * softmax_scale
+        share = _share(block, weights, modifiers)
+        dweights = dweights if share is None else dweights.mul_(share)
+        dscores = dweights.sub_(_per_row(queries.delta, block.q, hk)).to(acc_dtype) * weights
         if block.live is not None:
             # 0 * nan is nan: what is no number in a row of dout or v would reach keys and queries that do not see it
             dscores.masked_fill_(~block.live, 0.0)
+        if modifiers is not None and sums is not None:
+            _add_modifiers(sums, modifiers, block, dscores)
+        dscores *= softmax_scale if slope is None else softmax_scale * slope.to(acc_dtype)
+        weights = weights if share is None else weights * share.to(acc_dtype)
         dv[:, block.k] += _product_t(weights, dout_rows).transpose(1, 2)
         dk[:, block.k] += _product_t(dscores, q_rows).transpose(1, 2)
         dq.total[:, block.q].unflatten(2, (hk, -1)).add_(_product(dscores, _rows(k, block.k, acc_dtype)).permute(0, 3, 1, 2, 4))
@@ -145,7 +170,8 @@ def backward(
 
 
 def _blocks(tiles: TileTable, device: torch.device) -> Iterator[_Block]:
-    for q_begin, q_end, k_begin, k_end, lo, hi in tiles.derived(("rows",), tiles.tiles.tolist):
+    rows = tiles.derived(("rows",), tiles.tiles.tolist)
+    for number, (q_begin, q_end, k_begin, k_end, lo, hi) in enumerate(rows):
         for q0 in range(q_begin, q_end, _BLOCK_Q):
             q1 = min(q0 + _BLOCK_Q, q_end)
             # the keys that some row of the block sees
@@ -156,14 +182,60 @@ def _blocks(tiles: TileTable, device: torch.device) -> Iterator[_Block]:
                 if lo > q0 - k1 + 1 or hi < q1 - 1 - k0:
                     distance = torch.arange(q0, q1, device=device)[:, None] - torch.arange(k0, k1, device=device)
                     live = (lo <= distance) & (distance <= hi)
-                yield _Block(slice(q0, q1), slice(k0, k1), live)
+                q_positions = k_positions = None
+                if tiles.places is not None:
+                    q_place, k_place = tiles.places[number].tolist()
+                    q_positions = q_place + tiles.stride * torch.arange(q0, q1, device=device)
+                    k_positions = k_place + tiles.stride * torch.arange(k0, k1, device=device)
+                yield _Block(slice(q0, q1), slice(k0, k1), live, q_positions, k_positions)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, block: _Block, softmax_scale: float) -> torch.Tensor:
-    """The scores of a block in fp64, (b, hk, g, rows of q, rows of k); -inf for pairs that are not live."""
-    q_rows, k_rows = _grouped(q, block.q, k.shape[2], _EXACT), _rows(k, block.k, _EXACT)
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, block: _Block, softmax_scale: float, modifiers: Modifiers | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The scores of a block in fp64, (b, hk, g, rows of q, rows of k), -inf for pairs that are not live; and the slope of the softcap."""
+    hk, slope = k.shape[2], None
+    q_rows, k_rows = _grouped(q, block.q, hk, _EXACT), _rows(k, block.k, _EXACT)
     scores = _product(q_rows, k_rows.transpose(-1, -2)) * softmax_scale
-    return scores if block.live is None else scores.masked_fill_(~block.live, float("-inf"))
+    if modifiers is not None:
+        if modifiers.softcap is not None:
+            share = (scores / modifiers.softcap).tanh_()
+            scores, slope = share * modifiers.softcap, 1 - share * share
+        if modifiers.slopes is not None:
+            scores -= _per_head(modifiers.slopes, hk) * block.distance.abs()
+        if modifiers.bias is not None:
+            scores += modifiers.bias.values.to(_EXACT)[:, _pieces(modifiers.bias, block)].unflatten(0, (hk, -1))
+    return (scores if block.live is None else scores.masked_fill_(~block.live, float("-inf"))), slope
+
+
+def _share(block: _Block, weights: torch.Tensor, modifiers: Modifiers | None) -> torch.Tensor | None:
+    """What dropout multiplies weights (b, hk, g, rows of q, rows of k) by, in fp64: 0 or 1 / (1 - p). None without dropout."""
+    if modifiers is None or modifiers.dropout is None:
+        return None
+    dropout, (b, hk, g, *_) = modifiers.dropout, weights.shape
+    assert block.q_positions is not None and block.k_positions is not None
+    live = kept(dropout, b, hk * g, block.q_positions.numpy(), block.k_positions.numpy())
+    return torch.from_numpy(live).unflatten(1, (hk, g)).to(_EXACT) / (1 - dropout.p)
+
+
+def _add_modifiers(sums: ModifierSums, modifiers: Modifiers, block: _Block, dscores: torch.Tensor) -> None:
+    """Add the gradients of slopes and values for a block's dS (b, hk, g, rows of q, rows of k)."""
+    dscores = dscores.flatten(1, 2).to(_EXACT)
+    if sums.slopes is not None:
+        found = (dscores * block.distance.abs()).sum((-1, -2))
+        sums.slopes.sub_(found if len(sums.slopes) > 1 else found.sum(0, keepdim=True))
+    if sums.values is not None and modifiers.bias is not None:
+        sums.values.index_add_(1, _pieces(modifiers.bias, block).flatten(), dscores.sum(0).flatten(1).to(sums.values.dtype))
+
+
+def _pieces(bias: Bias, block: _Block) -> torch.Tensor:
+    """The piece of each pair's distance: (rows of q, rows of k)."""
+    return torch.bucketize(block.distance, torch.tensor(bias.edges, dtype=torch.int64), right=True)
+
+
+def _per_head(x: torch.Tensor, hk: int) -> torch.Tensor:
+    """(b or 1, h) as (b or 1, hk, g, 1, 1) in fp64."""
+    return x.to(_EXACT).unflatten(1, (hk, -1))[..., None, None]
 
 
 def _grouped(x: torch.Tensor, rows: slice, hk: int, dtype: torch.dtype) -> torch.Tensor:

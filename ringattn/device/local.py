@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ringattn_kernels.modifiers import ModifierSums
 from ringattn_kernels.table import TileTable
 
 from ..schedule.program import Pass
-from ..score import Score
+from ..scores import Score
 from . import blocked
 from .streams import InOrder, SideBySide, Streams
 
@@ -29,8 +30,10 @@ def forward(
     if q.is_cuda and q.numel():
         import ringattn_kernels
 
-        return ringattn_kernels.forward(q, k, v, tiles, softmax_scale=score.softmax_scale, state=state, final=final)
-    return blocked.forward(q, k, v, tiles, softmax_scale=score.softmax_scale, state=state, final=final)
+        run = ringattn_kernels.forward
+    else:
+        run = blocked.forward
+    return run(q, k, v, tiles, softmax_scale=score.softmax_scale, modifiers=score.modifiers, state=state, final=final)
 
 
 def settled(state: State, q: torch.Tensor) -> State:
@@ -62,12 +65,17 @@ def query_sums(q: torch.Tensor, score: Score, dtype: torch.dtype) -> QuerySums:
     return blocked.TorchQuerySums(q)
 
 
-def streams(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, program: Pass) -> Streams:
+def modifier_sums(score: Score) -> ModifierSums:
+    """The sums that the launches of one backward pass add the gradients of modifiers to."""
+    return ModifierSums(None, None) if score.modifiers is None else ModifierSums.zeros(score.modifiers)
+
+
+def streams(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, program: Pass, score: Score) -> Streams:
     """Where the instructions of a backward pass run. Launches run side by side where the kernels that run add to dq in any order.
 
     k, v: the rank's own, as a launch gets them; K/V of other ranks come in tensors of the same kind.
     """
-    if isinstance(dq, blocked.TorchQuerySums) or not program.side_by_side:
+    if isinstance(dq, blocked.TorchQuerySums) or not program.side_by_side or score.modifiers is not None:
         return InOrder()
     tiles = program.launches[0].tiles
     if not len(tiles):
@@ -93,18 +101,21 @@ def backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
     add: bool,
+    sums: ModifierSums,
 ) -> None:
-    """Adds the gradients of the tiles' pairs to dq, dk and dv, in place. See `blocked.backward`.
+    """Adds the gradients of the tiles' pairs to dq, dk and dv, and those of modifiers to `sums`, in place. See `blocked.backward`.
 
     With add=False, dk and dv, of any dtype, are overwritten. dq is added to in any case.
     """
-    scale = score.softmax_scale
     if not len(tiles):
         for x in () if add else (dk, dv):
             x.zero_()
-    elif isinstance(dq, blocked.TorchQuerySums):
-        blocked.backward(queries, k, v, tiles, softmax_scale=scale, dq=dq, dk=dk, dv=dv, add=add)
+        return
+    if isinstance(dq, blocked.TorchQuerySums):
+        run = blocked.backward
     else:
         import ringattn_kernels
 
-        ringattn_kernels.backward(queries, k, v, tiles, softmax_scale=scale, dq=dq, dk=dk, dv=dv, add=add)
+        run = ringattn_kernels.backward
+    scores = dict(softmax_scale=score.softmax_scale, modifiers=score.modifiers, sums=sums)
+    run(queries, k, v, tiles, **scores, dq=dq, dk=dk, dv=dv, add=add)

@@ -249,7 +249,7 @@ def _work(shards: Sequence[Spans], regions: Table, seq_len: int) -> np.ndarray:
     stride = common_stride(*shards, sequence, at_least=region_stride(regions))
     queries, shard_of = span_table([refine(spans, stride)[0] for spans in shards])
     keys, _ = span_table([refine(sequence, stride)[0]])
-    tiles, span_of, _ = fold(queries, keys, regions, stride)
+    tiles, span_of, *_ = fold(queries, keys, regions, stride)
     out = np.zeros(len(shards), dtype=np.int64)
     np.add.at(out, shard_of[span_of], count_pairs(*tiles.T))
     return out

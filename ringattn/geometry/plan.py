@@ -1,14 +1,17 @@
 """The plan of a layout and a mask: the tiles that each rank computes with each owner's keys, and the K/V rows it needs for them.
 
 A tile is six integers, `(q_begin, q_end, k_begin, k_end, lo, hi)`: rows i of a rank's Q and rows j of an owner's K/V are live where
-`lo <= i - j <= hi`. The starts and strides of spans are folded into `lo` and `hi`, so nothing after the plan needs positions. Every
-live pair lies in exactly one tile.
+`lo <= i - j <= hi`. The starts and strides of spans are folded into `lo` and `hi`, so nothing after the plan needs positions to know
+what is live. Every live pair lies in exactly one tile.
+
+Where scores depend on positions, tables have two more columns, the places: in a tile, row i of Q has the position
+`q_place + stride * i`, and row j of K/V has `k_place + stride * j`, with one stride for the whole plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -26,7 +29,8 @@ from .rows import Order, Rows, joined
 from .span import Span, Spans, common_stride, fold, refine, span_table
 
 # columns of a table of tiles
-_KEYS, _BAND = slice(2, 4), slice(4, 6)  # k_begin and k_end; lo and hi
+_KEYS, _BAND, _K_PLACE = slice(2, 4), slice(4, 6), 7  # k_begin and k_end; lo and hi
+_TILE = 6  # columns without the places
 # gaps of up to so many rows between needed rows move too: leaving them out costs more, since a copy must then gather the needed rows
 _GAP = 64
 
@@ -44,11 +48,20 @@ class Plan:
     order: tuple[Order | None, ...]
     table: Table  # (n, 6)
     starts: np.ndarray  # (world_size * world_size + 1): tiles of (rank, owner) begin at starts[rank * world_size + owner]
+    places: Table  # (n, 2)
+    stride: int = 1
+    placed: bool = False  # whether launches need positions
 
     def tiles(self, rank: int, owner: int) -> Table:
         """The (n, 6) tiles of a rank's queries with an owner's keys."""
         at = self._pair(rank, owner)
         return self.table[self.starts[at] : self.starts[at + 1]]
+
+    def tiles_of_launch(self, rank: int, owner: int) -> Table:
+        """`tiles`, with their places if launches need positions."""
+        at = self._pair(rank, owner)
+        part = slice(self.starts[at], self.starts[at + 1])
+        return np.concatenate([self.table[part], self.places[part]], axis=1) if self.placed else self.table[part]
 
     def needs(self, rank: int, owner: int) -> Rows:
         """The rows of an owner's K/V that a rank's queries see, and small gaps between them."""
@@ -93,13 +106,14 @@ def make_plan(layout: Layout, mask: Mask) -> Plan:
 
 
 def make_local_plan(
-    q_positions: torch.Tensor, k_positions: torch.Tensor, mask: Mask, seq_len: int
+    q_positions: torch.Tensor, k_positions: torch.Tensor, mask: Mask, seq_len: int, placed: bool = False
 ) -> tuple[TileTable, Order | None, Order | None]:
     """Tiles of one device's queries and keys, and the order in which tiles count the rows of each (None: as given)."""
     (queries, q_rows), (keys, k_rows) = spans_of(q_positions), spans_of(k_positions)
-    plan = _plan((queries,), (keys,), mask, seq_len)
+    plan = replace(_plan((queries,), (keys,), mask, seq_len), placed=placed)
     q_order, k_order = (_then(rows, order) for rows, order in zip((q_rows, k_rows), plan.order))
-    return make_tiles(plan.table, len(q_positions), len(k_positions)), q_order, k_order
+    tiles = make_tiles(plan.tiles_of_launch(0, 0), len(q_positions), len(k_positions), plan.stride)
+    return tiles, q_order, k_order
 
 
 def _then(rows: np.ndarray | None, order: Order | None) -> Order | None:
@@ -117,7 +131,7 @@ def _plan(query_shards: Sequence[Spans], key_shards: Sequence[Spans], mask: Mask
     fine_keys = fine_queries if same else [refine(spans, stride) for spans in key_shards]
     queries, rank_of = span_table([spans for spans, _ in fine_queries])
     keys, owner_of = span_table([spans for spans, _ in fine_keys])
-    tiles, q_of, k_of = fold(queries, keys, regions, stride)
+    tiles, q_of, k_of, places = fold(queries, keys, regions, stride)
     pair = rank_of[q_of] * len(key_shards) + owner_of[k_of]
     pairs = len(query_shards) * len(key_shards)
     # the smallest integer type, which numpy sorts fastest: by counting
@@ -126,12 +140,13 @@ def _plan(query_shards: Sequence[Spans], key_shards: Sequence[Spans], mask: Mask
     fine = fine_queries if same else fine_queries + fine_keys
     order = tuple(None if rows is None else Order(rows) for _, rows in fine)
     lengths = tuple(sum(span.length for span in spans) for spans in key_shards)
-    return Plan(len(key_shards), lengths, order, tiles[by_pair], starts)
+    return Plan(len(key_shards), lengths, order, tiles[by_pair], starts, places[by_pair], stride)
 
 
-def make_tiles(table: Table, q_rows: int, k_rows: int) -> TileTable:
-    """The tiles of one launch over `q_rows` of Q and `k_rows` of a K/V buffer, in as few rows as can be."""
-    return TileTable(merge_full(table), q_rows, k_rows)
+def make_tiles(table: Table, q_rows: int, k_rows: int, stride: int = 1) -> TileTable:
+    """The tiles of one launch over `q_rows` of Q and `k_rows` of a K/V buffer, in as few rows as can be. stride: of the places, if any."""
+    table = merge_full(table)
+    return TileTable(table[:, :_TILE], q_rows, k_rows, table[:, _TILE:] if table.shape[1] > _TILE else None, stride)
 
 
 def live_pairs(tiles: TileTable, keys: int | None = None) -> int:
@@ -145,11 +160,16 @@ def of_keys(tiles: TileTable, begin: int, end: int) -> TileTable:
     q_begin, q_end, k_begin, k_end, lo, hi = tiles.tiles.T
     k_begin, k_end = (np.clip(x, begin, end) - begin for x in (k_begin, k_end))
     *table, live = trim(q_begin, q_end, k_begin, k_end, lo + begin, hi + begin)
-    return make_tiles(np.stack(table, axis=1)[live], tiles.q_rows, end - begin)
+    if tiles.places is not None:
+        table += [tiles.places[:, 0], tiles.places[:, 1] + tiles.stride * begin]
+    return make_tiles(np.stack(table, axis=1)[live], tiles.q_rows, end - begin, tiles.stride)
 
 
-def move_keys(tiles: Table, rows: Rows, base: int) -> Table:
-    """Tiles over an owner's rows, as tiles over a buffer that holds `rows` of that owner one after the other from row `base` on."""
+def move_keys(tiles: Table, rows: Rows, base: int, stride: int = 1) -> Table:
+    """Tiles over an owner's rows, as tiles over a buffer that holds `rows` of that owner one after the other from row `base` on.
+
+    stride: of the places, if there are any.
+    """
     if not len(tiles):
         return tiles
     k_begin = tiles[:, _KEYS][:, 0]
@@ -157,33 +177,35 @@ def move_keys(tiles: Table, rows: Rows, base: int) -> Table:
     out = tiles.copy()
     out[:, _KEYS] += shift[:, None]
     out[:, _BAND] -= shift[:, None]
+    if tiles.shape[1] > _TILE:
+        out[:, _K_PLACE] -= stride * shift
     return out
 
 
 def is_full(tiles: Table) -> np.ndarray:
     """Which tiles are wholly live."""
-    q_begin, q_end, k_begin, k_end, lo, hi = tiles.T
+    q_begin, q_end, k_begin, k_end, lo, hi = tiles.T[:_TILE]
     return (lo <= q_begin - k_end + 1) & (hi >= q_end - 1 - k_begin)
 
 
 def merge_full(tiles: Table) -> Table:
-    """Join wholly live neighbours, first along the keys and then along the queries: fewer rows, the same pairs."""
+    """Join wholly live neighbours, first along the keys and then along the queries: fewer rows, the same pairs, at the same places."""
     full = is_full(tiles)
-    boxes = tiles[full, :4]
+    boxes = np.delete(tiles[full], _BAND, axis=1)
     for axis in (2, 0):
         boxes = _join(boxes, axis)
-    q_begin, q_end, k_begin, k_end = boxes.T
-    joined = np.stack([q_begin, q_end, k_begin, k_end, q_begin - k_end + 1, q_end - 1 - k_begin], axis=1)
+    q_begin, q_end, k_begin, k_end, *places = boxes.T
+    joined = np.stack([q_begin, q_end, k_begin, k_end, q_begin - k_end + 1, q_end - 1 - k_begin, *places], axis=1)
     return np.concatenate([tiles[~full], joined])
 
 
 def _join(boxes: Table, axis: int) -> Table:
-    """Join boxes (q_begin, q_end, k_begin, k_end) that touch along one axis (0 queries, 2 keys) and agree along the other."""
+    """Join boxes (q_begin, q_end, k_begin, k_end, ...) that touch along one axis (0 queries, 2 keys) and agree in all else."""
     if len(boxes) < 2:
         return boxes
-    other = 2 - axis
-    boxes = boxes[np.lexsort((boxes[:, axis], boxes[:, other + 1], boxes[:, other]))]
-    apart = (boxes[1:, axis] != boxes[:-1, axis + 1]) | (boxes[1:, other : other + 2] != boxes[:-1, other : other + 2]).any(axis=1)
+    same = [2 - axis, 3 - axis, *range(4, boxes.shape[1])]
+    boxes = boxes[np.lexsort((boxes[:, axis], *boxes.T[same[::-1]]))]
+    apart = (boxes[1:, axis] != boxes[:-1, axis + 1]) | (boxes[1:, same] != boxes[:-1, same]).any(axis=1)
     first = np.flatnonzero(np.concatenate([[True], apart]))
     last = np.append(first[1:], len(boxes)) - 1
     out = boxes[first].copy()

@@ -65,12 +65,13 @@ def span_table(shards: Sequence[Spans]) -> tuple[Table, np.ndarray]:
     return np.array(rows, dtype=np.int64).reshape(-1, 3), np.array(shard_of, dtype=np.int64)
 
 
-def fold(queries: Table, keys: Table, regions: Table, stride: int) -> tuple[Table, np.ndarray, np.ndarray]:
+def fold(queries: Table, keys: Table, regions: Table, stride: int) -> tuple[Table, np.ndarray, np.ndarray, Table]:
     """Intersect query spans, key spans and regions into tiles of local rows.
 
     All spans have one `stride`, a multiple of each region's. Position p = start + stride * i is local row `first_row + i`, so
     `lo <= q - k <= hi` folds to a band in rows: `ceil((lo - start_q + start_k) / stride) <= i - j <= floor(...)`.
-    Returns (n, 6) int64 tiles trimmed to their live bounding boxes, and the index of each tile's query span and key span.
+    Returns (n, 6) int64 tiles trimmed to their live bounding boxes, the index of each tile's query span and key span, and (n, 2) places:
+    the positions that local row 0 of the queries and of the keys would have in the tile's spans.
     """
     # pairs of a query span and a region that meet
     q_start, q_length, _ = queries.T
@@ -99,7 +100,9 @@ def fold(queries: Table, keys: Table, regions: Table, stride: int) -> tuple[Tabl
     hi = (high + k_start) // stride
     shift = q_row - k_row
     *tiles, live = trim(i0, i1, j0 + k_row, j1 + k_row, lo + shift, hi + shift)
-    return np.stack(tiles, axis=1)[live], q_of[live], k_of[live]
+    q_of, k_of = q_of[live], k_of[live]
+    places = np.stack([spans[of, 0] - stride * spans[of, 2] for spans, of in ((queries, q_of), (keys, k_of))], axis=1)
+    return np.stack(tiles, axis=1)[live], q_of, k_of, places
 
 
 def _pairs_that_meet(k_min: Table, k_max: Table, part: Table, keys: Table, stride: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -52,6 +52,10 @@ class Facts:
         """The facts of the backward pass of a call with these facts."""
         return Facts({**self._facts, "function": f"the backward pass of {self._facts['function']}"})
 
+    def with_fact(self, name: str, value: object) -> Facts:
+        """These facts and one more."""
+        return Facts({**self._facts, name: value})
+
 
 def agree(ranks: Ranks, facts: Facts, tokens: int, label: Label = UNKNOWN) -> tuple[tuple[int, ...], int]:
     """The number of tokens of each rank, and the call's number.

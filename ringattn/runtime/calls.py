@@ -20,6 +20,7 @@ from ..geometry.layout import Layout
 from ..geometry.mask import Mask, causal
 from ..schedule.memory import RowBytes
 from ..schedule.schedules import Schedule
+from ..scores import MOST_PLACES, Score, ScoreKind
 from ..transport import Ranks
 from .agree import Facts, agree, agree_backward, refusing
 from .context import Context
@@ -32,17 +33,29 @@ class Call(ABC):
     """What an operator needs besides tensors; `number` finds it while it is alive. `final`: out gets q's dtype."""
 
     final: bool
+    kind: ScoreKind | None = None  # of what is done to scores
     turn: AbstractContextManager[None] = nullcontext()  # what a pass enters
 
     def __init__(self, number: int | None = None) -> None:
         self.number = next(_numbers) if number is None else number
         _calls[self.number] = self
 
+    def score(
+        self,
+        softmax_scale: float,
+        heads: int,
+        slopes: torch.Tensor | None,
+        values: torch.Tensor | None,
+        seed: torch.Tensor | None,
+    ) -> Score:
+        """What is done to the scores of so many heads, with these tensors (see `ScoreKind.modifiers`)."""
+        return Score(softmax_scale, None if self.kind is None else self.kind.modifiers(slopes, values, seed, heads))
+
     @abstractmethod
-    def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> tuple[int, int]:
+    def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Score, needs_grad: bool) -> tuple[int, int]:
         """Check the input, and agree with the other ranks: the length of the whole sequence, and the place in the group's order."""
 
-    def identity(self, softmax_scale: float) -> int:
+    def identity(self, score: Score) -> int:
         """A number that is equal for calls that compute the same from the same tensors, within this process."""
         return 0
 
@@ -50,7 +63,7 @@ class Call(ABC):
     def rank_attention(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> RankAttention:
         """What this rank does for a sequence of that length."""
 
-    def begin_backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, place: int) -> None:  # noqa: B027 - a rank alone
+    def begin_backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Score, place: int) -> None:  # noqa: B027 - a rank alone
         """Agree with the other ranks that this is the backward pass of the call at that place."""
 
     def check_backward(self, captured: bool, forward_captured: bool) -> None:  # noqa: B027 - a rank alone may capture either
@@ -66,11 +79,12 @@ class LocalCall(Call):
 
     final = False
 
-    def __init__(self, rank_attention: RankAttention) -> None:
+    def __init__(self, rank_attention: RankAttention, kind: ScoreKind | None = None) -> None:
         super().__init__()
         self._rank_attention = rank_attention
+        self.kind = kind
 
-    def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> tuple[int, int]:
+    def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Score, needs_grad: bool) -> tuple[int, int]:
         return q.shape[1], 0
 
     def rank_attention(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> RankAttention:
@@ -89,6 +103,7 @@ class RingCall(Call):
         mask: Mask,
         schedule: Schedule | None,
         label: Label = UNKNOWN,
+        kind: ScoreKind | None = None,
         *,
         number: int | None = None,
     ) -> None:
@@ -97,19 +112,20 @@ class RingCall(Call):
         self.layout = layout
         self.mask = mask
         self.schedule = schedule
-        self._named = layout if layout is None else layout.digest, mask.digest, schedule if schedule is None else schedule.digest
+        self.kind = kind
+        self._named = tuple(None if x is None else x.digest for x in (layout, mask, schedule, kind))
         self._label = label
         self._compiled = number is not None
         self._known: Facts | None = None  # of the one call that this is, if it is not compiled
         self.turn = context.turn
 
-    def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> tuple[int, int]:
+    def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Score, needs_grad: bool) -> tuple[int, int]:
         ranks = self.context.ranks
         with refusing(ranks):
             ranks.order.check()
             if self._compiled and check.in_forward_mode():
                 raise ValueError(f"compiled attention is differentiated {check.TRANSFORMED}")
-            facts = self._facts(q, k, v, softmax_scale, needs_grad)
+            facts = self._facts(q, k, v, score, needs_grad)
         self._known = None if self._compiled else facts
         tokens, place = (q.shape[1],), 0
         if ranks.size > 1:
@@ -117,17 +133,19 @@ class RingCall(Call):
             ranks.connect(q.device)
         if self.layout is None:
             _check_default_layout(self.context.default_layout(self.mask, sum(tokens)), self.mask, tokens)
+        if self._placed and sum(tokens) > MOST_PLACES:
+            raise ValueError(f"the sequence has {sum(tokens)} tokens, but scores that depend on positions take at most 2**31")
         return sum(tokens), place
 
-    def identity(self, softmax_scale: float) -> int:
-        return hash((*self._named, softmax_scale))
+    def identity(self, score: Score) -> int:
+        return hash((*self._named, score.softmax_scale, _dropout(score)))
 
-    def begin_backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, place: int) -> None:
+    def begin_backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Score, place: int) -> None:
         ranks = self.context.ranks
         if ranks.size > 1:
             with refusing(ranks):
                 ranks.order.check()
-                facts = self._known or self._facts(q, k, v, softmax_scale, True)
+                facts = self._known or self._facts(q, k, v, score, True)
             agree_backward(ranks, facts, place)
 
     def rank_attention(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> RankAttention:
@@ -136,7 +154,7 @@ class RingCall(Call):
         if self.schedule is not None and self.schedule.by_memory:
             hybrid = self.context.hybrid
             row_bytes = RowBytes.of(k, v, k.shape[2] if hybrid is None else hybrid.kv_heads(q.shape[2], k.shape[2]))
-        return self.context.rank_attention(layout, self.mask, self.schedule, row_bytes)
+        return self.context.rank_attention(layout, self.mask, self.schedule, row_bytes, self._placed)
 
     def check_backward(self, captured: bool, forward_captured: bool) -> None:
         if captured != forward_captured and self.context.ranks.size > 1:
@@ -149,8 +167,13 @@ class RingCall(Call):
         with self.turn, refusing(self.context.ranks):
             raise error
 
-    def _facts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool) -> Facts:
+    @property
+    def _placed(self) -> bool:
+        return self.kind is not None and self.kind.placed
+
+    def _facts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Score, needs_grad: bool) -> Facts:
         """What must be equal on all ranks; this rank's input is checked in the first of all calls alike."""
+        softmax_scale, drawn = score.softmax_scale, _dropout(score)
         shapes, kinds = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
         key = *self._named, *shapes, *kinds, softmax_scale, needs_grad
         captured = check.captured(q)
@@ -159,7 +182,9 @@ class RingCall(Call):
                 "this call is captured in a CUDA graph, and the first of its kind: make the same call once before, with its backward "
                 "pass if it has one, which makes the kernels, the tables and the memory that ranks share"
             )
-        return self.context.facts((*key, captured), lambda: self._checked(q, k, v, softmax_scale, needs_grad, captured))
+        facts = self.context.facts((*key, captured), lambda: self._checked(q, k, v, softmax_scale, needs_grad, captured))
+        # every call has another seed: not a key of what is kept
+        return facts if drawn is None else facts.with_fact("seed and offset of dropout", drawn)
 
     def _checked(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, needs_grad: bool, captured: bool
@@ -175,7 +200,7 @@ class RingCall(Call):
         if hybrid is not None:
             hybrid.check_heads(q.shape[2])
         ranks.check_device(q.device)
-        facts = {
+        facts: dict[str, object] = {
             "function": "ring_attention",
             "batch size": q.shape[0],
             "number of query heads": q.shape[2],
@@ -191,13 +216,19 @@ class RingCall(Call):
             "mask": mask,
             "layout": "the default" if layout is None else layout,
             "ranks per node": ranks.ranks_per_node,
+            "score": "none" if self.kind is None else self.kind,
         }
         return Facts(facts if hybrid is None else facts | hybrid.facts)
 
 
 @constant
 def compiled_call(
-    group: tuple[str, ...], layout: str | None, mask: str | None, schedule: str | None, name: str | None = None
+    group: tuple[str, ...],
+    layout: str | None,
+    mask: str | None,
+    schedule: str | None,
+    kind: str | None = None,
+    name: str | None = None,
 ) -> int:
     """The number of the `RingCall` of a group's names, of digests (None: the defaults), and of a name. It is kept as long as the group.
 
@@ -206,11 +237,11 @@ def compiled_call(
     """
     context = named_context(group)
     label = traced_label(name)
-    text = repr((group, layout, mask, schedule, label)).encode()
+    text = repr((group, layout, mask, schedule, label, kind)).encode()
     # above all numbers of other calls, and within int64
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2 | 1 << 62
     live = causal() if mask is None else find(mask)
-    context.compiled[number] = RingCall(context, find(layout), live, find(schedule), label, number=number)
+    context.compiled[number] = RingCall(context, find(layout), live, find(schedule), label, find(kind), number=number)
     return number
 
 
@@ -222,6 +253,12 @@ def find_call(number: int) -> Call:
             "attention was compiled for a process group that is gone: call torch.compiler.reset() after making a new one"
         )
     return call
+
+
+def _dropout(score: Score) -> tuple[int, int] | None:
+    """The seed and the offset of a call's dropout."""
+    dropout = None if score.modifiers is None else score.modifiers.dropout
+    return None if dropout is None else (dropout.seed, dropout.offset)
 
 
 _numbers = itertools.count()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TypeVar
 
 from ..geometry.layout import Layout, default_layout
@@ -36,7 +37,7 @@ class Context:
         ranks.order = ranks.order or CallOrder()
         self.turn = ranks.order if ranks.size > 1 else nullcontext()  # what each pass of a call enters
         self._facts: OrderedDict[tuple, Facts] = OrderedDict()
-        self._attentions: OrderedDict[tuple[str, str, str | None, RowBytes | None], RankAttention] = OrderedDict()
+        self._attentions: OrderedDict[tuple[str, str, str | None, RowBytes | None, bool], RankAttention] = OrderedDict()
         self._layouts: OrderedDict[tuple[str, int], Layout] = OrderedDict()
         self.compiled: dict[int, object] = {}  # the calls of compiled graphs, which `calls.py` finds by number
 
@@ -49,27 +50,28 @@ class Context:
         return key in self._facts
 
     def rank_attention(
-        self, layout: Layout, mask: Mask, schedule: Schedule | None, row_bytes: RowBytes | None = None
+        self, layout: Layout, mask: Mask, schedule: Schedule | None, row_bytes: RowBytes | None = None, placed: bool = False
     ) -> RankAttention:
         """What this rank does for a layout, a mask and a schedule (None: chosen by the plan), made once.
 
-        `row_bytes` is for schedules by memory alone. Raises ValueError if the schedule does not fit the group or its memory.
+        `row_bytes` is for schedules by memory alone; `placed` says whether scores depend on positions. Raises ValueError if the schedule
+        does not fit the group or its memory.
         """
-        key = (layout.digest, mask.digest, None if schedule is None else schedule.digest, row_bytes)
-        return _kept(self._attentions, key, lambda: self._make_rank_attention(layout, mask, schedule, row_bytes))
+        key = (layout.digest, mask.digest, None if schedule is None else schedule.digest, row_bytes, placed)
+        return _kept(self._attentions, key, lambda: self._make_rank_attention(layout, mask, schedule, row_bytes, placed))
 
     def default_layout(self, mask: Mask, seq_len: int) -> Layout:
         """`layout.default_layout` for this group, made once."""
         return _kept(self._layouts, (mask.digest, seq_len), lambda: default_layout(mask, seq_len, self.ranks.size))
 
     def _make_rank_attention(
-        self, layout: Layout, mask: Mask, schedule: Schedule | None, row_bytes: RowBytes | None
+        self, layout: Layout, mask: Mask, schedule: Schedule | None, row_bytes: RowBytes | None, placed: bool
     ) -> RankAttention:
         exchange = None
         if self.hybrid is not None and self.hybrid.heads.size > 1:
             exchange = HeadExchange(self.hybrid.heads, self.hybrid.rows(layout))
             layout = ring_layout(layout, self.hybrid.heads.size)
-        plan = make_plan(layout, mask)
+        plan = replace(make_plan(layout, mask), placed=placed)
         ranks_per_node = self.transport.ranks_per_node
         chosen = default_schedule(plan, ranks_per_node, self.transport.copy_engines) if schedule is None else schedule
         chosen = chosen.resolve(

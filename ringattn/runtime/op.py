@@ -17,17 +17,24 @@ import torch
 
 from .. import check
 from ..device import local
-from ..score import Score
 from .calls import find_call
+
+# slopes, values and seed of `ScoreKind.modifiers`
+Modifying = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+UNMODIFIED: Modifying = (None, None, None)
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: int, softmax_scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: int, softmax_scale: float, modifying: Modifying = UNMODIFIED
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out (b, s, h, d_v), row_max and row_sum (b, h, s) of the `Call` with the number `call`. Differentiable."""
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    out, row_max, row_sum, _ = FORWARD(q, k, v, call, softmax_scale, needs_grad)
+    needs_grad = torch.is_grad_enabled() and _requires_grad(q, k, v, *modifying)
+    out, row_max, row_sum, _ = FORWARD(q, k, v, *modifying, call, softmax_scale, needs_grad)
     return out, row_max, row_sum
+
+
+def _requires_grad(*tensors: torch.Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
 
 
 _library = torch.library.Library("ringattn", "DEF")
@@ -35,13 +42,14 @@ _library = torch.library.Library("ringattn", "DEF")
 # call makes must outlive the graph's memory
 _TAGS = [torch.Tag.pt2_compliant_tag, *([torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else [])]
 _library.define(
-    "forward(Tensor q, Tensor k, Tensor v, int call, float softmax_scale, bool needs_grad)"
+    "forward(Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor? values, Tensor? seed, int call, float softmax_scale, bool needs_grad)"
     " -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor agreed)",
     tags=_TAGS,
 )
 _library.define(
-    "backward(Tensor? dout, Tensor? drow_sum, Tensor q, Tensor k, Tensor v, Tensor out, Tensor row_max, Tensor row_sum,"
-    " Tensor agreed, int call, float softmax_scale) -> (Tensor dq, Tensor dk, Tensor dv)",
+    "backward(Tensor? dout, Tensor? drow_sum, Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor? values, Tensor? seed, Tensor out,"
+    " Tensor row_max, Tensor row_sum, Tensor agreed, int call, float softmax_scale)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dslopes, Tensor dvalues)",
     tags=_TAGS,
 )
 FORWARD = torch.ops.ringattn.forward.default
@@ -49,20 +57,37 @@ BACKWARD = torch.ops.ringattn.backward.default
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, softmax_scale: float, needs_grad: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slopes: torch.Tensor | None,
+    values: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    number: int,
+    softmax_scale: float,
+    needs_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     call = find_call(number)
+    score = call.score(softmax_scale, q.shape[2], slopes, values, seed)
     # autocast would round the state between hops
     with call.turn, _without_autocast(q.device.type):
-        seq_len, place = call.begin(q, k, v, softmax_scale, needs_grad)
+        seq_len, place = call.begin(q, k, v, score, needs_grad)
         rank_attention = call.rank_attention(seq_len, q, k, v)
-        out, row_max, row_sum = rank_attention.forward(Score(softmax_scale), q, k, v, final=call.final)
+        out, row_max, row_sum = rank_attention.forward(score, q, k, v, final=call.final)
     # for the backward pass; a tensor, because a compiled graph makes many calls under one number, and checkpointing may make it anew
-    return out.contiguous(), row_max, row_sum, torch.tensor((seq_len, place, call.identity(softmax_scale)))
+    return out.contiguous(), row_max, row_sum, torch.tensor((seq_len, place, call.identity(score)))
 
 
 def _forward_shapes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, softmax_scale: float, needs_grad: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slopes: torch.Tensor | None,
+    values: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    number: int,
+    softmax_scale: float,
+    needs_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     b, s, h, _ = q.shape
     stats = torch.promote_types(q.dtype, torch.float32)
@@ -77,16 +102,20 @@ def _backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    slopes: torch.Tensor | None,
+    values: torch.Tensor | None,
+    seed: torch.Tensor | None,
     out: torch.Tensor,
     row_max: torch.Tensor,
     row_sum: torch.Tensor,
     agreed: torch.Tensor,
     number: int,
     softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     call = find_call(number)
+    score = call.score(softmax_scale, q.shape[2], slopes, values, seed)
     seq_len, place, made_by = agreed.tolist()
-    if made_by != call.identity(softmax_scale):
+    if made_by != call.identity(score):
         call.refuse(
             ValueError(
                 "a checkpointed module attended in the backward pass with another layout, mask, schedule or scale than in its forward "
@@ -96,34 +125,52 @@ def _backward(
     strides = _gradient_strides(q, k, v)
     dout = torch.zeros_like(out) if dout is None else dout
     with call.turn, _without_autocast(q.device.type):
-        call.begin_backward(q, k, v, softmax_scale, place)
+        call.begin_backward(q, k, v, score, place)
         rank_attention = call.rank_attention(seq_len, q, k, v)
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         delta = local.delta(out, dout)
         if drow_sum is not None:
             # d lse = d row_sum * row_sum enters dS = P (dP - delta) as P d lse
             delta = delta - drow_sum * row_sum
-        dq, dk, dv = rank_attention.backward(Score(softmax_scale), local.Queries(q, dout, row_max, row_sum, delta), k, v)
+        dq, dk, dv, sums = rank_attention.backward(score, local.Queries(q, dout, row_max, row_sum, delta), k, v)
     dq, dk, dv = (_with_strides(x, wanted) for x, wanted in zip((dq, dk, dv), strides, strict=True))
-    return dq, dk, dv
+    dslopes, dvalues = (q.new_empty(0) if x is None else x for x in (sums.slopes, sums.values))
+    return dq, dk, dv, dslopes, dvalues
 
 
 def _backward_shapes(
-    dout: torch.Tensor | None, drow_sum: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: torch.Tensor | None,
+    drow_sum: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slopes: torch.Tensor | None,
+    values: torch.Tensor | None,
+    *rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     strides = _gradient_strides(q, k, v)
     dq, dk, dv = (x.new_empty_strided(x.shape, wanted) for x, wanted in zip((q, k, v), strides, strict=True))
-    return dq, dk, dv
+    dslopes, dvalues = (q.new_empty(0) if x is None else torch.empty_like(x) for x in (slopes, values))
+    return dq, dk, dv, dslopes, dvalues
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, softmax_scale: float, needs_grad: bool
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slopes: torch.Tensor | None,
+        values: torch.Tensor | None,
+        seed: torch.Tensor | None,
+        number: int,
+        softmax_scale: float,
+        needs_grad: bool,
     ) -> tuple[torch.Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
-            output = FORWARD(q, k, v, number, softmax_scale, needs_grad)
-        ctx.save_for_backward(q, k, v, *output)
+            output = FORWARD(q, k, v, slopes, values, seed, number, softmax_scale, needs_grad)
+        ctx.save_for_backward(q, k, v, slopes, values, seed, *output)
         ctx.call, ctx.softmax_scale, ctx.captured = find_call(number), softmax_scale, check.captured(q)
         ctx.mark_non_differentiable(output[1], output[3])
         ctx.set_materialize_grads(False)
@@ -136,17 +183,27 @@ class _Attention(torch.autograd.Function):
         dout, _, drow_sum, _ = grads
         saved = ctx.saved_tensors
         ctx.call.check_backward(check.captured(saved[0]), ctx.captured)
-        return *BACKWARD(dout, drow_sum, *saved, ctx.call.number, ctx.softmax_scale), None, None, None
+        found = BACKWARD(dout, drow_sum, *saved, ctx.call.number, ctx.softmax_scale)
+        found = (x if needed else None for x, needed in zip(found, ctx.needs_input_grad))
+        return *found, None, None, None, None
 
 
 def _forward_autograd(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int, softmax_scale: float, needs_grad: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slopes: torch.Tensor | None,
+    values: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    number: int,
+    softmax_scale: float,
+    needs_grad: bool,
 ) -> tuple[torch.Tensor, ...]:
     # does what torch.library.register_autograd would, in a third of its time a call
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, number, softmax_scale, needs_grad)  # pyright: ignore[reportReturnType]
+    if torch.is_grad_enabled() and _requires_grad(q, k, v, slopes, values):
+        return _Attention.apply(q, k, v, slopes, values, seed, number, softmax_scale, needs_grad)  # pyright: ignore[reportReturnType]
     with torch._C._AutoDispatchBelowAutograd():
-        return FORWARD(q, k, v, number, softmax_scale, needs_grad)
+        return FORWARD(q, k, v, slopes, values, seed, number, softmax_scale, needs_grad)
 
 
 _library.impl("forward", _forward, "CompositeExplicitAutograd")

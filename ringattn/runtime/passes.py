@@ -12,10 +12,12 @@ from collections.abc import Iterable
 
 import torch
 
+from ringattn_kernels.modifiers import ModifierSums
+
 from ..device import local
 from ..schedule.instructions import Add, Buffer, Close, Exchange, Fence, Holds, Launch, Message, Open, Stream, Wait, Zero
 from ..schedule.program import Pass
-from ..score import Score
+from ..scores import Score
 from ..transport import Handle, Peer, Transport
 
 KV = tuple[torch.Tensor, torch.Tensor]
@@ -62,8 +64,9 @@ def backward(
     v: torch.Tensor,
     *,
     kv_dtype: torch.dtype | None = None,
+    sums: ModifierSums,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv in the inputs' dtypes (dk and dv in `kv_dtype`)."""
+    """dq, dk, dv in the inputs' dtypes (dk and dv in `kv_dtype`). The gradients of modifiers are added to `sums`."""
     q, kv_dtype = queries.q, kv_dtype or k.dtype
     assert program.sums is not None
     # gradients that nothing is added to later leave the kernels in their final dtype
@@ -72,14 +75,14 @@ def backward(
     buffers = _Buffers(program.own, k, v, dtype)
     buffers.open(Open(0, program.sums))
     handle: Handle | None = None
-    with local.streams(queries, *buffers.part(program.own, 0, k.shape[1]), dq, program) as streams:
+    with local.streams(queries, *buffers.part(program.own, 0, k.shape[1]), dq, program, score) as streams:
         for x in program.instructions:
             match x:
                 case Launch():
                     assert x.sums is not None
                     keys, (dk, dv) = buffers.part(x.keys, x.begin, x.end), buffers.part(x.sums, x.begin, x.end)
                     with streams.launch():
-                        local.backward(queries, *keys, x.tiles, score, dq=dq, dk=dk, dv=dv, add=x.add)
+                        local.backward(queries, *keys, x.tiles, score, dq=dq, dk=dk, dv=dv, add=x.add, sums=sums)
                     del keys, dk, dv  # a Close lets go of their memory
                 case Fence():
                     streams.fence(x.stream)

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ringattn_kernels.modifiers import ModifierSums
+
 from ..device import local
 from ..geometry.rows import Order
 from ..schedule.program import Program
-from ..score import Score
+from ..scores import Score
 from ..transport import Transport
 from . import passes
 from .ulysses import HeadExchange, kv_copies
@@ -38,6 +40,7 @@ class RankAttention:
     def forward(self, score: Score, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, final: bool) -> local.State:
         """out (b, s, h, d_v), row_max and row_sum (b, h, s); with `final`, out in q's dtype."""
         q, k, v = _sorted(q, self.q_order), _sorted(k, self.k_order), _sorted(v, self.k_order)
+        score = self._score_here(score, q.shape[2])
         if self.exchange is not None:
             copies = self._kv_copies(q, k)
             q, k, v = self.exchange.to_heads(q, _repeated(k, copies), _repeated(v, copies))
@@ -49,8 +52,10 @@ class RankAttention:
 
     def backward(
         self, score: Score, queries: local.Queries, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv in the inputs' dtypes."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ModifierSums]:
+        """dq, dk, dv in the inputs' dtypes, and the gradients of modifiers, of this rank's rows (on a grid: of its heads axis's rows)."""
+        heads, score = queries.q.shape[2], self._score_here(score, queries.q.shape[2])
+        sums = local.modifier_sums(score)
         q, dout = _sorted(queries.q, self.q_order), _sorted(queries.dout, self.q_order)
         k, v = _sorted(k, self.k_order), _sorted(v, self.k_order)
         stats = queries.row_max, queries.row_sum, queries.delta
@@ -65,11 +70,37 @@ class RankAttention:
             stats = _as_stats(found.pop())
             q, k, v, dout = found
         queries = local.Queries(q, dout, *stats)
-        dq, dk, dv = passes.backward(self.transport, self.program.backward, score, queries, k, v, kv_dtype=kv_dtype)
+        dq, dk, dv = passes.backward(self.transport, self.program.backward, score, queries, k, v, kv_dtype=kv_dtype, sums=sums)
         if self.exchange is not None:
             dq, dk, dv = self.exchange.to_rows(dq, dk, dv)
             dk, dv = _summed(dk, copies, k.dtype), _summed(dv, copies, v.dtype)
-        return _restored(dq, self.q_order), _restored(dk, self.k_order), _restored(dv, self.k_order)
+        dq, dk, dv = _restored(dq, self.q_order), _restored(dk, self.k_order), _restored(dv, self.k_order)
+        return dq, dk, dv, self._sums_of_all_heads(sums, heads)
+
+    def _heads_here(self, heads: int) -> tuple[int, int]:
+        """The first query head that this rank computes, and one past the last."""
+        if self.exchange is None:
+            return 0, heads
+        here = heads // self.exchange.transport.size
+        return self.exchange.transport.rank * here, (self.exchange.transport.rank + 1) * here
+
+    def _score_here(self, score: Score, heads: int) -> Score:
+        """What is done to the scores of the heads that this rank computes."""
+        if score.modifiers is None or self.exchange is None:
+            return score
+        return Score(score.softmax_scale, score.modifiers.of_heads(*self._heads_here(heads)))
+
+    def _sums_of_all_heads(self, sums: ModifierSums, heads: int) -> ModifierSums:
+        """Sums of the heads that this rank computes, as those of all heads: zeros for the others."""
+        if self.exchange is None:
+            return sums
+        begin, end = self._heads_here(heads)
+        slopes, values = sums.slopes, sums.values
+        if slopes is not None:
+            slopes = torch.nn.functional.pad(slopes, (begin, heads - end))
+        if values is not None:
+            values = torch.nn.functional.pad(values, (0, 0, begin, heads - end))
+        return ModifierSums(slopes, values)
 
     def _kv_copies(self, q: torch.Tensor, k: torch.Tensor) -> int:
         assert self.exchange is not None

@@ -375,9 +375,10 @@ class _Messages:
 
 def _tiles(plan: Plan, rank: int, pieces: Sequence[_Piece]) -> TileTable:
     """What a rank computes with the rows in a buffer."""
-    tiles = [move_keys(plan.tiles(rank, piece.owner), piece.rows, piece.begin) for piece in pieces]
+    tiles = [move_keys(plan.tiles_of_launch(rank, piece.owner), piece.rows, piece.begin, plan.stride) for piece in pieces]
     rows = pieces[-1].end if pieces else 0
-    return make_tiles(np.concatenate(tiles) if tiles else np.empty((0, 6), dtype=np.int64), plan.lengths[rank], rows)
+    table = np.concatenate(tiles) if tiles else plan.tiles_of_launch(rank, rank)[:0]
+    return make_tiles(table, plan.lengths[rank], rows, plan.stride)
 
 
 def _half(launch: Launch) -> int:

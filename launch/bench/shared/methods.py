@@ -26,7 +26,7 @@ import ringattn as ra
 from ringattn.device import local
 from ringattn.geometry.plan import make_tiles, move_keys
 from ringattn.geometry.rows import Rows
-from ringattn.score import Score
+from ringattn.scores import Score
 
 from .cases import LAYOUTS, RingCase, Tensors
 from .peers import PEER_METHODS, Contestant

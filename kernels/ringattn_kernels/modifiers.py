@@ -1,0 +1,85 @@
+"""What happens to a scaled score before the softmax, and to a weight after it. This module imports torch only.
+
+    score = softcap * tanh(score / softcap)              softcap (Gemma 2)
+    score = score - slopes[b, h] * |distance|            ALiBi (Press et al. 2021)
+    score = score + bias.values[h, piece(distance)]      relative position bias (T5, Raffel et al. 2019, section 2.1)
+    weight = 0 or weight / (1 - p)                       dropout of weights (Dao et al. 2022, algorithm 2)
+
+in this order, where distance is the global position of the key less that of the query.
+
+Shapes: b batch, h query heads, n pieces of distances.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+ROUNDS = 7  # of Philox
+LEVELS = 1 << 16  # of the numbers that decide which pairs are dropped
+
+
+@dataclass(frozen=True, eq=False)
+class Bias:
+    """A number for each head and piece of distances. Piece i holds the distances from edges[i - 1] on, below edges[i].
+
+    edges: ascending. values: (h, n), fp32 or fp64, contiguous, with n = len(edges) + 1.
+    """
+
+    edges: tuple[int, ...]
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Which pairs are dropped follows from these numbers, the batch, the head and the global positions alone.
+
+    p: the probability, in [0, 1). seed: 64 bits. offset: 32 bits. heads: query heads of all ranks. first_head: the first one here.
+    """
+
+    p: float
+    seed: int
+    offset: int
+    heads: int
+    first_head: int = 0
+
+    @property
+    def dropped(self) -> int:
+        """How many of the LEVELS numbers drop a pair."""
+        return round(self.p * LEVELS)
+
+
+@dataclass(frozen=True, eq=False)
+class Modifiers:
+    """What is done to scores and weights. slopes: (b or 1, h), fp32 or fp64, contiguous."""
+
+    softcap: float | None = None
+    slopes: torch.Tensor | None = None
+    bias: Bias | None = None
+    dropout: Dropout | None = None
+
+    @property
+    def placed(self) -> bool:
+        """Whether they depend on positions."""
+        return not (self.slopes is None and self.bias is None and self.dropout is None)
+
+    def of_heads(self, begin: int, end: int) -> Modifiers:
+        """Those of some of the heads."""
+        slopes = None if self.slopes is None else self.slopes[:, begin:end].contiguous()
+        bias = None if self.bias is None else replace(self.bias, values=self.bias.values[begin:end].contiguous())
+        dropout = None if self.dropout is None else replace(self.dropout, first_head=self.dropout.first_head + begin)
+        return Modifiers(self.softcap, slopes, bias, dropout)
+
+
+@dataclass(frozen=True, eq=False)
+class ModifierSums:
+    """Sums of the gradients of slopes and of a bias's values, in fp32 or fp64; each launch of a backward pass adds to them."""
+
+    slopes: torch.Tensor | None
+    values: torch.Tensor | None
+
+    @classmethod
+    def zeros(cls, modifiers: Modifiers) -> ModifierSums:
+        slopes, bias = modifiers.slopes, modifiers.bias
+        return cls(None if slopes is None else torch.zeros_like(slopes), None if bias is None else torch.zeros_like(bias.values))

@@ -1,0 +1,403 @@
+"""Modified scores against dense attention that builds the whole matrix: softcap, ALiBi, relative bias, sinks and dropout."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+import ringattn as ra
+from ringattn.device.philox import kept, philox
+from ringattn.transport import run_ranks
+from ringattn_kernels.modifiers import Dropout
+from tests.strategies import layouts, masks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EXACT = dict(rtol=0, atol=1e-10)
+PARTS = ("softcap", "alibi", "bias", "sinks", "dropout")
+SCHEDULES = (None, ra.ring(), ra.gather(), ra.waves(2), ra.double_ring())
+
+
+def leaf(x):
+    return x.detach().clone().requires_grad_()
+
+
+def tensors(s, h=4, hk=2, d=4, b=2, seed=0):
+    """q, k, v, dout and dlse of a whole sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (b, s, h, d), (b, s, hk, d), (b, s, hk, d), (b, s, h, d), (b, h, s)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def parameters(h=4, b=2, buckets=None, seed=1):
+    """Slopes, a table of biases and sinks."""
+    generator = torch.Generator().manual_seed(seed)
+    buckets = ra.t5_buckets(8, 12, bidirectional=True) if buckets is None else buckets
+    shapes = (b, h), (h, buckets.count), (h,)
+    return buckets, [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def make_score(parts, buckets, slopes, table, sinks):
+    chosen = dict(
+        softcap=1.5, alibi=slopes, bias=ra.relative_bias(table, buckets), sinks=sinks, dropout=0.3, seed=5 << 40 | 3, offset=7
+    )
+    keep = {*parts, "seed", "offset"}
+    return ra.score(**{name: value for name, value in chosen.items() if name in keep})
+
+
+def dense(q, k, v, dout, dlse, mask, parts, buckets, slopes, table, sinks):
+    """out, lse, and the gradients of q, k, v, slopes, table and sinks, written down as the definitions say."""
+    leaves = [leaf(x) for x in (q, k, v, slopes, table, sinks)]
+    q, k, v, slopes, table, sinks = leaves
+    (b, s, h, d), group = q.shape, q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(d)
+    query, key = torch.arange(s)[:, None], torch.arange(s)
+    if "softcap" in parts:
+        scores = 1.5 * torch.tanh(scores / 1.5)
+    if "alibi" in parts:
+        scores = scores - slopes[:, :, None, None] * (query - key).abs()
+    if "bias" in parts:
+        of = [[bucket_of(buckets, j - i) for j in range(s)] for i in range(s)]
+        scores = scores + table[:, torch.tensor(of, dtype=torch.int64).view(s, s)]
+    live = mask.dense(s)
+    scores = scores.masked_fill(~live, float("-inf"))
+    if "sinks" in parts:
+        scores = torch.cat([scores, sinks.view(1, h, 1, 1).expand(b, h, s, 1)], dim=-1)
+    seen = ~scores.isneginf().all(-1) if scores.shape[-1] else torch.zeros(b, h, s, dtype=torch.bool)
+    safe = scores.masked_fill(~seen[..., None], 0.0)
+    lse = safe.logsumexp(-1).masked_fill(~seen, float("-inf"))
+    weights = (safe.softmax(-1) * seen[..., None])[..., :s]
+    if "dropout" in parts:
+        drawn = kept(Dropout(0.3, 5 << 40 | 3, 7, h), b, h, np.arange(s), np.arange(s))
+        weights = weights * torch.from_numpy(drawn) / 0.7
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, v)
+    total = (out * dout).sum() + (lse.masked_fill(~seen, 0.0) * dlse).sum()
+    grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    return out, lse, *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads))
+
+
+def bucket_of(buckets, distance):
+    """The bucket of a distance: how many edges are at most as large says the piece."""
+    return buckets.of_piece[sum(edge <= distance for edge in buckets.edges)]
+
+
+def ring_of_ranks(transport, whole, score_parts, layout, mask, schedule, group=None):
+    """A rank's out, lse and gradients."""
+    q, k, v, dout, dlse, parts, buckets, *params = (*whole, *score_parts)
+    rank = transport.rank if group is None else group.rank
+    mine = [leaf(ra.shard(x, layout, rank)) for x in (q, k, v)]
+    leaves = [leaf(x) for x in params]
+    out, stats = ra.ring_attention(
+        *mine,
+        layout=layout,
+        mask=mask,
+        schedule=schedule,
+        group=transport if group is None else group,
+        score=make_score(parts, buckets, *leaves),
+        return_stats=True,
+    )
+    lse = stats.lse
+    total = (out * ra.shard(dout, layout, rank)).sum()
+    total = total + (lse.masked_fill(lse.isinf(), 0.0) * ra.shard(dlse, layout, rank, dim=2)).sum()
+    grads = torch.autograd.grad(total, [*mine, *leaves], allow_unused=True)
+    return out.detach(), lse.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip([*mine, *leaves], grads))
+
+
+def assert_exact(found, wanted, layout):
+    """Each rank's rows, and the sum over ranks of the gradients of parameters."""
+    for rank, got in enumerate(found):
+        for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, wanted):
+            y = ra.shard(y, layout, rank, dim=2 if name == "lse" else 1)
+            torch.testing.assert_close(x, y, **EXACT, msg=lambda text, rank=rank, name=name: f"{name} on rank {rank}: {text}")
+    for name, x, y in zip(("dslopes", "dtable", "dsinks"), (sum(x) for x in zip(*(got[5:] for got in found))), wanted[5:]):
+        torch.testing.assert_close(x, y, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@st.composite
+def cases(draw):
+    s, size = draw(st.integers(0, 40)), draw(st.sampled_from([1, 2, 3, 5]))
+    mask, _ = draw(masks(s))
+    edges = sorted(draw(st.sets(st.integers(-45, 45), max_size=5)))
+    parts = draw(st.sets(st.sampled_from(PARTS), min_size=1))
+    return s, draw(layouts(s, size)), mask, ra.buckets(edges), parts, draw(st.sampled_from(SCHEDULES))
+
+
+@given(cases())
+@settings(max_examples=60)
+def test_any_score_is_exact_under_any_mask_layout_and_schedule(case):
+    s, layout, mask, buckets, parts, schedule = case
+    whole = tensors(s)
+    buckets, params = parameters(buckets=buckets)
+    wanted = dense(*whole, mask, parts, buckets, *params)
+    score_parts = parts, buckets, *params
+    found = run_ranks(
+        layout.world_size, lambda t: ring_of_ranks(t, whole, score_parts, layout, mask, schedule), 1 if schedule == SCHEDULES[-1] else None
+    )
+    assert_exact(found, wanted, layout)
+
+
+@pytest.mark.parametrize("s", [1300])
+def test_blocks_of_a_long_sequence_fit_together(s):
+    """Several blocks of queries and keys a tile."""
+    whole, (buckets, params) = tensors(s, b=1), parameters(b=1, buckets=ra.buckets([-700, -500, -3, 0]))
+    layout = ra.zigzag(s, 3)
+    found = run_ranks(3, lambda t: ring_of_ranks(t, whole, (PARTS, buckets, *params), layout, ra.causal(), None))
+    assert_exact(found, dense(*whole, ra.causal(), PARTS, buckets, *params), layout)
+
+
+def over_gloo(group, mesh_shape=None):
+    """A rank's results over a process group or a grid of ranks."""
+    s = 37
+    whole, (buckets, params) = tensors(s), parameters()
+    layout = ra.zigzag(s, 4 if mesh_shape else group.size())
+    where = ra.hybrid(init_device_mesh("cpu", mesh_shape, mesh_dim_names=("ring", "heads"))) if mesh_shape else None
+    return ring_of_ranks(
+        ra.process_group(group), whole, (PARTS, buckets, *params), layout, ra.sliding_window(20, 3), None, group=where
+    )
+
+
+@pytest.mark.parametrize("mesh_shape", [None, (2, 2), (1, 4)])
+def test_process_groups_and_grids(gloo, mesh_shape):
+    found = gloo.run(4 if mesh_shape else 3, over_gloo, mesh_shape)
+    whole, (buckets, params) = tensors(37), parameters()
+    assert_exact(found, dense(*whole, ra.sliding_window(20, 3), PARTS, buckets, *params), ra.zigzag(37, len(found)))
+
+
+@pytest.mark.parametrize("parts", [("softcap",), ("alibi", "sinks"), ("bias",), PARTS], ids=str)
+def test_the_oracle(parts):
+    whole, (buckets, params) = tensors(23), parameters()
+    wanted = dense(*whole, ra.causal(), parts, buckets, *params)
+    leaves = [leaf(x) for x in (*whole[:3], *params)]
+    score = make_score(parts, buckets, *leaves[3:])
+    out, stats = ra.reference.attention(*leaves[:3], score=score, return_stats=True)
+    grads = torch.autograd.grad([out, stats.lse], leaves, [whole[3], whole[4]], allow_unused=True)
+    for x, y in zip((out, stats.lse, *grads), wanted):
+        torch.testing.assert_close(torch.zeros_like(y) if x is None else x, y, **EXACT)
+
+
+def test_partials_of_keys_merge(monkeypatch):
+    """With positions in any order, and sinks in one of the calls."""
+    s = 29
+    whole, (buckets, params) = tensors(s), parameters()
+    wanted = dense(*whole, ra.causal(), PARTS, buckets, *params)
+    order, leaves = torch.randperm(s), [leaf(x) for x in params]
+    q, k, v = (x[:, order] for x in whole[:3])
+    parts = []
+    for n, keys in enumerate(torch.arange(s).chunk(3)):
+        score = make_score(PARTS if n == 1 else set(PARTS) - {"sinks"}, buckets, *leaves)
+        parts.append(ra.attend(q, k[:, keys], v[:, keys], q_positions=order, k_positions=order[keys], score=score))
+    out, stats = ra.finish(ra.merge(ra.merge(*parts[:2]), parts[2]), return_stats=True)
+    torch.testing.assert_close(out, wanted[0][:, order], **EXACT)
+    torch.testing.assert_close(stats.lse, wanted[1][:, :, order], **EXACT)
+    grads = torch.autograd.grad([out, stats.lse], leaves, [whole[3][:, order], whole[4][:, :, order]])
+    for x, y in zip(grads, wanted[5:]):
+        torch.testing.assert_close(x, y, **EXACT)
+
+
+def test_gradcheck():
+    (q, k, v, *_), (buckets, params) = tensors(5, h=2, hk=1, d=2, b=1), parameters(h=2, b=1)
+    leaves = [leaf(x) for x in (q, k, v, *params)]
+    assert torch.autograd.gradcheck(lambda q, k, v, *p: ra.ring_attention(q, k, v, score=make_score(PARTS, buckets, *p)), leaves)
+
+
+# which pairs are dropped
+
+
+def test_philox_gives_the_published_numbers():
+    """The known answers of Random123 for a counter and a key of zeros and of ones."""
+    zeros, ones = (np.zeros(1, np.int64),) * 4, (np.full(1, 0xFFFFFFFF),) * 4
+
+    def numbers(counter, seed, rounds):
+        return [int(x[0]) for x in philox(counter, seed, rounds)]
+
+    assert numbers(zeros, 0, 7) == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
+    assert numbers(zeros, 0, 10) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert numbers(ones, (1 << 64) - 1, 10) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+@pytest.mark.parametrize("p", [0.0001, 0.1, 0.5, 0.9])
+def test_the_share_of_dropped_pairs_is_p(p):
+    live = kept(Dropout(p, 11, 0, 3), 2, 3, np.arange(1000), np.arange(700))
+    assert abs((~live).mean() - p) < 4 * math.sqrt(p * (1 - p) / live.size)
+    # heads, batches, rows and columns differ
+    assert len({row.tobytes() for row in live.reshape(-1, 700)}) > (5900 if p > 0.001 else 100)
+
+
+def test_other_seeds_and_offsets_drop_other_pairs():
+    drawn = [kept(Dropout(0.5, seed, offset, 1), 1, 1, *[np.arange(64)] * 2) for seed in (1, 1 << 33, 1 << 62) for offset in (0, 9)]
+    for one, other in itertools.combinations(drawn, 2):
+        assert 0.4 < (one == other).mean() < 0.6
+
+
+def test_a_pair_is_kept_or_dropped_wherever_it_is():
+    whole = kept(Dropout(0.3, 3, 1, 5), 2, 5, np.arange(100), np.arange(90))
+    q, k = np.random.default_rng(0).permutation(100)[:33], np.random.default_rng(1).permutation(90)[:41]
+    assert np.array_equal(kept(Dropout(0.3, 3, 1, 5, 2), 2, 3, q, k), whole[:, 2:][:, :, q][..., k])
+
+
+def test_a_seed_comes_from_torchs_generator():
+    q, k, v, *_ = tensors(30)
+
+    def draw():
+        return ra.ring_attention(q, k, v, score=ra.score(dropout=0.5))
+
+    torch.manual_seed(0)
+    first, second = draw(), draw()
+    torch.manual_seed(0)
+    assert torch.equal(draw(), first)
+    assert torch.equal(draw(), second)
+    assert not torch.equal(first, second)
+
+
+def checkpointed(group):
+    """A rank's gradients with and without activation checkpointing, of a seed from torch's generator."""
+    whole, layout = tensors(20), ra.zigzag(20, group.size())
+    found = []
+    for again in (False, True):
+        torch.manual_seed(3)
+        mine = [leaf(ra.shard(x, layout, group.rank())) for x in whole[:3]]
+
+        def attend(q, k, v):
+            return ra.ring_attention(q, k, v, layout=layout, group=group, score=ra.score(dropout=0.4))
+
+        out = torch.utils.checkpoint.checkpoint(attend, *mine, use_reentrant=False) if again else attend(*mine)
+        found.append([out, *torch.autograd.grad(out.square().sum(), mine)])
+    return all(torch.equal(x, y) for x, y in zip(*found))
+
+
+def test_checkpointing_draws_the_same_again(gloo):
+    assert all(gloo.run(2, checkpointed))
+
+
+# T5's buckets and ALiBi's slopes
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(("count", "max_distance"), [(32, 128), (8, 12), (64, 1000)])
+def test_buckets_are_those_of_transformers(bidirectional, count, max_distance):
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    distance = torch.arange(-3 * max_distance, 3 * max_distance)
+    wanted = t5.T5Attention._relative_position_bucket(distance, bidirectional, count, max_distance)
+    buckets = ra.t5_buckets(count, max_distance, bidirectional=bidirectional)
+    assert [bucket_of(buckets, x) for x in distance.tolist()] == wanted.tolist()
+    assert buckets.count == count
+
+
+@pytest.mark.parametrize("h", [1, 2, 3, 6, 8, 12, 40, 71])
+def test_slopes_are_those_of_transformers(h):
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    wanted = bloom.build_alibi_tensor(torch.ones(1, 2), h, torch.float32)[:, 0, 1]
+    torch.testing.assert_close(ra.alibi_slopes(h), wanted, rtol=1e-6, atol=0)
+
+
+# what is refused
+
+Q = torch.zeros(2, 6, 4, 8)
+BUCKETS = ra.t5_buckets(bidirectional=False)
+BAD_SCORES = {
+    "softcap": (dict(softcap=0.0), "softcap is 0.0, but must be more than 0"),
+    "softcap is no number": (dict(softcap="30"), "softcap is '30', but must be a Python number"),
+    "p": (dict(dropout=1.0), "dropout is 1.0, but must be less than 1"),
+    "negative p": (dict(dropout=-0.1), "dropout is -0.1, but must be at least 0.0"),
+    "seed": (dict(dropout=0.1, seed=-1), "seed is -1, but must be at least 0"),
+    "offset": (dict(dropout=0.1, offset=1 << 32), "offset is 4294967296, but must be at most 4294967295"),
+    "dense bias": (dict(bias=torch.zeros(4, 6, 6)), "ringattn takes no dense bias"),
+    "integer slopes": (dict(alibi=torch.arange(4)), "alibi has dtype torch.int64"),
+    "sinks of 2 dimensions": (dict(sinks=torch.zeros(1, 4)), r"sinks has dtype torch.float32 and shape \(1, 4\)"),
+}
+BAD_CALLS = {
+    "slopes": (dict(alibi=torch.zeros(3)), r"alibi has shape \(3,\), but must be \(4,\) or \(2, 4\)"),
+    "slopes of a batch": (dict(alibi=torch.zeros(4, 2)), r"alibi has shape \(4, 2\), but must be \(4,\) or \(2, 4\)"),
+    "sinks": (dict(sinks=torch.zeros(2)), r"sinks has shape \(2,\), but must be \(4,\)"),
+    "table": (dict(bias=ra.relative_bias(torch.zeros(8, 32), BUCKETS)), "the table of bias has 8 heads, but q has 4"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SCORES)
+def test_bad_scores_are_refused(case):
+    arguments, message = BAD_SCORES[case]
+    with pytest.raises(ValueError, match=message):
+        ra.score(**arguments)
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_what_does_not_fit_q_is_refused_on_every_rank(case):
+    arguments, message = BAD_CALLS[case]
+
+    def work(transport):
+        q = torch.zeros(2, 3, 4, 8)
+        score = ra.score(**arguments) if transport.rank else None
+        with pytest.raises(ValueError, match=message):
+            ra.ring_attention(q, q, q, group=transport, score=score)
+
+    run_ranks(2, work)
+
+
+@pytest.mark.parametrize(
+    ("mine", "yours", "name"),
+    [
+        (None, dict(sinks=torch.zeros(4)), "score"),
+        (dict(softcap=1.0), dict(softcap=2.0), "score"),
+        (dict(bias=ra.relative_bias(torch.zeros(4, 32), BUCKETS)), dict(bias=ra.relative_bias(torch.zeros(4, 32), ra.buckets(range(31)))), "score"),
+        (dict(dropout=0.1, seed=1), dict(dropout=0.1, seed=2), "seed and offset of dropout"),
+        (dict(dropout=0.1, seed=1), dict(dropout=0.1, seed=1, offset=1), "seed and offset of dropout"),
+    ],
+    ids=["sinks on one rank", "softcap", "buckets", "seed", "offset"],
+)  # fmt: skip
+def test_ranks_that_disagree_are_told(mine, yours, name):
+    def work(transport):
+        options = yours if transport.rank == 2 else mine
+        q = torch.zeros(2, 3, 4, 8)
+        with pytest.raises(ValueError, match=rf"{name}.*rank 2") as caught:
+            ra.ring_attention(q, q, q, group=transport, score=None if options is None else ra.score(**options))
+        return str(caught.value)
+
+    assert len(set(run_ranks(3, work))) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (ra.buckets, ([3, 1],), "must ascend"),
+        (ra.buckets, (list(range(1024)),), "may have at most 1023"),
+        (ra.buckets, ([1 << 50],), "positions are less than"),
+        (ra.relative_bias, (torch.zeros(4, 31), BUCKETS), "a column for each of the 32 buckets"),
+        (ra.relative_bias, (torch.zeros(4, 32), 32), "must be a Buckets"),
+        (ra.alibi_slopes, (0,), "h is 0, but must be at least 1"),
+    ],
+)
+def test_bad_parts_are_refused(function, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        function(*arguments)
+
+
+def test_positions_beyond_32_bits_are_refused():
+    q = torch.zeros(1, 1, 2, 8)
+    far = torch.tensor([1 << 31])
+    with pytest.raises(ValueError, match=r"take at most 2\*\*31"):
+        ra.attend(q, q, q, q_positions=far, k_positions=far, score=ra.score(alibi=torch.zeros(2)))
+    assert ra.attend(q, q, q, q_positions=far, k_positions=far, score=ra.score(softcap=1.0)).out.shape == q.shape
+
+
+def test_compiled_calls_have_modified_scores():
+    whole, (buckets, params) = tensors(23), parameters()
+    leaves = [leaf(x) for x in (*whole[:3], *params)]
+    score = make_score(PARTS, buckets, *leaves[3:])
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def attend(q, k, v):
+        return ra.ring_attention(q, k, v, score=score)
+
+    out = attend(*leaves[:3])
+    wanted = ra.ring_attention(*leaves[:3], score=score)
+    assert torch.equal(out, wanted)
+    for x, y in zip(torch.autograd.grad(out, leaves, whole[3]), torch.autograd.grad(wanted, leaves, whole[3])):
+        torch.testing.assert_close(x, y, **EXACT)
