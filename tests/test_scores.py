@@ -139,7 +139,9 @@ def test_any_score_is_exact_under_any_mask_layout_and_schedule(case):
     wanted = dense(*whole, mask, parts, buckets, *params)
     score_parts = parts, buckets, *params
     found = run_ranks(
-        layout.world_size, lambda t: ring_of_ranks(t, whole, score_parts, layout, mask, schedule), 1 if schedule == SCHEDULES[-1] else None
+        layout.world_size,
+        lambda t: ring_of_ranks(t, whole, score_parts, layout, mask, schedule),
+        1 if schedule == SCHEDULES[-1] else None,
     )
     assert_exact(found, wanted, layout)
 

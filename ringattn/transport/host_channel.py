@@ -136,6 +136,10 @@ class HostChannel(Ranks):
             self._group = future.result()
         except RuntimeError as error:
             raise self.roster.failed(self._others()) from error
+        # a rank that ended now would break the connections that others still make
+        connected = self._roll.gather(b"", until)
+        if len(connected) < self.size:
+            raise self.roster.late([rank for rank in range(self.size) if rank not in connected])
 
     def _map(self, own: FileIO | None, key: str) -> SharedRecords | None:
         """The memory of a file that all ranks map, or None if this rank cannot. Rank 0 keeps its `own` open for the others."""

@@ -40,7 +40,9 @@ def compiled(request):
     assert "TRITON_INTERPRET" not in os.environ, "the interpreter compiles nothing"
     with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
         variants = {
-            item.callspec.params["variant"] for item in request.session.items if "compiled" in getattr(item, "fixturenames", ())
+            item.callspec.params["variant"]
+            for item in request.session.items
+            if hasattr(item, "callspec") and item.path == request.path and "variant" in item.callspec.params
         }
         yield {variant: pool.submit(compile_variant, variant) for variant in variants}
 
