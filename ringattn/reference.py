@@ -100,8 +100,9 @@ def _modified(scores: torch.Tensor, score: ScoreMod) -> torch.Tensor:
 
 def _kept(score: ScoreMod, shape: torch.Size) -> torch.Tensor:
     """Which pairs (b, h, s, s) dropout keeps."""
-    *_, seed = score.tensors(torch.float64)
-    assert seed is not None
+    *_, drawn = score.tensors(torch.float64)
+    assert drawn is not None
+    seed, offset = drawn.tolist()
     b, h, s, _ = shape
     positions = np.arange(s)
-    return torch.from_numpy(kept(Dropout(score.kind.dropout, *seed.tolist(), h), b, h, positions, positions))
+    return torch.from_numpy(kept(Dropout(score.kind.dropout, seed, offset, h), b, h, positions, positions))

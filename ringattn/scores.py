@@ -6,6 +6,7 @@ Shapes: b batch, s local tokens, h query heads.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,7 @@ class Buckets(Digested):
         return f"{self.count} buckets of {len(self.of_piece)} pieces of distances"
 
 
-def buckets(edges: Any) -> Buckets:
+def buckets(edges: Sequence[int] | np.ndarray | torch.Tensor) -> Buckets:
     """Buckets in the order of distances: bucket i holds the distances from edges[i - 1] on, below edges[i].
 
     edges: ascending integers. A distance is the position of the key less that of the query: negative for keys of the past. Raises
@@ -131,7 +132,7 @@ def alibi_slopes(h: int) -> torch.Tensor:
     >>> ra.alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
     """
-    h = check.integer("h", h, least=1)
+    h = check.integer("h", h, least=1, most=1 << 16)
     power = 1 << (h.bit_length() - 1)
     slopes = [2.0 ** (-8 * i / power) for i in range(1, power + 1)]
     slopes += [2.0 ** (-4 * i / power) for i in range(1, 2 * (h - power), 2)]
@@ -158,7 +159,10 @@ class ScoreKind(Digested):
     ) -> Modifiers | None:
         """What the device does. slopes: (b or 1, h). values: (h, pieces). seed: (2,) int64 on the CPU, with the offset."""
         bias = None if values is None or self.buckets is None else Bias(self.buckets.edges, values)
-        dropout = None if seed is None else Dropout(self.dropout, *seed.tolist(), heads)
+        dropout = None
+        if seed is not None:
+            number, offset = seed.tolist()
+            dropout = Dropout(self.dropout, number, offset, heads)
         found = Modifiers(self.softcap, slopes, bias, dropout)
         return found if found.placed or found.softcap is not None else None
 

@@ -132,6 +132,10 @@ def count_of(labels: torch.Tensor) -> torch.Tensor:
     return loss.count_tokens(labels)
 
 
+def of_score(score: ra.ScoreMod | None) -> torch.Tensor:
+    return ra.reference.attention(x(), x(), x(), score=score)
+
+
 def with_rate(hbm_gbs: float) -> Machine:
     return H200.with_rates({"hbm_gbs": hbm_gbs})
 
@@ -153,10 +157,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]]]] = {
     "Plan.needs": (PLAN.needs, {"rank": lambda: 0, "owner": lambda: 1}),
     "Plan.pairs_of": (PLAN.pairs_of, {"rank": lambda: 0, "owner": lambda: 1}),
     "Span": (span_in_layout, {}),
+    "alibi_slopes": (ra.alibi_slopes, {"h": lambda: 2}),
     "attend": (ra.attend, {"q": x, "k": x, "v": x}),
     "balanced": (ra.balanced, {"mask": lambda: MASK, "seq_len": lambda: 6, "world_size": lambda: 2}),
     "bigbird": (ra.bigbird, {"seq_len": lambda: 64, "block_size": lambda: 8}),
     "block_sparse": (ra.block_sparse, {"block_mask": lambda: [[True]], "block_size": lambda: 4}),
+    "buckets": (ra.buckets, {"edges": lambda: [-1, 1]}),
     "causal": (ra.causal, {}),
     "checkpoint_layers": (ra.checkpoint_layers, {"layers": lambda: [torch.nn.Linear(2, 2)]}),
     "contiguous": (ra.contiguous, {"seq_len": lambda: 6, "world_size": lambda: 2}),
@@ -175,13 +181,17 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]]]] = {
     "merge": (ra.merge, {"a": partial, "b": partial}),
     "prefix": (ra.prefix, {"n": lambda: 2}),
     "process_group": (ra.process_group, {}),
+    "relative_bias": (ra.relative_bias, {"table": lambda: x(2, 32), "buckets": lambda: ra.t5_buckets(bidirectional=False)}),
     "replace_attention": (ra.replace_attention, {"model": Attention}),
     "ring": (ra.ring, {}),
     "ring_attention": (ra.ring_attention, {"q": x, "k": x, "v": x}),
+    "score": (ra.score, {}),
+    "score of a call": (of_score, {"score": ra.score}),
     "shard": (ra.shard, {"x": lambda: TOKENS, "layout": lambda: LAYOUT, "rank": lambda: 0}),
     "sliding_window": (ra.sliding_window, {"left": lambda: 2}),
     "striped": (ra.striped, {"seq_len": lambda: 6, "world_size": lambda: 2}),
     "symmetric": (ra.symmetric, {}),
+    "t5_buckets": (ra.t5_buckets, {"bidirectional": lambda: False}),
     "unshard": (ra.unshard, {"x_local": lambda: TOKENS, "layout": lambda: LAYOUT}),
     "verify": (ra.verify, {"model": lambda: torch.nn.Linear(2, 2), "batch": lambda: {"input_ids": TOKENS}}),
     "waves": (ra.waves, {}),
@@ -294,6 +304,7 @@ def test_every_public_function_is_tried():
     public = {name for name in ra.__all__ if callable(getattr(ra, name))}
     # abstract bases, results that functions return, and functions that torch calls
     untried = {"Mask", "Schedule", "Plan", "Partial", "Report", "Stats", "checkpoint_contexts", "checkpoint_policy"}
+    untried |= {"Buckets", "RelativeBias", "ScoreMod"}
     assert public - set(CALLS) == untried
     for module in (causal_lm, data, loss, tiled, planner, huggingface, deepspeed):
         functions = {

@@ -304,6 +304,7 @@ def test_slopes_are_those_of_transformers(h):
 
 Q = torch.zeros(2, 6, 4, 8)
 BUCKETS = ra.t5_buckets(bidirectional=False)
+BIAS = ra.relative_bias(torch.zeros(4, 32), BUCKETS)
 BAD_SCORES = {
     "softcap": (dict(softcap=0.0), "softcap is 0.0, but must be more than 0"),
     "softcap is no number": (dict(softcap="30"), "softcap is '30', but must be a Python number"),
@@ -348,12 +349,12 @@ def test_what_does_not_fit_q_is_refused_on_every_rank(case):
     [
         (None, dict(sinks=torch.zeros(4)), "score"),
         (dict(softcap=1.0), dict(softcap=2.0), "score"),
-        (dict(bias=ra.relative_bias(torch.zeros(4, 32), BUCKETS)), dict(bias=ra.relative_bias(torch.zeros(4, 32), ra.buckets(range(31)))), "score"),
+        (dict(bias=BIAS), dict(bias=ra.relative_bias(torch.zeros(4, 32), ra.buckets(range(31)))), "score"),
         (dict(dropout=0.1, seed=1), dict(dropout=0.1, seed=2), "seed and offset of dropout"),
         (dict(dropout=0.1, seed=1), dict(dropout=0.1, seed=1, offset=1), "seed and offset of dropout"),
     ],
     ids=["sinks on one rank", "softcap", "buckets", "seed", "offset"],
-)  # fmt: skip
+)
 def test_ranks_that_disagree_are_told(mine, yours, name):
     def work(transport):
         options = yours if transport.rank == 2 else mine

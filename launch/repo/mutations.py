@@ -262,7 +262,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ringattn/runtime/op.py",
-        "    if made_by != call.identity(softmax_scale):",
+        "    if made_by != call.identity(score):",
         "    if False:",
         "a removed check: a layer is computed again with another layout",
         "tests/integrations/test_replace.py -k another_mask_between",
@@ -425,7 +425,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ringattn/device/blocked.py",
-        "part *= (kept * scale)",
+        "part *= (before * scale)",
         "part *= (1.0 * scale)",
         "the output of earlier keys is not rescaled to the new maximum",
         BLOCKED,

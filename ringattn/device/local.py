@@ -111,11 +111,12 @@ def backward(
         for x in () if add else (dk, dv):
             x.zero_()
         return
+    scale, modifiers = score.softmax_scale, score.modifiers
     if isinstance(dq, blocked.TorchQuerySums):
-        run = blocked.backward
+        blocked.backward(queries, k, v, tiles, softmax_scale=scale, modifiers=modifiers, sums=sums, dq=dq, dk=dk, dv=dv, add=add)
     else:
         import ringattn_kernels
 
-        run = ringattn_kernels.backward
-    scores = dict(softmax_scale=score.softmax_scale, modifiers=score.modifiers, sums=sums)
-    run(queries, k, v, tiles, **scores, dq=dq, dk=dk, dv=dv, add=add)
+        ringattn_kernels.backward(
+            queries, k, v, tiles, softmax_scale=scale, modifiers=modifiers, sums=sums, dq=dq, dk=dk, dv=dv, add=add
+        )

@@ -18,8 +18,9 @@ from ringattn.device import local
 from ringattn.runtime.calls import LocalCall, RingCall, compiled_call, find_call
 from ringattn.runtime.context import Context
 from ringattn.runtime.groups import get_context
-from ringattn.runtime.op import BACKWARD, FORWARD
+from ringattn.runtime.op import BACKWARD, FORWARD, UNMODIFIED
 from ringattn.runtime.rank_attention import RankAttention
+from ringattn.scores import Score
 from ringattn.transport import Alone
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -113,12 +114,18 @@ def test_the_operators_keep_their_contract(mask, heads_first):
     q, k, v = inputs(s=16)
     if heads_first:
         q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v))
-    run = RingCall(get_context(None), None, mask, None)
-    torch.library.opcheck(FORWARD, (q, k, v, run.number, 0.3, True))
-    saved = [x.detach() for x in (q, k, v, *FORWARD(q, k, v, run.number, 0.3, True))]
-    dout, drow_sum = torch.randn_like(saved[3]), torch.randn_like(saved[5])
-    for upstream in ((dout, drow_sum), (dout, None), (None, drow_sum)):
-        torch.library.opcheck(BACKWARD, (*upstream, *saved, run.number, 0.3))
+    for modified in (False, True):
+        kind, modifying = None, UNMODIFIED
+        if modified:
+            score = ra.score(softcap=2.0, alibi=torch.rand(4, dtype=q.dtype, requires_grad=True), dropout=0.2)
+            kind, modifying = score.kind, score.tensors(q.dtype)
+        run = RingCall(get_context(None), None, mask, None, kind=kind)
+        torch.library.opcheck(FORWARD, (q, k, v, *modifying, run.number, 0.3, True))
+        out, row_max, row_sum, agreed = FORWARD(q, k, v, *modifying, run.number, 0.3, True)
+        saved = [None if x is None else x.detach() for x in (q, k, v, *modifying, out, row_max, row_sum, agreed)]
+        dout, drow_sum = torch.randn_like(out), torch.randn_like(row_sum)
+        for upstream in ((dout, drow_sum), (dout, None), (None, drow_sum)):
+            torch.library.opcheck(BACKWARD, (*upstream, *saved, run.number, 0.3))
 
 
 def test_an_operator_of_local_tiles_keeps_its_contract():
@@ -128,7 +135,7 @@ def test_an_operator_of_local_tiles_keeps_its_contract():
     q, k, v = inputs(b=1, s=9, dtype=torch.float32)
     tiles, q_order, k_order = make_local_plan(torch.arange(9), torch.arange(9).flip(0), ra.causal(), 9)
     run = LocalCall(RankAttention(Alone(), local_program(tiles), q_order, k_order))
-    torch.library.opcheck(FORWARD, (q, k, v, run.number, 0.3, True))
+    torch.library.opcheck(FORWARD, (q, k, v, *UNMODIFIED, run.number, 0.3, True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -195,7 +202,7 @@ def test_compiled_calls_know_the_line_that_calls_or_their_name():
     numbers = []
 
     def backend(graph, _):
-        numbers.extend(node.args[3] for node in graph.graph.nodes if node.target is FORWARD)
+        numbers.extend(node.args[6] for node in graph.graph.nodes if node.target is FORWARD)
         return graph
 
     def attention(q):
@@ -286,7 +293,7 @@ def test_equal_calls_are_checked_once():
     q, k, v = inputs()
 
     def begin(*tensors, layout=None, mask=MASKS["causal"], scale=0.5, needs_grad=True):
-        RingCall(context, layout, mask, None).begin(*tensors, scale, needs_grad)
+        RingCall(context, layout, mask, None).begin(*tensors, Score(scale), needs_grad)
 
     others = (
         lambda: begin(q[:1], k[:1], v[:1]),
