@@ -17,6 +17,7 @@ import torch
 from . import dispatch, hopper, plain_backward, plain_forward
 from .config import architecture, launch_for
 from .dispatch import Kernels
+from .modifiers import Modifiers, ModifierSums
 from .queries import Queries
 from .query_sums import QuerySums
 from .splits import State, add_partials, key_splits, merge, partial_gradients, partials, query_splits
@@ -30,6 +31,7 @@ def forward(
     table: TileTable,
     *,
     softmax_scale: float,
+    modifiers: Modifiers | None = None,
     state: State | None = None,
     final: bool = True,
     kernels: Kernels | None = None,
@@ -42,6 +44,8 @@ def forward(
     state: (out, row_max, row_sum) of earlier launches over other pairs, fp32 and contiguous, updated in place. final: out leaves
     in q.dtype, a fresh tensor; otherwise it is the fp32 state. row_max is in natural-log units after scaling, and row_sum is
     relative to exactly it; a row with no live pair so far is (0, -inf, 0).
+
+    modifiers: what else is done to scores and weights. The plain kernels do it; those that depend on positions need a placed table.
 
     kernels: which kernels to run, instead of the choice of `dispatch.choose_forward`.
     splits: the number of programs that share the keys of the longest query block, instead of the choice of `splits.best`.
@@ -56,6 +60,8 @@ def forward(
         assert out.dtype == torch.float32 and out.is_contiguous() and row_max.is_contiguous() and row_sum.is_contiguous()
         if final:
             out = torch.empty(out.shape, device=q.device, dtype=q.dtype)
+    kernels = _for_modifiers(modifiers, table, kernels)
+    more = {} if modifiers is None else dict(modifiers=modifiers)
     if dispatch.forward_kernels(q, k, v, table, softmax_scale, kernels) == Kernels.HOPPER:
         config, launch = hopper.forward_config.config_for(q, v, table, splits), hopper.forward.launch
     else:
@@ -64,11 +70,11 @@ def forward(
     if how.most > 1:
         # the state is merged with the splits' partials
         partial = partials(how, q, v.shape[3])
-        launch(q, k, v, table, *partial, softmax_scale, None, True, how.most, config)
+        launch(q, k, v, table, *partial, softmax_scale, None, True, how.most, config, **more)
         merge(how, partial, state, out, row_max, row_sum, final)
     else:
         # a block without a segment must be written too, unless its state stays as it is
-        launch(q, k, v, table, out, row_max, row_sum, softmax_scale, state, state is not None and not final, 1, config)
+        launch(q, k, v, table, out, row_max, row_sum, softmax_scale, state, state is not None and not final, 1, config, **more)
     return out, row_max, row_sum
 
 
@@ -86,6 +92,8 @@ def backward(
     kernels: Kernels | None = None,
     deterministic: bool | None = None,
     splits: int | None = None,
+    modifiers: Modifiers | None = None,
+    sums: ModifierSums | None = None,
 ) -> None:
     """Add the gradients of the table's pairs to fp32 dq, dk and dv, in place; any strides, last dim contiguous.
 
@@ -99,22 +107,34 @@ def backward(
     splits: the number of programs that share the steps of the longest block, instead of the choice of `splits.best`.
     deterministic: whether the same inputs must give the same bits of dq, at some cost in speed; dk and dv always have the same bits.
     None follows `torch.use_deterministic_algorithms`.
+    modifiers: as in `forward`. sums: to which the gradients of slopes and of a bias's values are added.
     """
-    q, sums = queries.q, dq if isinstance(dq, QuerySums) else None
+    q, query_sums = queries.q, dq if isinstance(dq, QuerySums) else None
+    kernels = _for_modifiers(modifiers, table, kernels)
     chosen = dispatch.backward_kernels(queries, k, v, table, kernels, deterministic)
-    assert sums is None or (sums.q.shape == q.shape and sums.softmax_scale == softmax_scale)
+    assert query_sums is None or (query_sums.q.shape == q.shape and query_sums.softmax_scale == softmax_scale)
     if chosen in (Kernels.HOPPER, Kernels.HOPPER_ORDERED) and splits not in (None, 1):
         raise ValueError(f"splits is {splits}, but {chosen} splits no block: pass 1 or none")
     if chosen in (Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED):
         ordered = chosen == Kernels.HOPPER_ORDERED
         _fused_backward(queries, k, v, table, softmax_scale, dq, dk, dv, add, ordered, 1 if ordered else splits)
         return
-    rows, add_q = (dq, add) if sums is None else sums.rows()
+    rows, add_q = (dq, add) if query_sums is None else query_sums.rows()
     outputs = dict(dq=rows, dk=dk, dv=dv, add_q=add_q, add_kv=add)
     if chosen == Kernels.PLAIN:
-        plain_backward.backward(queries, k, v, table, softmax_scale, **outputs, splits=splits)
+        plain_backward.backward(queries, k, v, table, softmax_scale, **outputs, splits=splits, modifiers=modifiers, sums=sums)
     else:
         hopper.backward.backward(queries, k, v, table, softmax_scale, **outputs)
+
+
+def _for_modifiers(modifiers: Modifiers | None, table: TileTable, kernels: Kernels | None) -> Kernels | None:
+    """The kernels to run for a caller's wish: the plain ones if scores are modified."""
+    if modifiers is None:
+        return kernels
+    if kernels not in (None, Kernels.PLAIN):
+        raise ValueError(f"{kernels} takes no modifiers: pass {Kernels.PLAIN} or none")
+    assert table.places is not None or not modifiers.placed, "scores that depend on positions need a table with places"
+    return Kernels.PLAIN
 
 
 def _fused_backward(

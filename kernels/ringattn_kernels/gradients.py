@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 
 from .bands import edge_count, edge_start, live_columns, load_block, load_rows, load_segment
+from .score_arguments import NOT_SPECIALIZED
+from .score_steps import add_to_values, exponents, kept_share, load_places, steps_of_head
 
 
 @triton.jit
@@ -17,11 +19,14 @@ def store_gradient(pointers, gradient, mask, ADD: tl.constexpr):
 @triton.jit
 def key_step(
     dk, dv, k, v, q_desc, dout_desc, q_ptr, dout_ptr, batch, head, pivot_ptr, weight_ptr, delta_ptr, statistics,
-    stride_qs, stride_os, start, end, first, last, scale,
+    stride_qs, stride_os, start, end, first, last, scale, k_positions, q_place, place_stride, steps,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr,
-    MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
-    """Add one block of queries to dk / softmax_scale and dv. Scores are held transposed, so that P^T and dS^T are left operands."""
+    """Add one block of queries to dk / softmax_scale and dv. Scores are held transposed, so that P^T and dS^T are left operands.
+
+    k_positions: [BLOCK_K, 1]. steps: None if scores are only scaled.
+    """
     columns = start + tl.arange(0, BLOCK_Q)
     # [BLOCK_Q]
     if MASKED:
@@ -42,8 +47,18 @@ def key_step(
     # [BLOCK_Q, BLOCK_DV]
     dout = load_block(dout_desc, dout_ptr, batch, head, start, stride_os, end, BLOCK_Q, V_DIM, BLOCK_DV, MASKED)
     # [BLOCK_K, BLOCK_Q]
-    dp = tl.dot(v, tl.trans(dout), tl.broadcast_to(-delta[None, :], scores.shape), input_precision=PRECISION)
-    p = tl.math.exp2(scores * scale - pivot[None, :])
+    if steps is None:
+        dp = tl.dot(v, tl.trans(dout), tl.broadcast_to(-delta[None, :], scores.shape), input_precision=PRECISION)
+        p = tl.math.exp2(scores * scale - pivot[None, :])
+    else:
+        q_positions = (q_place + place_stride * columns)[None, :]
+        exponent, steepness = exponents(scores, q_positions, k_positions, scale, steps, EDGES)
+        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+        share = 1.0
+        if steps.draw is not None:
+            share = kept_share(q_positions, k_positions, steps)
+        dp = dp * share - delta[None, :]
+        p = tl.math.exp2(exponent - pivot[None, :])
     if MASKED:
         live = (columns[None, :] >= first[:, None]) & (columns[None, :] <= last[:, None])
         p = tl.where(live, p, 0.0)
@@ -53,8 +68,12 @@ def key_step(
         else:
             weight = tl.load(weight_ptr + statistics + columns)
         p = p * weight[None, :]
-    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-    ds = p * dp
+    if steps is None:
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        ds = p * dp
+    else:
+        dv = tl.dot((p * share).to(dout.dtype), dout, dv, input_precision=PRECISION)
+        ds = p * dp * steepness
     if MASKED:
         # a dead key's row may hold anything, and 0 * nan is nan
         ds = tl.where(live, ds, 0.0)
@@ -62,14 +81,17 @@ def key_step(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["item_count", "kv_heads", "group", "q_rows", "k_rows"])
+@triton.jit(do_not_specialize=["item_count", "kv_heads", "group", "q_rows", "k_rows", *NOT_SPECIALIZED])
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, q_desc, dout_desc, pivot_ptr, weight_ptr, delta_ptr, dk_ptr, dv_ptr, items_ptr, segments_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     item_count, kv_heads, group, q_rows, k_rows, scale, softmax_scale,
+    places_ptr, place_stride, cap, slopes_ptr, slopes_stride, edges_ptr, values_ptr, seed_low, seed_high, offset, all_heads, first_head,
+    dropped, whole,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
+    MODIFIED: tl.constexpr, EDGES: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of key rows of one key/value head, over all query heads of its group."""
     program = tl.program_id(0)
@@ -101,21 +123,32 @@ def dkdv_kernel(
         statistics = (batch * kv_heads * group + head).to(tl.int64) * q_rows
         q_head = q_ptr + (batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh)
         dout_head = dout_ptr + (batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh)
+        steps = None
+        if MODIFIED:
+            steps = steps_of_head(
+                batch, head, cap, slopes_ptr, slopes_stride, edges_ptr, values_ptr, seed_low, seed_high, offset,
+                all_heads, first_head, dropped, whole, PIECES,
+            )  # fmt: skip
         for segment in range(segment_begin, segment_end):
             begin, full_begin, full_end, end, lo, hi, row_begin, row_end = load_segment(segments_ptr, segment)
+            q_place = None
+            k_positions = None
+            if MODIFIED:
+                q_place, k_place = load_places(places_ptr, segment)
+                k_positions = (k_place + place_stride * rows)[:, None]
             for start in range(full_begin, full_end, BLOCK_Q):
                 dk, dv = key_step(
                     dk, dv, k, v, q_desc, dout_desc, q_head, dout_head, batch, head, pivot_ptr, weight_ptr, delta_ptr, statistics,
-                    stride_qs, stride_os, start, end, None, None, scale,
-                    HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_Q, False, WEIGHTED, PRECISION,
+                    stride_qs, stride_os, start, end, None, None, scale, k_positions, q_place, place_stride, steps,
+                    HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_Q, False, WEIGHTED, PRECISION, EDGES,
                 )  # fmt: skip
             first, last = live_columns(rows, end, lo, hi, row_begin, row_end)
             for edge in range(edge_count(begin, full_begin, full_end, end, BLOCK_Q)):
                 start = edge_start(edge, begin, full_begin, full_end, BLOCK_Q)
                 dk, dv = key_step(
                     dk, dv, k, v, q_desc, dout_desc, q_head, dout_head, batch, head, pivot_ptr, weight_ptr, delta_ptr, statistics,
-                    stride_qs, stride_os, start, end, first, last, scale,
-                    HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_Q, True, WEIGHTED, PRECISION,
+                    stride_qs, stride_os, start, end, first, last, scale, k_positions, q_place, place_stride, steps,
+                    HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_Q, True, WEIGHTED, PRECISION, EDGES,
                 )  # fmt: skip
 
     d_columns = tl.arange(0, BLOCK_D)[None, :]
@@ -131,11 +164,14 @@ def dkdv_kernel(
 @triton.jit
 def query_step(
     dq, q, dout, pivot, weight, delta, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs,
-    start, end, first, last, scale,
+    start, end, first, last, scale, q_positions, k_place, place_stride, steps, sums_ptr,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
-    MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
-    """Add one block of keys to dq / softmax_scale."""
+    """(dq, dslope) after one block of keys, which adds to dq / softmax_scale. q_positions: [BLOCK_Q, 1]; steps as in `key_step`.
+
+    dslope: rows of what the block adds to minus the gradient of the slope. sums_ptr: the program's sums of the gradients of values.
+    """
     # [BLOCK_K, BLOCK_D]
     k = load_block(k_desc, k_ptr, batch, kv_head, start, stride_ks, end, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
     # [BLOCK_Q, BLOCK_K]
@@ -144,7 +180,14 @@ def query_step(
     v = load_block(v_desc, v_ptr, batch, kv_head, start, stride_vs, end, BLOCK_K, V_DIM, BLOCK_DV, MASKED)
     # [BLOCK_Q, BLOCK_K]
     dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-    p = tl.math.exp2(scores * scale - pivot[:, None])
+    if steps is None:
+        p = tl.math.exp2(scores * scale - pivot[:, None])
+    else:
+        k_positions = (k_place + place_stride * (start + tl.arange(0, BLOCK_K)))[None, :]
+        exponent, steepness = exponents(scores, q_positions, k_positions, scale, steps, EDGES)
+        p = tl.math.exp2(exponent - pivot[:, None])
+        if steps.draw is not None:
+            dp *= kept_share(q_positions, k_positions, steps)
     if MASKED:
         columns = start + tl.arange(0, BLOCK_K)
         live = (columns[None, :] >= first[:, None]) & (columns[None, :] <= last[:, None])
@@ -154,19 +197,36 @@ def query_step(
         ds = p * (dp * weight[:, None] - delta[:, None])
     else:
         ds = p * (dp - delta[:, None])
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    if steps is None:
+        return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION), 0.0
+    else:
+        if MASKED:
+            # a dead key's row may hold anything, and 0 * nan is nan
+            ds = tl.where(live, ds, 0.0)
+        dslope = 0.0
+        if steps.slope is not None:
+            dslope = tl.sum(ds * tl.abs(k_positions - q_positions).to(tl.float32), 1)
+        if sums_ptr is not None:
+            add_to_values(sums_ptr, ds, q_positions, k_positions, steps, EDGES)
+        return tl.dot((ds * steepness).to(k.dtype), k, dq, input_precision=PRECISION), dslope
 
 
-@triton.jit(do_not_specialize=["item_count", "heads", "group", "q_rows"])
+@triton.jit(do_not_specialize=["item_count", "heads", "group", "q_rows", *NOT_SPECIALIZED])
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, k_desc, v_desc, pivot_ptr, weight_ptr, delta_ptr, dq_ptr, items_ptr, segments_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh,
     item_count, heads, group, q_rows, scale, softmax_scale,
+    places_ptr, place_stride, cap, slopes_ptr, slopes_stride, edges_ptr, values_ptr, seed_low, seed_high, offset, all_heads, first_head,
+    dropped, whole, dslopes_ptr, dvalues_ptr,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
+    MODIFIED: tl.constexpr, EDGES: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """dq of one block of query rows of one head."""
+    """dq of one block of query rows of one head.
+
+    dslopes_ptr: a number for each program, minus what it finds for the gradient of its head's slope. dvalues_ptr: PIECES for each.
+    """
     program = tl.program_id(0)
     head_index = program // item_count
     item_ptr = items_ptr + (program % item_count) * 4
@@ -199,25 +259,46 @@ def dq_kernel(
     q = load_rows(q_ptr, block_begin, stride_qs, q_rows, BLOCK_Q, HEAD_DIM, BLOCK_D, True)
     dout = load_rows(dout_ptr, block_begin, stride_os, q_rows, BLOCK_Q, V_DIM, BLOCK_DV, True)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    steps = None
+    sums_ptr = None
+    if MODIFIED:
+        steps = steps_of_head(
+            batch, head, cap, slopes_ptr, slopes_stride, edges_ptr, values_ptr, seed_low, seed_high, offset, all_heads, first_head,
+            dropped, whole, PIECES,
+        )  # fmt: skip
+        dslopes = tl.zeros([BLOCK_Q], tl.float32)
+        if dvalues_ptr is not None:
+            sums_ptr = dvalues_ptr + program.to(tl.int64) * PIECES
 
     for segment in range(segment_begin, segment_end):
         begin, full_begin, full_end, end, lo, hi, row_begin, row_end = load_segment(segments_ptr, segment)
+        k_place = None
+        q_positions = None
+        if MODIFIED:
+            q_place, k_place = load_places(places_ptr, segment)
+            q_positions = (q_place + place_stride * rows)[:, None]
         for start in range(full_begin, full_end, BLOCK_K):
-            dq = query_step(
+            dq, dslope = query_step(
                 dq, q, dout, pivot, weight, delta, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs,
-                start, end, None, None, scale,
-                HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, False, WEIGHTED, PRECISION,
+                start, end, None, None, scale, q_positions, k_place, place_stride, steps, sums_ptr,
+                HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, False, WEIGHTED, PRECISION, EDGES,
             )  # fmt: skip
+            if MODIFIED:
+                dslopes += dslope
         first, last = live_columns(rows, end, lo, hi, row_begin, row_end)
         for edge in range(edge_count(begin, full_begin, full_end, end, BLOCK_K)):
             start = edge_start(edge, begin, full_begin, full_end, BLOCK_K)
-            dq = query_step(
+            dq, dslope = query_step(
                 dq, q, dout, pivot, weight, delta, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs,
-                start, end, first, last, scale,
-                HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, True, WEIGHTED, PRECISION,
+                start, end, first, last, scale, q_positions, k_place, place_stride, steps, sums_ptr,
+                HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, True, WEIGHTED, PRECISION, EDGES,
             )  # fmt: skip
+            if MODIFIED:
+                dslopes += dslope
 
     columns = tl.arange(0, BLOCK_D)[None, :]
     dq_ptrs = dq_ptr + (rows.to(tl.int64)[:, None] * stride_dqs + columns)
     mask = row_mask[:, None] & (columns < HEAD_DIM)
     store_gradient(dq_ptrs, dq * softmax_scale, mask, ADD)
+    if dslopes_ptr is not None:
+        tl.store(dslopes_ptr + program, tl.sum(dslopes, 0))

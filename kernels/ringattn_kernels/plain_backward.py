@@ -8,7 +8,9 @@ import torch
 from .config import BlockConfig, architecture, descriptor, launch_for, padded, precision
 from .gradients import dkdv_kernel, dq_kernel
 from .launches import strides
+from .modifiers import Modifiers, ModifierSums
 from .queries import Queries
+from .score_arguments import score_arguments
 from .splits import add_partials, key_splits, partial_gradients, query_splits
 from .statistics import pivots
 from .table import BlockTable, TileTable
@@ -28,6 +30,8 @@ def backward(
     add_q: bool,
     add_kv: bool,
     splits: int | None,
+    modifiers: Modifiers | None = None,
+    sums: ModifierSums | None = None,
 ) -> None:
     """`ringattn_kernels.backward` by the kernels of `gradients`. add_q is for dq, add_kv for dk and dv."""
     q = queries.q
@@ -43,7 +47,7 @@ def backward(
     count = blocks.touched if add else len(blocks)
     if b * hk * count > 0:
         dkdv_kernel[(b * hk * count,)](
-            **dkdv_arguments(queries, k, v, table, softmax_scale, *rows, blocks, count, *parts, add, config, arch)
+            **dkdv_arguments(queries, k, v, table, softmax_scale, *rows, blocks, count, *parts, add, config, arch, modifiers)
         )
     add_partials(how, table, add_kv, parts, (dk, dv))
     config = launch_for("dq", arch, head_dim, q.dtype)
@@ -52,15 +56,41 @@ def backward(
     add, parts = partial_gradients(how, add_q, dq)
     count = blocks.touched if add else len(blocks)
     if b * h * count > 0:
+        slopes, values = _partial_sums(sums, b * h * count, q.device)
         dq_kernel[(b * h * count,)](
-            **dq_arguments(queries, k, v, table, softmax_scale, *rows, blocks, count, *parts, add, config, arch)
+            **dq_arguments(
+                queries, k, v, table, softmax_scale, *rows, blocks, count, *parts, add, config, arch, modifiers, slopes, values
+            )
         )
+        if sums is not None:
+            _add_partial_sums(sums, b, h, slopes, values)
     add_partials(how, table, add_q, parts, (dq,))
+
+
+def _partial_sums(
+    sums: ModifierSums | None, programs: int, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Memory for what each program of `dq_kernel` finds for the gradients of slopes and values: (programs,) and (programs, pieces)."""
+    slopes = values = None
+    if sums is not None and sums.slopes is not None:
+        slopes = torch.empty(programs, device=device, dtype=torch.float32)
+    if sums is not None and sums.values is not None:
+        values = torch.zeros(programs, sums.values.shape[1], device=device, dtype=torch.float32)
+    return slopes, values
+
+
+def _add_partial_sums(sums: ModifierSums, b: int, h: int, slopes: torch.Tensor | None, values: torch.Tensor | None) -> None:
+    """Add what the programs found, in a fixed order."""
+    if slopes is not None and sums.slopes is not None:
+        found = slopes.view(b, h, -1).sum(2, dtype=torch.float64)
+        sums.slopes.sub_(found if len(sums.slopes) > 1 else found.sum(0, keepdim=True))
+    if values is not None and sums.values is not None:
+        sums.values.add_(values.view(b, h, -1, values.shape[1]).sum((0, 2), dtype=torch.float64))
 
 
 def _shared_arguments(
     queries: Queries, k, v, table: TileTable, softmax_scale: float, pivot, weight, blocks: BlockTable, count: int, add: bool,
-    config: BlockConfig, arch: str,
+    config: BlockConfig, arch: str, modifiers: Modifiers | None,
 ) -> dict:  # fmt: skip
     """Keyword arguments that both gradient kernels take."""
     q, dout, delta = queries.q, queries.dout, queries.delta
@@ -91,6 +121,7 @@ def _shared_arguments(
         ADD=add,
         WEIGHTED=weight is not None,
         PRECISION=precision(q.dtype, arch),
+        **score_arguments(modifiers, blocks, table, q.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -98,7 +129,7 @@ def _shared_arguments(
 
 def dkdv_arguments(
     queries: Queries, k, v, table: TileTable, softmax_scale: float, pivot, weight, blocks: BlockTable, count: int, dk, dv, add: bool,
-    config: BlockConfig, arch: str,
+    config: BlockConfig, arch: str, modifiers: Modifiers | None = None,
 ) -> dict:  # fmt: skip
     """Keyword arguments of one launch of `dkdv_kernel`."""
     assert not add or dk.dtype == dv.dtype == torch.float32
@@ -106,7 +137,9 @@ def dkdv_arguments(
     assert dk.shape[1:] == k.shape[1:]
     assert dv.shape[1:] == v.shape[1:]
     assert dk.stride(3) == dv.stride(3) == 1
-    return _shared_arguments(queries, k, v, table, softmax_scale, pivot, weight, blocks, count, add, config, arch) | dict(
+    return _shared_arguments(
+        queries, k, v, table, softmax_scale, pivot, weight, blocks, count, add, config, arch, modifiers
+    ) | dict(
         q_desc=descriptor(queries.q, config.step, arch),
         dout_desc=descriptor(queries.dout, config.step, arch),
         dk_ptr=dk,
@@ -121,17 +154,22 @@ def dkdv_arguments(
 
 def dq_arguments(
     queries: Queries, k, v, table: TileTable, softmax_scale: float, pivot, weight, blocks: BlockTable, count: int, dq, add: bool,
-    config: BlockConfig, arch: str,
+    config: BlockConfig, arch: str, modifiers: Modifiers | None = None, dslopes: torch.Tensor | None = None,
+    dvalues: torch.Tensor | None = None,
 ) -> dict:  # fmt: skip
     """Keyword arguments of one launch of `dq_kernel`."""
     assert not add or dq.dtype == torch.float32
     # the partials of n splits have n times as many batches
     assert dq.shape[1:] == queries.q.shape[1:]
     assert dq.stride(3) == 1
-    return _shared_arguments(queries, k, v, table, softmax_scale, pivot, weight, blocks, count, add, config, arch) | dict(
+    return _shared_arguments(
+        queries, k, v, table, softmax_scale, pivot, weight, blocks, count, add, config, arch, modifiers
+    ) | dict(
         k_desc=descriptor(k, config.step, arch),
         v_desc=descriptor(v, config.step, arch),
         dq_ptr=dq,
+        dslopes_ptr=dslopes,
+        dvalues_ptr=dvalues,
         **strides(dq=dq),
         heads=queries.q.shape[2],
         BLOCK_Q=config.block,

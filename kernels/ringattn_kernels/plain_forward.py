@@ -13,6 +13,9 @@ import triton.language as tl
 from .bands import edge_count, edge_start, live_columns, load_block, load_rows, load_segment
 from .config import BlockConfig, architecture, descriptor, padded, precision
 from .launches import strides
+from .modifiers import Modifiers
+from .score_arguments import NOT_SPECIALIZED, score_arguments
+from .score_steps import exponents, kept_share, load_places, steps_of_head
 from .table import TileTable
 from .units import LOG2_E, to_base2, to_natural
 
@@ -30,19 +33,35 @@ def launch(
     touched_only: bool,
     splits: int,
     config: BlockConfig,
+    modifiers: Modifiers | None = None,
 ) -> None:
-    """BlockConfig the kernel over tensors that `attention.forward` made."""
+    """Launch the kernel over tensors that `attention.forward` made."""
     arch = architecture(q.device)
     blocks = table.query_blocks(config.block, config.step, q.device, splits)
     count = blocks.touched if touched_only else len(blocks)
     programs = q.shape[0] * q.shape[2] * count
     if programs > 0:
-        arguments = forward_arguments(q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, config, arch)
+        arguments = forward_arguments(
+            q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, config, arch, modifiers
+        )
         forward_kernel[(programs,)](**arguments)
 
 
 def forward_arguments(
-    q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, config: BlockConfig, arch: str
+    q,
+    k,
+    v,
+    table,
+    out,
+    row_max,
+    row_sum,
+    blocks,
+    count,
+    softmax_scale,
+    state,
+    config: BlockConfig,
+    arch: str,
+    modifiers: Modifiers | None = None,
 ) -> dict:
     """Keyword arguments of one launch of `forward_kernel`."""
     _, sq, h, d = q.shape
@@ -78,6 +97,7 @@ def forward_arguments(
         # the maximum of raw products is that of the scores only if the scale is positive
         SCALE_FIRST=softmax_scale <= 0,
         PRECISION=precision(q.dtype, arch),
+        **score_arguments(modifiers, blocks, table, q.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -126,6 +146,28 @@ def attend_block(
 
 
 @triton.jit
+def attend_modified(
+    acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first, last,
+    scale, q_positions, k_place, place_stride, steps, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, EDGES: tl.constexpr,
+):  # fmt: skip
+    """`attend_block` with modified scores. q_positions: [BLOCK_Q, 1]."""
+    # [BLOCK_K, BLOCK_D]
+    k = load_block(k_desc, k_ptr, batch, kv_head, start, stride_ks, end, BLOCK_K, HEAD_DIM, BLOCK_D, MASKED)
+    k_positions = (k_place + place_stride * (start + tl.arange(0, BLOCK_K)))[None, :]
+    # [BLOCK_Q, BLOCK_K]
+    raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    scores, _ = exponents(raw, q_positions, k_positions, scale, steps, EDGES)
+    p, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, start, first, last, 1.0, MASKED, False)
+    if steps.draw is not None:
+        p *= kept_share(q_positions, k_positions, steps)
+    # [BLOCK_K, BLOCK_DV]
+    v = load_block(v_desc, v_ptr, batch, kv_head, start, stride_vs, end, BLOCK_K, V_DIM, BLOCK_DV, MASKED)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, row_max, row_sum
+
+
+@triton.jit
 def attend_pair(
     acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first, last,
     scale, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -149,14 +191,16 @@ def attend_pair(
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["item_count", "heads", "group", "q_rows"])
+@triton.jit(do_not_specialize=["item_count", "heads", "group", "q_rows", *NOT_SPECIALIZED])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, items_ptr, segments_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     item_count, heads, group, q_rows, scale,
+    places_ptr, place_stride, cap, slopes_ptr, slopes_stride, edges_ptr, values_ptr, seed_low, seed_high, offset, all_heads, first_head,
+    dropped, whole,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, HAS_STATE: tl.constexpr,
-    SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, MODIFIED: tl.constexpr, EDGES: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """out, row_max, row_sum of one block of query rows of one head; see the module's formula."""
     # all blocks of a head follow one another, so that its keys and values stay in the L2
@@ -194,10 +238,25 @@ def forward_kernel(
         row_sum = tl.zeros([BLOCK_Q], tl.float32)
         acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
 
+    if MODIFIED:
+        steps = steps_of_head(
+            batch, head, cap, slopes_ptr, slopes_stride, edges_ptr, values_ptr, seed_low, seed_high, offset, all_heads, first_head,
+            dropped, whole, PIECES,
+        )  # fmt: skip
     for segment in range(segment_begin, segment_end):
         begin, full_begin, full_end, end, lo, hi, row_begin, row_end = load_segment(segments_ptr, segment)
+        if MODIFIED:
+            q_place, k_place = load_places(places_ptr, segment)
+            q_positions = (q_place + place_stride * rows)[:, None]
         for start in range(full_begin, full_end, BLOCK_K * PARTS):
-            if PARTS == 2:
+            if MODIFIED:
+                for part in range(PARTS):
+                    acc, row_max, row_sum = attend_modified(
+                        acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs,
+                        start + part * BLOCK_K, end, None, None, scale, q_positions, k_place, place_stride, steps, HEAD_DIM, V_DIM,
+                        BLOCK_D, BLOCK_DV, BLOCK_K, False, PRECISION, EDGES,
+                    )  # fmt: skip
+            elif PARTS == 2:
                 acc, row_max, row_sum = attend_pair(
                     acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, None,
                     None, scale, HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, False, SCALE_FIRST, PRECISION,
@@ -210,10 +269,17 @@ def forward_kernel(
         first, last = live_columns(rows, end, lo, hi, row_begin, row_end)
         for edge in range(edge_count(begin, full_begin, full_end, end, BLOCK_K)):
             start = edge_start(edge, begin, full_begin, full_end, BLOCK_K)
-            acc, row_max, row_sum = attend_block(
-                acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first,
-                last, scale, HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, True, SCALE_FIRST, PRECISION,
-            )  # fmt: skip
+            if MODIFIED:
+                acc, row_max, row_sum = attend_modified(
+                    acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first,
+                    last, scale, q_positions, k_place, place_stride, steps, HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, True,
+                    PRECISION, EDGES,
+                )  # fmt: skip
+            else:
+                acc, row_max, row_sum = attend_block(
+                    acc, row_max, row_sum, q, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs, start, end, first,
+                    last, scale, HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, True, SCALE_FIRST, PRECISION,
+                )  # fmt: skip
 
     out = acc * tl.where(row_sum > 0, 1.0 / row_sum, 0.0)[:, None]
     row_max, row_sum = to_natural(row_max, row_sum)

@@ -31,11 +31,13 @@ class BlockTable:
              `begin` to `end`; steps in [full_begin, full_end) are live for every row of the block and need no mask; in the others row r and
              column c are live where row_begin <= r < row_end, c < end and lo <= r - c <= hi.
     touched  how many items have a segment; they come first.
+    places   (m, 2) int32, of each segment's tile, if the table has any.
     """
 
     items: torch.Tensor
     segments: torch.Tensor
     touched: int
+    places: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return self.items.shape[0]
@@ -84,13 +86,14 @@ class TileTable:
         return self._blocks("k", block, step, device, splits)
 
     def cut(self, axis: str, block: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Items and segments (see `BlockTable`) along the rows of q ("q") or of k ("k")."""
+        """Items and segments (see `BlockTable`) along the rows of q ("q") or of k ("k"). Places are further columns of the segments."""
 
         def build() -> tuple[np.ndarray, np.ndarray]:
+            places = () if self.places is None else self.places.T
             if axis == "q":
-                return cut(self.tiles, self.q_rows, block, step)
+                return cut(np.stack([*self.tiles.T, *places], axis=1), self.q_rows, block, step)
             q_begin, q_end, k_begin, k_end, lo, hi = self.tiles.T
-            return cut(np.stack([k_begin, k_end, q_begin, q_end, -hi, -lo], axis=1), self.k_rows, block, step)
+            return cut(np.stack([k_begin, k_end, q_begin, q_end, -hi, -lo, *places], axis=1), self.k_rows, block, step)
 
         return self.derived(("cut", axis, block, step), build)
 
@@ -104,7 +107,9 @@ class TileTable:
         def build() -> BlockTable:
             items, segments = split(*self.cut(axis, block, step), step, splits)
             touched = int((items[:, FIRST_SEGMENT] < items[:, LAST_SEGMENT]).sum())
-            return BlockTable(torch.from_numpy(items).to(device), torch.from_numpy(segments).to(device), touched)
+            segments, places = (np.ascontiguousarray(x) for x in np.split(segments, [ROW_END + 1], axis=1))
+            items, segments, places = (torch.from_numpy(x).to(device) for x in (items, segments, places))
+            return BlockTable(items, segments, touched, None if self.places is None else places)
 
         return self.derived(("blocks", axis, block, step, device, splits), build)
 
@@ -118,8 +123,11 @@ def kind(x: torch.Tensor) -> tuple:
 
 
 def cut(tiles: np.ndarray, rows: int, block: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Items and segments (see `BlockTable`) of `tiles`, whose first axis of `rows` rows is cut into blocks of `block`."""
-    begin, end, other_begin, other_end, lo, hi = tiles.T
+    """Items and segments (see `BlockTable`) of `tiles`, whose first axis of `rows` rows is cut into blocks of `block`.
+
+    Further columns of the tiles become further columns of their segments.
+    """
+    begin, end, other_begin, other_end, lo, hi, *more = tiles.T
     # one row for each (tile, block that the tile meets)
     first = begin // block
     count = (end - 1) // block - first + 1
@@ -144,7 +152,7 @@ def cut(tiles: np.ndarray, rows: int, block: int, step: int) -> tuple[np.ndarray
     full_begin = live_begin + np.where(none, 0, first_step * step)
     full_end = live_begin + np.where(none, 0, last_step * step)
 
-    segments = np.stack([live_begin, full_begin, full_end, live_end, lo, hi, row_begin, row_end], axis=1)
+    segments = np.stack([live_begin, full_begin, full_end, live_end, lo, hi, row_begin, row_end, *(x[tile] for x in more)], axis=1)
     order = np.argsort(owner, kind="stable")
     order = order[(live_begin < live_end)[order]]
     segments, owner = segments[order], owner[order]

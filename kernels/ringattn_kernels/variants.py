@@ -25,13 +25,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import plain_backward, plain_forward, splits, statistics
 from .config import BlockConfig, launch_for, padded
 from .gradients import dkdv_kernel, dq_kernel
+from .modifiers import Bias, Dropout, Modifiers
 from .queries import Queries
 from .table import TileTable
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 FORWARD = ("forward", "forward to state", "forward from state", "forward from state to state")
-KERNELS = (*FORWARD, "merge", "merge from state", "sum", "dkdv", "dq", "delta", "pivot")
+MODIFIED = ("forward modified", "dkdv modified", "dq modified")
+KERNELS = (*FORWARD, "merge", "merge from state", "sum", "dkdv", "dq", "delta", "pivot", *MODIFIED)
 HEAD_DIMS = (64, 128, 256)
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -125,18 +127,22 @@ def launch_arguments(variant: Variant, launch: BlockConfig | None = None) -> tup
 
     name = variant.kernel.split()[0]
     launch = launch or launch_for(name, arch, d, dtype)
-    table = TileTable(np.array([(0, s, 0, s, 0, s)]), s, s)
+    table = TileTable(np.array([(0, s, 0, s, 0, s)]), s, s, np.zeros((1, 2)))
+    modifiers = None
+    if variant.kernel in MODIFIED:
+        modifiers = Modifiers(30.0, torch.empty(b, h), Bias((-9, 9), torch.empty(h, 3)), Dropout(0.1, 1 << 40, 0, h))
     cut = table.key_blocks if name == "dkdv" else table.query_blocks
     blocks = cut(launch.block, launch.step, q.device)
     common = (Queries(q, dout, rows, rows, rows), k, v, table, 0.1, rows, weight, blocks, len(blocks))
     if name == "dkdv":
-        return dkdv_kernel, plain_backward.dkdv_arguments(*common, k.float(), v.float(), True, launch, arch)
+        return dkdv_kernel, plain_backward.dkdv_arguments(*common, k.float(), v.float(), True, launch, arch, modifiers)
     if name == "dq":
-        return dq_kernel, plain_backward.dq_arguments(*common, q.float(), True, launch, arch)
+        partial = (None, None) if modifiers is None else (torch.empty(h), torch.empty(h, 3))
+        return dq_kernel, plain_backward.dq_arguments(*common, q.float(), True, launch, arch, modifiers, *partial)
     out = q.float() if variant.kernel.endswith("to state") else q
     state = (q.float(), rows, rows) if "from state" in variant.kernel else None
     return plain_forward.forward_kernel, plain_forward.forward_arguments(
-        q, k, v, table, out, rows, rows, blocks, len(blocks), 0.1, state, launch, arch
+        q, k, v, table, out, rows, rows, blocks, len(blocks), 0.1, state, launch, arch, modifiers
     )
 
 
