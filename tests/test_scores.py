@@ -404,3 +404,81 @@ def test_compiled_calls_have_modified_scores():
     assert torch.equal(out, wanted)
     for x, y in zip(torch.autograd.grad(out, leaves, whole[3]), torch.autograd.grad(wanted, leaves, whole[3])):
         torch.testing.assert_close(x, y, **EXACT)
+
+
+# on GPUs
+
+
+def on_a_gpu(attention, whole, params, parts, buckets, dtype):
+    """out, lse and gradients of attention on a GPU in a dtype, in fp64."""
+    leaves = [leaf(x.cuda().to(dtype)) for x in whole[:3]] + [leaf(x.cuda().float()) for x in params]
+    out, stats = attention(*leaves[:3], score=make_score(parts, buckets, *leaves[3:]), return_stats=True)
+    total = (out.float() * whole[3].cuda().float()).sum() + (stats.lse.float() * whole[4].cuda().float()).sum()
+    grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    return [torch.zeros(1).double() if x is None else x.detach().double().cpu() for x in (out, stats.lse, *grads)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [(part,) for part in PARTS] + [PARTS], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_errors_on_a_gpu_are_those_of_dense_attention(parts, dtype):
+    whole = [x.to(dtype).double() for x in tensors(700, d=64)]
+    buckets, params = parameters(buckets=ra.t5_buckets(32, 128, bidirectional=False))
+    params = [x.float().double().abs() for x in params]
+    exact = dense(*whole, ra.causal(), parts, buckets, *params)
+    ours, theirs = (
+        on_a_gpu(attention, whole, params, parts, buckets, dtype) for attention in (ra.ring_attention, ra.reference.attention)
+    )
+    names = ("out", "lse", "dq", "dk", "dv", "dslopes", "dtable", "dsinks")
+    for name, x, y, wanted in zip(names, ours, theirs, exact):
+        limit = (2 if name in ("out", "lse") else 3) * (y - wanted).norm() + 1e-6 * wanted.norm()
+        assert (x - wanted).norm() <= limit, (
+            name,
+            float((x - wanted).norm() / wanted.norm()),
+            float((y - wanted).norm() / wanted.norm()),
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("first", [0, 5, 1 << 20])
+def test_a_gpu_drops_the_same_pairs(dtype, first):
+    """Each value is a unit vector, so that the output shows which weights there are; and so does the gradient of the values."""
+    s, h = 200, 3
+    q, k = (torch.zeros(2, s, h, 16, device="cuda", dtype=dtype) for _ in range(2))
+    v = torch.eye(s, device="cuda", dtype=dtype)[None, :, None].repeat(2, 1, h, 1).requires_grad_()
+    positions = torch.arange(first, first + s)
+    part = ra.attend(
+        q, k, v, mask=ra.full(), q_positions=positions, k_positions=positions, score=ra.score(dropout=0.4, seed=9 << 50, offset=3)
+    )
+    wanted = torch.from_numpy(kept(Dropout(0.4, 9 << 50, 3, h), 2, h, positions.numpy(), positions.numpy()))
+    assert torch.equal(part.out.transpose(1, 2).cpu() != 0, wanted)
+    dv = torch.autograd.grad(part.out, v, torch.eye(s, device="cuda")[None, :, None].expand(2, s, h, s))[0]
+    assert torch.equal(dv.permute(0, 2, 3, 1).cpu() != 0, wanted)
+
+
+def ring_on_gpus(group):
+    """The largest relative error of a rank's results in fp32, and of the sums of the gradients of parameters."""
+    s = 777
+    whole, (buckets, params) = tensors(s, d=64), parameters()
+    layout = ra.zigzag(s, group.size())
+    mine = [leaf(ra.shard(x, layout, group.rank()).float().cuda()) for x in whole[:3]]
+    leaves = [leaf(x.float().cuda()) for x in params]
+    out, stats = ra.ring_attention(*mine, layout=layout, score=make_score(PARTS, buckets, *leaves), group=group, return_stats=True)
+    upstream = (
+        ra.shard(whole[3], layout, group.rank()).float().cuda(),
+        ra.shard(whole[4], layout, group.rank(), dim=2).float().cuda(),
+    )
+    grads = torch.autograd.grad([out, stats.lse], [*mine, *leaves], upstream)
+    for x in grads[3:]:
+        torch.distributed.all_reduce(x, group=group)
+    exact = dense(*whole, ra.causal(), PARTS, buckets, *params)
+    here = [ra.shard(x, layout, group.rank(), dim=2 if n == 1 else 1) for n, x in enumerate(exact[:5])] + list(exact[5:])
+    return max(float((x.detach().double().cpu() - y).norm() / y.norm()) for x, y in zip((out, stats.lse, *grads), here))
+
+
+@pytest.mark.gpu
+def test_a_ring_of_gpus(nccl):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    assert max(nccl.run(2, ring_on_gpus)) < 5e-6

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .bands import edge_count, edge_start, live_columns, load_block, load_rows, load_segment
 from .score_arguments import NOT_SPECIALIZED
-from .score_steps import add_to_values, exponents, kept_share, load_places, steps_of_head
+from .score_steps import Steps, add_to_values, exponents, kept_share, load_places
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def key_step(
     dk, dv, k, v, q_desc, dout_desc, q_ptr, dout_ptr, batch, head, pivot_ptr, weight_ptr, delta_ptr, statistics,
     stride_qs, stride_os, start, end, first, last, scale, k_positions, q_place, place_stride, steps,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr,
-    MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr, EDGES: tl.constexpr,
+    MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr, MODIFIED: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """Add one block of queries to dk / softmax_scale and dv. Scores are held transposed, so that P^T and dS^T are left operands.
 
@@ -47,7 +47,7 @@ def key_step(
     # [BLOCK_Q, BLOCK_DV]
     dout = load_block(dout_desc, dout_ptr, batch, head, start, stride_os, end, BLOCK_Q, V_DIM, BLOCK_DV, MASKED)
     # [BLOCK_K, BLOCK_Q]
-    if steps is None:
+    if not MODIFIED:
         dp = tl.dot(v, tl.trans(dout), tl.broadcast_to(-delta[None, :], scores.shape), input_precision=PRECISION)
         p = tl.math.exp2(scores * scale - pivot[None, :])
     else:
@@ -68,7 +68,7 @@ def key_step(
         else:
             weight = tl.load(weight_ptr + statistics + columns)
         p = p * weight[None, :]
-    if steps is None:
+    if not MODIFIED:
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
         ds = p * dp
     else:
@@ -125,10 +125,11 @@ def dkdv_kernel(
         dout_head = dout_ptr + (batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh)
         steps = None
         if MODIFIED:
-            steps = steps_of_head(
-                batch, head, cap, slopes_ptr, slopes_stride, edges_ptr, values_ptr, seed_low, seed_high, offset,
-                all_heads, first_head, dropped, whole, PIECES,
-            )  # fmt: skip
+            # None where there is none; a function cannot return it
+            slope = tl.load(slopes_ptr + batch * slopes_stride + head) if slopes_ptr is not None else None
+            head_values = values_ptr + head * PIECES if values_ptr is not None else None
+            draw = batch * all_heads + first_head + head if seed_low is not None else None
+            steps = Steps(cap, slope, edges_ptr, head_values, seed_low, seed_high, offset, draw, dropped, whole)
         for segment in range(segment_begin, segment_end):
             begin, full_begin, full_end, end, lo, hi, row_begin, row_end = load_segment(segments_ptr, segment)
             q_place = None
@@ -140,7 +141,7 @@ def dkdv_kernel(
                 dk, dv = key_step(
                     dk, dv, k, v, q_desc, dout_desc, q_head, dout_head, batch, head, pivot_ptr, weight_ptr, delta_ptr, statistics,
                     stride_qs, stride_os, start, end, None, None, scale, k_positions, q_place, place_stride, steps,
-                    HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_Q, False, WEIGHTED, PRECISION, EDGES,
+                    HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_Q, False, WEIGHTED, PRECISION, MODIFIED, EDGES,
                 )  # fmt: skip
             first, last = live_columns(rows, end, lo, hi, row_begin, row_end)
             for edge in range(edge_count(begin, full_begin, full_end, end, BLOCK_Q)):
@@ -148,7 +149,7 @@ def dkdv_kernel(
                 dk, dv = key_step(
                     dk, dv, k, v, q_desc, dout_desc, q_head, dout_head, batch, head, pivot_ptr, weight_ptr, delta_ptr, statistics,
                     stride_qs, stride_os, start, end, first, last, scale, k_positions, q_place, place_stride, steps,
-                    HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_Q, True, WEIGHTED, PRECISION, EDGES,
+                    HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_Q, True, WEIGHTED, PRECISION, MODIFIED, EDGES,
                 )  # fmt: skip
 
     d_columns = tl.arange(0, BLOCK_D)[None, :]
@@ -166,7 +167,7 @@ def query_step(
     dq, q, dout, pivot, weight, delta, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs,
     start, end, first, last, scale, q_positions, k_place, place_stride, steps, sums_ptr,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_K: tl.constexpr,
-    MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr, EDGES: tl.constexpr,
+    MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr, MODIFIED: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """(dq, dslope) after one block of keys, which adds to dq / softmax_scale. q_positions: [BLOCK_Q, 1]; steps as in `key_step`.
 
@@ -180,7 +181,7 @@ def query_step(
     v = load_block(v_desc, v_ptr, batch, kv_head, start, stride_vs, end, BLOCK_K, V_DIM, BLOCK_DV, MASKED)
     # [BLOCK_Q, BLOCK_K]
     dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
-    if steps is None:
+    if not MODIFIED:
         p = tl.math.exp2(scores * scale - pivot[:, None])
     else:
         k_positions = (k_place + place_stride * (start + tl.arange(0, BLOCK_K)))[None, :]
@@ -197,7 +198,7 @@ def query_step(
         ds = p * (dp * weight[:, None] - delta[:, None])
     else:
         ds = p * (dp - delta[:, None])
-    if steps is None:
+    if not MODIFIED:
         return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION), 0.0
     else:
         if MASKED:
@@ -262,10 +263,11 @@ def dq_kernel(
     steps = None
     sums_ptr = None
     if MODIFIED:
-        steps = steps_of_head(
-            batch, head, cap, slopes_ptr, slopes_stride, edges_ptr, values_ptr, seed_low, seed_high, offset, all_heads, first_head,
-            dropped, whole, PIECES,
-        )  # fmt: skip
+        # None where there is none; a function cannot return it
+        slope = tl.load(slopes_ptr + batch * slopes_stride + head) if slopes_ptr is not None else None
+        head_values = values_ptr + head * PIECES if values_ptr is not None else None
+        draw = batch * all_heads + first_head + head if seed_low is not None else None
+        steps = Steps(cap, slope, edges_ptr, head_values, seed_low, seed_high, offset, draw, dropped, whole)
         dslopes = tl.zeros([BLOCK_Q], tl.float32)
         if dvalues_ptr is not None:
             sums_ptr = dvalues_ptr + program.to(tl.int64) * PIECES
@@ -281,7 +283,7 @@ def dq_kernel(
             dq, dslope = query_step(
                 dq, q, dout, pivot, weight, delta, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs,
                 start, end, None, None, scale, q_positions, k_place, place_stride, steps, sums_ptr,
-                HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, False, WEIGHTED, PRECISION, EDGES,
+                HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, False, WEIGHTED, PRECISION, MODIFIED, EDGES,
             )  # fmt: skip
             if MODIFIED:
                 dslopes += dslope
@@ -291,7 +293,7 @@ def dq_kernel(
             dq, dslope = query_step(
                 dq, q, dout, pivot, weight, delta, k_desc, v_desc, k_ptr, v_ptr, batch, kv_head, stride_ks, stride_vs,
                 start, end, first, last, scale, q_positions, k_place, place_stride, steps, sums_ptr,
-                HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, True, WEIGHTED, PRECISION, EDGES,
+                HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, True, WEIGHTED, PRECISION, MODIFIED, EDGES,
             )  # fmt: skip
             if MODIFIED:
                 dslopes += dslope

@@ -15,7 +15,7 @@ from .config import BlockConfig, architecture, descriptor, padded, precision
 from .launches import strides
 from .modifiers import Modifiers
 from .score_arguments import NOT_SPECIALIZED, score_arguments
-from .score_steps import exponents, kept_share, load_places, steps_of_head
+from .score_steps import Steps, exponents, kept_share, load_places
 from .table import TileTable
 from .units import LOG2_E, to_base2, to_natural
 
@@ -239,10 +239,11 @@ def forward_kernel(
         acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
 
     if MODIFIED:
-        steps = steps_of_head(
-            batch, head, cap, slopes_ptr, slopes_stride, edges_ptr, values_ptr, seed_low, seed_high, offset, all_heads, first_head,
-            dropped, whole, PIECES,
-        )  # fmt: skip
+        # None where there is none; a function cannot return it
+        slope = tl.load(slopes_ptr + batch * slopes_stride + head) if slopes_ptr is not None else None
+        head_values = values_ptr + head * PIECES if values_ptr is not None else None
+        draw = batch * all_heads + first_head + head if seed_low is not None else None
+        steps = Steps(cap, slope, edges_ptr, head_values, seed_low, seed_high, offset, draw, dropped, whole)
     for segment in range(segment_begin, segment_end):
         begin, full_begin, full_end, end, lo, hi, row_begin, row_end = load_segment(segments_ptr, segment)
         if MODIFIED:

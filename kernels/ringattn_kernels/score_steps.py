@@ -35,23 +35,6 @@ class Steps(NamedTuple):
 
 
 @triton.jit
-def steps_of_head(
-    batch, head, cap, slopes_ptr, slopes_stride, edges_ptr, values_ptr, seed_low, seed_high, offset, all_heads, first_head, dropped, whole,
-    PIECES: tl.constexpr,
-):  # fmt: skip
-    """The `Steps` of a head of this rank."""
-    slope = None
-    if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + batch * slopes_stride + head)
-    if values_ptr is not None:
-        values_ptr += head * PIECES
-    draw = None
-    if seed_low is not None:
-        draw = batch * all_heads + first_head + head
-    return Steps(cap, slope, edges_ptr, values_ptr, seed_low, seed_high, offset, draw, dropped, whole)
-
-
-@triton.jit
 def tanh(x):
     """tanh of fp32, to a few ulps also near 0, where 1 - exp(-2 |x|) would lose digits."""
     size = tl.abs(x)
