@@ -19,6 +19,7 @@ STATISTICS = "tests/test_attention.py -k lse"
 ROUNDING = "tests/test_attention.py -k 'errors_are_those_of_dense and bfloat16'"
 STAGED = "tests/transport/test_staged.py"
 BLOCKED = "tests/device/test_blocked.py"
+SCORES = "tests/test_scores.py -x"
 STREAMS = "tests/device/test_streams.py"
 ULYSSES = "tests/runtime/test_ulysses.py"
 AGREEMENT = "tests/distributed/test_agreement.py"
@@ -453,9 +454,57 @@ MUTATIONS = (
         CAUSAL,
     ),
     Mutation(
+        "ringattn/device/blocked.py",
+        "scores -= _per_head(modifiers.slopes, hk) * block.distance.abs()",
+        "scores -= _per_head(modifiers.slopes, hk) * -block.distance",
+        "ALiBi rewards keys of the future",
+        SCORES,
+    ),
+    Mutation(
+        "ringattn/geometry/plan.py",
+        "out[:, _K_PLACE] -= stride * shift",
+        "out[:, _K_PLACE] += stride * shift",
+        "positions of keys are off after they have travelled",
+        SCORES,
+    ),
+    Mutation(
+        "ringattn/geometry/plan.py",
+        "same = [2 - axis, 3 - axis, *range(4, boxes.shape[1])]",
+        "same = [2 - axis, 3 - axis]",
+        "tiles of other positions are joined",
+        SCORES,
+    ),
+    Mutation(
+        "ringattn/scores.py",
+        "total = before + sink",
+        "total = before + 2 * sink",
+        "sinks are counted twice",
+        SCORES,
+    ),
+    Mutation(
+        "ringattn/device/philox.py",
+        "np.arange(batch)[:, None] * dropout.heads",
+        "np.arange(batch)[:, None] * heads",
+        "which pairs are dropped depends on how many heads a rank has",
+        SCORES,
+    ),
+    Mutation(
+        "ringattn/device/blocked.py",
+        "dweights = dweights if share is None else dweights.mul_(share)",
+        "dweights = dweights",
+        "the backward pass forgets which pairs were dropped",
+        SCORES,
+    ),
+    Mutation(
         "kernels/ringattn_kernels/plain_forward.py",
-        "acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)",
-        "acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)",
+        """scale, MASKED, SCALE_FIRST)
+    # [BLOCK_K, BLOCK_DV]
+    v = load_block(v_desc, v_ptr, batch, kv_head, start, stride_vs, end, BLOCK_K, V_DIM, BLOCK_DV, MASKED)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)""",
+        """scale, MASKED, SCALE_FIRST)
+    # [BLOCK_K, BLOCK_DV]
+    v = load_block(v_desc, v_ptr, batch, kv_head, start, stride_vs, end, BLOCK_K, V_DIM, BLOCK_DV, MASKED)
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)""",
         "the output of earlier keys is not rescaled to the new maximum",
         CAUSAL,
     ),

@@ -127,6 +127,8 @@ def _backward(
     with call.turn, _without_autocast(q.device.type):
         call.begin_backward(q, k, v, score, place)
         rank_attention = call.rank_attention(seq_len, q, k, v)
+        if dout.is_cuda:
+            dout = dout.to(q.dtype)  # kernels multiply it by v; a partial's is fp32
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         delta = local.delta(out, dout)
         if drow_sum is not None:
