@@ -118,7 +118,7 @@ def ring_attention(
             raise ValueError(f"compiled attention is differentiated {check.TRANSFORMED}")
         check.instance("return_stats", return_stats, bool, _STATS)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-        options = [None if x is None else x.digest for x in (layout, mask, schedule, None if score is None else score.kind)]
+        options = [None if x is None else x.digest for x in (layout, mask, schedule, score)]
         results = _modified(q, k, v, compiled_call(group_names(group), *options, name=name), scale, score)
         return (results[0], Stats(*results[1:])) if return_stats else results[0]
     context = get_context(group)
@@ -135,9 +135,10 @@ def ring_attention(
         if name is not None:
             check.instance("name", name, str, "pass a text, the same on every rank")
         scale = check.softmax_scale(softmax_scale, q.shape[3])
-        _check_score(score, q)
+        if score is not None:
+            _check_score(score, q)
     call = RingCall(context, layout, mask, schedule, label(name), None if score is None else score.kind)
-    results = _modified(q, k, v, call.number, scale, score)
+    results = attention(q, k, v, call.number, scale) if score is None else _modified(q, k, v, call.number, scale, score)
     return (results[0], Stats(*results[1:])) if return_stats else results[0]
 
 
@@ -172,7 +173,8 @@ def attend(
     scale = check.softmax_scale(softmax_scale, q.shape[3])
     queries = check.positions("q_positions", q_positions, q.shape[1], "q")
     keys = check.positions("k_positions", k_positions, k.shape[1], "k")
-    _check_score(score, q)
+    if score is not None:
+        _check_score(score, q)
     seq_len = max([mask.min_length] + [int(p.max()) + 1 for p in (queries, keys) if len(p)])
     kind = None if score is None else score.kind
     placed = kind is not None and kind.placed
@@ -183,10 +185,9 @@ def attend(
     return Partial(*_modified(q, k, v, call.number, scale, score))
 
 
-def _check_score(score: ScoreMod | None, q: torch.Tensor) -> None:
-    if score is not None:
-        check.instance("score", score, ScoreMod, "build one with score(softcap=...) and the like")
-        score.check(q)
+def _check_score(score: ScoreMod, q: torch.Tensor) -> None:
+    check.instance("score", score, ScoreMod, "build one with score(softcap=...) and the like")
+    score.check(q)
 
 
 def _modified(

@@ -74,8 +74,8 @@ def attention(
     weights = (scores - row_max.masked_fill(row_max == float("-inf"), 0)).exp()
     row_sum = weights.sum(-1, keepdim=True)
     weights = (weights / row_sum.masked_fill(row_sum == 0, 1))[..., : k.shape[1]].to(q.dtype)
-    if score is not None and score.kind.dropout:
-        weights = weights * _kept(score, weights.shape).to(weights.device) / (1 - score.kind.dropout)
+    if score is not None and score.dropout:
+        weights = weights * _kept(score, weights.shape).to(weights.device) / (1 - score.dropout)
     out = torch.einsum("bhqk,bkhd->bqhd", weights, values)
     return (out, Stats(row_max[..., 0], row_sum[..., 0])) if return_stats else out
 
@@ -83,8 +83,8 @@ def attention(
 def _modified(scores: torch.Tensor, score: ScoreMod) -> torch.Tensor:
     """Scores (b, h, s, s) with the softcap, ALiBi and relative bias."""
     s = scores.shape[-1]
-    if score.kind.softcap is not None:
-        scores = score.kind.softcap * torch.tanh(scores / score.kind.softcap)
+    if score.softcap is not None:
+        scores = score.softcap * torch.tanh(scores / score.softcap)
     position = torch.arange(s, device=scores.device)
     distance = position - position[:, None]  # of the key from the query
     if score.alibi is not None:
@@ -105,4 +105,4 @@ def _kept(score: ScoreMod, shape: torch.Size) -> torch.Tensor:
     seed, offset = drawn.tolist()
     b, h, s, _ = shape
     positions = np.arange(s)
-    return torch.from_numpy(kept(Dropout(score.kind.dropout, seed, offset, h), b, h, positions, positions))
+    return torch.from_numpy(kept(Dropout(score.dropout, seed, offset, h), b, h, positions, positions))

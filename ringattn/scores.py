@@ -5,6 +5,7 @@ Shapes: b batch, s local tokens, h query heads.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from ringattn_kernels.modifiers import Bias, Dropout, Modifiers
 
 from . import check
-from .digest import Digested
+from .digest import Digested, constant, find
 
 _MOST_PIECES = 1024  # of distances: a program goes through those of its block
 MOST_PLACES = 1 << 31  # tokens of a sequence whose positions matter: they are counters of 32 bits
@@ -24,7 +25,7 @@ _LARGEST_OFFSET = (1 << 32) - 1
 _LARGEST_SEED = (1 << 63) - 1
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Score:
     """What attention over tiles does to softmax_scale * (q . k)."""
 
@@ -179,16 +180,43 @@ class ScoreKind(Digested):
         return f"score({', '.join(parts)})"
 
 
-@dataclass(frozen=True, eq=False)
+@functools.lru_cache(4096)
+def _kind(softcap: float | None, alibi: bool, buckets: str | None, sinks: bool, dropout: float) -> ScoreKind:
+    """The kind with these buckets, by their digest. It is kept, so that `find` finds it."""
+    return ScoreKind(softcap, alibi, find(buckets), sinks, dropout)
+
+
+@constant
+def kind_digest(softcap: float | None, alibi: bool, buckets: str | None, sinks: bool, dropout: float) -> str:
+    """The digest of a kind. torch.compile calls this while it traces."""
+    return _kind(softcap, alibi, buckets, sinks, dropout).digest
+
+
+@dataclass(eq=False)
 class ScoreMod:
     """What is done to scores and weights; make one with `score`."""
 
-    kind: ScoreKind
+    softcap: float | None
     alibi: torch.Tensor | None
     bias: RelativeBias | None
     sinks: torch.Tensor | None
+    dropout: float
     seed: int | None
     offset: int
+
+    @property
+    def kind(self) -> ScoreKind:
+        """All but the tensors and the seed."""
+        return _kind(*self._of_kind())
+
+    @property
+    def digest(self) -> str:
+        """That of the kind, which compiled code can read."""
+        return kind_digest(*self._of_kind())
+
+    def _of_kind(self) -> tuple[float | None, bool, str | None, bool, float]:
+        buckets = None if self.bias is None else self.bias.buckets.digest
+        return self.softcap, self.alibi is not None, buckets, self.sinks is not None, self.dropout
 
     def check(self, q: torch.Tensor) -> None:
         """Raise ValueError if the tensors do not fit q (b, s, h, d)."""
@@ -214,7 +242,7 @@ class ScoreMod:
         if self.bias is not None:
             of_piece = torch.tensor(self.bias.buckets.of_piece, device=self.bias.table.device)
             values = self.bias.table.to(dtype).index_select(1, of_piece)
-        if self.kind.dropout:
+        if self.dropout:
             drawn = torch.randint(_LARGEST_SEED, (1,)) if self.seed is None else torch.tensor([self.seed])
             seed = torch.cat([drawn, torch.tensor([self.offset])])
         return slopes, values, seed
@@ -275,8 +303,14 @@ def score(
     if seed is not None:
         seed = check.integer("seed", seed, most=_LARGEST_SEED)
     offset = check.integer("offset", offset, most=_LARGEST_OFFSET)
-    kind = ScoreKind(softcap, alibi is not None, None if bias is None else bias.buckets, sinks is not None, dropout)
-    return ScoreMod(kind, alibi, bias, sinks, seed, offset)
+    return ScoreMod(softcap, alibi, bias, sinks, dropout, seed, offset)
+
+
+def with_dropout(found: ScoreMod | None, dropout: float) -> ScoreMod:
+    """Another score with this dropout, and a seed from torch's generator."""
+    if found is None:
+        return score(dropout=dropout)
+    return score(softcap=found.softcap, alibi=found.alibi, bias=found.bias, sinks=found.sinks, dropout=dropout)
 
 
 def with_sinks(
@@ -299,4 +333,5 @@ def _parameter(name: str, x: Any, *dims: int) -> None:
         raise ValueError(
             f"{name} has dtype {x.dtype} and shape {tuple(x.shape)}, but must hold floating-point numbers in {wanted} dimensions"
         )
-    check.backward_mode(**{name: x})
+    if not torch.compiler.is_compiling():
+        check.backward_mode(**{name: x})

@@ -64,6 +64,11 @@ class Modifiers:
         """Whether they depend on positions."""
         return not (self.slopes is None and self.bias is None and self.dropout is None)
 
+    @property
+    def seed_and_offset(self) -> tuple[int, int] | None:
+        """Of dropout, if there is one."""
+        return None if self.dropout is None else (self.dropout.seed, self.dropout.offset)
+
     def of_heads(self, begin: int, end: int) -> Modifiers:
         """Those of some of the heads."""
         slopes = None if self.slopes is None else self.slopes[:, begin:end].contiguous()

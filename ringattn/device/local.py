@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     QuerySums = blocked.TorchQuerySums | ringattn_kernels.QuerySums
 
+_NO_SUMS = ModifierSums(None, None)
 Queries = blocked.Queries
 State = blocked.State
 
@@ -67,7 +68,7 @@ def query_sums(q: torch.Tensor, score: Score, dtype: torch.dtype) -> QuerySums:
 
 def modifier_sums(score: Score) -> ModifierSums:
     """The sums that the launches of one backward pass add the gradients of modifiers to."""
-    return ModifierSums(None, None) if score.modifiers is None else ModifierSums.zeros(score.modifiers)
+    return _NO_SUMS if score.modifiers is None else ModifierSums.zeros(score.modifiers)
 
 
 def streams(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, program: Pass, score: Score) -> Streams:
@@ -101,7 +102,7 @@ def backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
     add: bool,
-    sums: ModifierSums,
+    sums: ModifierSums | None = None,
 ) -> None:
     """Adds the gradients of the tiles' pairs to dq, dk and dv, and those of modifiers to `sums`, in place. See `blocked.backward`.
 

@@ -8,7 +8,7 @@ hold, what is live and who the ranks are. Every rank then runs the model on its 
 attention is local to a token. Position ids default to the shard's global positions.
 
 Each option that a model passes to its attention is either honoured or refused by name (`huggingface_checks.py`). Honoured are
-sliding windows, packed documents and attention sinks. A padding mask, dropout, a softcap, a key/value cache, position bias, chunked
+sliding windows, packed documents, attention sinks, a softcap and dropout. A padding mask, a key/value cache, position bias, chunked
 attention and attention weights as output raise ValueError, and so does any option that this module does not know.
 """
 
@@ -27,6 +27,7 @@ from ..geometry.layout import Layout
 from ..geometry.mask import Mask
 from ..runtime.agree import refusing
 from ..runtime.groups import Group, get_context
+from ..scores import ScoreMod, score
 from ..training.checkpoint import runs_again_reentrantly
 from .huggingface_attachment import NAME, Attachment, LiveMask, LivePairs, running_call
 from .huggingface_checks import (
@@ -140,11 +141,13 @@ def ring_attention_forward(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: q (b, h, s, d), k (b, hk, s, d), v (b, hk, s, d_v) -> (b, s, h, d_v), None.
 
-    `s_aux` (h,) are attention sinks: one score per head that takes part in every softmax and has no value.
+    `s_aux` (h,) are attention sinks, `softcap` caps scores, and `dropout` drops weights: see `ringattn.score`. Which weights are dropped
+    follows from torch's generator for the CPU, which must be in the same state on all ranks.
     """
     attachment: Attachment | None = getattr(module, NAME, None)
     if attachment is None:
@@ -156,7 +159,8 @@ def ring_attention_forward(
         attachment = attention_mask.attachment
     request = module, attachment, query, key, attention_mask, sliding_window, is_causal
     if torch.compiler.is_compiling():
-        check_attention(dropout, options, attachment.ignored)
+        check_attention(options, attachment.ignored)
+        modified = _score(s_aux, softcap, dropout)
         sees_past_only, window = _causality_and_window(*request)
     else:
         with refusing(attachment.ranks):
@@ -165,14 +169,15 @@ def ring_attention_forward(
                     f"{type(module).__name__} runs again in the backward pass under reentrant activation checkpointing, without the mask "
                     'by which it would know its layout: call gradient_checkpointing_enable({"use_reentrant": False})'
                 )
-            check_attention(dropout, options, attachment.ignored)
+            check_attention(options, attachment.ignored)
+            modified = _score(s_aux, softcap, dropout)
             sees_past_only, window = _causality_and_window(*request)
     if torch.is_autocast_enabled(query.device.type):
         # rotary embeddings leave q and k in fp32 and v in the low precision; autocast would use the low one for all three
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) if x.dtype == torch.float32 else x for x in (query, key, value))
     live = attachment.live if attention_mask is None or attention_mask.live is None else attention_mask.live
-    out, stats = ring_attention(
+    out = ring_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
@@ -180,10 +185,17 @@ def ring_attention_forward(
         mask=live.mask_for(sees_past_only, window),
         group=attachment.group,
         softmax_scale=scaling,
+        score=modified,
         name=_call_name(module),
-        return_stats=True,
     )
-    return (out if s_aux is None else _with_sinks(out, stats.lse, s_aux)), None
+    return out, None
+
+
+def _score(sinks: torch.Tensor | None, softcap: float | None, dropout: float) -> ScoreMod | None:
+    """What a layer asks for; None if for nothing."""
+    if sinks is None and softcap is None and not dropout:
+        return None
+    return score(sinks=sinks, softcap=softcap, dropout=dropout)
 
 
 def _call_name(module: nn.Module) -> str | None:
@@ -297,14 +309,3 @@ def _window(module: nn.Module, given: int | None, mask: LiveMask | None, is_caus
     if given is not None and of_mask is not None and given != of_mask:
         raise ValueError(f"sliding_window is {given} in {type(module).__name__}, but its mask was made for {of_mask}: give one")
     return window
-
-
-def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """The output (b, s, h, d_v) of a softmax with one more score per head, `sinks` (h,), which has no value.
-
-    With l = exp(lse), the sum over the keys, every weight is multiplied by l / (l + exp(sink)) = sigmoid(lse - sink).
-    """
-    if sinks.shape != lse.shape[1:2]:
-        raise ValueError(f"s_aux has shape {tuple(sinks.shape)}, but must be ({lse.shape[1]},): one sink per query head")
-    share = (lse - sinks.to(lse.dtype)[None, :, None]).sigmoid()  # (b, h, s)
-    return (out * share.transpose(1, 2).unsqueeze(-1)).to(out.dtype)

@@ -25,7 +25,6 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 # options of attention that cannot be honoured, and why; None and False ask for nothing
 _REFUSED = {
-    "softcap": "capped scores are not supported",
     "head_mask": "masking heads is not supported",
     "output_attentions": "attention weights are never formed",
     "position_bias": "biased scores are not supported",
@@ -179,13 +178,8 @@ def check_head(model: nn.Module) -> None:
         )
 
 
-def check_attention(dropout: float, options: dict[str, Any], ignored: frozenset[str]) -> None:
+def check_attention(options: dict[str, Any], ignored: frozenset[str]) -> None:
     """Raise ValueError, with its name, for an option of attention that is neither honoured nor harmless."""
-    if dropout:
-        raise ValueError(
-            f"dropout is {dropout}, but attention dropout is not supported: make or load the model with 0.0 for it; its config calls it "
-            "attention_dropout, attn_pdrop (GPT-2) or attention_probs_dropout_prob (BERT)"
-        )
     for name, value in options.items():
         if value is None or value is False or name in _HARMLESS or name in ignored:
             continue

@@ -26,13 +26,14 @@ from ..geometry.layout import Layout
 from ..geometry.mask import Mask, causal, full
 from ..runtime.agree import refusing
 from ..runtime.groups import Group, get_context
+from ..scores import ScoreMod, with_dropout
 from ..training.checkpoint import runs_again_reentrantly
 from .token_mixers import check_token_mixers
 
 _ORIGINAL = torch.nn.functional.scaled_dot_product_attention
 _PAST = "ringattn_past"  # the attribute of a module that holds its `_Past`
 
-_Options = tuple[Layout | None, Mask | None, Group | None]
+_Options = tuple[Layout | None, Mask | None, Group | None, ScoreMod | None]
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ def replace_attention(
     layout: Layout | None = None,
     mask: Mask | None = None,
     group: Group | None = None,
+    score: ScoreMod | None = None,
     modules: Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None = None,
 ) -> Replaced:
     """Run a model's scaled_dot_product_attention around a ring, from the next forward on.
@@ -66,6 +68,8 @@ def replace_attention(
         layout: which positions each rank holds; None for `default_layout` of the mask.
         mask: which pairs are live, None for all; in a call with `is_causal=True`, only the causal ones of these.
         group: the ranks of the ring, as for `ring_attention`.
+        score: what else happens to scores and weights, from `score(...)`. `dropout_p` of a call takes the place of its dropout, with a
+            seed from torch's generator for the CPU, which must be in the same state on all ranks.
         modules: the modules whose calls are replaced, or a predicate of a module's name and the module. Calls of others then stay
             within the shard. By default all modules that make the call in their own forward pass, or have "attention" or "attn" in the
             name of their class; the same call anywhere else in the model is an error.
@@ -73,7 +77,7 @@ def replace_attention(
     The calls take q (b, h, s, d), k and v, as in torch. Raises ValueError if no module is chosen, if one is chosen twice, if one
     holds a `torch.nn.MultiheadAttention`, whose calls this cannot see, for a model of transformers (see
     `ringattn.integrations.huggingface.attach`), and for layers that mix tokens by other means, such as convolutions.
-    The forward pass raises ValueError, on every rank, for an `attn_mask`, for dropout, for fewer heads in k without `enable_gqa=True`,
+    The forward pass raises ValueError, on every rank, for an `attn_mask`, for fewer heads in k without `enable_gqa=True`,
     for reentrant activation checkpointing within a chosen module (around one it works, as long as the layout stays), and for a chosen
     module that does not call scaled_dot_product_attention.
 
@@ -92,6 +96,8 @@ def replace_attention(
         check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
     if mask is not None:
         check.instance("mask", mask, Mask, check.BUILD_A_MASK)
+    if score is not None:
+        check.instance("score", score, ScoreMod, "build one with score(softcap=...) and the like")
     _check_model(model)
     chosen = _chosen(model, modules)
     if not chosen:
@@ -110,7 +116,7 @@ def replace_attention(
                 "choose other modules, and call ringattn.ring_attention in this one"
             )
     for module in chosen:
-        module.forward = _Forward(module, layout, mask, group)
+        module.forward = _Forward(module, layout, mask, group, score)
     watched = model if modules is None and chosen != [model] else None
     if watched is not None:
         watched.forward = _Watched(watched, vars(watched).get("forward"), group)
@@ -155,9 +161,11 @@ def _within(name: str, outer: str) -> bool:
 class _Forward:
     """A module's forward with its calls replaced."""
 
-    def __init__(self, module: nn.Module, layout: Layout | None, mask: Mask | None, group: Group | None) -> None:
+    def __init__(
+        self, module: nn.Module, layout: Layout | None, mask: Mask | None, group: Group | None, score: ScoreMod | None
+    ) -> None:
         self.module = module
-        self.options: _Options = layout, mask, group
+        self.options: _Options = layout, mask, group, score
         # the module may run again, in a backward pass, for a forward pass of an earlier time
         self.past = vars(module)[_PAST] = _Past(self.options, vars(module).get(_PAST))
         whole = full() if mask is None else mask
@@ -165,14 +173,14 @@ class _Forward:
         self.masks = {False: whole, True: causal() if mask is None else whole & causal()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layout, _, group = self.options
+        layout, _, group, score = self.options
         if self.past.has_changed and not torch.compiler.is_compiling() and runs_again_reentrantly():
             raise ValueError(
                 f"{type(self.module).__name__} runs again in the backward pass under reentrant activation checkpointing, and has been "
                 "replaced with several layouts, masks or groups, so it is unknown which one its forward pass had: give checkpoint "
                 "use_reentrant=False"
             )
-        calls = _Calls(layout, self.masks, group)
+        calls = _Calls(layout, self.masks, group, score)
         with calls:
             result = type(self.module).forward(self.module, *args, **kwargs)
         if not calls.count:
@@ -194,7 +202,9 @@ class _Past:
     def __init__(self, options: _Options, before: _Past | None) -> None:
         self.options = options
         self.has_changed = before is not None and (
-            before.has_changed or before.options[:2] != options[:2] or before.options[2] is not options[2]
+            before.has_changed
+            or before.options[:2] != options[:2]
+            or any(a is not b for a, b in zip(before.options[2:], options[2:]))
         )
 
     def __deepcopy__(self, memo: dict) -> _Past:
@@ -250,9 +260,9 @@ def _refuse(group: Group | None, message: str) -> NoReturn:
 class _Calls(TorchFunctionMode):
     """While it is on, calls of scaled_dot_product_attention run ring_attention; `count` counts them."""
 
-    def __init__(self, layout: Layout | None, masks: dict[bool, Mask], group: Group | None) -> None:
+    def __init__(self, layout: Layout | None, masks: dict[bool, Mask], group: Group | None, score: ScoreMod | None) -> None:
         super().__init__()
-        self.layout, self.masks, self.group = layout, masks, group
+        self.layout, self.masks, self.group, self.score = layout, masks, group, score
         self.count = 0
         self.grad = torch.is_grad_enabled()
 
@@ -285,13 +295,18 @@ class _Calls(TorchFunctionMode):
                 "attn_mask is given, but around a ring a mask is over global positions: leave it out, and give replace_attention "
                 "mask=..."
             )
-        elif dropout_p:
-            problem = f"dropout_p is {dropout_p}, but attention dropout is not supported: set it to 0"
         elif key.dim() == 4 and query.dim() == 4 and key.shape[1] != query.shape[1] and not enable_gqa:
             problem = f"key has {key.shape[1]} heads and query has {query.shape[1]}: pass enable_gqa=True to share them"
         if problem is not None:
             _refuse(self.group, problem)
         mask = self.masks[is_causal]
         q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in (query, key, value))
-        out = ring_attention(q, k, v, layout=self.layout, mask=mask, group=self.group, softmax_scale=scale)
+        found = self.score
+        if dropout_p:
+            if torch.compiler.is_compiling():
+                found = with_dropout(found, dropout_p)
+            else:
+                with refusing(get_context(self.group).ranks):
+                    found = with_dropout(found, dropout_p)
+        out = ring_attention(q, k, v, layout=self.layout, mask=mask, group=self.group, softmax_scale=scale, score=found)
         return out.transpose(1, 2)

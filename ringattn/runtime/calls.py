@@ -113,7 +113,8 @@ class RingCall(Call):
         self.mask = mask
         self.schedule = schedule
         self.kind = kind
-        self._named = tuple(None if x is None else x.digest for x in (layout, mask, schedule, kind))
+        self._placed = kind is not None and kind.placed
+        self._named = layout and layout.digest, mask.digest, schedule and schedule.digest, kind and kind.digest
         self._label = label
         self._compiled = number is not None
         self._known: Facts | None = None  # of the one call that this is, if it is not compiled
@@ -138,7 +139,7 @@ class RingCall(Call):
         return sum(tokens), place
 
     def identity(self, score: Score) -> int:
-        return hash((*self._named, score.softmax_scale, _dropout(score)))
+        return hash((*self._named, score.softmax_scale, None if score.modifiers is None else score.modifiers.seed_and_offset))
 
     def begin_backward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Score, place: int) -> None:
         ranks = self.context.ranks
@@ -167,13 +168,9 @@ class RingCall(Call):
         with self.turn, refusing(self.context.ranks):
             raise error
 
-    @property
-    def _placed(self) -> bool:
-        return self.kind is not None and self.kind.placed
-
     def _facts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Score, needs_grad: bool) -> Facts:
         """What must be equal on all ranks; this rank's input is checked in the first of all calls alike."""
-        softmax_scale, drawn = score.softmax_scale, _dropout(score)
+        softmax_scale, drawn = score.softmax_scale, None if score.modifiers is None else score.modifiers.seed_and_offset
         shapes, kinds = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
         key = *self._named, *shapes, *kinds, softmax_scale, needs_grad
         captured = check.captured(q)
@@ -253,12 +250,6 @@ def find_call(number: int) -> Call:
             "attention was compiled for a process group that is gone: call torch.compiler.reset() after making a new one"
         )
     return call
-
-
-def _dropout(score: Score) -> tuple[int, int] | None:
-    """The seed and the offset of a call's dropout."""
-    dropout = None if score.modifiers is None else score.modifiers.dropout
-    return None if dropout is None else (dropout.seed, dropout.offset)
 
 
 _numbers = itertools.count()

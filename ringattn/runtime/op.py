@@ -17,6 +17,7 @@ import torch
 
 from .. import check
 from ..device import local
+from ..scores import Score
 from .calls import find_call
 
 # slopes, values and seed of `ScoreKind.modifiers`
@@ -28,13 +29,15 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: int, softmax_scale: float, modifying: Modifying = UNMODIFIED
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out (b, s, h, d_v), row_max and row_sum (b, h, s) of the `Call` with the number `call`. Differentiable."""
-    needs_grad = torch.is_grad_enabled() and _requires_grad(q, k, v, *modifying)
+    needs_grad = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(*modifying[:2])
+    )
     out, row_max, row_sum, _ = FORWARD(q, k, v, *modifying, call, softmax_scale, needs_grad)
     return out, row_max, row_sum
 
 
-def _requires_grad(*tensors: torch.Tensor | None) -> bool:
-    return any(x is not None and x.requires_grad for x in tensors)
+def _requires_grad(slopes: torch.Tensor | None, values: torch.Tensor | None) -> bool:
+    return (slopes is not None and slopes.requires_grad) or (values is not None and values.requires_grad)
 
 
 _library = torch.library.Library("ringattn", "DEF")
@@ -68,7 +71,7 @@ def _forward(
     needs_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     call = find_call(number)
-    score = call.score(softmax_scale, q.shape[2], slopes, values, seed)
+    score = Score(softmax_scale) if call.kind is None else call.score(softmax_scale, q.shape[2], slopes, values, seed)
     # autocast would round the state between hops
     with call.turn, _without_autocast(q.device.type):
         seq_len, place = call.begin(q, k, v, score, needs_grad)
@@ -113,7 +116,7 @@ def _backward(
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     call = find_call(number)
-    score = call.score(softmax_scale, q.shape[2], slopes, values, seed)
+    score = Score(softmax_scale) if call.kind is None else call.score(softmax_scale, q.shape[2], slopes, values, seed)
     seq_len, place, made_by = agreed.tolist()
     if made_by != call.identity(score):
         call.refuse(
@@ -136,8 +139,8 @@ def _backward(
             delta = delta - drow_sum * row_sum
         dq, dk, dv, sums = rank_attention.backward(score, local.Queries(q, dout, row_max, row_sum, delta), k, v)
     dq, dk, dv = (_with_strides(x, wanted) for x, wanted in zip((dq, dk, dv), strides, strict=True))
-    dslopes, dvalues = (q.new_empty(0) if x is None else x for x in (sums.slopes, sums.values))
-    return dq, dk, dv, dslopes, dvalues
+    none = q.new_empty(0)
+    return dq, dk, dv, none if sums.slopes is None else sums.slopes, none.clone() if sums.values is None else sums.values
 
 
 def _backward_shapes(
@@ -185,9 +188,9 @@ class _Attention(torch.autograd.Function):
         dout, _, drow_sum, _ = grads
         saved = ctx.saved_tensors
         ctx.call.check_backward(check.captured(saved[0]), ctx.captured)
-        found = BACKWARD(dout, drow_sum, *saved, ctx.call.number, ctx.softmax_scale)
-        found = (x if needed else None for x, needed in zip(found, ctx.needs_input_grad))
-        return *found, None, None, None, None
+        dq, dk, dv, dslopes, dvalues = BACKWARD(dout, drow_sum, *saved, ctx.call.number, ctx.softmax_scale)
+        slopes, values = saved[3:5]
+        return dq, dk, dv, None if slopes is None else dslopes, None if values is None else dvalues, None, None, None, None
 
 
 def _forward_autograd(
@@ -202,7 +205,7 @@ def _forward_autograd(
     needs_grad: bool,
 ) -> tuple[torch.Tensor, ...]:
     # does what torch.library.register_autograd would, in a third of its time a call
-    if torch.is_grad_enabled() and _requires_grad(q, k, v, slopes, values):
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(slopes, values)):
         return _Attention.apply(q, k, v, slopes, values, seed, number, softmax_scale, needs_grad)  # pyright: ignore[reportReturnType]
     with torch._C._AutoDispatchBelowAutograd():
         return FORWARD(q, k, v, slopes, values, seed, number, softmax_scale, needs_grad)

@@ -64,7 +64,7 @@ def backward(
     v: torch.Tensor,
     *,
     kv_dtype: torch.dtype | None = None,
-    sums: ModifierSums,
+    sums: ModifierSums | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv in the inputs' dtypes (dk and dv in `kv_dtype`). The gradients of modifiers are added to `sums`."""
     q, kv_dtype = queries.q, kv_dtype or k.dtype

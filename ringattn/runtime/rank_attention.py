@@ -40,7 +40,8 @@ class RankAttention:
     def forward(self, score: Score, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, final: bool) -> local.State:
         """out (b, s, h, d_v), row_max and row_sum (b, h, s); with `final`, out in q's dtype."""
         q, k, v = _sorted(q, self.q_order), _sorted(k, self.k_order), _sorted(v, self.k_order)
-        score = self._score_here(score, q.shape[2])
+        if score.modifiers is not None:
+            score = self._score_here(score, q.shape[2])
         if self.exchange is not None:
             copies = self._kv_copies(q, k)
             q, k, v = self.exchange.to_heads(q, _repeated(k, copies), _repeated(v, copies))
@@ -54,7 +55,9 @@ class RankAttention:
         self, score: Score, queries: local.Queries, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ModifierSums]:
         """dq, dk, dv in the inputs' dtypes, and the gradients of modifiers, of this rank's rows (on a grid: of its heads axis's rows)."""
-        heads, score = queries.q.shape[2], self._score_here(score, queries.q.shape[2])
+        heads = queries.q.shape[2]
+        if score.modifiers is not None:
+            score = self._score_here(score, heads)
         sums = local.modifier_sums(score)
         q, dout = _sorted(queries.q, self.q_order), _sorted(queries.dout, self.q_order)
         k, v = _sorted(k, self.k_order), _sorted(v, self.k_order)
@@ -75,7 +78,7 @@ class RankAttention:
             dq, dk, dv = self.exchange.to_rows(dq, dk, dv)
             dk, dv = _summed(dk, copies, k.dtype), _summed(dv, copies, v.dtype)
         dq, dk, dv = _restored(dq, self.q_order), _restored(dk, self.k_order), _restored(dv, self.k_order)
-        return dq, dk, dv, self._sums_of_all_heads(sums, heads)
+        return dq, dk, dv, sums if score.modifiers is None else self._sums_of_all_heads(sums, heads)
 
     def _heads_here(self, heads: int) -> tuple[int, int]:
         """The first query head that this rank computes, and one past the last."""

@@ -87,8 +87,8 @@ def test_compiled_models_are_replaced(compile_first):
         assert not torch.allclose(compiled(x), wanted)
     ra.replace_attention(model, mask=mask)
     torch.testing.assert_close(compiled(x), wanted, rtol=0, atol=1e-12)
-    model.layers[0].options["dropout_p"] = 0.5
-    with pytest.raises(ValueError, match=r"dropout_p is 0\.5, but attention dropout is not supported"):
+    model.layers[0].options["attn_mask"] = torch.ones(1)
+    with pytest.raises(ValueError, match="attn_mask is given"):
         compiled(x)
     torch.compiler.reset()
 
@@ -107,12 +107,31 @@ def test_the_model_around_a_ring_equals_the_whole_model(gloo, options, mask, str
     assert max(gloo.run(3, around_a_ring, options, mask, striped)) < 1e-11
 
 
+def dropping(group):
+    """The whole output of a model with ALiBi that drops weights, and of it without dropout."""
+    layout = ra.zigzag(N, group.size())
+    found = []
+    for p in (0.3, 0.0):
+        model = Model(dropout_p=p)
+        ra.replace_attention(model, layout=layout, group=group, score=ra.score(alibi=ra.alibi_slopes(4)))
+        torch.manual_seed(2)
+        found.append(ra.unshard(model(ra.shard(whole_input()[0], layout, group.rank())).detach(), layout, group))
+    return found
+
+
+def test_dropout_and_scores_are_those_of_one_rank(gloo):
+    (ring, ring_without), (alone, alone_without) = gloo.run(3, dropping)[0], gloo.run(1, dropping)[0]
+    torch.testing.assert_close(ring, alone, rtol=0, atol=1e-12)
+    torch.testing.assert_close(ring_without, alone_without, rtol=0, atol=1e-12)
+    assert not torch.allclose(ring, ring_without)
+
+
 REFUSED = {
     "mask": (
         {"attn_mask": torch.ones(N, N, dtype=torch.bool), "is_causal": False},
         "attn_mask is given, but around a ring a mask is",
     ),
-    "dropout": ({"dropout_p": 0.1}, "dropout_p is 0.1, but attention dropout is not supported"),
+    "dropout": ({"dropout_p": 1.0}, r"dropout is 1\.0, but must be less than 1"),
     "heads": ({"enable_gqa": False}, "key has 2 heads and query has 4: pass enable_gqa=True"),
 }
 
