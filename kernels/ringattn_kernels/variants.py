@@ -63,9 +63,9 @@ def all_variants() -> list[Variant]:
     return [Variant(*fields) for fields in itertools.product(KERNELS, HEAD_DIMS, DTYPES, ARCHITECTURES)]
 
 
-def compile_variant(variant: Variant, launch: BlockConfig | None = None) -> Resources:
-    """Compile one variant with its configured `launch`, or with another."""
-    kernel, arguments = launch_arguments(variant, launch)
+def compile_variant(variant: Variant, launch: BlockConfig | None = None, modifiers: Modifiers | None = None) -> Resources:
+    """Compile one variant with its configured `launch`, or with another; a modified one with these modifiers, or with all."""
+    kernel, arguments = launch_arguments(variant, launch, modifiers)
     options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
     binary = triton.compile(source(kernel, arguments), target=target(variant.arch), options=options)
     if variant.arch.startswith("gfx"):
@@ -101,7 +101,9 @@ def source(kernel: triton.JITFunction, arguments: dict) -> ASTSource:
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def launch_arguments(variant: Variant, launch: BlockConfig | None = None) -> tuple[triton.JITFunction, dict]:
+def launch_arguments(
+    variant: Variant, launch: BlockConfig | None = None, modifiers: Modifiers | None = None
+) -> tuple[triton.JITFunction, dict]:
     """The kernel and the arguments of a launch on small tensors, grouped-query, as one would make it on `variant.arch`."""
     b, s, h, hk, d, dtype, arch = 2, 256, 16, 4, variant.head_dim, variant.dtype, variant.arch
     q, dout = torch.empty(b, s, h, d, dtype=dtype), torch.empty(b, s, h, d, dtype=dtype)
@@ -128,16 +130,18 @@ def launch_arguments(variant: Variant, launch: BlockConfig | None = None) -> tup
     name = variant.kernel.split()[0]
     launch = launch or launch_for(name, arch, d, dtype)
     table = TileTable(np.array([(0, s, 0, s, 0, s)]), s, s, np.zeros((1, 2)))
-    modifiers = None
     if variant.kernel in MODIFIED:
-        modifiers = Modifiers(30.0, torch.empty(b, h), Bias((-9, 9), torch.empty(h, 3)), Dropout(0.1, 1 << 40, 0, h))
+        modifiers = modifiers or Modifiers(30.0, torch.empty(b, h), Bias((-9, 9), torch.empty(h, 3)), Dropout(0.1, 1 << 40, 0, h))
     cut = table.key_blocks if name == "dkdv" else table.query_blocks
     blocks = cut(launch.block, launch.step, q.device)
     common = (Queries(q, dout, rows, rows, rows), k, v, table, 0.1, rows, weight, blocks, len(blocks))
     if name == "dkdv":
         return dkdv_kernel, plain_backward.dkdv_arguments(*common, k.float(), v.float(), True, launch, arch, modifiers)
     if name == "dq":
-        partial = (None, None) if modifiers is None else (torch.empty(h), torch.empty(h, 3))
+        partial = (
+            None if modifiers is None or modifiers.slopes is None else torch.empty(h),
+            None if modifiers is None or modifiers.bias is None else torch.empty(h, 3),
+        )
         return dq_kernel, plain_backward.dq_arguments(*common, q.float(), True, launch, arch, modifiers, *partial)
     out = q.float() if variant.kernel.endswith("to state") else q
     state = (q.float(), rows, rows) if "from state" in variant.kernel else None

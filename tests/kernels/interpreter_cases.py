@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import ringattn_kernels as rk
+from ringattn.device import blocked
 from ringattn_kernels import splits
 from ringattn_kernels.hopper.fused import finish
+from ringattn_kernels.modifiers import Bias, Dropout, Modifiers, ModifierSums
 from tests.kernels import dense, fuzz
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
@@ -169,6 +171,63 @@ def test_equal_huge_logits_average_exactly_over_splits(logit):
     out, row_max, row_sum = rk.forward(q, k, v, table, softmax_scale=0.37, splits=3)
     torch.testing.assert_close(out, v.mean(1, keepdim=True).expand_as(out), rtol=0, atol=3e-7)
     torch.testing.assert_close(row_sum.log() + row_max, torch.full_like(row_max, logit * 0.37) + np.log(100))
+
+
+@pytest.mark.parametrize(
+    "parts", [("softcap",), ("slopes",), ("bias",), ("dropout",), ("softcap", "slopes", "bias", "dropout")], ids=str
+)
+def test_modified_scores(parts):
+    """Over two launches whose tiles lie at places of their own, with a stride between positions; against the blocks of plain torch."""
+    b, s, h, hk, d = 2, 70, 4, 2, 16
+    q, k, v, dout = inputs(b, s, s, h, hk, d, d)
+    generator = torch.Generator().manual_seed(1)
+    slopes, values = torch.rand(b, h, generator=generator), torch.randn(h, 5, generator=generator)
+    every = dict(
+        softcap=1.5,
+        slopes=slopes,
+        bias=Bias((-30, -3, 0, 9), values),
+        dropout=Dropout(0.3, 5 << 40 | 3 << 31 | 7, 1 << 31 | 3, 9, 2),
+    )
+    modifiers = Modifiers(**{name: every[name] for name in parts})
+    # queries at 100, 103, ...; keys at 40, 43, ... and, from row 33 on, at 1, 4, ...
+    places = [[100, 40], [100, 1 - 3 * 33]]
+    tables = [
+        rk.TileTable(np.array([tile]), s, s, np.array([place]), 3)
+        for tile, place in zip(((0, s, 0, 33, -20, s), (5, s, 33, s, -s, 20)), places)
+    ]
+    state = None
+    for n, table in enumerate(tables):
+        state = rk.forward(q, k, v, table, softmax_scale=0.25, modifiers=modifiers, state=state, final=n == 1)
+    out, row_max, row_sum = state
+    sums = ModifierSums.zeros(modifiers)
+    gradients = {name: torch.zeros(x.shape) for name, x in zip(("dq", "dk", "dv"), (q, k, v))}
+    queries = rk.Queries(q, dout, row_max, row_sum, rk.delta(out, dout))
+    for table in tables:
+        rk.backward(queries, k, v, table, softmax_scale=0.25, **gradients, modifiers=modifiers, sums=sums)
+
+    wide = [x.double() for x in (q, k, v, dout)]
+    exact_modifiers = Modifiers(
+        modifiers.softcap,
+        None if modifiers.slopes is None else slopes.double(),
+        None if modifiers.bias is None else Bias((-30, -3, 0, 9), values.double()),
+        modifiers.dropout,
+    )
+    state = None
+    for n, table in enumerate(tables):
+        state = blocked.forward(*wide[:3], table, softmax_scale=0.25, modifiers=exact_modifiers, state=state, final=n == 1)
+    exact_sums, dq = ModifierSums.zeros(exact_modifiers), blocked.TorchQuerySums(wide[0])
+    dk, dv = torch.zeros_like(wide[1]), torch.zeros_like(wide[2])
+    exact_queries = rk.Queries(wide[0], wide[3], *state[1:], blocked.delta(state[0], wide[3]))
+    for table in tables:
+        blocked.backward(
+            exact_queries, *wide[1:3], table, softmax_scale=0.25, dq=dq, dk=dk, dv=dv, modifiers=exact_modifiers, sums=exact_sums
+        )
+    found = [out, row_max, row_sum, *gradients.values(), sums.slopes, sums.values]
+    wanted = [*state, dq.total, dk, dv, exact_sums.slopes, exact_sums.values]
+    for x, y in zip(found, wanted):
+        assert (x is None) == (y is None)
+        if x is not None:
+            torch.testing.assert_close(x.double(), y, rtol=0, atol=3e-6 * max(1.0, float(y.abs().max())))
 
 
 def test_launches_of_random_tables_as_on_a_gpu():

@@ -11,7 +11,17 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from ringattn_kernels.variants import ARCHITECTURES, FORWARD, KERNELS, SHARED_LIMIT, Variant, all_variants, compile_variant
+from ringattn_kernels.modifiers import Bias, Dropout, Modifiers
+from ringattn_kernels.variants import (
+    ARCHITECTURES,
+    FORWARD,
+    KERNELS,
+    MODIFIED,
+    SHARED_LIMIT,
+    Variant,
+    all_variants,
+    compile_variant,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -60,6 +70,18 @@ def test_compiles_within_the_limits_of_the_architecture(variant, compiled):
         assert resources.stack == resources.spills == 0
     if variant.kernel.startswith(("merge", "sum")):
         assert resources.stack == resources.spills == 0
+
+
+@pytest.mark.parametrize("kernel", MODIFIED)
+def test_each_part_of_a_score_compiles_alone(kernel):
+    """A part that is not there is no argument of the kernel."""
+    for modifiers in (
+        Modifiers(softcap=30.0),
+        Modifiers(slopes=torch.empty(2, 16)),
+        Modifiers(bias=Bias((-9, 9), torch.empty(16, 3))),
+        Modifiers(dropout=Dropout(0.1, 1, 0, 16)),
+    ):
+        assert compile_variant(Variant(kernel, 64, BF16, "sm_90"), modifiers=modifiers).registers > 0
 
 
 def test_the_chosen_variants_are_some_of_all():
