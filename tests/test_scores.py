@@ -158,18 +158,22 @@ def test_blocks_of_a_long_sequence_fit_together(s):
 def over_gloo(group, mesh_shape=None):
     """A rank's results over a process group or a grid of ranks."""
     s = 37
-    whole, (buckets, params) = tensors(s), parameters()
-    layout = ra.zigzag(s, 4 if mesh_shape else group.size())
+    whole, (buckets, params) = tensors(s), parameters(h=8 if mesh_shape else 4)
+    if mesh_shape:
+        whole = tensors(s, h=8, hk=4)
+    layout = ra.zigzag(s, group.size())
     where = ra.hybrid(init_device_mesh("cpu", mesh_shape, mesh_dim_names=("ring", "heads"))) if mesh_shape else None
     return ring_of_ranks(
         ra.process_group(group), whole, (PARTS, buckets, *params), layout, ra.sliding_window(20, 3), None, group=where
     )
 
 
-@pytest.mark.parametrize("mesh_shape", [None, (2, 2), (1, 4)])
+@pytest.mark.parametrize("mesh_shape", [None, (4, 2), (1, 8)])
 def test_process_groups_and_grids(gloo, mesh_shape):
-    found = gloo.run(4 if mesh_shape else 3, over_gloo, mesh_shape)
-    whole, (buckets, params) = tensors(37), parameters()
+    found = gloo.run(8 if mesh_shape else 3, over_gloo, mesh_shape)
+    whole, (buckets, params) = tensors(37), parameters(h=8 if mesh_shape else 4)
+    if mesh_shape:
+        whole = tensors(37, h=8, hk=4)
     assert_exact(found, dense(*whole, ra.sliding_window(20, 3), PARTS, buckets, *params), ra.zigzag(37, len(found)))
 
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 _SHORTEST, _LONGEST = 0.001, 0.05  # seconds between looks into the store
 _CHECK_EVERY = 0.25  # seconds between checks of who has come, and who has ended
 _CHECK_UNKNOWN_EVERY = 1.0  # seconds between checks of ranks that have not come yet
-_ANSWER = 1.0  # seconds that a store gets to answer after the time is up
+_ANSWER = 3.0  # seconds that a store gets to answer after the time is up
 
 
 class RollCall:

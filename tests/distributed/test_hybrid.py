@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ringattn as ra
 from ringattn.runtime import groups, passes
 from ringattn.runtime.calls import RingCall
-from ringattn.runtime.op import BACKWARD, FORWARD
+from ringattn.runtime.op import BACKWARD, FORWARD, UNMODIFIED
 from tests.distributed import dense
 from tests.distributed.dense import inputs
 
@@ -159,8 +159,9 @@ def keep_contract(group, mask, layout, heads, alone):
     run = RingCall(groups.get_context(pair), layout, MASKS[mask](23), None)
     # tracing is left out: results of two calls differ in the call's place in the order
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(FORWARD, (*leaves, run.number, 0.3, True), test_utils=checks)
-    saved = [x.detach() for x in (*leaves, *FORWARD(*leaves, run.number, 0.3, True))]
+    torch.library.opcheck(FORWARD, (*leaves, *UNMODIFIED, run.number, 0.3, True), test_utils=checks)
+    results = FORWARD(*leaves, *UNMODIFIED, run.number, 0.3, True)
+    saved = [*(x.detach() for x in leaves), *UNMODIFIED, *(x.detach() for x in results)]
     dout, dsum = ra.shard(dout, layout, pair.rank), ra.shard(dlse, layout, pair.rank, dim=2)
     for upstream in [(dout, None), (None, dsum)] if alone else [(dout, dsum)]:
         torch.library.opcheck(BACKWARD, (*upstream, *saved, run.number, 0.3))

@@ -328,7 +328,8 @@ def test_arenas_are_freed_with_their_transports(nccl, world_size):
 
 def choice(group):
     """Whether a group chooses the symmetric transport, what it logs, and whether bits are those of the process group's transport."""
-    group, lines = dist.new_group(dist.get_process_group_ranks(group)), []  # that has not chosen yet
+    # a group that has not chosen yet
+    group, lines = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True), []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("ringattn")
