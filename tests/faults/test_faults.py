@@ -70,7 +70,9 @@ def test_a_rank_on_another_host_is_named(perform):
     scenes = [Scene(3, 1, phase, "kill", apart=True) for phase in ("first call", "connect", "agree", "first hop", "backward")]
     # without memory in common, a rank that leaves because of another one is taken for an ended one by those that come later
     judge(
-        scenes, perform(scenes), r"ranks? [\d, ]*{victim}[\d, ]* (has|have) (ended, and this rank waits|not done)".replace("{victim}", "1")
+        scenes,
+        perform(scenes),
+        r"ranks? [\d, ]*{victim}[\d, ]* (has|have) (ended, and this rank waits|not done)".replace("{victim}", "1"),
     )
 
 
