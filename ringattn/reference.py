@@ -8,8 +8,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ringattn_kernels.modifiers import Dropout
-
 from . import check
 from .device.philox import kept
 from .geometry.mask import Mask, causal
@@ -101,8 +99,7 @@ def _modified(scores: torch.Tensor, score: ScoreMod) -> torch.Tensor:
 def _kept(score: ScoreMod, shape: torch.Size) -> torch.Tensor:
     """Which pairs (b, h, s, s) dropout keeps."""
     *_, drawn = score.tensors(torch.float64)
-    assert drawn is not None
-    seed, offset = drawn.tolist()
     b, h, s, _ = shape
-    positions = np.arange(s)
-    return torch.from_numpy(kept(Dropout(score.dropout, seed, offset, h), b, h, positions, positions))
+    modifiers, positions = score.kind.modifiers(None, None, drawn, h), np.arange(s)
+    assert modifiers is not None and modifiers.dropout is not None
+    return torch.from_numpy(kept(modifiers.dropout, b, h, positions, positions))

@@ -88,3 +88,8 @@ class ModifierSums:
     def zeros(cls, modifiers: Modifiers) -> ModifierSums:
         slopes, bias = modifiers.slopes, modifiers.bias
         return cls(None if slopes is None else torch.zeros_like(slopes), None if bias is None else torch.zeros_like(bias.values))
+
+    def add_distances(self, found: torch.Tensor) -> None:
+        """Add the gradient of slopes that follows from the sums of dS * |distance|: (b, h), fp64."""
+        assert self.slopes is not None
+        self.slopes.sub_(found if len(self.slopes) > 1 else found.sum(0, keepdim=True))

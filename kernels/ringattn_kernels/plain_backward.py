@@ -81,9 +81,8 @@ def _partial_sums(
 
 def _add_partial_sums(sums: ModifierSums, b: int, h: int, slopes: torch.Tensor | None, values: torch.Tensor | None) -> None:
     """Add what the programs found, in a fixed order."""
-    if slopes is not None and sums.slopes is not None:
-        found = slopes.view(b, h, -1).sum(2, dtype=torch.float64)
-        sums.slopes.sub_(found if len(sums.slopes) > 1 else found.sum(0, keepdim=True))
+    if slopes is not None:
+        sums.add_distances(slopes.view(b, h, -1).sum(2, dtype=torch.float64))
     if values is not None and sums.values is not None:
         sums.values.add_(values.view(b, h, -1, values.shape[1]).sum((0, 2), dtype=torch.float64))
 

@@ -222,8 +222,7 @@ def _add_modifiers(sums: ModifierSums, modifiers: Modifiers, block: _Block, dsco
     """Add the gradients of slopes and values for a block's dS (b, hk, g, rows of q, rows of k)."""
     dscores = dscores.flatten(1, 2).to(_EXACT)
     if sums.slopes is not None:
-        found = (dscores * block.distance.abs()).sum((-1, -2))
-        sums.slopes.sub_(found if len(sums.slopes) > 1 else found.sum(0, keepdim=True))
+        sums.add_distances((dscores * block.distance.abs()).sum((-1, -2)))
     if sums.values is not None and modifiers.bias is not None:
         sums.values.index_add_(1, _pieces(modifiers.bias, block).flatten(), dscores.sum(0).flatten(1).to(sums.values.dtype))
 

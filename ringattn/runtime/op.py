@@ -82,15 +82,7 @@ def _forward(
 
 
 def _forward_shapes(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slopes: torch.Tensor | None,
-    values: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    number: int,
-    softmax_scale: float,
-    needs_grad: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, values: Any, seed: Any, number: int, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     b, s, h, _ = q.shape
     stats = torch.promote_types(q.dtype, torch.float32)
@@ -194,21 +186,13 @@ class _Attention(torch.autograd.Function):
 
 
 def _forward_autograd(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slopes: torch.Tensor | None,
-    values: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    number: int,
-    softmax_scale: float,
-    needs_grad: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, values: torch.Tensor | None, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
     # does what torch.library.register_autograd would, in a third of its time a call
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(slopes, values)):
-        return _Attention.apply(q, k, v, slopes, values, seed, number, softmax_scale, needs_grad)  # pyright: ignore[reportReturnType]
+        return _Attention.apply(q, k, v, slopes, values, *rest)  # pyright: ignore[reportReturnType]
     with torch._C._AutoDispatchBelowAutograd():
-        return FORWARD(q, k, v, slopes, values, seed, number, softmax_scale, needs_grad)
+        return FORWARD(q, k, v, slopes, values, *rest)
 
 
 _library.impl("forward", _forward, "CompositeExplicitAutograd")

@@ -113,7 +113,9 @@ class Roster:
         causes = self._causes([self.members[rank] for rank in ranks])
         known = {other.members[rank]: process for other in list(_rosters) for rank, process in other.processes.items()}
         states = {job: known[job].state if job in known else State.RUNS for job in causes}
-        states |= {self.members[rank]: State.ENDED for rank in self._lost}
+        lost = (self.members[rank] for rank in self._lost)
+        # what the system shows of a process of this host goes before what its connection suggests
+        states |= {job: State.ENDED for job in lost if job not in known or known[job].host != host()}
         for state in (State.ENDED, State.STOPPED, State.RUNS):
             found = [job for job in causes if states[job] is state]
             if found:
