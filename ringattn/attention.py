@@ -22,7 +22,7 @@ from .runtime.order import label
 from .runtime.rank_attention import RankAttention
 from .schedule.program import local_program
 from .schedule.schedules import Schedule
-from .scores import MOST_PLACES, ScoreMod, with_sinks
+from .scores import MOST_PLACES, ScoreMod
 from .transport import Alone
 
 _DEFAULT_MASK = causal()
@@ -196,5 +196,4 @@ def _modified(
     """out, row_max and row_sum of a call with a number, whose scores are modified."""
     if score is None:
         return attention(q, k, v, call, softmax_scale)
-    results = attention(q, k, v, call, softmax_scale, score.tensors(torch.promote_types(q.dtype, torch.float32)))
-    return results if score.sinks is None else with_sinks(*results, score.sinks)
+    return attention(q, k, v, call, softmax_scale, score.tensors(torch.promote_types(q.dtype, torch.float32)))

@@ -234,9 +234,15 @@ class ScoreMod:
             if x is not None and x.device != q.device:
                 raise ValueError(f"{name} is on {x.device} and q is on {q.device}: move it there")
 
-    def tensors(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """For `ScoreKind.modifiers`: slopes and values in `dtype`, and the seed, which torch's generator gives unless the user does."""
+    def tensors(
+        self, dtype: torch.dtype
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Slopes, values and sinks in `dtype`, and the seed, which torch's generator gives unless the user does.
+
+        All but sinks are for `ScoreKind.modifiers`.
+        """
         slopes = values = seed = None
+        sinks = None if self.sinks is None else self.sinks.to(dtype).contiguous()
         if self.alibi is not None:
             slopes = self.alibi.to(dtype).reshape(-1, self.alibi.shape[-1]).contiguous()
         if self.bias is not None:
@@ -245,7 +251,7 @@ class ScoreMod:
         if self.dropout:
             drawn = torch.randint(_LARGEST_SEED, (1,)) if self.seed is None else torch.tensor([self.seed])
             seed = torch.cat([drawn, torch.tensor([self.offset])])
-        return slopes, values, seed
+        return slopes, values, sinks, seed
 
 
 def score(
@@ -311,18 +317,6 @@ def with_dropout(found: ScoreMod | None, dropout: float) -> ScoreMod:
     if found is None:
         return score(dropout=dropout)
     return score(softcap=found.softcap, alibi=found.alibi, bias=found.bias, sinks=found.sinks, dropout=dropout)
-
-
-def with_sinks(
-    out: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor, sinks: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out (b, s, h, d_v), row_max and row_sum (b, h, s) of a softmax with one more score a row, sinks (h,), which has no value."""
-    sinks = sinks.to(row_max.dtype)[None, :, None]
-    total_max = torch.maximum(row_max, sinks.detach())
-    before, sink = row_sum * (row_max - total_max).exp(), (sinks - total_max).exp()
-    total = before + sink
-    share = (before / total).transpose(1, 2).unsqueeze(-1)  # (b, s, h, 1)
-    return (out * share).to(out.dtype), total_max, total
 
 
 def _parameter(name: str, x: Any, *dims: int) -> None:

@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from .attention import backward, forward
     from .queries import Queries
     from .query_sums import QuerySums
-    from .statistics import delta
+    from .statistics import delta, with_sinks
     from .table import TileTable
 
-__all__ = ["Queries", "QuerySums", "TileTable", "backward", "delta", "forward"]
+__all__ = ["Queries", "QuerySums", "TileTable", "backward", "delta", "forward", "with_sinks"]
 
 _MODULES = {
     "Queries": "queries",
@@ -22,6 +22,7 @@ _MODULES = {
     "backward": "attention",
     "delta": "statistics",
     "forward": "attention",
+    "with_sinks": "statistics",
 }
 
 

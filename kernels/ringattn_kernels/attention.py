@@ -45,7 +45,7 @@ def forward(
     in q.dtype, a fresh tensor; otherwise it is the fp32 state. row_max is in natural-log units after scaling, and row_sum is
     relative to exactly it; a row with no live pair so far is (0, -inf, 0).
 
-    modifiers: what else is done to scores and weights. The plain kernels do it; those that depend on positions need a placed table.
+    modifiers: what else is done to scores and weights; those that depend on positions need a table with places.
 
     kernels: which kernels to run, instead of the choice of `dispatch.choose_forward`.
     splits: the number of programs that share the keys of the longest query block, instead of the choice of `splits.best`.
@@ -60,21 +60,21 @@ def forward(
         assert out.dtype == torch.float32 and out.is_contiguous() and row_max.is_contiguous() and row_sum.is_contiguous()
         if final:
             out = torch.empty(out.shape, device=q.device, dtype=q.dtype)
-    kernels = _for_modifiers(modifiers, table, kernels)
-    more = {} if modifiers is None else dict(modifiers=modifiers)
-    if dispatch.forward_kernels(q, k, v, table, softmax_scale, kernels) == Kernels.HOPPER:
-        config, launch = hopper.forward_config.config_for(q, v, table, splits), hopper.forward.launch
+    _check_places(modifiers, table)
+    if dispatch.forward_kernels(q, k, v, table, softmax_scale, kernels, modifiers) == Kernels.HOPPER:
+        config, launch = hopper.forward_config.config_for(q, v, table, splits, modifiers), hopper.forward.launch
     else:
         config, launch = launch_for("forward", architecture(q.device), max(q.shape[3], v.shape[3]), q.dtype), plain_forward.launch
     how = query_splits(table, config.block, config.step, b * h, q.device, splits)
     if how.most > 1:
         # the state is merged with the splits' partials
         partial = partials(how, q, v.shape[3])
-        launch(q, k, v, table, *partial, softmax_scale, None, True, how.most, config, **more)
+        launch(q, k, v, table, *partial, softmax_scale, None, True, how.most, config, modifiers=modifiers)
         merge(how, partial, state, out, row_max, row_sum, final)
     else:
         # a block without a segment must be written too, unless its state stays as it is
-        launch(q, k, v, table, out, row_max, row_sum, softmax_scale, state, state is not None and not final, 1, config, **more)
+        touched_only = state is not None and not final
+        launch(q, k, v, table, out, row_max, row_sum, softmax_scale, state, touched_only, 1, config, modifiers=modifiers)
     return out, row_max, row_sum
 
 
@@ -110,14 +110,14 @@ def backward(
     modifiers: as in `forward`. sums: to which the gradients of slopes and of a bias's values are added.
     """
     q, query_sums = queries.q, dq if isinstance(dq, QuerySums) else None
-    kernels = _for_modifiers(modifiers, table, kernels)
-    chosen = dispatch.backward_kernels(queries, k, v, table, kernels, deterministic)
+    _check_places(modifiers, table)
+    chosen = dispatch.backward_kernels(queries, k, v, table, kernels, deterministic, modifiers, sums is not None and sums.wanted)
     assert query_sums is None or (query_sums.q.shape == q.shape and query_sums.softmax_scale == softmax_scale)
     if chosen in (Kernels.HOPPER, Kernels.HOPPER_ORDERED) and splits not in (None, 1):
         raise ValueError(f"splits is {splits}, but {chosen} splits no block: pass 1 or none")
     if chosen in (Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED):
         ordered = chosen == Kernels.HOPPER_ORDERED
-        _fused_backward(queries, k, v, table, softmax_scale, dq, dk, dv, add, ordered, 1 if ordered else splits)
+        _fused_backward(queries, k, v, table, softmax_scale, dq, dk, dv, add, ordered, 1 if ordered else splits, modifiers)
         return
     rows, add_q = (dq, add) if query_sums is None else query_sums.rows()
     outputs = dict(dq=rows, dk=dk, dv=dv, add_q=add_q, add_kv=add)
@@ -127,19 +127,13 @@ def backward(
         hopper.backward.backward(queries, k, v, table, softmax_scale, **outputs)
 
 
-def _for_modifiers(modifiers: Modifiers | None, table: TileTable, kernels: Kernels | None) -> Kernels | None:
-    """The kernels to run for a caller's wish: the plain ones if scores are modified."""
-    if modifiers is None:
-        return kernels
-    if kernels not in (None, Kernels.PLAIN):
-        raise ValueError(f"{kernels} takes no modifiers: pass {Kernels.PLAIN} or none")
-    assert table.places is not None or not modifiers.placed, "scores that depend on positions need a table with places"
-    return Kernels.PLAIN
+def _check_places(modifiers: Modifiers | None, table: TileTable) -> None:
+    assert modifiers is None or table.places is not None or not modifiers.placed, "scores that depend on positions need places"
 
 
 def _fused_backward(
     queries: Queries, k, v, table: TileTable, softmax_scale: float, dq: torch.Tensor | QuerySums, dk, dv, add: bool, ordered: bool,
-    splits: int | None,
+    splits: int | None, modifiers: Modifiers | None,
 ) -> None:  # fmt: skip
     """`backward` by the fused kernel, which adds dq to sums in an order of their own."""
     fused, q = hopper.fused, queries.q
@@ -149,7 +143,7 @@ def _fused_backward(
     prepared = dq.prepared(queries.statistics) if isinstance(dq, QuerySums) and not ordered else None
     add_kv, parts = partial_gradients(how, add, dk, dv)
     outputs = dict(sums=sums, dk=parts[0], dv=parts[1], add=add_kv)
-    fused.backward(queries, k, v, table, softmax_scale, prepared=prepared, **outputs, ordered=ordered)
+    fused.backward(queries, k, v, table, softmax_scale, prepared=prepared, **outputs, ordered=ordered, modifiers=modifiers)
     add_partials(how, table, add, parts, (dk, dv))
     if isinstance(dq, torch.Tensor):
         fused.finish(sums, dq, softmax_scale, add)

@@ -18,7 +18,9 @@ import torch
 
 from . import hopper
 from .config import architecture
+from .modifiers import Modifiers
 from .queries import Queries
+from .score_arguments import facts_of, hopper_obstacle
 from .table import TileTable, kind
 
 logger = logging.getLogger(__name__)
@@ -42,14 +44,23 @@ class Choice:
 
 
 def choose_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, kernels: Kernels | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    kernels: Kernels | None = None,
+    modified: str | None = None,
 ) -> Choice:
-    """The kernels for one call of `forward`; `kernels`, if given, is the caller's wish."""
+    """The kernels for one call of `forward`; `kernels`, if given, is the caller's wish.
+
+    modified: why Hopper kernels do not do to scores what is asked for, empty where they do; None if nothing is asked for.
+    """
     if kernels in (Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED):
         raise ValueError(f"{kernels} has no forward: pass {Kernels.HOPPER} or {Kernels.PLAIN}")
+    _check_wish(kernels, modified)
 
     def on_hopper() -> Choice:
-        obstacle = hopper.forward.obstacle(q, k, v, softmax_scale)
+        obstacle = hopper.forward.obstacle(q, k, v, softmax_scale) or modified or ""
         return Choice(Kernels.PLAIN, obstacle) if obstacle else Choice(Kernels.HOPPER, "sm_90")
 
     return _choose("forward", q.device, kernels, on_hopper)
@@ -63,8 +74,9 @@ def choose_backward(
     table: TileTable,
     kernels: Kernels | None = None,
     deterministic: bool | None = None,
+    modified: str | None = None,
 ) -> Choice:
-    """The kernels for one call of `backward`; `kernels`, if given, is the caller's wish.
+    """The kernels for one call of `backward`; `kernels`, if given, is the caller's wish. modified: as in `choose_forward`.
 
     deterministic: whether the same inputs must give the same bits of dq; None follows `torch.are_deterministic_algorithms_enabled()`.
     The bits of dk and dv are the same in any case.
@@ -76,14 +88,18 @@ def choose_backward(
             f"{kernels} is not deterministic, but deterministic results are asked for: "
             f"pass {Kernels.HOPPER_ORDERED}, {Kernels.HOPPER} or none"
         )
+    _check_wish(kernels, modified)
     d, v_dim = q.shape[3], v.shape[3]
     made = () if hopper.obstacle else _made_for(d, v_dim, deterministic)
+    if modified is not None:
+        # those in two kernels modify no scores
+        made = tuple(kernels for kernels in made if kernels != Kernels.HOPPER)
     if not hopper.obstacle and kernels not in (None, Kernels.PLAIN, *made):
         other = made[0] if made else Kernels.PLAIN
         raise ValueError(f"{kernels} has none for head dims {d} and {v_dim}: pass {other} or none")
 
     def on_hopper() -> Choice:
-        obstacle = hopper.backward.obstacle(q, k, v, dout, table)
+        obstacle = hopper.backward.obstacle(q, k, v, dout, table) or modified or ""
         if obstacle or not made:
             return Choice(Kernels.PLAIN, obstacle or f"there are no others for head dims {d} and {v_dim}")
         if made[0] == Kernels.HOPPER_ORDERED and not hopper.fused.has_items_for_turns(k, table):
@@ -94,11 +110,22 @@ def choose_backward(
 
 
 def forward_kernels(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, softmax_scale: float, kernels: Kernels | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: TileTable,
+    softmax_scale: float,
+    kernels: Kernels | None,
+    modifiers: Modifiers | None = None,
 ) -> Kernels:
     """The kernels that `choose_forward` chooses, kept with the table."""
-    key = ("forward kernels", kind(q), kind(k), kind(v), q.device, softmax_scale, kernels)
-    return table.derived(key, lambda: choose_forward(q, k, v, softmax_scale, kernels).kernels)
+    key = ("forward kernels", kind(q), kind(k), kind(v), q.device, softmax_scale, kernels, *facts_of(modifiers))
+
+    def choose() -> Kernels:
+        modified = None if modifiers is None else hopper_obstacle(modifiers, table)
+        return choose_forward(q, k, v, softmax_scale, kernels, modified).kernels
+
+    return table.derived(key, choose)
 
 
 def backward_kernels(
@@ -108,13 +135,22 @@ def backward_kernels(
     table: TileTable,
     kernels: Kernels | None = None,
     deterministic: bool | None = None,
+    modifiers: Modifiers | None = None,
+    sums: bool = False,
 ) -> Kernels:
-    """The kernels that `choose_backward` chooses, kept with the table."""
+    """The kernels that `choose_backward` chooses, kept with the table. sums: whether gradients of modifiers are asked for."""
     q, dout = queries.q, queries.dout
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    key = ("backward kernels", kind(q), kind(k), kind(v), kind(dout), q.device, kernels, deterministic)
-    return table.derived(key, lambda: choose_backward(q, k, v, dout, table, kernels, deterministic).kernels)
+    key = ("backward kernels", kind(q), kind(k), kind(v), kind(dout), q.device, kernels, deterministic, sums, *facts_of(modifiers))
+
+    def choose() -> Kernels:
+        modified = None
+        if modifiers is not None:
+            modified = hopper_obstacle(modifiers, table) or hopper.fused.modified_obstacle(q, v, sums)
+        return choose_backward(q, k, v, dout, table, kernels, deterministic, modified).kernels
+
+    return table.derived(key, choose)
 
 
 @functools.cache
@@ -126,6 +162,11 @@ def _made_for(d: int, v_dim: int, deterministic: bool) -> tuple[Kernels, ...]:
         Kernels.HOPPER: hopper.backward.HEAD_DIMS,
     }
     return tuple(kernels for kernels, dims in head_dims.items() if (d, v_dim) in dims)
+
+
+def _check_wish(kernels: Kernels | None, modified: str | None) -> None:
+    if modified and kernels not in (None, Kernels.PLAIN):
+        raise ValueError(f"{kernels} is asked for, but {modified}: pass {Kernels.PLAIN} or none")
 
 
 def _choose(what: str, device: torch.device, wish: Kernels | None, on_hopper: Callable[[], Choice]) -> Choice:

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .bands import edge_count, edge_start, live_columns, load_block, load_rows, load_segment
 from .score_arguments import NOT_SPECIALIZED
-from .score_steps import Steps, add_to_values, exponents, kept_share, load_places
+from .score_steps import Steps, add_to_values, exponents, kept_share, load_places, stream_of
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def key_step(
         exponent, steepness = exponents(scores, q_positions, k_positions, scale, steps, EDGES)
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         share = 1.0
-        if steps.draw is not None:
+        if steps.stream is not None:
             share = kept_share(q_positions, k_positions, steps)
         dp = dp * share - delta[None, :]
         p = tl.math.exp2(exponent - pivot[None, :])
@@ -128,8 +128,8 @@ def dkdv_kernel(
             # None where there is none; a function cannot return it
             slope = tl.load(slopes_ptr + batch * slopes_stride + head) if slopes_ptr is not None else None
             head_values = values_ptr + head * PIECES if values_ptr is not None else None
-            draw = batch * all_heads + first_head + head if seed_low is not None else None
-            steps = Steps(cap, slope, edges_ptr, head_values, seed_low, seed_high, offset, draw, dropped, whole)
+            stream = stream_of(seed_low, seed_high, offset, batch * all_heads + first_head + head) if seed_low is not None else None
+            steps = Steps(cap, slope, edges_ptr, head_values, stream, dropped, whole)
         for segment in range(segment_begin, segment_end):
             begin, full_begin, full_end, end, lo, hi, row_begin, row_end = load_segment(segments_ptr, segment)
             q_place = None
@@ -187,7 +187,7 @@ def query_step(
         k_positions = (k_place + place_stride * (start + tl.arange(0, BLOCK_K)))[None, :]
         exponent, steepness = exponents(scores, q_positions, k_positions, scale, steps, EDGES)
         p = tl.math.exp2(exponent - pivot[:, None])
-        if steps.draw is not None:
+        if steps.stream is not None:
             dp *= kept_share(q_positions, k_positions, steps)
     if MASKED:
         columns = start + tl.arange(0, BLOCK_K)
@@ -266,8 +266,8 @@ def dq_kernel(
         # None where there is none; a function cannot return it
         slope = tl.load(slopes_ptr + batch * slopes_stride + head) if slopes_ptr is not None else None
         head_values = values_ptr + head * PIECES if values_ptr is not None else None
-        draw = batch * all_heads + first_head + head if seed_low is not None else None
-        steps = Steps(cap, slope, edges_ptr, head_values, seed_low, seed_high, offset, draw, dropped, whole)
+        stream = stream_of(seed_low, seed_high, offset, batch * all_heads + first_head + head) if seed_low is not None else None
+        steps = Steps(cap, slope, edges_ptr, head_values, stream, dropped, whole)
         dslopes = tl.zeros([BLOCK_Q], tl.float32)
         if dvalues_ptr is not None:
             sums_ptr = dvalues_ptr + program.to(tl.int64) * PIECES

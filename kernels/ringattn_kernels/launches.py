@@ -38,8 +38,8 @@ def launch(
     """`kernel[grid](**arguments, num_warps=num_warps)`, where `make()` gives (grid, arguments). Does nothing without programs.
 
     table: the launch is kept with it. Launches without a table: the latest _KEPT are kept.
-    moving: the arguments that may differ between launches of a kind: tensors (for a descriptor, the tensor that it describes) and
-    floats. Integers may not.
+    moving: the arguments that may differ between launches of a kind: tensors (for a descriptor, the tensor that it describes), floats,
+    and integers of 32 bits that the kernel does not specialize.
     facts: what else `make` depends on, besides the table and these tensors (except their addresses).
     """
     if not isinstance(kernel, triton.JITFunction):  # it is an interpreted one
@@ -47,10 +47,23 @@ def launch(
         kernel[grid if isinstance(grid, tuple) else (grid,)](**arguments, num_warps=num_warps)
         return
     # Triton asks whether an address is a multiple of 16, and asks nothing about a float
-    kinds = [kind(x) if isinstance(x, torch.Tensor) else float if isinstance(x, float) else x for x in moving.values()]
+    kinds = [
+        kind(x) if isinstance(x, torch.Tensor) else float if isinstance(x, float) else _kind_of_integer(kernel, name, x)
+        for name, x in moving.items()
+    ]
     key = ("launch", kernel.fn, driver.active.get_current_device(), facts, *moving, *kinds)
     kept = _kept if table is None else table.derived
     kept(key, lambda: _Ready(kernel, num_warps, *make(), moving))(moving)
+
+
+def _kind_of_integer(kernel: triton.JITFunction, name: str, x: int | None) -> Any:
+    return int if x is not None and name in _not_specialized(kernel) else x
+
+
+@functools.cache
+def _not_specialized(kernel: triton.JITFunction) -> frozenset[str]:
+    """Its integers that may be any of 32 bits in one compiled kernel."""
+    return frozenset(parameter.name for parameter in kernel.params if parameter.do_not_specialize)
 
 
 def _kept(key: tuple, build: Callable[[], "_Ready"]) -> "_Ready":

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 ROUNDS = 7  # of Philox
-LEVELS = 1 << 16  # of the numbers that decide which pairs are dropped
+LEVELS = 1 << 15  # of the numbers that decide which pairs are dropped
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Dropout:
     @property
     def dropped(self) -> int:
         """How many of the LEVELS numbers drop a pair."""
-        return round(self.p * LEVELS)
+        return min(round(self.p * LEVELS), LEVELS - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +85,18 @@ class ModifierSums:
     values: torch.Tensor | None
 
     @classmethod
-    def zeros(cls, modifiers: Modifiers) -> ModifierSums:
+    def zeros(cls, modifiers: Modifiers, slopes_too: bool = True, values_too: bool = True) -> ModifierSums:
+        """Those that are asked for, of what there is."""
         slopes, bias = modifiers.slopes, modifiers.bias
-        return cls(None if slopes is None else torch.zeros_like(slopes), None if bias is None else torch.zeros_like(bias.values))
+        return cls(
+            torch.zeros_like(slopes) if slopes is not None and slopes_too else None,
+            torch.zeros_like(bias.values) if bias is not None and values_too else None,
+        )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is something to add to."""
+        return not (self.slopes is None and self.values is None)
 
     def add_distances(self, found: torch.Tensor) -> None:
         """Add the gradient of slopes that follows from the sums of dS * |distance|: (b, h), fp64."""

@@ -15,7 +15,7 @@ from .config import BlockConfig, architecture, descriptor, padded, precision
 from .launches import strides
 from .modifiers import Modifiers
 from .score_arguments import NOT_SPECIALIZED, score_arguments
-from .score_steps import Steps, exponents, kept_share, load_places
+from .score_steps import Steps, exponents, kept_share, load_places, stream_of
 from .table import TileTable
 from .units import LOG2_E, to_base2, to_natural
 
@@ -159,7 +159,7 @@ def attend_modified(
     raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     scores, _ = exponents(raw, q_positions, k_positions, scale, steps, EDGES)
     p, alpha, row_max, row_sum = softmax_step(scores, row_max, row_sum, start, first, last, 1.0, MASKED, False)
-    if steps.draw is not None:
+    if steps.stream is not None:
         p *= kept_share(q_positions, k_positions, steps)
     # [BLOCK_K, BLOCK_DV]
     v = load_block(v_desc, v_ptr, batch, kv_head, start, stride_vs, end, BLOCK_K, V_DIM, BLOCK_DV, MASKED)
@@ -242,8 +242,8 @@ def forward_kernel(
         # None where there is none; a function cannot return it
         slope = tl.load(slopes_ptr + batch * slopes_stride + head) if slopes_ptr is not None else None
         head_values = values_ptr + head * PIECES if values_ptr is not None else None
-        draw = batch * all_heads + first_head + head if seed_low is not None else None
-        steps = Steps(cap, slope, edges_ptr, head_values, seed_low, seed_high, offset, draw, dropped, whole)
+        stream = stream_of(seed_low, seed_high, offset, batch * all_heads + first_head + head) if seed_low is not None else None
+        steps = Steps(cap, slope, edges_ptr, head_values, stream, dropped, whole)
     for segment in range(segment_begin, segment_end):
         begin, full_begin, full_end, end, lo, hi, row_begin, row_end = load_segment(segments_ptr, segment)
         if MODIFIED:

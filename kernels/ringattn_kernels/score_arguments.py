@@ -1,16 +1,27 @@
-"""Arguments of the plain kernels for what happens to scores and weights."""
+"""Arguments of kernels for what happens to scores and weights."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from .modifiers import Dropout, Modifiers
+from .modifiers import Bias, Dropout, Modifiers
 from .table import BlockTable, TileTable
+from .units import LOG2_E
 
 # numbers that may be anything: another one is no other kernel
-NOT_SPECIALIZED = ("place_stride", "slopes_stride", "seed_low", "seed_high", "offset", "all_heads", "first_head", "dropped")
+NOT_SPECIALIZED = (
+    "place_stride", "slopes_stride", "biases_count", "nearest", "seed_low", "seed_high", "offset", "all_heads", "first_head", "dropped",
+)  # fmt: skip
+HOPPER_ARGUMENTS = (
+    "into_cap", "per_unit", "slopes_ptr", "biases_ptr", "biases_count", "nearest", "places_ptr", "place_stride",
+    "seed_low", "seed_high", "offset", "all_heads", "first_head", "dropped", "kept_share",
+)  # fmt: skip
 _FARTHEST = (1 << 31) - 1
+# positions of blocks of rows that Hopper kernels draw for are multiples of it
+ALIGNED = 16
+# of distances, whose biases Hopper kernels look up one by one
+_MOST_BIASES = 1 << 14
 
 
 def score_arguments(modifiers: Modifiers | None, blocks: BlockTable, table: TileTable, device: torch.device) -> dict:
@@ -35,6 +46,90 @@ def score_arguments(modifiers: Modifiers | None, blocks: BlockTable, table: Tile
     if modifiers.dropout is not None:
         found |= dropout_arguments(modifiers.dropout)
     return found
+
+
+def hopper_obstacle(modifiers: Modifiers, table: TileTable) -> str:
+    """Why Hopper kernels do not modify scores so over this table; empty where they do."""
+    if modifiers.bias is not None and biases_count(modifiers.bias) > _MOST_BIASES:
+        return f"the edges of a bias are more than {_MOST_BIASES} positions apart"
+    if modifiers.dropout is not None and not table.aligned(ALIGNED):
+        return f"tiles do not begin at positions that are multiples of {ALIGNED}, where pairs are drawn fast"
+    return ""
+
+
+def facts_of(modifiers: Modifiers | None) -> tuple:
+    """What fixed arguments depend on besides the table: those of another kind are another launch."""
+    if modifiers is None:
+        return ()
+    slopes, bias, dropout = modifiers.slopes, modifiers.bias, modifiers.dropout
+    return (
+        modifiers.softcap is not None,
+        slopes is not None,
+        None if bias is None else bias.edges,
+        None if dropout is None else (dropout.heads, dropout.first_head, dropout.dropped),
+    )
+
+
+def moving_arguments(
+    modifiers: Modifiers | None, table: TileTable, softmax_scale: float, batches: int, device: torch.device
+) -> dict:
+    """Keyword arguments of a launch of a Hopper kernel that may differ between launches of a kind (see `launches`)."""
+    if modifiers is None:
+        return dict(scale=softmax_scale * LOG2_E.value)
+    unit = modifiers.softcap or softmax_scale
+    found: dict = dict(scale=unit * LOG2_E.value, per_unit=1 / unit)
+    if modifiers.softcap is not None:
+        found |= dict(into_cap=softmax_scale / unit)
+    if modifiers.slopes is not None:
+        assert modifiers.slopes.dtype == torch.float32
+        found |= dict(slopes_ptr=modifiers.slopes.expand(batches, -1).contiguous())
+    if modifiers.bias is not None:
+        found |= dict(biases_ptr=biases(modifiers.bias, table, device))
+    if modifiers.dropout is not None:
+        drawn = dropout_arguments(modifiers.dropout)
+        found |= {name: drawn[name] for name in ("seed_low", "seed_high", "offset")} | dict(kept_share=1 - modifiers.dropout.p)
+    return found
+
+
+def unmodified() -> dict:
+    """The keyword arguments of a launch of a Hopper kernel for what happens to scores, if nothing does."""
+    return dict.fromkeys(HOPPER_ARGUMENTS) | dict(MODIFIED=False)
+
+
+def fixed_arguments(modifiers: Modifiers | None, table: TileTable, places: torch.Tensor | None) -> dict:
+    """As `unmodified`, with those that do not move of what happens. places: of the segments that the launch walks."""
+    found = unmodified()
+    if modifiers is None:
+        return found
+    found["MODIFIED"] = True
+    if modifiers.placed:
+        found |= dict(places_ptr=places, place_stride=table.stride)
+    if modifiers.bias is not None:
+        found |= dict(biases_count=biases_count(modifiers.bias), nearest=_nearest(modifiers.bias))
+    if modifiers.dropout is not None:
+        drawn = dropout_arguments(modifiers.dropout)
+        found |= {name: drawn[name] for name in ("all_heads", "first_head", "dropped")}
+    return found
+
+
+def _nearest(bias: Bias) -> int:
+    """The distance of the first of `biases`."""
+    return bias.edges[0] - 1 if bias.edges else 0
+
+
+def biases_count(bias: Bias) -> int:
+    """How many distances lie between the first piece and the last, and one in each of these."""
+    return bias.edges[-1] - bias.edges[0] + 2 if bias.edges else 1
+
+
+def biases(bias: Bias, table: TileTable, device: torch.device) -> torch.Tensor:
+    """The bias of each distance from `_nearest` on: (h, biases_count), contiguous. Those beyond are as the first and the last."""
+
+    def build() -> torch.Tensor:
+        distances = np.arange(biases_count(bias)) + _nearest(bias)
+        return torch.from_numpy(np.searchsorted(bias.edges, distances, side="right")).to(device)
+
+    return bias.values.index_select(1, table.derived(("pieces", bias.edges, device), build))
 
 
 def padded_edges(edges: tuple[int, ...], table: TileTable, device: torch.device) -> torch.Tensor:

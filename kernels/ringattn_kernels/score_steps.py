@@ -8,28 +8,25 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .modifiers import ROUNDS
+from .modifiers import LEVELS, ROUNDS
 from .units import LOG2_E
 
 _ROUNDS = tl.constexpr(ROUNDS)
+_LEVELS = tl.constexpr(LEVELS)
 
 
 class Steps(NamedTuple):
     """What is done to the scores of one head of one batch; each is None if it is not done.
 
     slope: ALiBi's. edges_ptr: int32, their number a power of 2, the last ones beyond all distances. values_ptr: those of the head.
-    seed and offset: 32 bits each, as int32, of the generator. draw: the head of the batch, among the heads of all ranks. dropped: of
-    2**16 numbers, those that drop a pair. whole: 1 / (1 - p).
+    stream: two words, see `stream_of`. dropped: of LEVELS numbers, those that drop a pair. whole: 1 / (1 - p).
     """
 
     cap: tl.tensor
     slope: tl.tensor
     edges_ptr: tl.tensor
     values_ptr: tl.tensor
-    seed_low: tl.tensor
-    seed_high: tl.tensor
-    offset: tl.tensor
-    draw: tl.tensor
+    stream: tuple
     dropped: tl.tensor
     whole: tl.tensor
 
@@ -76,18 +73,23 @@ def pieces(q_positions, k_positions, edges_ptr, EDGES: tl.constexpr):
 
 
 @triton.jit
+def stream_of(seed_low, seed_high, offset, head):
+    """The two words of the stream of a head of a batch, among the heads of all ranks. Seed and offset: 32 bits each, as int32."""
+    seed = (seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_low.to(tl.uint32, bitcast=True).to(tl.uint64)
+    low, high, _, _ = tl.philox(seed, head, offset, 0, 0, _ROUNDS)
+    return low.to(tl.int32, bitcast=True), high.to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def kept_share(q_positions, k_positions, steps):
     """What dropout multiplies the weights of a block by: 0 or 1 / (1 - p). See `ringattn.device.philox`, which draws the same."""
     q_groups = ((q_positions >> 4) << 3) | (q_positions & 7)
     k_groups = ((k_positions >> 4) << 2) | ((k_positions >> 1) & 3)
     zero = tl.zeros_like(q_groups + k_groups)
-    seed = (steps.seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | steps.seed_low.to(tl.uint32, bitcast=True).to(
-        tl.uint64
-    )
-    w0, w1, w2, w3 = tl.philox(seed, q_groups + zero, k_groups + zero, steps.draw + zero, steps.offset + zero, _ROUNDS)
+    w0, w1, w2, w3 = tl.philox(0, q_groups + zero, k_groups + zero, steps.stream[0] + zero, steps.stream[1] + zero, _ROUNDS)
     upper, right = ((q_positions >> 3) & 1) == 0, ((k_positions >> 3) & 1) == 1
     word = tl.where(upper, tl.where(right, w1, w0), tl.where(right, w3, w2))
-    drawn = (word >> ((k_positions & 1) * 16).to(tl.uint32)) & 0xFFFF
+    drawn = (word >> ((k_positions & 1) * 16).to(tl.uint32)) & (_LEVELS - 1)
     return tl.where(drawn >= steps.dropped, steps.whole, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What the backward pass reads of each query row, made from the output and the softmax statistics: delta, pivots and weights.
+"""Statistics of rows: sinks that they count, and what the backward pass reads of them: delta, pivots and weights.
 
 Shapes: out and dout (b, sq, h, dv), row_max, row_sum, delta and pivot (b, h, sq).
 """
@@ -11,7 +11,8 @@ from . import launches
 from .bands import load_rows
 from .config import padded
 from .launches import strides
-from .units import to_base2
+from .splits import State
+from .units import LOG2_E, to_base2
 
 
 def delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
@@ -48,6 +49,57 @@ def delta_kernel(
     rows = start + tl.arange(0, BLOCK_Q)
     total = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     tl.store(delta_ptr + head_index.to(tl.int64) * q_rows + rows, total, mask=rows < q_rows)
+
+
+def with_sinks(out: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor, sinks: torch.Tensor) -> State:
+    """Change out, row_max and row_sum, in place, into those of a softmax with one more score a row, which has no value.
+
+    out: (b, sq, h, dv), contiguous. sinks: (h,), fp32, one for each head.
+    """
+    b, sq, h, dv = out.shape
+    assert out.is_contiguous() and row_max.is_contiguous() and row_sum.is_contiguous()
+    assert sinks.shape == (h,) and sinks.dtype == torch.float32 and sinks.is_contiguous()
+    block = 16 if out.device.type == "cpu" else 64
+    moving = dict(out_ptr=out, row_max_ptr=row_max, row_sum_ptr=row_sum, sinks_ptr=sinks)
+
+    def make() -> tuple[int, dict]:
+        sizes = dict(heads=h, q_rows=sq, V_DIM=dv, BLOCK_DV=padded(dv), BLOCK_Q=block)
+        return b * h * triton.cdiv(sq, block), moving | sizes
+
+    if out.numel() > 0:
+        launches.launch(sinks_kernel, None, (block,), moving, make, num_warps=4)
+    return out, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=["heads", "q_rows"])
+def sinks_kernel(
+    out_ptr, row_max_ptr, row_sum_ptr, sinks_ptr, heads, q_rows, V_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr
+):  # fmt: skip
+    """One block of rows of one head; see `with_sinks`. Programs side by side have the heads of the same rows, which lie together."""
+    head = tl.program_id(0) % heads
+    block = tl.program_id(0) // heads
+    blocks = tl.cdiv(q_rows, BLOCK_Q)
+    batch = (block // blocks).to(tl.int64)
+    rows = block % blocks * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    row_mask = rows < q_rows
+    statistics = (batch * heads + head) * q_rows + rows
+    row_max = tl.load(row_max_ptr + statistics, mask=row_mask, other=0.0)
+    row_sum = tl.load(row_sum_ptr + statistics, mask=row_mask, other=0.0)
+    sink = tl.load(sinks_ptr + head)
+    total_max = tl.maximum(row_max, sink)
+    # a row with neither a live pair nor a sink has -inf: avoid inf - inf
+    pivot = tl.where(total_max == float("-inf"), 0.0, total_max)
+    before = row_sum * tl.math.exp2((row_max - pivot) * LOG2_E)
+    total = before + tl.math.exp2((sink - pivot) * LOG2_E)
+    tl.store(row_max_ptr + statistics, total_max, mask=row_mask)
+    tl.store(row_sum_ptr + statistics, total, mask=row_mask)
+    # [BLOCK_Q, BLOCK_DV]
+    columns = tl.arange(0, BLOCK_DV)
+    pointers = out_ptr + ((batch * q_rows + rows) * heads + head)[:, None] * V_DIM + columns[None, :]
+    mask = row_mask[:, None] & (columns < V_DIM)[None, :]
+    out = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    share = tl.where(total > 0, before / total, 0.0)
+    tl.store(pointers, (out * share[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def pivots(row_max: torch.Tensor, row_sum: torch.Tensor, weighted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

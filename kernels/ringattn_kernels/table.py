@@ -19,6 +19,8 @@ import torch
 ROW, FIRST_SEGMENT, LAST_SEGMENT, SPLIT = range(4)
 # columns of its segments
 BEGIN, FULL_BEGIN, FULL_END, END, LO, HI, ROW_BEGIN, ROW_END = range(8)
+# a column of tiles
+BEGIN_OF_KEYS = 2
 
 
 @dataclass(frozen=True)
@@ -85,17 +87,29 @@ class TileTable:
         """Blocks of `block` key rows, stepping through queries by `step`: the same cut of the transposed tiles."""
         return self._blocks("k", block, step, device, splits)
 
-    def cut(self, axis: str, block: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Items and segments (see `BlockTable`) along the rows of q ("q") or of k ("k"). Places are further columns of the segments."""
+    def aligned(self, to: int) -> bool:
+        """Whether all tiles have rows next to each other, at positions and with keys from multiples of `to` on."""
+
+        def build() -> bool:
+            assert self.places is not None
+            return self.stride == 1 and not (self.places % to).any() and not (self.tiles[:, BEGIN_OF_KEYS] % to).any()
+
+        return self.derived(("aligned", to), build)
+
+    def cut(self, axis: str, block: int, step: int, align: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Items and segments (see `BlockTable`) along the rows of q ("q") or of k ("k"). Places are further columns of the segments.
+
+        align: steps begin at multiples of it, as tiles do.
+        """
 
         def build() -> tuple[np.ndarray, np.ndarray]:
             places = () if self.places is None else self.places.T
             if axis == "q":
-                return cut(np.stack([*self.tiles.T, *places], axis=1), self.q_rows, block, step)
+                return cut(np.stack([*self.tiles.T, *places], axis=1), self.q_rows, block, step, align)
             q_begin, q_end, k_begin, k_end, lo, hi = self.tiles.T
-            return cut(np.stack([k_begin, k_end, q_begin, q_end, -hi, -lo, *places], axis=1), self.k_rows, block, step)
+            return cut(np.stack([k_begin, k_end, q_begin, q_end, -hi, -lo, *places], axis=1), self.k_rows, block, step, align)
 
-        return self.derived(("cut", axis, block, step), build)
+        return self.derived(("cut", axis, block, step, align), build)
 
     def derived(self, key: tuple, build: Callable[[], Any]) -> Any:
         """`build()`, called at the first call with `key` and kept: whatever else a kernel derives from this table."""
@@ -122,10 +136,10 @@ def kind(x: torch.Tensor) -> tuple:
     return x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0
 
 
-def cut(tiles: np.ndarray, rows: int, block: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+def cut(tiles: np.ndarray, rows: int, block: int, step: int, align: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Items and segments (see `BlockTable`) of `tiles`, whose first axis of `rows` rows is cut into blocks of `block`.
 
-    Further columns of the tiles become further columns of their segments.
+    Further columns of the tiles become further columns of their segments. align: as in `TileTable.cut`.
     """
     begin, end, other_begin, other_end, lo, hi, *more = tiles.T
     # one row for each (tile, block that the tile meets)
@@ -140,7 +154,7 @@ def cut(tiles: np.ndarray, rows: int, block: int, step: int) -> tuple[np.ndarray
     lo, hi = lo[tile], hi[tile]
 
     # columns live for some row: the band's steps overlap, so that this is one interval
-    live_begin = np.maximum(other_begin[tile], row_begin - hi)
+    live_begin = np.maximum(other_begin[tile], row_begin - hi) // align * align
     live_end = np.minimum(other_end[tile], row_end - lo)
     # columns live for every row of the block, in whole steps from live_begin
     whole = (row_begin == block_begin) & (row_end == block_end)

@@ -475,9 +475,9 @@ MUTATIONS = (
         SCORES,
     ),
     Mutation(
-        "ringattn/scores.py",
-        "total = before + sink",
-        "total = before + 2 * sink",
+        "ringattn/device/blocked.py",
+        "total = before + (sinks[:, None] - pivot).exp()",
+        "total = before + 2 * (sinks[:, None] - pivot).exp()",
         "sinks are counted twice",
         SCORES,
     ),

@@ -92,6 +92,17 @@ def forward(
     return settled((out, row_max, row_sum), q.dtype, acc_dtype) if final else (out, row_max, row_sum)
 
 
+def with_sinks(out: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor, sinks: torch.Tensor) -> State:
+    """out (b, s, h, d_v), row_max and row_sum (b, h, s) of a softmax with one more score a row, sinks (h,), which has no value."""
+    total_max = torch.maximum(row_max, sinks[:, None])
+    # a row with neither a live pair nor a sink has -inf: avoid inf - inf
+    pivot = total_max.masked_fill(total_max == float("-inf"), 0.0)
+    before = row_sum * (row_max - pivot).exp()
+    total = before + (sinks[:, None] - pivot).exp()
+    share = torch.where(total > 0, before / total, 0.0).transpose(1, 2).unsqueeze(-1)  # (b, s, h, 1)
+    return (out * share).to(out.dtype), total_max, total
+
+
 def settled(state: State, out_dtype: torch.dtype, dtype: torch.dtype) -> State:
     """A state with out in `out_dtype`, and the statistics in `dtype`: row_sum is relative to row_max as it is rounded."""
     out, exact, row_sum = state

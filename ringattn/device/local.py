@@ -66,9 +66,25 @@ def query_sums(q: torch.Tensor, score: Score, dtype: torch.dtype) -> QuerySums:
     return blocked.TorchQuerySums(q)
 
 
-def modifier_sums(score: Score) -> ModifierSums:
-    """The sums that the launches of one backward pass add the gradients of modifiers to."""
-    return _NO_SUMS if score.modifiers is None else ModifierSums.zeros(score.modifiers)
+def modifier_sums(score: Score, slopes_too: bool, values_too: bool) -> ModifierSums:
+    """The sums that the launches of one backward pass add the gradients of slopes and values to, where they are asked for."""
+    return _NO_SUMS if score.modifiers is None else ModifierSums.zeros(score.modifiers, slopes_too, values_too)
+
+
+def with_sinks(out: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor, sinks: torch.Tensor) -> State:
+    """out (b, s, h, d_v), row_max and row_sum (b, h, s) of a softmax with one more score a row, sinks (h,), which has no value."""
+    if out.is_cuda and out.numel():
+        import ringattn_kernels
+
+        return ringattn_kernels.with_sinks(out, row_max, row_sum, sinks)
+    return blocked.with_sinks(out, row_max, row_sum, sinks)
+
+
+def sinks_gradient(row_max: torch.Tensor, row_sum: torch.Tensor, delta: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """(h,), from statistics that count sinks. A sink's dP is 0, so that its dS is -P delta."""
+    weights = (sinks[:, None] - row_max).exp_().div_(row_sum)
+    # without a live pair and a sink 0 would be divided by 0
+    return weights.masked_fill_(row_sum == 0, 0.0).mul_(delta).sum((0, 2)).neg_()
 
 
 def streams(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, program: Pass, score: Score) -> Streams:

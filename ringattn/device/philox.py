@@ -1,15 +1,16 @@
 """Philox, the counter-based generator (Salmon et al. 2011), as it decides which pairs attention dropout keeps; in NumPy.
 
-One draw of four 32-bit words decides eight pairs: those of queries q and q + 8 with keys k, k + 1, k + 8 and k + 9, each by 16 bits.
-Kernels hold such pairs in one thread. The key of a draw is the seed. Its counter is the group of queries, the group of keys, the head
-of the batch and the offset. So the pairs are the same on any number of ranks, in any layout.
+One draw of four 32-bit words decides eight pairs: those of queries q and q + 8 with keys k, k + 1, k + 8 and k + 9, each by 15 bits.
+Kernels hold such pairs in one thread. The counter of a draw is the group of queries, the group of keys, and the two words of a stream; its
+key is 0. The stream is drawn once for each head of each batch, with the seed as the key. So the pairs are the same on any number of
+ranks, in any layout.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ringattn_kernels.modifiers import ROUNDS, Dropout
+from ringattn_kernels.modifiers import LEVELS, ROUNDS, Dropout
 
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL = 0x9E3779B9, 0xBB67AE85
@@ -22,12 +23,14 @@ def kept(dropout: Dropout, batch: int, heads: int, q_positions: np.ndarray, k_po
     q_groups, q_of = np.unique((q >> 4 << 3) | (q & 7), return_inverse=True)
     k_groups, k_of = np.unique((k >> 4 << 2) | (k >> 1 & 3), return_inverse=True)
     head = np.arange(batch)[:, None] * dropout.heads + dropout.first_head + np.arange(heads)
-    counter = q_groups[:, None], k_groups, head[..., None, None], np.array(dropout.offset)
-    words = np.stack(philox(tuple(np.broadcast_arrays(*counter)), dropout.seed), axis=-1)
+    none = np.zeros_like(head)
+    streams = philox((head, none + dropout.offset, none, none), dropout.seed)[:2]
+    counter = q_groups[:, None], k_groups, *(words[..., None, None] for words in streams)
+    words = np.stack(philox(tuple(np.broadcast_arrays(*counter)), 0), axis=-1)
     # (batch, heads, queries, keys, words); of the words, those of the pair's row and column
     which = (q >> 3 & 1)[:, None] * 2 + (k >> 3 & 1)
     drawn = words[:, :, q_of[:, None], k_of[None, :], which]
-    return (drawn >> (16 * (k & 1)).astype(np.uint64) & np.uint64(0xFFFF)) >= dropout.dropped
+    return (drawn >> (16 * (k & 1)).astype(np.uint64) & np.uint64(LEVELS - 1)) >= dropout.dropped
 
 
 def philox(counter: tuple[np.ndarray, ...], seed: int, rounds: int = ROUNDS) -> list[np.ndarray]:

@@ -20,24 +20,22 @@ from ..device import local
 from ..scores import Score
 from .calls import find_call
 
-# slopes, values and seed of `ScoreKind.modifiers`
-Modifying = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-UNMODIFIED: Modifying = (None, None, None)
+# slopes, values, sinks and seed, of `ScoreMod.tensors`
+Modifying = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+UNMODIFIED: Modifying = (None, None, None, None)
 
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: int, softmax_scale: float, modifying: Modifying = UNMODIFIED
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out (b, s, h, d_v), row_max and row_sum (b, h, s) of the `Call` with the number `call`. Differentiable."""
-    needs_grad = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(*modifying[:2])
-    )
+    needs_grad = torch.is_grad_enabled() and _require_grad(q, k, v, *modifying[:3])
     out, row_max, row_sum, _ = FORWARD(q, k, v, *modifying, call, softmax_scale, needs_grad)
     return out, row_max, row_sum
 
 
-def _requires_grad(slopes: torch.Tensor | None, values: torch.Tensor | None) -> bool:
-    return (slopes is not None and slopes.requires_grad) or (values is not None and values.requires_grad)
+def _require_grad(*tensors: torch.Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
 
 
 _library = torch.library.Library("ringattn", "DEF")
@@ -45,14 +43,14 @@ _library = torch.library.Library("ringattn", "DEF")
 # call makes must outlive the graph's memory
 _TAGS = [torch.Tag.pt2_compliant_tag, *([torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else [])]
 _library.define(
-    "forward(Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor? values, Tensor? seed, int call, float softmax_scale, bool needs_grad)"
-    " -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor agreed)",
+    "forward(Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor? values, Tensor? sinks, Tensor? seed, int call, float softmax_scale,"
+    " bool needs_grad) -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor agreed)",
     tags=_TAGS,
 )
 _library.define(
-    "backward(Tensor? dout, Tensor? drow_sum, Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor? values, Tensor? seed, Tensor out,"
-    " Tensor row_max, Tensor row_sum, Tensor agreed, int call, float softmax_scale)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dslopes, Tensor dvalues)",
+    "backward(Tensor? dout, Tensor? drow_sum, Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor? values, Tensor? sinks, Tensor? seed,"
+    " Tensor out, Tensor row_max, Tensor row_sum, Tensor agreed, int call, float softmax_scale, bool[] wanted)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dslopes, Tensor dvalues, Tensor dsinks)",
     tags=_TAGS,
 )
 FORWARD = torch.ops.ringattn.forward.default
@@ -65,6 +63,7 @@ def _forward(
     v: torch.Tensor,
     slopes: torch.Tensor | None,
     values: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     seed: torch.Tensor | None,
     number: int,
     softmax_scale: float,
@@ -77,12 +76,14 @@ def _forward(
         seq_len, place = call.begin(q, k, v, score, needs_grad)
         rank_attention = call.rank_attention(seq_len, q, k, v)
         out, row_max, row_sum = rank_attention.forward(score, q, k, v, final=call.final)
+        if sinks is not None:
+            out, row_max, row_sum = local.with_sinks(out, row_max, row_sum, sinks)
     # for the backward pass; a tensor, because a compiled graph makes many calls under one number, and checkpointing may make it anew
     return out.contiguous(), row_max, row_sum, torch.tensor((seq_len, place, call.identity(score)))
 
 
 def _forward_shapes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, values: Any, seed: Any, number: int, *rest: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, values: Any, sinks: Any, seed: Any, number: int, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     b, s, h, _ = q.shape
     stats = torch.promote_types(q.dtype, torch.float32)
@@ -99,6 +100,7 @@ def _backward(
     v: torch.Tensor,
     slopes: torch.Tensor | None,
     values: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     seed: torch.Tensor | None,
     out: torch.Tensor,
     row_max: torch.Tensor,
@@ -106,7 +108,9 @@ def _backward(
     agreed: torch.Tensor,
     number: int,
     softmax_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    wanted: list[bool],
+) -> tuple[torch.Tensor, ...]:
+    # wanted: whether the gradients of slopes, values and sinks are asked for; others are empty
     call = find_call(number)
     score = Score(softmax_scale) if call.kind is None else call.score(softmax_scale, q.shape[2], slopes, values, seed)
     seq_len, place, made_by = agreed.tolist()
@@ -129,10 +133,12 @@ def _backward(
         if drow_sum is not None:
             # d lse = d row_sum * row_sum enters dS = P (dP - delta) as P d lse
             delta = delta - drow_sum * row_sum
-        dq, dk, dv, sums = rank_attention.backward(score, local.Queries(q, dout, row_max, row_sum, delta), k, v)
+        dq, dk, dv, sums = rank_attention.backward(
+            score, local.Queries(q, dout, row_max, row_sum, delta), k, v, slopes_too=wanted[0], values_too=wanted[1]
+        )
+        dsinks = local.sinks_gradient(row_max, row_sum, delta, sinks) if sinks is not None and wanted[2] else None
     dq, dk, dv = (_with_strides(x, wanted) for x, wanted in zip((dq, dk, dv), strides, strict=True))
-    none = q.new_empty(0)
-    return dq, dk, dv, none if sums.slopes is None else sums.slopes, none.clone() if sums.values is None else sums.values
+    return dq, dk, dv, *(q.new_empty(0) if x is None else x for x in (sums.slopes, sums.values, dsinks))
 
 
 def _backward_shapes(
@@ -143,12 +149,13 @@ def _backward_shapes(
     v: torch.Tensor,
     slopes: torch.Tensor | None,
     values: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     *rest: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     strides = _gradient_strides(q, k, v)
-    dq, dk, dv = (x.new_empty_strided(x.shape, wanted) for x, wanted in zip((q, k, v), strides, strict=True))
-    dslopes, dvalues = (q.new_empty(0) if x is None else torch.empty_like(x) for x in (slopes, values))
-    return dq, dk, dv, dslopes, dvalues
+    gradients = (x.new_empty_strided(x.shape, like) for x, like in zip((q, k, v), strides, strict=True))
+    others = zip((slopes, values, sinks), rest[-1], strict=True)
+    return *gradients, *(torch.empty_like(x) if x is not None and asked else q.new_empty(0) for x, asked in others)
 
 
 class _Attention(torch.autograd.Function):
@@ -160,14 +167,15 @@ class _Attention(torch.autograd.Function):
         v: torch.Tensor,
         slopes: torch.Tensor | None,
         values: torch.Tensor | None,
+        sinks: torch.Tensor | None,
         seed: torch.Tensor | None,
         number: int,
         softmax_scale: float,
         needs_grad: bool,
     ) -> tuple[torch.Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
-            output = FORWARD(q, k, v, slopes, values, seed, number, softmax_scale, needs_grad)
-        ctx.save_for_backward(q, k, v, slopes, values, seed, *output)
+            output = FORWARD(q, k, v, slopes, values, sinks, seed, number, softmax_scale, needs_grad)
+        ctx.save_for_backward(q, k, v, slopes, values, sinks, seed, *output)
         ctx.call, ctx.softmax_scale, ctx.captured = find_call(number), softmax_scale, check.captured(q)
         ctx.mark_non_differentiable(output[1], output[3])
         ctx.set_materialize_grads(False)
@@ -180,19 +188,19 @@ class _Attention(torch.autograd.Function):
         dout, _, drow_sum, _ = grads
         saved = ctx.saved_tensors
         ctx.call.check_backward(check.captured(saved[0]), ctx.captured)
-        dq, dk, dv, dslopes, dvalues = BACKWARD(dout, drow_sum, *saved, ctx.call.number, ctx.softmax_scale)
-        slopes, values = saved[3:5]
-        return dq, dk, dv, None if slopes is None else dslopes, None if values is None else dvalues, None, None, None, None
+        wanted = ctx.needs_input_grad[3:6]
+        dq, dk, dv, *others = BACKWARD(dout, drow_sum, *saved, ctx.call.number, ctx.softmax_scale, wanted)
+        return dq, dk, dv, *(x if asked else None for x, asked in zip(others, wanted)), None, None, None, None
 
 
 def _forward_autograd(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, values: torch.Tensor | None, *rest: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, values: Any, sinks: Any, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
     # does what torch.library.register_autograd would, in a third of its time a call
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(slopes, values)):
-        return _Attention.apply(q, k, v, slopes, values, *rest)  # pyright: ignore[reportReturnType]
+    if torch.is_grad_enabled() and _require_grad(q, k, v, slopes, values, sinks):
+        return _Attention.apply(q, k, v, slopes, values, sinks, *rest)  # pyright: ignore[reportReturnType]
     with torch._C._AutoDispatchBelowAutograd():
-        return FORWARD(q, k, v, slopes, values, *rest)
+        return FORWARD(q, k, v, slopes, values, sinks, *rest)
 
 
 _library.impl("forward", _forward, "CompositeExplicitAutograd")

@@ -52,13 +52,16 @@ class RankAttention:
         return _restored(out, self.q_order), _restored(row_max, self.q_order, dim=2), _restored(row_sum, self.q_order, dim=2)
 
     def backward(
-        self, score: Score, queries: local.Queries, k: torch.Tensor, v: torch.Tensor
+        self, score: Score, queries: local.Queries, k: torch.Tensor, v: torch.Tensor, *, slopes_too: bool, values_too: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ModifierSums]:
-        """dq, dk, dv in the inputs' dtypes, and the gradients of modifiers, of this rank's rows (on a grid: of its heads axis's rows)."""
+        """dq, dk, dv in the inputs' dtypes, and the gradients of slopes and of a bias's values, where they are asked for.
+
+        All are of this rank's rows (on a grid, those of slopes and values: of its heads axis's rows).
+        """
         heads = queries.q.shape[2]
         if score.modifiers is not None:
             score = self._score_here(score, heads)
-        sums = local.modifier_sums(score)
+        sums = local.modifier_sums(score, slopes_too, values_too)
         q, dout = _sorted(queries.q, self.q_order), _sorted(queries.dout, self.q_order)
         k, v = _sorted(k, self.k_order), _sorted(v, self.k_order)
         stats = queries.row_max, queries.row_sum, queries.delta

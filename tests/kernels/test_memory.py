@@ -78,7 +78,7 @@ def run(form: Form, launches: int, splits: int, sums: bool, device: str) -> list
             options = dict(final=n == launches - 1, kernels=form.kernels if form in PLAIN else None, splits=splits)
             with fuzz.forward_launch(launches // 2 + splits // 2 + n, form.d, form.dv):
                 state = rk.forward(q, k, v, table, softmax_scale=softmax_scale, state=state, **options)
-        out, row_max, row_sum = state
+        out, row_max, row_sum = rk.with_sinks(*state, torch.zeros(4, device=device))
         queries = rk.Queries(q, dout, row_max, row_sum, rk.delta(out, dout))
         dtype = form.dtype if launches == 1 else FP32
         dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x in (q, k, v))

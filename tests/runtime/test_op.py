@@ -125,7 +125,7 @@ def test_the_operators_keep_their_contract(mask, heads_first):
         saved = [None if x is None else x.detach() for x in (q, k, v, *modifying, out, row_max, row_sum, agreed)]
         dout, drow_sum = torch.randn_like(out), torch.randn_like(row_sum)
         for upstream in ((dout, drow_sum), (dout, None), (None, drow_sum)):
-            torch.library.opcheck(BACKWARD, (*upstream, *saved, run.number, 0.3))
+            torch.library.opcheck(BACKWARD, (*upstream, *saved, run.number, 0.3, [True] * 3))
 
 
 def test_an_operator_of_local_tiles_keeps_its_contract():
@@ -202,7 +202,7 @@ def test_compiled_calls_know_the_line_that_calls_or_their_name():
     numbers = []
 
     def backend(graph, _):
-        numbers.extend(node.args[6] for node in graph.graph.nodes if node.target is FORWARD)
+        numbers.extend(node.args[7] for node in graph.graph.nodes if node.target is FORWARD)
         return graph
 
     def attention(q):

@@ -11,7 +11,7 @@ import torch
 
 from ..launches import strides
 from ..queries import Queries
-from ..table import TileTable
+from ..table import BlockTable, TileTable
 from ..units import LOG2_E
 from . import statistics
 from .blocks import BLOCK, ROWS
@@ -98,9 +98,8 @@ def key_arguments(
     assert dk.stride(3) == dv.stride(3) == 1
     assert not add or dk.dtype == dv.dtype == torch.float32
     (b, _, h, d), hk = q.shape, k.shape[2]
-    config, splits = config or KEY_CONFIGS[d], dk.shape[0] // b
-    # whole blocks in steps of one row: the kernel aligns its steps itself, and wants to know exactly which queries need no mask
-    blocks = table.key_blocks(block, 1 if splits == 1 else config.step, q.device, splits)
+    config = config or KEY_CONFIGS[d]
+    blocks = key_blocks_of(table, k, dk, config, block)
     count = blocks.touched if add else len(blocks)
     return b * hk * count, dict(
         q_desc=main_descriptor(q, config.step),
@@ -127,6 +126,15 @@ def key_arguments(
         ADD=add,
         REGISTERS=config.registers,
     )
+
+
+def key_blocks_of(
+    table: TileTable, k: torch.Tensor, dk: torch.Tensor, config: BackwardConfig, block: int = BLOCK.value
+) -> BlockTable:
+    """The blocks of `block` key rows of a launch that writes dk, with n times as many batches as k for n splits."""
+    splits = dk.shape[0] // k.shape[0]
+    # in steps of one row: the kernel aligns its steps itself, and wants to know exactly which queries need no mask
+    return table.key_blocks(block, 1 if splits == 1 else config.step, k.device, splits)
 
 
 def wide_key_arguments(

@@ -22,8 +22,8 @@ class Gradients(NamedTuple):
 
 
 @gluon.jit
-def mask_scores(p, segments_ptr, segment, row0, start):
-    """p with zeros outside of the segment. The first row of p is row0, and its first column is start."""
+def mask_scores(p, segments_ptr, segment, row0, start, OTHER: gl.constexpr = 0.0):
+    """p with OTHER outside of the segment. The first row of p is row0, and its first column is start."""
     L: gl.constexpr = p.type.layout
     ptr = segments_ptr + segment * 8
     begin = gl.load(ptr)
@@ -38,7 +38,7 @@ def mask_scores(p, segments_ptr, segment, row0, start):
     last = gl.minimum(rows - lo, end - 1)
     last = gl.where((rows >= row_begin) & (rows < row_end), last, -1)
     live = (columns >= gl.expand_dims(first, 1)) & (columns <= gl.expand_dims(last, 1))
-    return gl.where(live, p, 0.0)
+    return gl.where(live, p, OTHER)
 
 
 @gluon.jit

@@ -3,12 +3,15 @@
 Shapes: q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), out (b, sq, h, dv), row_max and row_sum (b, h, sq).
 """
 
+import numpy as np
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import launches
+from ..modifiers import Modifiers
+from ..score_arguments import ALIGNED, facts_of, fixed_arguments, moving_arguments, unmodified
 from ..splits import multiprocessors
-from ..table import TileTable, split
+from ..table import ROW_END, TileTable, split
 from ..units import LOG2_E
 from .descriptors import halves_layout, swizzled_layout
 from .forward_config import REGISTERS, WARPGROUP_ROWS, ForwardConfig, block_dim, chunks, panels
@@ -38,10 +41,11 @@ def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: f
 
 def launch(
     q, k, v, table: TileTable, out, row_max, row_sum, softmax_scale: float, state, touched_only: bool, splits: int, config: ForwardConfig,
-    programs: int | None = None,
+    programs: int | None = None, modifiers: Modifiers | None = None,
 ) -> None:  # fmt: skip
     """Launch the kernel over tensors that `attention.forward` made. programs: how many; None is one a multiprocessor."""
     counter = work_counter(q.device)
+    score = moving_arguments(modifiers, table, softmax_scale, q.shape[0], q.device)
 
     def make() -> tuple[int, dict]:
         (b, _, h, d), (_, sk, hk, dv) = q.shape, v.shape
@@ -49,13 +53,20 @@ def launch(
         assert (q.shape[1], k.shape[1], sk) == (table.q_rows, table.k_rows, table.k_rows) and h % hk == 0 and k.shape[2:] == (hk, d)
         together = max(1, L2_SHARE // (sk * (d + dv) * k.element_size())) * (h // hk)
 
+        align = ALIGNED if modifiers is not None and modifiers.dropout is not None else 1
+
         def build() -> WorkQueue:
-            items = split(*table.cut("q", config.block, config.step), config.step, splits)
-            arrays = order_works(*items, config.step, b * h, together, touched_only, multiprocessors(q.device))
+            items, segments = split(*table.cut("q", config.block, config.step, align), config.step, splits)
+            segments, places = np.split(segments, [ROW_END + 1], axis=1)
+            works, segments = order_works(items, segments, config.step, b * h, together, touched_only, multiprocessors(q.device))
+            # a place for the empty segment, too
+            arrays = works, segments, np.pad(places, ((0, 1), (0, 0)))
             return WorkQueue(*(torch.from_numpy(x).to(q.device) for x in arrays))
 
-        queue = table.derived(("hopper forward", config.block, config.step, splits, b * h, together, touched_only, q.device), build)
+        key = ("hopper forward", config.block, config.step, align, splits, b * h, together, touched_only, q.device)
+        queue = table.derived(key, build)
         arguments = kernel_arguments(q, k, v, out, row_max, row_sum, queue, counter, softmax_scale, state, config)
+        arguments |= fixed_arguments(modifiers, table, queue.places) | score
         return min(programs or multiprocessors(q.device), len(queue.works)), arguments
 
     moving = dict(
@@ -67,16 +78,16 @@ def launch(
         row_max_ptr=row_max,
         row_sum_ptr=row_sum,
         counter_ptr=counter,
-        scale=softmax_scale * LOG2_E.value,
+        **score,
     )
-    facts = state is None, touched_only, splits, config, programs
+    facts = state is None, touched_only, splits, config, programs, *facts_of(modifiers)
     launches.launch(hopper_forward_kernel, table, facts, moving, make, num_warps=4)
 
 
 def kernel_arguments(
     q, k, v, out, row_max, row_sum, queue: WorkQueue, counter, softmax_scale: float, state, config: ForwardConfig
 ) -> dict:
-    """Keyword arguments of one launch of `hopper_forward_kernel`."""
+    """Keyword arguments of one launch of `hopper_forward_kernel` that modifies no scores."""
     return dict(
         q_desc=descriptor(q, WARPGROUP_ROWS, chunks(q.shape[3])),
         k_desc=descriptor(k, config.step, chunks(q.shape[3])),
@@ -94,6 +105,7 @@ def kernel_arguments(
         group=q.shape[2] // k.shape[2],
         q_rows=q.shape[1],
         scale=softmax_scale * LOG2_E.value,
+        **unmodified(),
         CHUNKS=chunks(q.shape[3]),
         PANELS=panels(q.shape[3], v.shape[3]),
         WARPGROUPS=config.warpgroups,

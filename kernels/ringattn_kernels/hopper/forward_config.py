@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 
 from ..config import padded
+from ..modifiers import Modifiers
 from ..splits import best, multiprocessors, predicted
 from ..table import TileTable, steps_of
 
@@ -50,21 +51,28 @@ CONFIGS = {
     (192, 128): (ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=1, turns=False),),
     (256, 256): (ForwardConfig(step=64, stages=2, warpgroups=2, q_stages=1, turns=False),),
 }
+# where a softcap or dropout takes registers, and CONFIGS has none of two warpgroups
+ROOMY = {(64, 64): (ForwardConfig(step=128, stages=4, warpgroups=2, q_stages=2, turns=True),)}
 # with so many blocks for each multiprocessor, the last round does not matter
 MANY = 16
 
 
 @functools.cache
-def configs_for(d: int, dv: int) -> tuple[ForwardConfig, ...]:
-    """The entry with the smallest head dims that hold both; an entry of two panels holds only head dims of two panels."""
-    entries = (found for dims, found in CONFIGS.items() if d <= dims[0] and dv <= dims[1] and panels(*dims) <= panels(d, dv))
-    return next(entries)
+def configs_for(d: int, dv: int, roomy: bool = False) -> tuple[ForwardConfig, ...]:
+    """The entry with the smallest head dims that hold both; an entry of two panels holds only head dims of two panels.
+
+    roomy: only those of two warpgroups, whose threads have registers to spare.
+    """
+    dims = next(dims for dims in CONFIGS if d <= dims[0] and dv <= dims[1] and panels(*dims) <= panels(d, dv))
+    found = CONFIGS[dims]
+    return ROOMY.get(dims, tuple(how for how in found if how.warpgroups == 2)) if roomy else found
 
 
-def config_for(q, v, table: TileTable, splits: int | None = None) -> ForwardConfig:
-    """The configuration that should finish a table first; `splits` as in `forward`."""
+def config_for(q, v, table: TileTable, splits: int | None = None, modifiers: Modifiers | None = None) -> ForwardConfig:
+    """The configuration that should finish a table first; `splits` and `modifiers` as in `forward`."""
     dims, heads, processors = (q.shape[3], v.shape[3]), q.shape[0] * q.shape[2], multiprocessors(q.device)
-    found = configs_for(*dims)
+    roomy = modifiers is not None and not (modifiers.softcap is None and modifiers.dropout is None)
+    found = configs_for(*dims, roomy)
     if len(found) == 1 or heads * table.q_rows >= MANY * processors * found[0].block:
         return found[0]
 
@@ -73,7 +81,7 @@ def config_for(q, v, table: TileTable, splits: int | None = None) -> ForwardConf
         steps = steps[steps > 0]
         return how.step_time * predicted(steps, splits or best(steps, heads, processors), heads, processors) if len(steps) else 0.0
 
-    return table.derived(("hopper forward launch", dims, heads, processors, splits), lambda: min(found, key=time))
+    return table.derived(("hopper forward launch", dims, heads, processors, splits, roomy), lambda: min(found, key=time))
 
 
 def block_dim(head_dim: int) -> int:

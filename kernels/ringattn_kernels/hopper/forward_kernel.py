@@ -15,13 +15,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from ..score_arguments import NOT_SPECIALIZED
 from ..units import to_base2, to_natural
 from .barriers import named_barrier
 from .fences import pin
 from .forward_output import layout_to_store, load_state, store_out
 from .forward_softmax import as_column, divided, mask_edge, rescale, scaled, softmax_step, unpack
+from .kept_pairs import drop_pairs, kept_bits
 from .language import async_load, barrier, reinterpret, wait_for_products
 from .panels import part_panels, start_each, start_sum, zero_block, zeros
+from .score_steps import ScoreSteps, load_head, load_places, modified, position
 from .tables import END, load_segment, load_work
 
 
@@ -156,9 +159,9 @@ def start_values(pairs, v_smem, v_full, acc, block, STAGES: gl.constexpr):
 
 @gluon.jit
 def attend_rows(
-    blocks, barriers, result, queue, heads, q_rows, scale, WARPGROUP: gl.constexpr, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr,
+    blocks, barriers, result, queue, score, heads, q_rows, scale, WARPGROUP: gl.constexpr, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr, TURNS: gl.constexpr,
-    PAIRED: gl.constexpr, PANELS: gl.constexpr,
+    PAIRED: gl.constexpr, PANELS: gl.constexpr, MODIFIED: gl.constexpr,
 ):  # fmt: skip
     """The partition of one warpgroup: out, row_max and row_sum of its 64 rows of each query block."""
     ROWS: gl.constexpr = blocks.q.shape[1]
@@ -175,6 +178,7 @@ def attend_rows(
         result.out_ptr.dtype.element_ty.primitive_bitwidth == 16 and Q_STAGES > 1 and blocks.q.shape[2] == BLOCK_DV
     )
     dtype: gl.constexpr = blocks.v.dtype
+    DROPPED: gl.constexpr = MODIFIED and score.dropped is not None
     if TURNS and WARPGROUP == WARPGROUPS - 1:
         named_barrier("arrive", NEXT)
     block = 0
@@ -199,6 +203,9 @@ def attend_rows(
             old_sum = gl.load(result.row_sum_ptr + statistics, mask=rows < q_rows, other=0.0) * gl.exp2(rest)
             thread = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, SUMS)), 0)
             row_sum = gl.where(thread == 0, as_column(old_sum, SUMS), 0.0)
+            if DROPPED:
+                # what a weight that is kept is divided by, is divided by at the end
+                old_sum *= score.kept_share
         else:
             row_max = gl.full([ROWS], float("-inf"), gl.float32, SCORE_ROWS)
             row_sum = gl.zeros([ROWS, 4], gl.float32, SUMS)
@@ -212,9 +219,19 @@ def attend_rows(
             acc = state
 
         start, full_begin, full_end, end = load_segment(queue.segments_ptr, segment)
+        if MODIFIED:
+            head = load_head(score, head_index)
+            place_of_q, place_of_k = load_places(score, segment)
+            q_position = position(score, place_of_q, first_row)
+            k_position = position(score, place_of_k, start)
+            s, _ = modified(s, score, head, q_position, k_position, 1)
+            if DROPPED:
+                kept = kept_bits((head.stream_low, head.stream_high), score.dropped, q_position, k_position, BLOCK_K, 1)
         if (start < full_begin) | (start >= full_end):
             s = mask_edge(s, start, end, queue.segments_ptr, segment, first_row)
         pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
+        if DROPPED:
+            pairs = drop_pairs(pairs, kept)
         if HAS_STATE:
             # pinned: LLVM would merge this product with the one in the loop, and move it between the loop's matrix products
             acc = [pin(scaled(x, alpha)) for x in acc]
@@ -224,6 +241,13 @@ def attend_rows(
             if start >= end:
                 segment += 1
                 start, full_begin, full_end, end = load_segment(queue.segments_ptr, segment)
+                if MODIFIED:
+                    place_of_q, place_of_k = load_places(score, segment)
+                    q_position = position(score, place_of_q, first_row)
+            if MODIFIED:
+                k_position = position(score, place_of_k, start)
+            if DROPPED:
+                kept = kept_bits((head.stream_low, head.stream_high), score.dropped, q_position, k_position, BLOCK_K, 1)
             # the values of `block` are due, and the scores of `block + 1`
             if TURNS:
                 named_barrier("sync", WARPGROUP)
@@ -242,6 +266,8 @@ def attend_rows(
                     blocks.q, q_place, blocks.k, barriers.k_full, no_scores, block + 1, True, CHUNKS, PANELS, STAGES
                 )
                 s = warpgroup_mma_wait(0, deps=[s_token])
+            if MODIFIED:
+                s, _ = modified(s, score, head, q_position, k_position, 1)
             if (start < full_begin) | (start >= full_end):
                 s = mask_edge(s, start, end, queue.segments_ptr, segment, first_row)
             block += 1
@@ -250,6 +276,8 @@ def attend_rows(
                 pairs = pin(pairs)
             mbarrier.arrive(barriers.kv_empty.index(block % STAGES), count=1)
             pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
+            if DROPPED:
+                pairs = drop_pairs(pairs, kept)
             acc = [rescale(x, alpha) for x in acc]
         q_stored = q_place
         if not STAGED:
@@ -270,7 +298,10 @@ def attend_rows(
         total = gl.convert_layout(gl.sum(row_sum, axis=1), SCORE_ROWS, assert_trivial=True)
         acc = wait_for_products(PANELS, acc_token)
         pairs = pin(pairs)
-        out = [divided(x, total, result.out_ptr.dtype.element_ty) for x in acc]
+        divisor = total
+        if DROPPED:
+            divisor *= score.kept_share
+        out = [divided(x, divisor, result.out_ptr.dtype.element_ty) for x in acc]
         s = warpgroup_mma_wait(0, deps=[s_token])
         # the last values of this work, and the next one's first keys
         mbarrier.arrive(barriers.kv_empty.index(block % STAGES), count=1)
@@ -298,11 +329,13 @@ def attend_rows(
         work = next_work
 
 
-@gluon.jit(do_not_specialize=["work_count", "batches", "heads", "group", "q_rows"])
+@gluon.jit(do_not_specialize=["work_count", "batches", "heads", "group", "q_rows", *NOT_SPECIALIZED])
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, counter_ptr, work_count, batches, heads,
-    group, q_rows, scale, CHUNKS: gl.constexpr, PANELS: gl.constexpr, WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr,
-    STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr, TURNS: gl.constexpr, PAIRED: gl.constexpr, REGISTERS: gl.constexpr,
+    group, q_rows, scale, into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride,
+    seed_low, seed_high, offset, all_heads, first_head, dropped, kept_share, CHUNKS: gl.constexpr, PANELS: gl.constexpr,
+    WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr,
+    TURNS: gl.constexpr, PAIRED: gl.constexpr, REGISTERS: gl.constexpr, MODIFIED: gl.constexpr,
 ):  # fmt: skip
     """out, row_max, row_sum of the works of one program; see the module."""
     dtype: gl.constexpr = q_desc.dtype
@@ -340,24 +373,28 @@ def hopper_forward_kernel(
     barriers = ForwardBarriers(q_full, q_empty, k_full, v_full, kv_empty)
     result = Result(out_ptr, state_ptr, row_max_ptr, row_sum_ptr)
     queue = DeviceWorkQueue(works_ptr, segments_ptr, work_count)
+    score = ScoreSteps(
+        into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high,
+        offset, all_heads, first_head, dropped, kept_share, batches, heads,
+    )  # fmt: skip
     # constants must stay in the calls' own tuples: a name for a tuple would turn them into run-time values
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (load_copies, (q_desc, k_desc, v_desc, blocks, barriers, queue, counter_ptr, batches, heads, group,
                            CHUNKS, WARPGROUPS, Q_STAGES, STAGES)),
-            (attend_rows, (matrices, barriers, result, queue, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
-                           HAS_STATE, TURNS, PAIRED, PANELS)),
-            (attend_rows, (matrices, barriers, result, queue, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
-                           HAS_STATE, TURNS, PAIRED, PANELS)),
+            (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
+                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED)),
+            (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
+                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (load_copies, (q_desc, k_desc, v_desc, blocks, barriers, queue, counter_ptr, batches, heads, group,
                            CHUNKS, WARPGROUPS, Q_STAGES, STAGES)),
-            (attend_rows, (matrices, barriers, result, queue, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
-                           HAS_STATE, TURNS, PAIRED, PANELS)),
-            (attend_rows, (matrices, barriers, result, queue, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
-                           HAS_STATE, TURNS, PAIRED, PANELS)),
-            (attend_rows, (matrices, barriers, result, queue, heads, q_rows, scale, 2, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
-                           HAS_STATE, TURNS, PAIRED, PANELS)),
+            (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
+                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED)),
+            (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
+                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED)),
+            (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 2, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
+                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

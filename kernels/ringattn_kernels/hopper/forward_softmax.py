@@ -17,9 +17,9 @@ def pack(even, odd, dtype: gl.constexpr):
 
 
 @gluon.constexpr_function
-def in_place(count, others):
-    """Constraints of inline assembly that changes `count` fp32 registers and reads `count` registers of each kind in `others`."""
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + [kind for kind in others for _ in range(count)])
+def in_place(count, others, own="f"):
+    """Constraints of inline assembly that changes `count` registers of a kind and reads `count` of each kind in `others`."""
+    return ",".join(["=" + own] * count + [str(i) for i in range(count)] + [kind for kind in others for _ in range(count)])
 
 
 @gluon.jit

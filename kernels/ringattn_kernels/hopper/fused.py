@@ -10,15 +10,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import launches
 from ..config import padded
+from ..modifiers import Modifiers
 from ..queries import Queries, Statistics
+from ..score_arguments import facts_of, fixed_arguments, moving_arguments
 from ..table import TileTable
-from ..units import LOG2_E
 from . import statistics
-from .backward import BackwardConfig, key_arguments
+from .backward import BackwardConfig, key_arguments, key_blocks_of
 from .blocks import BLOCK, ROWS
 from .descriptors import plain_layout, rest_descriptor
 from .dq_sums import SUMS, WIDTH, finish_kernel
-from .fused_kernel import fused_kernel
+from .fused_kernel import fused_kernel, is_wide
 from .panels import has_rest, main_columns
 from .statistics import PaddedStatistics, whole_blocks
 from .turns import Turns, key_turns
@@ -43,6 +44,14 @@ def block_and_step(head_dim: int) -> tuple[int, int]:
 def has_items_for_turns(k: torch.Tensor, table: TileTable) -> bool:
     """Whether there are enough items for turns to be fastest. The items of one head, if they are few, wait for one another."""
     return k.shape[0] * k.shape[2] * table.key_blocks(BLOCK.value, 1, k.device).touched >= SIDE_BY_SIDE
+
+
+def modified_obstacle(q: torch.Tensor, v: torch.Tensor, sums: bool) -> str:
+    """Why the kernel does not modify scores; empty where it does. sums: whether gradients of slopes or biases are asked for."""
+    d, v_dim = q.shape[3], v.shape[3]
+    if (d, v_dim) not in HEAD_DIMS or is_wide(d, v_dim):
+        return f"Hopper kernels modify no scores of head dims {d} and {v_dim}"
+    return "Hopper kernels find no gradients of slopes and biases" if sums else ""
 
 
 def zero_sums(q: torch.Tensor) -> torch.Tensor:
@@ -90,6 +99,7 @@ def backward(
     dv: torch.Tensor,
     add: bool,
     ordered: bool,
+    modifiers: Modifiers | None = None,
 ) -> None:
     """`ringattn_kernels.backward` for inputs to which `backward.obstacle` has no objection, except that dq is added to `sums`.
 
@@ -99,6 +109,7 @@ def backward(
     q, dout = queries.q, queries.dout
     b, q_rows, h, d = q.shape
     turns, counters = None, None
+    score = moving_arguments(modifiers, table, softmax_scale, b, q.device)
     if ordered:
         step = CONFIGS[d].step
         turns = key_turns(table, BLOCK.value, step, sums.device)
@@ -118,8 +129,8 @@ def backward(
         dk_ptr=dk,
         dv_ptr=dv,
         counters_ptr=counters,
-        scale=softmax_scale * LOG2_E.value,
         softmax_scale=softmax_scale,
+        **score,
     )
     # second panels, where there are
     if has_rest(d):
@@ -128,22 +139,29 @@ def backward(
         moving |= dict(v_rest=v, dout_rest=dout)
 
     def make() -> tuple[int, dict]:
-        return fused_arguments(queries, k, v, table, softmax_scale, rows, sums, dk, dv, add, turns, counters)
+        grid, arguments = fused_arguments(queries, k, v, table, softmax_scale, rows, sums, dk, dv, add, turns, counters, modifiers)
+        return grid, arguments | score
 
-    launches.launch(fused_kernel, table, (add, ordered), moving, make, num_warps=4)
+    launches.launch(fused_kernel, table, (add, ordered, *facts_of(modifiers)), moving, make, num_warps=4)
 
 
 def fused_arguments(
     queries: Queries, k, v, table: TileTable, softmax_scale: float, rows: PaddedStatistics, sums, dk, dv, add: bool,
-    turns: Turns | None = None, counters: torch.Tensor | None = None,
+    turns: Turns | None = None, counters: torch.Tensor | None = None, modifiers: Modifiers | None = None,
 ) -> tuple[int, dict]:  # fmt: skip
-    """The number of programs of `fused_kernel`, and its arguments: those of `key_kernel`, the sums, and how heads run side by side."""
+    """The number of programs of `fused_kernel`, and its arguments: those of `key_kernel`, the sums, and how heads run side by side.
+
+    Those for modified scores that move come on top.
+    """
     q, dout = queries.q, queries.dout
     b, q_rows, h, d = q.shape
     assert sums.shape == (b * h, whole_blocks(q_rows), d) and sums.is_contiguous()
     grid, arguments = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add, CONFIGS[d])
+    places = key_blocks_of(table, k, dk, CONFIGS[d]).places
     if turns is not None:
         arguments |= dict(items_ptr=turns.items, segments_ptr=turns.segments)
+        places = turns.places
+    arguments |= fixed_arguments(modifiers, table, places)
     items = SIDE_BY_SIDE if turns is None else ORDERED_SIDE_BY_SIDE[d]
     step, main = CONFIGS[d].step, main_columns(d)
     return grid, arguments | dict(

@@ -15,14 +15,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
+from ..score_arguments import NOT_SPECIALIZED
 from .barriers import advance
 from .blocks import BLOCK, ROWS, Gradients, drop_dead, mask_scores, write_rows
 from .dq_sums import SUMS, WIDTH, Handover, Staging, add_dq, allocate_staging, hand_over_dq, start_dq
 from .fences import hide_uniform, pin_pairs
+from .kept_pairs import drop_halves, drop_values, kept_bits
 from .language import wait_for_products
 from .loads import Inputs, allocate_queries, produce_queries
 from .ordered_loads import TurnsOfItem, load_walk, produce_and_add, walk_back
 from .panels import join_columns, matrices, panels, some_rows, split_columns, start_each, start_sum, zeros
+from .score_steps import ScoreSteps, load_head, load_places, modified, position
 from .tables import load_item, side_by_side
 
 
@@ -52,11 +55,18 @@ def score_gradient(p16, dp, edge, ORDERED: gl.constexpr):
 
 
 @gluon.jit
+def kept_of_step(score, head, place_of_q, place_of_k, start, row0, STEP: gl.constexpr):
+    """Which pairs of the keys from row0 on dropout keeps, in the step of queries from `start` on."""
+    q_position, k_position = position(score, place_of_q, start), position(score, place_of_k, row0)
+    return kept_bits((head.stream_low, head.stream_high), score.dropped, q_position, k_position, STEP, -1)
+
+
+@gluon.jit
 def consume_and_add(
-    tiles, staging, barriers, handover, sums, gradients, walk,
-    group, head_row, last_row, padded_rows, k_rows, block_begin, scale, softmax_scale,
+    tiles, staging, barriers, handover, sums, gradients, walk, score,
+    group, head0, head_row, last_row, padded_rows, k_rows, block_begin, scale, softmax_scale,
     HALF: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ADD: gl.constexpr,
-    ORDERED: gl.constexpr,
+    ORDERED: gl.constexpr, MODIFIED: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 key rows, and this warpgroup's part of each step's dq.
 
@@ -67,6 +77,8 @@ def consume_and_add(
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     WIDE: gl.constexpr = is_wide(HEAD_DIM, V_DIM)
     PARTS: gl.constexpr = 2 if WIDE else 1
+    DROPPED: gl.constexpr = MODIFIED and score.dropped is not None
+    CAPPED: gl.constexpr = MODIFIED and score.into_cap is not None
     BUFFERS: gl.constexpr = staging.ds.type.shape[0] // 2
     dtype: gl.constexpr = tiles.q[0].dtype
     # [ROWS, HEAD_DIM] and [ROWS, V_DIM], in panels
@@ -82,16 +94,24 @@ def consume_and_add(
         segment = gl.maximum(walk.end, 1) - 1
     start, full_begin, full_end, stop = load_walk(walk.segments_ptr, segment, whole, STEP, ORDERED)
     member = 0
+    if MODIFIED:
+        head = load_head(score, head0)
+        place_of_q, place_of_k = load_places(score, segment)
     stage = 0
     phase = 0
     buffer = 0
     turn = 0
+    whole_share = 1.0
+    if DROPPED:
+        whole_share = 1.0 / score.kept_share
     # there is no step before the first: its dq lies past the end of the sums, where the copy engine adds nothing
     last_buffer = BUFFERS - 1
     last_turn = 1
     mbarrier.wait(barriers.kv_full, 0)
     mbarrier.wait(barriers.q_full.index(0), 0, pred=walk.steps > 0)
     s = start_sum(k, matrices(tiles.q, 0), zero, False)
+    if DROPPED:
+        kept = kept_of_step(score, head, place_of_q, place_of_k, start, row0, STEP)
     s = warpgroup_mma_wait(0, deps=[s])
     for n in range(walk.steps):
         # [STEP, HEAD_DIM] and [STEP, V_DIM], in panels
@@ -99,6 +119,12 @@ def consume_and_add(
         dout = matrices(tiles.dout, stage)
         # [ROWS, STEP]
         edge = (start < full_begin) | (start >= full_end)
+        if MODIFIED:
+            q_position, k_position = position(score, place_of_q, start), position(score, place_of_k, row0)
+            s, share = modified(s, score, head, q_position, k_position, -1)
+            if edge:
+                # here rather than in p, so that p, its 16 bits and its product with the softcap's slope take turns in registers
+                s = mask_scores(s, walk.segments_ptr, segment, row0, start, float("-inf"))
         if WIDE:
             s_left, s_right = split_columns(s)
             pivots = tiles.pivot.index(stage)
@@ -109,13 +135,24 @@ def consume_and_add(
             )
         mbarrier.wait(barriers.dout_full.index(stage), phase)
         # the statistics hold -delta
-        dp = gl.expand_dims(tiles.delta.index(stage).load(COLUMNS), 0).broadcast_to([ROWS, STEP])
-        dp = start_sum(matrices(tiles.v, hide_uniform(HALF, k_rows)) if WIDE else v, dout, dp, True)
+        if DROPPED:
+            # of a dropped pair delta stays
+            dp = start_sum(v, dout, zero, False)
+        else:
+            dp = gl.expand_dims(tiles.delta.index(stage).load(COLUMNS), 0).broadcast_to([ROWS, STEP])
+            dp = start_sum(matrices(tiles.v, hide_uniform(HALF, k_rows)) if WIDE else v, dout, dp, True)
         if not WIDE:
             p = gl.exp2(s * scale - gl.expand_dims(tiles.pivot.index(stage).load(COLUMNS), 0))
-            if edge:
-                p = mask_scores(p, walk.segments_ptr, segment, row0, start)
-            p16 = gl.convert_layout(p.to(dtype), LEFT, assert_trivial=True)
+            if not MODIFIED:  # noqa: SIM102, a constant decides before the compiler sees the other condition
+                if edge:
+                    p = mask_scores(p, walk.segments_ptr, segment, row0, start)
+            p16 = p.to(dtype)
+            if DROPPED:
+                p16 = drop_halves(p16, kept)
+            p16 = gl.convert_layout(p16, LEFT, assert_trivial=True)
+            if CAPPED:
+                # the softcap's slope; of a pair that is not live it may be anything
+                p = gl.where(p == 0.0, 0.0, p * (1.0 - share * share))
         done = stage
         stage, phase = advance(stage, phase, STAGES)
         if WIDE:
@@ -131,6 +168,8 @@ def consume_and_add(
             dv_next = start_each(p16, dout, dv)
             dp = warpgroup_mma_wait(len(dv), deps=[dp])
             p16 = pin_pairs(p16)
+            if DROPPED:
+                dp = drop_values(dp, kept) * whole_share + gl.expand_dims(tiles.delta.index(done).load(COLUMNS), 0)
             if ORDERED and edge:
                 # without turns there is no time for it: it takes 6 % at head dim 128
                 dp = drop_dead(dp, p)
@@ -166,6 +205,9 @@ def consume_and_add(
                 segment, start, full_begin, full_end, stop = walk_back(
                     walk.segments_ptr, segment, walk.begin, start, full_begin, full_end, stop, whole, STEP
                 )
+            if MODIFIED:
+                head = load_head(score, head0 + member)
+                place_of_q, place_of_k = load_places(score, segment)
         else:
             start += STEP
             if start >= stop:
@@ -173,7 +215,11 @@ def consume_and_add(
                 if segment == walk.end:
                     segment = walk.begin
                     head_row += padded_rows
+                    member += 1
                 start, full_begin, full_end, stop = load_walk(walk.segments_ptr, segment, whole, STEP, ORDERED)
+                if MODIFIED:
+                    head = load_head(score, head0 + member)
+                    place_of_q, place_of_k = load_places(score, segment)
         if WIDE:
             dq, dq_rest = warpgroup_mma_wait(0, deps=[dq, dq_rest])
             mbarrier.arrive(handover.ds_empty.index(freed), count=1, pred=n > 0)
@@ -201,6 +247,9 @@ def consume_and_add(
             else:
                 add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, 0)
         last_row = this_row
+        if DROPPED:
+            # while the product runs, and few registers are in use
+            kept = kept_of_step(score, head, place_of_q, place_of_k, start, row0, STEP)
         s = warpgroup_mma_wait(0, deps=[s_next])
     mbarrier.wait(handover.ds_full.index(last_buffer), last_turn, pred=walk.steps > 0)
     for part in gl.static_range(PARTS):
@@ -211,7 +260,7 @@ def consume_and_add(
         else:
             add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, part)
     write_panels(gradients.dk_ptr, gradients.dk_stride, dk, softmax_scale, row0, k_rows, ADD)
-    write_panels(gradients.dv_ptr, gradients.dv_stride, dv, 1.0, row0, k_rows, ADD)
+    write_panels(gradients.dv_ptr, gradients.dv_stride, dv, whole_share if MODIFIED else 1.0, row0, k_rows, ADD)
     if not ORDERED:
         tma.store_wait(0)
 
@@ -239,14 +288,16 @@ def produce(
         produce_queries(inputs, tiles, barriers, walk, batch, kv_head, group, head0, padded_rows, block_begin, STAGES, STEP, 2)
 
 
-@gluon.jit(do_not_specialize=["item_count", "chunk", "heads", "kv_heads", "group", "padded_rows", "k_rows"])
+@gluon.jit(do_not_specialize=["item_count", "chunk", "heads", "kv_heads", "group", "padded_rows", "k_rows", *NOT_SPECIALIZED])
 def fused_kernel(
     q_desc, k_desc, v_desc, dout_desc, q_rest, k_rest, v_rest, dout_rest, pivot_desc, delta_desc, sums_desc, sums_rest,
     dk_ptr, dv_ptr, items_ptr, segments_ptr, successors_ptr, counters_ptr,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
+    into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high, offset, all_heads,
+    first_head, dropped, kept_share,
     HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
-    REGISTERS: gl.constexpr, ORDERED: gl.constexpr,
+    REGISTERS: gl.constexpr, ORDERED: gl.constexpr, MODIFIED: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of key rows of one key/value head over all query heads of its group, and what the block adds to their dq."""
     # buffers of dS: one more than stages, so that room for a step's queries means room for its dS. If that does not fit: as many as
@@ -293,16 +344,21 @@ def fused_kernel(
     staging, handover = Staging(ds_s, dq_s), Handover(ds_full, ds_empty, staged, taken)
     gradients = Gradients(dk_ptr, dv_ptr, stride_dks, stride_dvs)
     turns = TurnsOfItem(successors_ptr, counters_ptr, item)
-    head_row = head_index * group * padded_rows
+    head0 = head_index * group
+    head_row = head0 * padded_rows
+    score = ScoreSteps(
+        into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high, offset, all_heads,
+        first_head, dropped, kept_share, heads // kv_heads, kv_heads * group,
+    )  # fmt: skip
     last_row = heads * group * padded_rows
     gl.warp_specialize(
         [
-            (produce, (inputs, sums, tiles, staging, barriers, handover, walk, turns, batch, kv_head, group, head_index * group,
+            (produce, (inputs, sums, tiles, staging, barriers, handover, walk, turns, batch, kv_head, group, head0,
                        padded_rows, block_begin, STAGES, STEP, HEAD_DIM, PARTS, ORDERED)),
-            (consume_and_add, (tiles, staging, barriers, handover, sums, gradients, walk, group, head_row, last_row, padded_rows, k_rows,
-                               block_begin, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED)),
-            (consume_and_add, (tiles, staging, barriers, handover, sums, gradients, walk, group, head_row, last_row, padded_rows, k_rows,
-                               block_begin, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED)),
+            (consume_and_add, (tiles, staging, barriers, handover, sums, gradients, walk, score, group, head0, head_row, last_row, padded_rows,
+                               k_rows, block_begin, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED, MODIFIED)),
+            (consume_and_add, (tiles, staging, barriers, handover, sums, gradients, walk, score, group, head0, head_row, last_row, padded_rows,
+                               k_rows, block_begin, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED, MODIFIED)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],

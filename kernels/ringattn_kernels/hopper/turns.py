@@ -14,20 +14,22 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..table import BEGIN, END, FIRST_SEGMENT, FULL_BEGIN, LAST_SEGMENT, LO, TileTable
+from ..table import BEGIN, END, FIRST_SEGMENT, FULL_BEGIN, LAST_SEGMENT, LO, ROW_END, TileTable
 
 
 @dataclass(frozen=True)
 class Turns:
     """The key blocks of a table for items that take turns.
 
-    items, segments  as in `BlockTable`, with segments cut so that all steps of one have the same successor.
+    items, segments, places  as in `BlockTable`, with segments cut so that all steps of one have the same successor. Places are
+                     (m, 0) for a table without any.
     successors       (m,) int32: for each segment the item that follows in all its steps; any number if there is none.
     first            (blocks,) int32: the item that comes first in each block, in whole `block`s of rows; any number if there is none.
     """
 
     items: torch.Tensor
     segments: torch.Tensor
+    places: torch.Tensor
     successors: torch.Tensor
     first: torch.Tensor
 
@@ -36,15 +38,15 @@ def key_turns(table: TileTable, block: int, step: int, device: torch.device) -> 
     """The turns of items of `block` key rows, with steps of `step` query rows; made once a table."""
 
     def build() -> Turns:
-        blocks = table.key_blocks(block, 1, device)
-        arrays = take_turns(blocks.items.cpu().numpy(), blocks.segments.cpu().numpy(), -(-table.q_rows // block) * block, step)
-        return Turns(*(torch.from_numpy(array).to(device) for array in arrays))
+        items, segments, *others = take_turns(*table.cut("k", block, 1), -(-table.q_rows // block) * block, step)
+        arrays = items, *np.split(segments, [ROW_END + 1], axis=1), *others
+        return Turns(*(torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays))
 
     return table.derived(("turns", block, step, device), build)
 
 
 def take_turns(items: np.ndarray, segments: np.ndarray, rows: int, step: int) -> tuple[np.ndarray, ...]:
-    """The arrays of `Turns`. An item meets its segments from the last to the first."""
+    """The arrays of `Turns`, with places as further columns of segments. An item meets its segments from the last to the first."""
     first = np.full(-(-rows // step), -1)
     begin, end = segments[:, BEGIN] // step, -(-segments[:, END] // step)
     pieces, successors, items = [], [], items.copy()
@@ -67,7 +69,7 @@ def take_turns(items: np.ndarray, segments: np.ndarray, rows: int, step: int) ->
         items[item, FIRST_SEGMENT], items[item, LAST_SEGMENT] = first_piece, len(pieces)
     return (
         items,
-        np.array(pieces, dtype=np.int32).reshape(-1, 8),
+        np.array(pieces, dtype=np.int32).reshape(-1, segments.shape[1]),
         np.array(successors, dtype=np.int32),
         np.maximum(first, 0).astype(np.int32),
     )

@@ -16,10 +16,12 @@ class WorkQueue:
 
     works    (n, 4) int32: (split * b + batch) * h + head, first row of the query block, first segment, number of steps (at least 1).
     segments (m, 8) int32: as in `table.BlockTable`; the last one is empty, for query blocks without any.
+    places   (m, 2) int32: as in `table.BlockTable`; (m, 0) for a table without any.
     """
 
     works: torch.Tensor
     segments: torch.Tensor
+    places: torch.Tensor | None = None
 
 
 def order_works(

@@ -1,0 +1,201 @@
+"""The Hopper kernels with modified scores: what the compiler makes of them, without a GPU; on one, against the plain kernels."""
+
+import numpy as np
+import pytest
+import torch
+
+import ringattn_kernels as rk
+from ringattn_kernels import dispatch, hopper
+from ringattn_kernels.dispatch import Kernels
+from ringattn_kernels.hopper import forward_config, fused
+from ringattn_kernels.hopper.forward_kernel import hopper_forward_kernel
+from ringattn_kernels.hopper.statistics import PaddedStatistics
+from ringattn_kernels.hopper.turns import key_turns
+from ringattn_kernels.hopper.work_queue import WorkQueue
+from ringattn_kernels.modifiers import Bias, Dropout, Modifiers, ModifierSums
+from ringattn_kernels.score_arguments import fixed_arguments, moving_arguments
+from tests.kernels.test_hopper_backward import RELEASE, compile_for_hopper
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
+PARTS = ("softcap", "alibi", "bias", "dropout")
+FAR = 1 << 29
+ROWS = 1000
+TILES = {
+    "causal": [(0, ROWS, 0, ROWS, 0, FAR)],
+    "full": [(0, ROWS, 0, ROWS, -FAR, FAR)],
+    "window": [(0, ROWS, 0, ROWS, 0, 200)],
+    "two": [(0, ROWS // 2, 0, ROWS, -100, FAR), (ROWS // 2, ROWS, 0, ROWS, 0, 300)],
+}
+
+
+def modifiers(parts, h, device="cpu", b=1, cap=30.0):
+    generator = torch.Generator().manual_seed(0)
+    edges = (-40, -9, -8, -3, 0, 5, 70)
+    slopes, values = (torch.rand(shape, generator=generator).to(device) for shape in ((b, h), (h, len(edges) + 1)))
+    return Modifiers(
+        cap if "softcap" in parts else None,
+        slopes if "alibi" in parts else None,
+        Bias(edges, values) if "bias" in parts else None,
+        Dropout(0.3, (5 << 40) + 3, 7, h + 3, 2) if "dropout" in parts else None,
+    )
+
+
+def table_of(kind, place=64):
+    """Its last tile lies elsewhere than the others."""
+    places = np.zeros((len(TILES[kind]), 2), dtype=np.int64)
+    places[-1, 0] = place
+    return rk.TileTable(np.array(TILES[kind]), ROWS, ROWS, places)
+
+
+# (kernel, head dim, parts) -> bytes that a thread may spill under Triton 3.6, measured
+SPILLS = {
+    ("forward", 128, ("alibi",)): 128,
+    ("forward", 64, ("dropout",)): 0,
+    ("forward", 128, PARTS): 140,
+    ("fused", 128, ("bias",)): 120,
+    ("fused", 64, ("dropout",)): 856,
+    ("ordered", 128, ("softcap",)): 100,
+}
+
+
+@pytest.mark.parametrize(("kernel", "d", "parts"), list(SPILLS), ids=str)
+def test_the_compiler_keeps_products_asynchronous(kernel, d, parts, tmp_path):
+    h = 4
+    found, table = modifiers(parts, h), table_of("two")
+    q, dout = (torch.empty(1, ROWS, h, d, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.empty(1, ROWS, 2, d, dtype=torch.bfloat16) for _ in range(2))
+    score = moving_arguments(found, table, 0.1, 1, q.device)
+    if kernel == "forward":
+        roomy = found.softcap is not None or found.dropout is not None
+        how = forward_config.configs_for(d, d, roomy)[0]
+        assert how.warpgroups == (2 if roomy else 3)
+        queue = WorkQueue(*torch.empty(2, 4, dtype=torch.int32), torch.empty(4, 2, dtype=torch.int32))
+        rows, counter = torch.empty(1, h, ROWS), torch.empty(1, dtype=torch.int32)
+        arguments = hopper.forward.kernel_arguments(q, k, v, q, rows, rows, queue, counter, 0.1, None, how)
+        compiled = compile_for_hopper(
+            hopper_forward_kernel, arguments | fixed_arguments(found, table, queue.places) | score, tmp_path
+        )
+    else:
+        queries, sums, step = rk.Queries(q, dout, *torch.empty(3, 1, h, ROWS)), torch.empty(h, 1024, d), fused.CONFIGS[d].step
+        turns = key_turns(table, 128, step, q.device), torch.empty(h * 1024 // step + 1, dtype=torch.int32)
+        turns = turns if kernel == "ordered" else (None, None)
+        inputs = queries, k, v, table, 0.1, PaddedStatistics(*torch.empty(2, h, 1024)), sums, k, v, False
+        arguments = fused.fused_arguments(*inputs, *turns, found)[1]
+        compiled = compile_for_hopper(fused.fused_kernel, arguments | score, tmp_path)
+    assert not compiled.warnings
+    assert compiled.shared <= 227 * 1024
+    if RELEASE == (3, 6):
+        assert compiled.spills <= SPILLS[kernel, d, parts]
+
+
+@pytest.fixture
+def hopper_gpu(monkeypatch):
+    monkeypatch.setattr(dispatch, "architecture", lambda device: "sm_90")
+
+
+def chosen(parts, d=128, dv=None, learned=False, stride=1, place=64, deterministic=False):
+    """The kernels of the forward and of the backward."""
+    h, found = 4, modifiers(parts, 4)
+    places = np.array([[place, 0]])
+    table = rk.TileTable(np.array(TILES["causal"]), ROWS, ROWS, places, stride)
+    q, dout = (torch.empty(9, ROWS, h, dim, dtype=torch.bfloat16) for dim in (d, dv or d))
+    k, v = (torch.empty(9, ROWS, h, dim, dtype=torch.bfloat16) for dim in (d, dv or d))
+    queries = rk.Queries(q, dout, *torch.empty(3, 9, h, ROWS))
+    forward = dispatch.forward_kernels(q, k, v, table, 0.1, None, found)
+    return forward, dispatch.backward_kernels(queries, k, v, table, None, deterministic, found, learned)
+
+
+def test_hopper_kernels_modify_scores_where_they_can(hopper_gpu):
+    for parts in [(part,) for part in PARTS] + [PARTS]:
+        assert chosen(parts) == (Kernels.HOPPER, Kernels.HOPPER_FUSED)
+        assert chosen(parts, deterministic=True) == (Kernels.HOPPER, Kernels.HOPPER_ORDERED)
+    # gradients of slopes and biases, and two kernels of head dims, are found by the plain kernels
+    assert chosen(("alibi",), learned=True) == (Kernels.HOPPER, Kernels.PLAIN)
+    assert chosen(("softcap",), d=256) == (Kernels.HOPPER, Kernels.PLAIN)
+    assert chosen(("softcap",), d=192, dv=128) == (Kernels.HOPPER, Kernels.PLAIN)
+    # pairs are drawn where positions are multiples of 16
+    for other in (dict(place=8), dict(stride=2)):
+        assert chosen(("dropout",), **other) == (Kernels.PLAIN, Kernels.PLAIN)
+        assert chosen(("alibi",), **other) == (Kernels.HOPPER, Kernels.HOPPER_FUSED)
+
+
+def test_a_wish_that_cannot_be_met_is_refused(hopper_gpu):
+    q = torch.empty(1, ROWS, 4, 128, dtype=torch.bfloat16)
+    table = rk.TileTable(np.array(TILES["causal"]), ROWS, ROWS, np.array([[8, 0]]))
+    with pytest.raises(ValueError, match=r"HOPPER is asked for, but tiles do not begin at positions that are multiples of 16"):
+        dispatch.forward_kernels(q, q, q, table, 0.1, Kernels.HOPPER, modifiers(("dropout",), 4))
+    wide = Modifiers(bias=Bias((0, 1 << 20), torch.empty(4, 3)))
+    assert dispatch.forward_kernels(q, q, q, table, 0.1, None, wide) == Kernels.PLAIN
+
+
+def distance(x, y):
+    return float((x.float() - y.float()).norm() / y.float().norm())
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("parts", [(part,) for part in PARTS] + [PARTS], ids=str)
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_hopper_kernels_modify_as_the_plain_ones_do(d, dv, parts):
+    b, h, hk = 2, 4, 2
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(b, ROWS, n, dim).cuda().bfloat16() for n, dim in ((h, d), (hk, d), (hk, dv), (h, dv)))
+    softmax_scale = d**-0.5
+    for kind, cap in (("two", 30.0), ("window", 1.0), ("full", 30.0)):
+        table, found = table_of(kind), modifiers(parts, h, "cuda", b, cap)
+        options = dict(softmax_scale=softmax_scale, modifiers=found)
+        plain, ours = (rk.forward(q, k, v, table, **options, kernels=kernels) for kernels in (Kernels.PLAIN, None))
+        lse = [state[1] + state[2].log() for state in (plain, ours)]
+        # weights are rounded to 16 bits
+        assert distance(ours[0], plain[0]) < 5e-3 and distance(lse[1], lse[0]) < 1e-5, (kind, "forward")
+        # a state that goes from launch to launch
+        state = None
+        for tile in range(len(table)):
+            one = rk.TileTable(table.tiles[tile : tile + 1], ROWS, ROWS, table.places[tile : tile + 1])
+            state = rk.forward(q, k, v, one, **options, state=state, final=tile == len(table) - 1)
+        assert distance(state[0], plain[0]) < 5e-3, (kind, "state")
+        queries = rk.Queries(q, dout, *ours[1:], rk.delta(ours[0], dout))
+        gradients = []
+        for kernels, deterministic in ((Kernels.PLAIN, False), (None, False), (None, True), (None, True)):
+            found_here = [torch.empty(x.shape, device="cuda") for x in (q, k, v)]
+            names = dict(zip(("dq", "dk", "dv"), found_here))
+            rk.backward(queries, k, v, table, **options, **names, add=False, kernels=kernels, deterministic=deterministic)
+            gradients.append(found_here)
+        for found_here in gradients[1:]:
+            assert all(distance(x, y) < 8e-3 for x, y in zip(found_here, gradients[0])), (kind, "backward")
+        assert all(torch.equal(x, y) for x, y in zip(*gradients[2:]))
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_sums_of_slopes_and_biases_come_from_the_plain_kernels():
+    q, k, v, dout = (torch.randn(1, ROWS, 4, 64).cuda().bfloat16() for _ in range(4))
+    table, found = table_of("causal"), modifiers(("alibi", "bias"), 4, "cuda")
+    out, row_max, row_sum = rk.forward(q, k, v, table, softmax_scale=0.1, modifiers=found)
+    queries = rk.Queries(q, dout, row_max, row_sum, rk.delta(out, dout))
+    sums = ModifierSums.zeros(found)
+    gradients = [torch.empty(x.shape, device="cuda") for x in (q, k, v)]
+    names = dict(zip(("dq", "dk", "dv"), gradients))
+    rk.backward(queries, k, v, table, softmax_scale=0.1, **names, add=False, modifiers=found, sums=sums)
+    assert all(x is not None and x.abs().max() > 0 for x in (sums.slopes, sums.values))
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_block_of_the_tensor_cores_keeps_the_pairs_that_the_cpu_keeps():
+    """Values and their gradient are unit vectors, so that the output and the gradient of values show which weights there are."""
+    from ringattn.device.philox import kept
+
+    s, h, dropout = 128, 3, Dropout(0.4, 9 << 50, 3, 5, 1)
+    q, k = (torch.zeros(2, s, h, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    eye = torch.eye(s, device="cuda", dtype=torch.bfloat16)[None, :, None].repeat(2, 1, h, 1)
+    table = rk.TileTable(np.array([(0, s, 0, s, -FAR, FAR)]), s, s, np.array([[1 << 20, 48]]))
+    found = Modifiers(dropout=dropout)
+    out, row_max, row_sum = rk.forward(q, k, eye, table, softmax_scale=1.0, modifiers=found, kernels=Kernels.HOPPER)
+    wanted = torch.from_numpy(kept(dropout, 2, h, np.arange(s) + (1 << 20), np.arange(s) + 48))
+    assert torch.equal(out.transpose(1, 2).cpu() != 0, wanted)
+    queries = rk.Queries(q, eye, row_max, row_sum, torch.zeros_like(row_max))
+    for kernels in (Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED):
+        dq, dk, dv = (torch.empty(x.shape, device="cuda") for x in (q, k, eye))
+        rk.backward(queries, k, eye, table, softmax_scale=1.0, dq=dq, dk=dk, dv=dv, add=False, modifiers=found, kernels=kernels)
+        assert torch.equal(dv.permute(0, 2, 3, 1).cpu() != 0, wanted), kernels

@@ -1,0 +1,103 @@
+"""What the Hopper kernels' inline assembly does to scores and weights, run on the CPU: it needs neither a compiler nor a GPU."""
+
+import numpy as np
+import pytest
+
+from ringattn.device.philox import kept, philox
+from ringattn_kernels.hopper import kept_pairs, score_steps
+from ringattn_kernels.modifiers import Dropout
+from tests.kernels import ptx
+
+# the rows and columns of the numbers that a thread of a warpgroup holds of a product [64, columns]
+LANE, WARP = ptx.THREADS % 32, ptx.THREADS // 32
+
+
+def rows(i):
+    return 16 * WARP + LANE // 4 + i // 2 % 2 * 8
+
+
+def columns(i):
+    return 2 * (LANE % 4) + i % 2 + i // 4 * 8
+
+
+def held(x):
+    """The numbers of each register, of x (64, columns)."""
+    return [x[rows(i), columns(i)] for i in range(x.shape[1] // 2)]
+
+
+def everywhere(number, dtype=np.uint64):
+    return np.full(128, number, dtype)
+
+
+@pytest.mark.parametrize(("count", "direction"), [(128, 1), (64, 1), (64, -1), (128, -1)])
+def test_a_block_keeps_the_pairs_that_the_cpu_keeps(count, direction):
+    dropout = Dropout(0.3, (5 << 40) + 3, 7, 9)
+    head, q_position, k_position = 11, 48, 1 << 20
+    low, high, *_ = (int(x) for x in philox(tuple(np.array(x) for x in (head, dropout.offset, 0, 0)), dropout.seed))
+    numbers = q_position // 2, k_position // 4, low, high, dropout.dropped
+    operands = [everywhere(0)] * 2 + [everywhere(x) for x in numbers for _ in range(2)]
+    found = ptx.run(kept_pairs.draw_assembly(count, direction), operands)[:2]
+    shape = (64, count) if direction == 1 else (count, 64)
+    wanted = kept(dropout, 2, 9, q_position + np.arange(shape[0]), k_position + np.arange(shape[1])).reshape(18, *shape)[head]
+    wanted = held(wanted if direction == 1 else wanted.T)
+
+    # as fp32
+    number = count // 2
+    values = ptx.run(
+        kept_pairs.values_assembly(number, (number, number + 1)), [everywhere(1.0, np.float32)] * number + [found[0], found[1]]
+    )
+    for i in range(number):
+        assert np.array_equal(ptx.floats(values[i]), wanted[i].astype(np.float32)), i
+    # as pairs of 16 bits
+    pairs = ptx.run(
+        kept_pairs.pairs_assembly(number // 2, (number // 2, number // 2 + 1)), [everywhere(0xFFFFFFFF)] * (number // 2) + found
+    )
+    for i in range(number // 2):
+        # a register holds neighbours of a row: those of registers 2 i and 2 i + 1 of the product
+        low, high = (wanted[2 * i + half].astype(np.uint64) * np.uint64(0xFFFF) for half in range(2))
+        assert np.array_equal(pairs[i], low | high << np.uint64(16)), i
+
+
+@pytest.mark.parametrize("largest", [0.7, 0.8, 30.0, 1e30])
+def test_a_softcap_is_tanh(largest):
+    x = np.random.default_rng(0).uniform(-largest, largest, (64, 128)).astype(np.float32)
+    x[0, :4] = 0.0, -0.0, largest, -largest
+    factor = np.float32(0.5)
+    found = ptx.run(
+        score_steps.softcap_assembly(64),
+        [*held(x / factor), everywhere(factor, np.float32)] + [everywhere(factor, np.float32)] * 64,
+    )
+    wanted = np.tanh(x.astype(np.float64))
+    for got, exact in zip(found, held(wanted)):
+        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize("away", [-1000, -20, 7, 1 << 20])
+def test_alibi_is_the_distance_times_the_slope(away, stride, direction):
+    x = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    row, column = np.indices(x.shape)
+    slope = np.float32(0.3)
+    operands = held(x) * 2  # what is changed counts twice
+    operands += held((away - direction * stride * row).astype(np.float32))
+    operands += [everywhere(direction * stride, np.float32)] * 32 + [everywhere(-slope, np.float32)] * 32
+    found = ptx.run(score_steps.alibi_assembly(32), operands)
+    wanted = x - np.float64(slope) * np.abs(away + direction * stride * (column - row))
+    for got, exact in zip(found, held(wanted)):
+        np.testing.assert_allclose(got, exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize("away", [-1000, -20, 7, 1000])
+def test_a_bias_is_that_of_the_distance(away, direction):
+    generator = np.random.default_rng(0)
+    x, biases = generator.standard_normal((64, 64)).astype(np.float32), generator.standard_normal(90).astype(np.float32)
+    row, column = np.indices(x.shape)
+    operands = held(x) * 2 + held((away - direction * row).astype(np.uint64))
+    operands += [everywhere(direction % 2**32)] * 32 + [everywhere(len(biases) - 1)] * 32 + [everywhere(2.0, np.float32)] * 32
+    memory = np.concatenate([np.full(8, np.nan, np.float32), biases])
+    found = ptx.run(score_steps.bias_assembly(32), operands + [everywhere(8 * 4)] * 32, memory)
+    wanted = x + 2.0 * biases[(away + direction * (column - row)).clip(0, len(biases) - 1)]
+    for got, exact in zip(found, held(wanted)):
+        np.testing.assert_allclose(got, exact, rtol=1e-6, atol=1e-6)
