@@ -37,7 +37,8 @@ def draw_assembly(columns, direction):
     """Bits of two rows, $0 and $1, of `columns` columns. From $2 on, in pairs: the position of the block's first query, halved, and of its
     first key, quartered; the two words of a stream; of LEVELS numbers, those that drop a pair."""
     lines = [
-        "{ .reg .pred p; .reg .b64 first, second; .reg .b32 lo0, hi0, lo1, hi1, c<4>, g, base, limit, lane, warp, row, col, odd, got, pick;",
+        "{ .reg .pred p; .reg .b64 first, second; .reg .b32 lo0, hi0, lo1, hi1, c<4>, g, base, limit;",
+        ".reg .b32 lane, warp, row, col, odd, got, pick;",
         f"sub.s32 limit, {LEVELS}, $10; mul.lo.s32 limit, limit, 0x10001;",
         "mov.u32 lane, %laneid; mov.u32 warp, %tid.x; shr.u32 warp, warp, 5; and.b32 warp, warp, 3;",
         "shr.u32 row, lane, 2; and.b32 col, lane, 3; mov.b32 $0, 0; mov.b32 $1, 0;",
