@@ -18,6 +18,8 @@ EXACT = "tests/test_attention.py -k dout_on_one_rank_only"
 STATISTICS = "tests/test_attention.py -k lse"
 ROUNDING = "tests/test_attention.py -k 'errors_are_those_of_dense and bfloat16'"
 STAGED = "tests/transport/test_staged.py"
+STEPS = "tests/kernels/test_score_steps.py"
+MODIFIED = "tests/kernels/test_hopper_modified.py -k 'where_they_can or cannot_be_met'"
 BLOCKED = "tests/device/test_blocked.py"
 SCORES = "tests/test_scores.py -x"
 STREAMS = "tests/device/test_streams.py"
@@ -635,6 +637,56 @@ MUTATIONS = (
         "return not self.sharded > self.limit",
         "a removed check: NaN passes",
         "tests/test_verification.py -k nan_never",
+    ),
+    # modified scores on Hopper
+    Mutation(
+        "kernels/ringattn_kernels/hopper/kept_pairs.py",
+        "0x80008000, 0xd8;",
+        "0x80008000, 0xe4;",
+        "bits of dropout are those of the wrong pairs",
+        STEPS,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/kept_pairs.py",
+        "selp.b32 pick, 0x3276, 0x5410, p;",
+        "selp.b32 pick, 0x5410, 0x3276, p;",
+        "a thread takes its neighbour's keys",
+        STEPS,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/score_steps.py",
+        "abs.f32 d, d;",
+        "",
+        "ALiBi rewards keys of the future",
+        STEPS,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/score_steps.py",
+        "@p bra FAR;",
+        "",
+        "a softcap beyond the polynomial",
+        STEPS,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/dispatch.py",
+        "if kernels != Kernels.HOPPER)",
+        ")",
+        "the backward in two kernels forgets what is done to scores",
+        MODIFIED,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/table.py",
+        "self.stride == 1 and not",
+        "not",
+        "dropout of strided rows draws for other pairs",
+        "tests/kernels/test_table.py -k aligned",
+    ),
+    Mutation(
+        "ringattn/device/local.py",
+        ".sum((0, 2)).neg_()",
+        ".sum((0, 2))",
+        "the gradient of sinks has the wrong sign",
+        SCORES,
     ),
     # predictions
     Mutation(

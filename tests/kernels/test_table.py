@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn_kernels import TileTable
-from ringattn_kernels.table import steps_of
+from ringattn_kernels.table import BEGIN, BlockTable, steps_of
 from tests.kernels import dense
 
 CPU = torch.device("cpu")
@@ -81,6 +81,30 @@ def test_known_masks_are_covered_exactly(n, block_step):
 @given(seed=st.integers(0, 2**32 - 1), sq=st.integers(1, 150), sk=st.integers(1, 150), block=st.sampled_from([16, 32, 64]))
 def test_random_tiles_are_covered_exactly(seed, sq, sk, block):
     check(dense.random_tiles(np.random.default_rng(seed), sq, sk), sq, sk, block, 32)
+
+
+@pytest.mark.parametrize("step", [32, 48])
+def test_aligned_steps_cover_the_same_pairs(step):
+    """Where a window ends elsewhere than at a multiple, its first step begins before it, and masks it."""
+    tiles = [(0, 90, 16, 300, -40, 21), (90, 200, 32, 300, -7, 100)]
+    table = TileTable(np.array(tiles), 200, 300)
+    items, segments = table.cut("q", 64, step, 16)
+    assert (segments[:, BEGIN] % 16 == 0).all() and not np.array_equal(segments, table.cut("q", 64, step)[1])
+    blocks = BlockTable(torch.from_numpy(items), torch.from_numpy(segments), 0)
+    assert np.array_equal(walk(blocks, 200, 300, 64, step), dense.live_pairs(tiles, 200, 300).numpy())
+
+
+@pytest.mark.parametrize(
+    ("places", "stride", "tile", "aligned"),
+    [
+        ((64, 16), 1, (0, 40, 16, 40, 0, 9), True),
+        ((64, 8), 1, (0, 40, 16, 40, 0, 9), False),
+        ((64, 16), 2, (0, 40, 16, 40, 0, 9), False),
+        ((64, 16), 1, (0, 40, 8, 40, 0, 9), False),
+    ],
+)
+def test_a_table_is_aligned_if_places_and_keys_are(places, stride, tile, aligned):
+    assert TileTable(np.array([tile]), 40, 40, np.array([places]), stride).aligned(16) == aligned
 
 
 def test_no_tiles_and_no_rows():
