@@ -58,7 +58,14 @@ SPILLS = {
 }
 
 
-@pytest.mark.parametrize(("kernel", "d", "parts"), list(SPILLS), ids=str)
+def forms():
+    """One of each kernel with all its work; the others are thorough."""
+    for form in SPILLS:
+        chosen = form in (("forward", 128, PARTS), ("fused", 64, ("dropout",)), ("ordered", 128, ("softcap",)))
+        yield pytest.param(*form, id=str(form), marks=() if chosen else pytest.mark.thorough)
+
+
+@pytest.mark.parametrize(("kernel", "d", "parts"), list(forms()))
 def test_the_compiler_keeps_products_asynchronous(kernel, d, parts, tmp_path):
     h = 4
     found, table = modifiers(parts, h), table_of("two")
@@ -93,14 +100,14 @@ def hopper_gpu(monkeypatch):
     monkeypatch.setattr(dispatch, "architecture", lambda device: "sm_90")
 
 
-def chosen(parts, d=128, dv=None, learned=False, stride=1, place=64, deterministic=False):
+def chosen(parts, d=128, dv=None, learned=False, stride=1, place=64, deterministic=False, b=9):
     """The kernels of the forward and of the backward."""
     h, found = 4, modifiers(parts, 4)
     places = np.array([[place, 0]])
     table = rk.TileTable(np.array(TILES["causal"]), ROWS, ROWS, places, stride)
-    q, dout = (torch.empty(9, ROWS, h, dim, dtype=torch.bfloat16) for dim in (d, dv or d))
-    k, v = (torch.empty(9, ROWS, h, dim, dtype=torch.bfloat16) for dim in (d, dv or d))
-    queries = rk.Queries(q, dout, *torch.empty(3, 9, h, ROWS))
+    q, dout = (torch.empty(b, ROWS, h, dim, dtype=torch.bfloat16) for dim in (d, dv or d))
+    k, v = (torch.empty(b, ROWS, h, dim, dtype=torch.bfloat16) for dim in (d, dv or d))
+    queries = rk.Queries(q, dout, *torch.empty(3, b, h, ROWS))
     forward = dispatch.forward_kernels(q, k, v, table, 0.1, None, found)
     return forward, dispatch.backward_kernels(queries, k, v, table, None, deterministic, found, learned)
 
@@ -109,6 +116,8 @@ def test_hopper_kernels_modify_scores_where_they_can(hopper_gpu):
     for parts in [(part,) for part in PARTS] + [PARTS]:
         assert chosen(parts) == (Kernels.HOPPER, Kernels.HOPPER_FUSED)
         assert chosen(parts, deterministic=True) == (Kernels.HOPPER, Kernels.HOPPER_ORDERED)
+    # too few items to take turns
+    assert chosen(("softcap",), deterministic=True, b=1) == (Kernels.HOPPER, Kernels.PLAIN)
     # gradients of slopes and biases, and two kernels of head dims, are found by the plain kernels
     assert chosen(("alibi",), learned=True) == (Kernels.HOPPER, Kernels.PLAIN)
     assert chosen(("softcap",), d=256) == (Kernels.HOPPER, Kernels.PLAIN)

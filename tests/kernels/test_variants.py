@@ -28,7 +28,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 def chosen(arch: str, thorough: bool) -> list[Variant]:
     """On every architecture the largest head dim of each large kernel, and on sm_90, or if thorough, more."""
-    forms = [("forward from state to state", 128, BF16), *((kernel, 256, BF16) for kernel in ("forward", "dkdv", "dq"))]
+    forms = [(kernel, 256, BF16) for kernel in ("forward", "dkdv", "dq")]
+    if thorough or arch == "sm_90":
+        forms += [("forward from state to state", 128, BF16)]
     if arch == "gfx942":
         forms += [("forward", 64, FP32), ("merge", 128, BF16)]
     if thorough or arch == "sm_90":
