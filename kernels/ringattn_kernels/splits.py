@@ -220,6 +220,9 @@ def merge_kernel(
 
     out = acc * tl.where(row_sum > 0, 1.0 / row_sum, 0.0)[:, None]
     row_max, row_sum = to_natural(row_max, row_sum)
+    if HAS_STATE:
+        # several threads of a program have read the statistics of a row
+        tl.debug_barrier()
     tl.store(row_max_ptr + statistics, row_max, mask=row_mask)
     tl.store(row_sum_ptr + statistics, row_sum, mask=row_mask)
     tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=out_mask)

@@ -52,7 +52,7 @@ def delta_kernel(
 
 
 def with_sinks(out: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor, sinks: torch.Tensor) -> State:
-    """Change out, row_max and row_sum, in place, into those of a softmax with one more score a row, which has no value.
+    """out, row_max and row_sum of a softmax with one more score a row, which has no value. out changes in place.
 
     out: (b, sq, h, dv), contiguous. sinks: (h,), fp32, one for each head.
     """
@@ -60,7 +60,9 @@ def with_sinks(out: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor, 
     assert out.is_contiguous() and row_max.is_contiguous() and row_sum.is_contiguous()
     assert sinks.shape == (h,) and sinks.dtype == torch.float32 and sinks.is_contiguous()
     block = 16 if out.device.type == "cpu" else 64
-    moving = dict(out_ptr=out, row_max_ptr=row_max, row_sum_ptr=row_sum, sinks_ptr=sinks)
+    # not in place: several threads of a program read the statistics of a row, at different times
+    total_max, total = torch.empty_like(row_max), torch.empty_like(row_sum)
+    moving = dict(out_ptr=out, row_max_ptr=row_max, row_sum_ptr=row_sum, total_max_ptr=total_max, total_ptr=total, sinks_ptr=sinks)
 
     def make() -> tuple[int, dict]:
         sizes = dict(heads=h, q_rows=sq, V_DIM=dv, BLOCK_DV=padded(dv), BLOCK_Q=block)
@@ -68,12 +70,13 @@ def with_sinks(out: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor, 
 
     if out.numel() > 0:
         launches.launch(sinks_kernel, None, (block,), moving, make, num_warps=4)
-    return out, row_max, row_sum
+    return out, total_max, total
 
 
 @triton.jit(do_not_specialize=["heads", "q_rows"])
 def sinks_kernel(
-    out_ptr, row_max_ptr, row_sum_ptr, sinks_ptr, heads, q_rows, V_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr
+    out_ptr, row_max_ptr, row_sum_ptr, total_max_ptr, total_ptr, sinks_ptr, heads, q_rows,
+    V_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head; see `with_sinks`. Programs side by side have the heads of the same rows, which lie together."""
     head = tl.program_id(0) % heads
@@ -91,8 +94,8 @@ def sinks_kernel(
     pivot = tl.where(total_max == float("-inf"), 0.0, total_max)
     before = row_sum * tl.math.exp2((row_max - pivot) * LOG2_E)
     total = before + tl.math.exp2((sink - pivot) * LOG2_E)
-    tl.store(row_max_ptr + statistics, total_max, mask=row_mask)
-    tl.store(row_sum_ptr + statistics, total, mask=row_mask)
+    tl.store(total_max_ptr + statistics, total_max, mask=row_mask)
+    tl.store(total_ptr + statistics, total, mask=row_mask)
     # [BLOCK_Q, BLOCK_DV]
     columns = tl.arange(0, BLOCK_DV)
     pointers = out_ptr + ((batch * q_rows + rows) * heads + head)[:, None] * V_DIM + columns[None, :]

@@ -218,6 +218,19 @@ def test_modified_scores():
         torch.testing.assert_close(x.double(), y, rtol=0, atol=5e-5 * max(1.0, float(y.abs().max())))
 
 
+def test_sinks():
+    """Of rows with and without a live pair, and of heads with and without a sink."""
+    generator = torch.Generator().manual_seed(0)
+    out, row_max = torch.randn(2, 21, 3, 24, generator=generator), 9 * torch.randn(2, 3, 21, generator=generator)
+    row_sum, sinks = 1 + torch.rand(2, 3, 21, generator=generator), torch.tensor([-1.0, 20.0, -torch.inf])
+    row_max[:, :, 4], row_sum[:, :, 4], out[:, 4] = -torch.inf, 0.0, 0.0
+    wanted = blocked.with_sinks(*(x.double() for x in (out, row_max, row_sum, sinks)))
+    for x, y in zip(rk.with_sinks(out, row_max, row_sum, sinks), wanted):
+        torch.testing.assert_close(x.double(), y, rtol=1e-6, atol=1e-6)
+    # a row that sees nothing but a sink, and one that does not see that either
+    assert wanted[1][0, 1, 4] == 20 and wanted[2][0, 1, 4] == 1 and wanted[2][0, 2, 4] == 0
+
+
 def test_launches_of_random_tables_as_on_a_gpu():
     fuzz.launch_many(range(2), fuzz.INTERPRETER, seconds=60)
 
