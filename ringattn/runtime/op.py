@@ -29,13 +29,15 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: int, softmax_scale: float, modifying: Modifying = UNMODIFIED
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out (b, s, h, d_v), row_max and row_sum (b, h, s) of the `Call` with the number `call`. Differentiable."""
-    needs_grad = torch.is_grad_enabled() and _require_grad(q, k, v, *modifying[:3])
+    needs_grad = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(*modifying[:3])
+    )
     out, row_max, row_sum, _ = FORWARD(q, k, v, *modifying, call, softmax_scale, needs_grad)
     return out, row_max, row_sum
 
 
-def _require_grad(*tensors: torch.Tensor | None) -> bool:
-    return any(x is not None and x.requires_grad for x in tensors)
+def _requires_grad(*learned: torch.Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in learned)
 
 
 _library = torch.library.Library("ringattn", "DEF")
@@ -197,7 +199,7 @@ def _forward_autograd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, values: Any, sinks: Any, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
     # does what torch.library.register_autograd would, in a third of its time a call
-    if torch.is_grad_enabled() and _require_grad(q, k, v, slopes, values, sinks):
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(slopes, values, sinks)):
         return _Attention.apply(q, k, v, slopes, values, sinks, *rest)  # pyright: ignore[reportReturnType]
     with torch._C._AutoDispatchBelowAutograd():
         return FORWARD(q, k, v, slopes, values, sinks, *rest)

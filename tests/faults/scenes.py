@@ -145,7 +145,8 @@ def play(scene: Scene, rank: int, port: int, server: int, tell: Callable[[Any], 
     dist.init_process_group("nccl" if scene.gpus else "gloo", store=store, rank=rank, world_size=scene.world, timeout=timeout)
     group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads")) if scene.grid else None
     group = group if scene.engines else ra.process_group()
-    dist.barrier()  # what happens then happens to our calls
+    dist.barrier()
+    tell(READY)  # what happens then happens to our calls
     connect, exchange = HostChannel._connect, ProcessGroupTransport.exchange
 
     def connecting(self, *arguments):
@@ -228,6 +229,9 @@ def fork(work: Callable[[Connection], None], others: list[Connection]) -> tuple[
     return child, ours
 
 
+READY = "ready"
+
+
 def free_port() -> int:
     import socket
 
@@ -246,6 +250,7 @@ class Stage:
     def __init__(self, scene: Scene, others: list[Connection]) -> None:
         self.scene = scene
         self.outcome = Outcome()
+        self.ready = 0  # ranks whose group was made
         self.server, port = 0, 0
         if scene.served_by is None:
             self.server, pipe = fork(serve, others)
@@ -277,7 +282,9 @@ class Stage:
             del self.pipes[pipe]
             pipe.close()
             return
-        if isinstance(told, float):
+        if told == READY:
+            self.ready += 1
+        elif isinstance(told, float):
             self.outcome.happened = told
         else:
             self.outcome.reports[self.pipes[pipe]] = told
@@ -308,9 +315,12 @@ class Stage:
 
 
 def perform(scenes: list[Scene], control: Connection) -> list[Outcome]:
-    """All scenes, several at once."""
+    """All scenes, several at once.
+
+    On a busy machine torch may not make a group within its timeout. Such a scene, which has not begun, is set up again.
+    """
     files = shared_files()
-    waiting, stages, outcomes = list(enumerate(scenes)), {}, {}
+    waiting, stages, outcomes, again = list(enumerate(scenes)), {}, {}, 3 * len(scenes)
     while waiting or stages:
         while waiting and sum(stage.scene.world for stage in stages.values()) + waiting[0][1].world <= AT_ONCE:
             number, scene = waiting.pop(0)
@@ -319,8 +329,12 @@ def perform(scenes: list[Scene], control: Connection) -> list[Outcome]:
         for pipe in wait(list(owners), 1.0):
             owners[pipe].hear(pipe)
         for number in [number for number, stage in stages.items() if stage.over]:
-            outcomes[number] = stages.pop(number).close()
+            stage = stages.pop(number)
+            outcomes[number] = stage.close()
             outcomes[number].files = sorted(shared_files() - files)
+            if stage.ready < stage.scene.world and again:
+                again -= 1
+                waiting.append((number, stage.scene))
     return [outcomes[number] for number in range(len(scenes))]
 
 
