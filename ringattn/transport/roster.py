@@ -128,6 +128,14 @@ class Roster:
         if state is State.STOPPED:
             numbers = ", ".join(str(known[job].pid) for job in found)
             return RuntimeError(f"{names} {has} not {what}: process {numbers} is stopped: let it go on, or end it")
+        # a rank that runs may itself wait for one that is stopped
+        stopped = [job for job in self.members if job in known and known[job].state is State.STOPPED]
+        if stopped:
+            numbers = ", ".join(str(known[job].pid) for job in stopped)
+            verb = "is" if len(stopped) == 1 else "are"
+            return RuntimeError(
+                f"{names} {has} not {what}, and {self._names(stopped)} {verb} stopped (process {numbers}): let it go on, or end it"
+            )
         return RuntimeError(f"{names} {has} not {what}: find out where it hangs, and look at its output")
 
     def _causes(self, jobs: list[int]) -> list[int]:

@@ -2,6 +2,8 @@
 
 import gc
 import os
+import re
+import signal
 import time
 from datetime import timedelta
 from io import FileIO
@@ -9,7 +11,7 @@ from io import FileIO
 import pytest
 import torch.distributed as dist
 
-from ringattn.transport import HostChannel, shared_records, timeout_of
+from ringattn.transport import HostChannel, processes, shared_records, timeout_of
 from ringattn.transport.roster import Roster
 
 
@@ -131,6 +133,26 @@ def test_a_rank_that_does_not_come_is_named():
     file, _ = shared_records.create(2)
     with pytest.raises(RuntimeError, match=r"rank 1 has not made this call within 0:00:00\.050000: find out where it hangs"):
         shared_records.SharedRecords(file, 0, Roster(0, (0, 1), timedelta(seconds=0.05))).all_gather(b"x", None)
+
+
+def test_a_stopped_rank_is_named_where_another_waits_for_it():
+    """Rank 1 runs, and is late because rank 2 is stopped."""
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    os.waitpid(child, os.WUNTRACED)
+    try:
+        roster = Roster(0, (0, 1, 2), timedelta(seconds=3))
+        stopped = processes._status(child)
+        roster.processes |= {1: processes.this_process(), 2: processes.Process(processes.host(), child, stopped.started)}
+        wanted = (
+            rf"rank 1 has not made this call within 0:00:03, and rank 2 is stopped \(process {child}\): let it go on, or end it"
+        )
+        assert re.search(wanted, str(roster.late([1])))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def left_alone(group):
