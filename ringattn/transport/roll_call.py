@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from .roster import Roster
 
 T = TypeVar("T")
 
+_TCP: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 _SHORTEST, _LONGEST = 0.001, 0.05  # seconds between looks into the store
 _CHECK_EVERY = 0.25  # seconds between checks of who has come, and who has ended
 _CHECK_UNKNOWN_EVERY = 1.0  # seconds between checks of ranks that have not come yet
@@ -56,9 +59,7 @@ class RollCall:
         finally:
             given_up.set()
         if not done:
-            raise self._roster.silent(
-                "the job's store does not answer: look at the process that serves it, rank 0 of the job, unless a launcher serves it"
-            )
+            raise self._no_answer()
         return future.result()
 
     def _gather(
@@ -79,7 +80,7 @@ class RollCall:
                     if come is not None:
                         come(rank, found[rank])
 
-        self._reach(lambda: self._send(f"{number}/{self._roster.rank}", value))
+        self._reach(lambda: self._send(f"{number}/{self._roster.rank}", value, until))
         pause, check_at, check_unknown_at = _SHORTEST, 0.0, time.monotonic() + _CHECK_UNKNOWN_EVERY
 
         def still_missing() -> list[int]:
@@ -101,26 +102,54 @@ class RollCall:
             pause = min(1.5 * pause, _LONGEST)
         return found
 
-    def _send(self, key: str, value: bytes) -> None:
+    def _send(self, key: str, value: bytes, until: float) -> None:
         if self._store is None:
-            store: Any = dist.distributed_c10d._get_default_store()
-            # raises if the store is lost; its clone would try to connect for minutes
-            store.check(["ringattn"])
-            # a store serves one call at a time, and the job's other threads use it too
-            store = store.clone() if hasattr(store, "clone") else store  # torch 2.8 has no clone
+            job: Any = dist.distributed_c10d._get_default_store()
             # a new group may get the name of a destroyed one, whose keys are still in the store
-            generation = store.add(f"ringattn/{self._name}/{self._roster.rank}", 1)
-            self._store = dist.distributed_c10d.PrefixStore(f"ringattn/{self._name}/{generation}", store)
+            generation = f"ringattn/{self._name}/generation/{job.add(f'ringattn/{self._name}/{self._roster.rank}', 1)}"
+            root: Any = job
+            while isinstance(root, dist.distributed_c10d.PrefixStore):
+                root = root.underlying_store
+            if isinstance(root, _TCP):
+                # the first rank to come draws the prefix of the group's keys: that of the job's, if any, cannot be read
+                generation = f"ringattn/{job.compare_set(generation, '', uuid.uuid4().hex).decode()}"
+                job = _connect(root.host, root.port, until)
+            elif hasattr(job, "clone"):  # torch 2.8 has none
+                job = job.clone()
+            self._store = dist.distributed_c10d.PrefixStore(generation, job)
         self._store.set(key, value)
 
     def _reach(self, use: Callable[[], None]) -> None:
-        """Use the store. Raises RuntimeError if it is lost."""
+        """Use the store. Raises RuntimeError if it is lost or cannot be connected to."""
         try:
             use()
+        except _Unreachable as error:
+            raise self._no_answer() from error
         except RuntimeError as error:
             raise self._roster.silent(
                 "the job's store is lost: look at the output of the process that serves it, rank 0 of the job, unless a launcher serves it"
             ) from error
+
+    def _no_answer(self) -> RuntimeError:
+        return self._roster.silent(
+            "the job's store does not answer: look at the process that serves it, rank 0 of the job, unless a launcher serves it"
+        )
+
+
+class _Unreachable(RuntimeError):
+    """The store took no connection in time."""
+
+
+def _connect(host: str, port: int, until: float) -> Any:
+    """A connection of one's own to a store, which serves one call at a time: the job's other threads use the job's connection.
+
+    A store's `clone` would try for five minutes to connect, whatever the store's timeout.
+    """
+    left = timedelta(seconds=max(0.1, until - time.monotonic()))
+    try:
+        return _TCP(host, port, is_master=False, wait_for_workers=False, timeout=left)
+    except RuntimeError as error:
+        raise _Unreachable(str(error)) from error
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:

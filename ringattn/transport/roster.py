@@ -91,9 +91,18 @@ class Roster:
         return self._error(self._gone(peers) or peers, "done its part of this call")
 
     def silent(self, otherwise: str) -> RuntimeError:
-        """The error for the job's store, which some process serves: a rank that has ended or is stopped, or the text `otherwise`."""
+        """The error for the job's store. It names rank 0 of the job, which serves most stores, if that has ended or is stopped.
+
+        Another rank may have ended because of the store, or may have served it: the text `otherwise` goes before its name.
+        """
         gone = [rank for rank, process in self.processes.items() if process.state is not State.RUNS]
-        return self._error(gone, f"made this call within {self.timeout}") if gone else RuntimeError(otherwise)
+        for rank in gone:
+            if self.members[rank] == 0:
+                return self._error([rank], f"made this call within {self.timeout}")
+        names = self._names([self.members[rank] for rank in gone])
+        return RuntimeError(
+            f"{otherwise}; {names} {'has' if len(gone) == 1 else 'have'} ended or stopped, too" if gone else otherwise
+        )
 
     def _gone(self, peers: list[int]) -> list[int]:
         """Which of some ranks have ended, are stopped or have left, or else which others. A rank that has ended early owes nobody anything.

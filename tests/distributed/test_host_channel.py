@@ -155,6 +155,21 @@ def test_a_stopped_rank_is_named_where_another_waits_for_it():
         os.waitpid(child, 0)
 
 
+def test_a_lost_store_is_told_before_a_rank_that_ended_because_of_it():
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    started = processes._status(child).started
+    os.waitpid(child, 0)
+    ended = processes.Process(processes.host(), child, started)
+    roster = Roster(1, (0, 1, 2), timedelta(seconds=3))
+    roster.processes |= {0: processes.this_process(), 2: ended}
+    assert str(roster.silent("the store is lost")) == "the store is lost; rank 2 has ended or stopped, too"
+    # rank 0 serves most stores
+    roster.processes[0] = ended
+    assert str(roster.silent("the store is lost")).startswith("rank 0 has ended, and this rank waits for it")
+
+
 def left_alone(group):
     """Rank 1 forks a child, which shares its memory, and ends while rank 0 waits for rank 1."""
     host = channel(group, "left alone")

@@ -136,9 +136,8 @@ def play(scene: Scene, rank: int, port: int, server: int, tell: Callable[[Any], 
     victim = Victim(scene, rank, server, tell)
     before = descriptors()
     timeout = timedelta(seconds=scene.timeout)
-    store = dist.TCPStore(
-        "127.0.0.1", port, is_master=rank == scene.served_by, wait_for_workers=False, timeout=timedelta(seconds=30)
-    )
+    # torch's own rendezvous gives the store the groups' timeout, too
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == scene.served_by, wait_for_workers=False, timeout=timeout)
     device, dtype = ("cuda", torch.bfloat16) if scene.gpus else ("cpu", torch.float32)
     if scene.gpus:
         torch.cuda.set_device(rank)
