@@ -117,7 +117,7 @@ def backward(
         raise ValueError(f"splits is {splits}, but {chosen} splits no block: pass 1 or none")
     if chosen in (Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED):
         ordered = chosen == Kernels.HOPPER_ORDERED
-        _fused_backward(queries, k, v, table, softmax_scale, dq, dk, dv, add, ordered, 1 if ordered else splits, modifiers)
+        _fused_backward(queries, k, v, table, softmax_scale, dq, dk, dv, add, ordered, 1 if ordered else splits, modifiers, sums)
         return
     rows, add_q = (dq, add) if query_sums is None else query_sums.rows()
     outputs = dict(dq=rows, dk=dk, dv=dv, add_q=add_q, add_kv=add)
@@ -133,7 +133,7 @@ def _check_places(modifiers: Modifiers | None, table: TileTable) -> None:
 
 def _fused_backward(
     queries: Queries, k, v, table: TileTable, softmax_scale: float, dq: torch.Tensor | QuerySums, dk, dv, add: bool, ordered: bool,
-    splits: int | None, modifiers: Modifiers | None,
+    splits: int | None, modifiers: Modifiers | None, modifier_sums: ModifierSums | None,
 ) -> None:  # fmt: skip
     """`backward` by the fused kernel, which adds dq to sums in an order of their own."""
     fused, q = hopper.fused, queries.q
@@ -143,7 +143,8 @@ def _fused_backward(
     prepared = dq.prepared(queries.statistics) if isinstance(dq, QuerySums) and not ordered else None
     add_kv, parts = partial_gradients(how, add, dk, dv)
     outputs = dict(sums=sums, dk=parts[0], dv=parts[1], add=add_kv)
-    fused.backward(queries, k, v, table, softmax_scale, prepared=prepared, **outputs, ordered=ordered, modifiers=modifiers)
+    score = dict(modifiers=modifiers, modifier_sums=modifier_sums)
+    fused.backward(queries, k, v, table, softmax_scale, prepared=prepared, **outputs, ordered=ordered, **score)
     add_partials(how, table, add, parts, (dk, dv))
     if isinstance(dq, torch.Tensor):
         fused.finish(sums, dq, softmax_scale, add)

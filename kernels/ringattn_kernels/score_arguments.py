@@ -124,12 +124,17 @@ def biases_count(bias: Bias) -> int:
 
 def biases(bias: Bias, table: TileTable, device: torch.device) -> torch.Tensor:
     """The bias of each distance from `_nearest` on: (h, biases_count), contiguous. Those beyond are as the first and the last."""
+    return bias.values.index_select(1, pieces_of_distances(bias, table, device))
+
+
+def pieces_of_distances(bias: Bias, table: TileTable, device: torch.device) -> torch.Tensor:
+    """The piece of each distance from `_nearest` on: (biases_count,) int64. Kept with the table."""
 
     def build() -> torch.Tensor:
         distances = np.arange(biases_count(bias)) + _nearest(bias)
         return torch.from_numpy(np.searchsorted(bias.edges, distances, side="right")).to(device)
 
-    return bias.values.index_select(1, table.derived(("pieces", bias.edges, device), build))
+    return table.derived(("pieces", bias.edges, device), build)
 
 
 def padded_edges(edges: tuple[int, ...], table: TileTable, device: torch.device) -> torch.Tensor:

@@ -10,9 +10,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import launches
 from ..config import padded
-from ..modifiers import Modifiers
+from ..modifiers import Modifiers, ModifierSums
 from ..queries import Queries, Statistics
-from ..score_arguments import facts_of, fixed_arguments, moving_arguments
+from ..score_arguments import biases_count, facts_of, fixed_arguments, moving_arguments, pieces_of_distances
 from ..table import TileTable
 from . import statistics
 from .backward import BackwardConfig, key_arguments, key_blocks_of
@@ -46,12 +46,26 @@ def has_items_for_turns(k: torch.Tensor, table: TileTable) -> bool:
     return k.shape[0] * k.shape[2] * table.key_blocks(BLOCK.value, 1, k.device).touched >= SIDE_BY_SIDE
 
 
-def modified_obstacle(q: torch.Tensor, v: torch.Tensor, sums: bool) -> str:
+def modified_obstacle(q: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, sums: bool, deterministic: bool) -> str:
     """Why the kernel does not modify scores; empty where it does. sums: whether gradients of slopes or biases are asked for."""
     d, v_dim = q.shape[3], v.shape[3]
     if (d, v_dim) not in HEAD_DIMS or is_wide(d, v_dim):
         return f"Hopper kernels modify no scores of head dims {d} and {v_dim}"
-    return "Hopper kernels find no gradients of slopes and biases" if sums else ""
+    if sums and deterministic:
+        return "Hopper kernels find gradients of slopes and biases in no fixed order"
+    return "Hopper kernels find no gradients of slopes and biases behind a softcap" if sums and modifiers.softcap is not None else ""
+
+
+def gradient_sums(sums: ModifierSums | None, modifiers: Modifiers | None, b: int) -> dict:
+    """Zeros for the sums that a launch finds (see `score_sums.SumPointers`), as its keyword arguments."""
+    slopes = biases = None
+    if modifiers is not None and sums is not None:
+        if sums.slopes is not None:
+            slopes = torch.zeros(b, sums.slopes.shape[1], device=sums.slopes.device, dtype=torch.float32)
+        if sums.values is not None and modifiers.bias is not None:
+            shape = len(sums.values), biases_count(modifiers.bias)
+            biases = torch.zeros(shape, device=sums.values.device, dtype=torch.float32)
+    return dict(slope_sums_ptr=slopes, bias_sums_ptr=biases)
 
 
 def zero_sums(q: torch.Tensor) -> torch.Tensor:
@@ -100,6 +114,7 @@ def backward(
     add: bool,
     ordered: bool,
     modifiers: Modifiers | None = None,
+    modifier_sums: ModifierSums | None = None,
 ) -> None:
     """`ringattn_kernels.backward` for inputs to which `backward.obstacle` has no objection, except that dq is added to `sums`.
 
@@ -109,7 +124,8 @@ def backward(
     q, dout = queries.q, queries.dout
     b, q_rows, h, d = q.shape
     turns, counters = None, None
-    score = moving_arguments(modifiers, table, softmax_scale, b, q.device)
+    found = gradient_sums(modifier_sums, modifiers, b)
+    score = moving_arguments(modifiers, table, softmax_scale, b, q.device) | found
     if ordered:
         step = CONFIGS[d].step
         turns = key_turns(table, BLOCK.value, step, sums.device)
@@ -142,7 +158,14 @@ def backward(
         grid, arguments = fused_arguments(queries, k, v, table, softmax_scale, rows, sums, dk, dv, add, turns, counters, modifiers)
         return grid, arguments | score
 
-    launches.launch(fused_kernel, table, (add, ordered, *facts_of(modifiers)), moving, make, num_warps=4)
+    asked = tuple(x is not None for x in found.values())
+    launches.launch(fused_kernel, table, (add, ordered, *asked, *facts_of(modifiers)), moving, make, num_warps=4)
+    slopes, biases = found.values()
+    if modifier_sums is not None and slopes is not None:
+        modifier_sums.add_distances(slopes.double())
+    if modifier_sums is not None and modifier_sums.values is not None and biases is not None:
+        pieces = pieces_of_distances(modifiers.bias, table, biases.device)
+        modifier_sums.values.index_add_(1, pieces, biases)
 
 
 def fused_arguments(
@@ -161,7 +184,7 @@ def fused_arguments(
     if turns is not None:
         arguments |= dict(items_ptr=turns.items, segments_ptr=turns.segments)
         places = turns.places
-    arguments |= fixed_arguments(modifiers, table, places)
+    arguments |= fixed_arguments(modifiers, table, places) | gradient_sums(None, None, b)
     items = SIDE_BY_SIDE if turns is None else ORDERED_SIDE_BY_SIDE[d]
     step, main = CONFIGS[d].step, main_columns(d)
     return grid, arguments | dict(

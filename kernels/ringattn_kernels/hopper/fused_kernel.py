@@ -26,6 +26,7 @@ from .loads import Inputs, allocate_queries, produce_queries
 from .ordered_loads import TurnsOfItem, load_walk, produce_and_add, walk_back
 from .panels import join_columns, matrices, panels, some_rows, split_columns, start_each, start_sum, zeros
 from .score_steps import ScoreSteps, load_head, load_places, modified, position
+from .score_sums import SumPointers, add_to_sums, leave_head, no_sums
 from .tables import load_item, side_by_side
 
 
@@ -63,7 +64,7 @@ def kept_of_step(score, head, place_of_q, place_of_k, start, row0, STEP: gl.cons
 
 @gluon.jit
 def consume_and_add(
-    tiles, staging, barriers, handover, sums, gradients, walk, score,
+    tiles, staging, barriers, handover, sums, gradients, walk, score, score_sums,
     group, head0, head_row, last_row, padded_rows, k_rows, block_begin, scale, softmax_scale,
     HALF: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ADD: gl.constexpr,
     ORDERED: gl.constexpr, MODIFIED: gl.constexpr,
@@ -79,6 +80,7 @@ def consume_and_add(
     PARTS: gl.constexpr = 2 if WIDE else 1
     DROPPED: gl.constexpr = MODIFIED and score.dropped is not None
     CAPPED: gl.constexpr = MODIFIED and score.into_cap is not None
+    SUMMED: gl.constexpr = score_sums.slopes is not None or score_sums.biases is not None
     BUFFERS: gl.constexpr = staging.ds.type.shape[0] // 2
     dtype: gl.constexpr = tiles.q[0].dtype
     # [ROWS, HEAD_DIM] and [ROWS, V_DIM], in panels
@@ -97,6 +99,8 @@ def consume_and_add(
     if MODIFIED:
         head = load_head(score, head0)
         place_of_q, place_of_k = load_places(score, segment)
+    if SUMMED:
+        found = no_sums(score_sums)
     stage = 0
     phase = 0
     buffer = 0
@@ -173,7 +177,10 @@ def consume_and_add(
             if ORDERED and edge:
                 # without turns there is no time for it: it takes 6 % at head dim 128
                 dp = drop_dead(dp, p)
-            shared_ds = (p * dp).to(dtype)
+            ds = p * dp
+            shared_ds = ds.to(dtype)
+            if SUMMED:
+                found = add_to_sums(found, score_sums, ds, score, head0 + member, q_position, k_position)
         ds = gl.convert_layout(shared_ds, LEFT, assert_trivial=True)
         # started first, so that the tensor cores have work while the two warpgroups exchange dS
         dk_next = start_each(ds, q, dk)
@@ -215,6 +222,8 @@ def consume_and_add(
                 if segment == walk.end:
                     segment = walk.begin
                     head_row += padded_rows
+                    if SUMMED:
+                        found = leave_head(found, score_sums, score, head0 + member)
                     member += 1
                 start, full_begin, full_end, stop = load_walk(walk.segments_ptr, segment, whole, STEP, ORDERED)
                 if MODIFIED:
@@ -261,6 +270,9 @@ def consume_and_add(
             add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, part)
     write_panels(gradients.dk_ptr, gradients.dk_stride, dk, softmax_scale, row0, k_rows, ADD)
     write_panels(gradients.dv_ptr, gradients.dv_stride, dv, whole_share if MODIFIED else 1.0, row0, k_rows, ADD)
+    if SUMMED:
+        # of the last head, which leaves with the last step: what came after it is 0
+        found = leave_head(found, score_sums, score, head0 + gl.minimum(member, group - 1))
     if not ORDERED:
         tma.store_wait(0)
 
@@ -295,7 +307,7 @@ def fused_kernel(
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
     into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high, offset, all_heads,
-    first_head, dropped, kept_share,
+    first_head, dropped, kept_share, slope_sums_ptr, bias_sums_ptr,
     HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
     REGISTERS: gl.constexpr, ORDERED: gl.constexpr, MODIFIED: gl.constexpr,
 ):  # fmt: skip
@@ -350,16 +362,17 @@ def fused_kernel(
         into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high, offset, all_heads,
         first_head, dropped, kept_share, heads // kv_heads, kv_heads * group,
     )  # fmt: skip
+    score_sums = SumPointers(slope_sums_ptr, bias_sums_ptr)
     last_row = heads * group * padded_rows
     gl.warp_specialize(
         [
             (produce, (inputs, sums, tiles, staging, barriers, handover, walk, turns, batch, kv_head, group, head0,
                        padded_rows, block_begin, STAGES, STEP, HEAD_DIM, PARTS, ORDERED)),
-            (consume_and_add, (tiles, staging, barriers, handover, sums, gradients, walk, score, group, head0, head_row, last_row,
-                               padded_rows, k_rows, block_begin, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED,
+            (consume_and_add, (tiles, staging, barriers, handover, sums, gradients, walk, score, score_sums, group, head0, head_row,
+                               last_row, padded_rows, k_rows, block_begin, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED,
                                MODIFIED)),
-            (consume_and_add, (tiles, staging, barriers, handover, sums, gradients, walk, score, group, head0, head_row, last_row,
-                               padded_rows, k_rows, block_begin, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED,
+            (consume_and_add, (tiles, staging, barriers, handover, sums, gradients, walk, score, score_sums, group, head0, head_row,
+                               last_row, padded_rows, k_rows, block_begin, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED,
                                MODIFIED)),
         ],
         [4, 4],

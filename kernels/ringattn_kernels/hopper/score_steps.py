@@ -103,10 +103,10 @@ def softcap_assembly(count):
     lines.extend(f"abs.f32 m{i}, ${i};" for i in range(4))
     lines.extend(f"abs.f32 u{i % 4}, ${i}; max.f32 m{i % 4}, m{i % 4}, u{i % 4};" for i in range(4, count))
     lines.append("max.f32 m0, m0, m1; max.f32 m2, m2, m3; max.f32 m0, m0, m2; mul.f32 m0, m0, " + factor + ";")
-    lines.append(f"setp.gt.f32 p, m0, {_hexadecimal(_NEAR)}; vote.sync.any.pred p, p, 0xffffffff; @p bra FAR;")
+    lines.append(f"setp.gt.f32 p, m0, {hexadecimal(_NEAR)}; vote.sync.any.pred p, p, 0xffffffff; @p bra FAR;")
     # a polynomial of the register itself: the coefficients take the factors
-    lines.append(f"mul.f32 a, {factor}, {factor}; mul.f32 c0, {factor}, {_hexadecimal(_TANH[0])}; mov.f32 y0, {factor};")
-    lines.extend(f"mul.f32 y0, y0, a; mul.f32 c{i}, y0, {_hexadecimal(_TANH[i])};" for i in range(1, 4))
+    lines.append(f"mul.f32 a, {factor}, {factor}; mul.f32 c0, {factor}, {hexadecimal(_TANH[0])}; mov.f32 y0, {factor};")
+    lines.extend(f"mul.f32 y0, y0, a; mul.f32 c{i}, y0, {hexadecimal(_TANH[i])};" for i in range(1, 4))
     for first in range(0, count, 4):
         four = [(i, first + i) for i in range(4)]
         lines.extend(f"mul.f32 u{i}, ${at}, ${at};" for i, at in four)
@@ -117,7 +117,7 @@ def softcap_assembly(count):
     lines.append("bra DONE; FAR:")
     for i in range(count):
         # (1 - e) / (1 + e) with e = exp(-2 |x|)
-        lines.append(f"mul.f32 ${i}, ${i}, {factor}; abs.f32 y0, ${i}; mul.f32 y0, y0, {_hexadecimal(_EXPONENT)};")
+        lines.append(f"mul.f32 ${i}, ${i}, {factor}; abs.f32 y0, ${i}; mul.f32 y0, y0, {hexadecimal(_EXPONENT)};")
         lines.append("ex2.approx.ftz.f32 y0, y0; sub.f32 u0, 0f3F800000, y0; add.f32 y0, y0, 0f3F800000;")
         lines.append(f"rcp.approx.ftz.f32 y0, y0; mul.f32 y0, y0, u0; copysign.f32 ${i}, ${i}, y0;")
     return " ".join([*lines, "DONE: }"])
@@ -131,7 +131,7 @@ def alibi_assembly(count):
     lines.extend(f"fma.rn.f32 b{row}, ${step}, t, ${base + 2 * row};" for row in range(2))
     for i in range(count):
         row, column = i // 2 % 2, i % 2 + i // 4 * 8
-        lines.append(f"fma.rn.f32 d, ${step}, {_hexadecimal(column)}, b{row}; abs.f32 d, d; fma.rn.f32 ${i}, d, ${slope}, ${i};")
+        lines.append(f"fma.rn.f32 d, ${step}, {hexadecimal(column)}, b{row}; abs.f32 d, d; fma.rn.f32 ${i}, d, ${slope}, ${i};")
     return " ".join([*lines, "}"])
 
 
@@ -150,7 +150,7 @@ def bias_assembly(count):
 
 
 @gluon.constexpr_function
-def _hexadecimal(number):
+def hexadecimal(number):
     """An fp32 constant of PTX."""
     import struct
 
