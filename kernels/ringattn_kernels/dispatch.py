@@ -147,9 +147,7 @@ def backward_kernels(
     def choose() -> Kernels:
         modified = None
         if modifiers is not None:
-            modified = hopper_obstacle(modifiers, table) or hopper.fused.modified_obstacle(
-                q, v, modifiers, sums, deterministic
-            )
+            modified = hopper_obstacle(modifiers, table) or hopper.fused.modified_obstacle(q, v, modifiers, sums, deterministic)
         return choose_backward(q, k, v, dout, table, kernels, deterministic, modified).kernels
 
     return table.derived(key, choose)

@@ -12,7 +12,8 @@ LOW = np.uint64(0xFFFFFFFF)
 
 
 def run(assembly: str, operands: list[np.ndarray], memory: np.ndarray | None = None) -> list[np.ndarray]:
-    """The operands, each of 128 numbers of 32 or 64 bits as uint64 or float32, after the assembly. memory: fp32, from address 0 on."""
+    """The operands, each of 128 numbers of 32 or 64 bits as uint64 or float32, after the assembly. memory: fp32, from address 0 on; it is
+    added to in place."""
     machine = _Machine({f"${i}": np.array(x) for i, x in enumerate(operands)}, memory)
     machine.run(assembly)
     return [machine.registers[f"${i}"] for i in range(len(operands))]
@@ -66,6 +67,11 @@ class _Machine:
             (value,) = self._read(names)
             self.registers[low.strip()], self.registers[high.strip()] = value & LOW, value >> np.uint64(32)
             return
+        if operation == "red.global.add.f32":
+            address, (added,) = self.registers[target.strip("[]")], self._read(names)
+            assert self.memory is not None and (address[guard] % np.uint64(4) == 0).all()
+            np.add.at(self.memory, (address[guard] // np.uint64(4)).astype(np.int64), floats(added)[guard])
+            return
         if operation == "ld.global.nc.f32":
             address = self.registers[names[0].strip("[]")]
             assert self.memory is not None and (address % np.uint64(4) == 0).all()
@@ -77,7 +83,12 @@ class _Machine:
         self.registers[target] = found
 
     def _read(self, names: list[str]) -> list[np.ndarray]:
-        return [self.registers[name] if name in self.registers else _constant(name) for name in names]
+        found = []
+        for name in names:
+            negated = name.startswith("!")
+            value = self.registers[name[negated:]] if name[negated:] in self.registers else _constant(name)
+            found.append(~value if negated else value)
+        return found
 
 
 def _constant(name: str) -> np.ndarray:
@@ -88,6 +99,8 @@ def _constant(name: str) -> np.ndarray:
 
 def _compute(operation: str, x: list[np.ndarray]) -> np.ndarray:
     name, *kinds = operation.split(".")
+    if operation == "or.pred":
+        return x[0] | x[1]
     if name in ("mov", "shfl", "prmt", "and", "or", "xor", "shl", "shr", "vote", "selp", "lop3"):
         return _on_bits(operation, x)
     if kinds[-1] == "f32" and name != "cvt":

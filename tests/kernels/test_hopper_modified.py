@@ -55,13 +55,21 @@ SPILLS = {
     ("fused", 128, ("bias",)): 120,
     ("fused", 64, ("dropout",)): 856,
     ("ordered", 128, ("softcap",)): 100,
+    ("learned", 128, ("alibi",)): 116,
+    ("learned", 128, ("bias",)): 372,
+    ("learned", 64, ("alibi", "bias", "dropout")): 1388,
 }
 
 
 def forms():
     """One of each kernel with all its work; the others are thorough."""
     for form in SPILLS:
-        chosen = form in (("forward", 128, PARTS), ("fused", 64, ("dropout",)), ("ordered", 128, ("softcap",)))
+        chosen = form in (
+            ("forward", 128, PARTS),
+            ("fused", 64, ("dropout",)),
+            ("ordered", 128, ("softcap",)),
+            ("learned", 128, ("bias",)),
+        )
         yield pytest.param(*form, id=str(form), marks=() if chosen else pytest.mark.thorough)
 
 
@@ -88,6 +96,8 @@ def test_the_compiler_keeps_products_asynchronous(kernel, d, parts, tmp_path):
         turns = turns if kernel == "ordered" else (None, None)
         inputs = queries, k, v, table, 0.1, PaddedStatistics(*torch.empty(2, h, 1024)), sums, k, v, False
         arguments = fused.fused_arguments(*inputs, *turns, found)[1]
+        if kernel == "learned":
+            score |= fused.gradient_sums(ModifierSums.zeros(found), found, 1)
         compiled = compile_for_hopper(fused.fused_kernel, arguments | score, tmp_path)
     assert not compiled.warnings
     assert compiled.shared <= 227 * 1024
@@ -118,8 +128,10 @@ def test_hopper_kernels_modify_scores_where_they_can(hopper_gpu):
         assert chosen(parts, deterministic=True) == (Kernels.HOPPER, Kernels.HOPPER_ORDERED)
     # too few items to take turns
     assert chosen(("softcap",), deterministic=True, b=1) == (Kernels.HOPPER, Kernels.PLAIN)
-    # gradients of slopes and biases, and two kernels of head dims, are found by the plain kernels
-    assert chosen(("alibi",), learned=True) == (Kernels.HOPPER, Kernels.PLAIN)
+    assert chosen(("alibi", "bias", "dropout"), learned=True) == (Kernels.HOPPER, Kernels.HOPPER_FUSED)
+    # gradients of slopes and biases in a fixed order, or behind a softcap, and two kernels of head dims, are left to the plain kernels
+    assert chosen(("alibi",), learned=True, deterministic=True) == (Kernels.HOPPER, Kernels.PLAIN)
+    assert chosen(("alibi", "softcap"), learned=True) == (Kernels.HOPPER, Kernels.PLAIN)
     assert chosen(("softcap",), d=256) == (Kernels.HOPPER, Kernels.PLAIN)
     assert chosen(("softcap",), d=192, dv=128) == (Kernels.HOPPER, Kernels.PLAIN)
     # pairs are drawn where positions are multiples of 16
@@ -177,16 +189,28 @@ def test_hopper_kernels_modify_as_the_plain_ones_do(d, dv, parts):
 
 @pytest.mark.gpu
 @on_gpu
-def test_sums_of_slopes_and_biases_come_from_the_plain_kernels():
-    q, k, v, dout = (torch.randn(1, ROWS, 4, 64).cuda().bfloat16() for _ in range(4))
-    table, found = table_of("causal"), modifiers(("alibi", "bias"), 4, "cuda")
-    out, row_max, row_sum = rk.forward(q, k, v, table, softmax_scale=0.1, modifiers=found)
-    queries = rk.Queries(q, dout, row_max, row_sum, rk.delta(out, dout))
-    sums = ModifierSums.zeros(found)
-    gradients = [torch.empty(x.shape, device="cuda") for x in (q, k, v)]
-    names = dict(zip(("dq", "dk", "dv"), gradients))
-    rk.backward(queries, k, v, table, softmax_scale=0.1, **names, add=False, modifiers=found, sums=sums)
-    assert all(x is not None and x.abs().max() > 0 for x in (sums.slopes, sums.values))
+@pytest.mark.parametrize("parts", [("alibi",), ("bias",), ("alibi", "bias", "dropout")], ids=str)
+@pytest.mark.parametrize("d", [64, 96, 128])
+def test_gradients_of_slopes_and_biases_are_those_of_the_plain_kernels(d, parts):
+    b, h, hk = 2, 4, 2
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(b, ROWS, n, d).cuda().bfloat16() for n in (h, hk, hk, h))
+    for kind in TILES:
+        table, found = table_of(kind), modifiers(parts, h, "cuda", b)
+        options = dict(softmax_scale=d**-0.5, modifiers=found)
+        out, row_max, row_sum = rk.forward(q, k, v, table, **options)
+        queries = rk.Queries(q, dout, row_max, row_sum, rk.delta(out, dout))
+        both = []
+        for kernels in (Kernels.PLAIN, Kernels.HOPPER_FUSED):
+            sums = ModifierSums.zeros(found)
+            names = {name: torch.empty(x.shape, device="cuda") for name, x in (("dq", q), ("dk", k), ("dv", v))}
+            # sums of several launches
+            for _ in range(2):
+                rk.backward(queries, k, v, table, **options, **names, add=False, kernels=kernels, sums=sums)
+            both.append([sums.slopes, sums.values, *names.values()])
+        for x, y in zip(*both):
+            assert (x is None) == (y is None)
+            assert x is None or distance(y, x) < 5e-3, kind
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ringattn.device.philox import kept, philox
-from ringattn_kernels.hopper import kept_pairs, score_steps
+from ringattn_kernels.hopper import kept_pairs, score_steps, score_sums
 from ringattn_kernels.modifiers import Dropout
 from tests.kernels import ptx
 
@@ -101,3 +101,48 @@ def test_a_bias_is_that_of_the_distance(away, direction):
     wanted = x + 2.0 * biases[(away + direction * (column - row)).clip(0, len(biases) - 1)]
     for got, exact in zip(found, held(wanted)):
         np.testing.assert_allclose(got, exact, rtol=1e-6, atol=1e-6)
+
+
+def threads(rows_of_columns):
+    """Two registers for each of some columns of threads, for their two rows."""
+    return [x[rows(2 * half), LANE % 4] for x in rows_of_columns for half in range(2)]
+
+
+def block(x):
+    """x (64, columns) as `score_sums.columns_of_threads` gives it."""
+    parts = x.reshape(64, -1, 4, 2)
+    return threads([parts[:, i // 2, :, i % 2] for i in range(x.shape[1] // 4)])
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize("away", [-1000, 7])
+def test_the_gradient_of_a_slope_is_the_sum_over_distances(away, stride):
+    generator = np.random.default_rng(0)
+    x, before = (generator.standard_normal(shape).astype(np.float32) for shape in ((64, 128), (64, 4)))
+    key, query = np.indices(x.shape)
+    starts = np.repeat((away + stride * np.arange(64))[:, None], 4, 1).astype(np.float32)
+    operands = threads([before]) * 2 + threads([starts, np.full((64, 4), -stride, np.float32)]) + block(x)
+    found = ptx.run(score_sums.distances_assembly(32), operands)[:2]
+    sums = (x * np.abs(away + stride * (key - query)).astype(np.float64)).reshape(64, 16, 4, 2).sum((1, 3))
+    for got, exact in zip(found, threads([before + sums])):
+        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-2)
+
+
+@pytest.mark.parametrize("count", [1, 2, 90])
+@pytest.mark.parametrize("away", [-1000, -20, 7, 1000])
+def test_the_gradient_of_a_bias_is_the_sum_over_its_pairs(away, count):
+    x = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    key, query = np.indices(x.shape)
+    starts = np.repeat((away + np.arange(64))[:, None], 4, 1).astype(np.uint64)
+    operands = [everywhere(0.0, np.float32)] * 8 + threads([starts])
+    operands += [everywhere(number) for number in (-1 % 2**32, count - 1, 8 * 4) for _ in range(2)] + block(x)
+    memory = np.full(8 + count + 8, np.nan, np.float32)
+    memory[8 : 8 + count] = 0
+    found = ptx.run(score_sums.scatter_assembly(16), operands, memory)[:4]
+    wanted = np.zeros(count)
+    np.add.at(wanted, (away + key - query).clip(0, count - 1), x.astype(np.float64))
+    sums = memory[8 : 8 + count].astype(np.float64)
+    sums[0] += sum(x.sum(dtype=np.float64) for x in found[:2])
+    sums[-1] += sum(x.sum(dtype=np.float64) for x in found[2:])
+    np.testing.assert_allclose(sums, wanted, rtol=1e-4, atol=1e-3)
+    assert np.isnan(memory[:8]).all() and np.isnan(memory[8 + count :]).all()

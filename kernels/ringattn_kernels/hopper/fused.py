@@ -53,7 +53,9 @@ def modified_obstacle(q: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, su
         return f"Hopper kernels modify no scores of head dims {d} and {v_dim}"
     if sums and deterministic:
         return "Hopper kernels find gradients of slopes and biases in no fixed order"
-    return "Hopper kernels find no gradients of slopes and biases behind a softcap" if sums and modifiers.softcap is not None else ""
+    return (
+        "Hopper kernels find no gradients of slopes and biases behind a softcap" if sums and modifiers.softcap is not None else ""
+    )
 
 
 def gradient_sums(sums: ModifierSums | None, modifiers: Modifiers | None, b: int) -> dict:

@@ -180,7 +180,7 @@ def consume_and_add(
             ds = p * dp
             shared_ds = ds.to(dtype)
             if SUMMED:
-                found = add_to_sums(found, score_sums, ds, score, head0 + member, q_position, k_position)
+                found = add_to_sums(found, score_sums, ds, score, head0 + member, q_position, k_position, k_rows)
         ds = gl.convert_layout(shared_ds, LEFT, assert_trivial=True)
         # started first, so that the tensor cores have work while the two warpgroups exchange dS
         dk_next = start_each(ds, q, dk)
@@ -369,11 +369,11 @@ def fused_kernel(
             (produce, (inputs, sums, tiles, staging, barriers, handover, walk, turns, batch, kv_head, group, head0,
                        padded_rows, block_begin, STAGES, STEP, HEAD_DIM, PARTS, ORDERED)),
             (consume_and_add, (tiles, staging, barriers, handover, sums, gradients, walk, score, score_sums, group, head0, head_row,
-                               last_row, padded_rows, k_rows, block_begin, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED,
-                               MODIFIED)),
+                               last_row, padded_rows, k_rows, block_begin, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM,
+                               ADD, ORDERED, MODIFIED)),
             (consume_and_add, (tiles, staging, barriers, handover, sums, gradients, walk, score, score_sums, group, head0, head_row,
-                               last_row, padded_rows, k_rows, block_begin, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED,
-                               MODIFIED)),
+                               last_row, padded_rows, k_rows, block_begin, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM,
+                               ADD, ORDERED, MODIFIED)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],

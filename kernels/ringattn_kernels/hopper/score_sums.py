@@ -10,8 +10,8 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .fences import hide_uniform
 from .score_steps import hexadecimal
-
 
 # of [64, 4]: for each row of a product, a number of each of the four threads that share it
 THREADS = gl.constexpr(
@@ -122,14 +122,15 @@ def no_sums(pointers):
 
 
 @gluon.jit
-def add_to_sums(sums, pointers, ds, score, head_index, q_position, k_position):
+def add_to_sums(sums, pointers, ds, score, head_index, q_position, k_position, k_rows):
     """`sums` with those of dS [keys, queries], fp32. head_index: batch * h + head. Positions: of the block's first query and key."""
     COUNT: gl.constexpr = ds.shape[1] // 4
     columns = columns_of_threads(ds)
     distances = sums.distances
     nearest = sums.nearest
     farthest = sums.farthest
-    away = k_position - q_position
+    # hidden, so that distances found for the scores are not held until here
+    away = hide_uniform(k_position - q_position, k_rows)
     stride = score.place_stride
     rows = gl.expand_dims(stride * gl.arange(0, 64, gl.SliceLayout(1, THREADS)), 1)
     if pointers.slopes is not None:
@@ -137,8 +138,8 @@ def add_to_sums(sums, pointers, ds, score, head_index, q_position, k_position):
         step = gl.full([64, 4], (-stride).to(gl.float32), gl.float32, THREADS)
         DISTANCES: gl.constexpr = distances_assembly(COUNT)
         OF_DISTANCES: gl.constexpr = _constraints(COUNT, 1, "ff")
-        operands = (distances, start, step) + columns
-        distances = gl.inline_asm_elementwise(DISTANCES, OF_DISTANCES, operands, dtype=gl.float32, is_pure=True, pack=2)
+        of_distances = (distances, start, step) + columns  # noqa: RUF005, which Triton does not know
+        distances = gl.inline_asm_elementwise(DISTANCES, OF_DISTANCES, of_distances, dtype=gl.float32, is_pure=True, pack=2)
     if pointers.biases is not None:
         least = away - (ds.shape[1] - 1) * stride
         most = away + (ds.shape[0] - 1) * stride
@@ -156,10 +157,10 @@ def add_to_sums(sums, pointers, ds, score, head_index, q_position, k_position):
             to = gl.full([64, 4], of_head.to(gl.int64), gl.int64, THREADS)
             SCATTER: gl.constexpr = scatter_assembly(COUNT)
             OF_SCATTER: gl.constexpr = _constraints(COUNT, 2, "rrrl")
+            of_scatter = (nearest, farthest, index, addend, most_index, to) + columns  # noqa: RUF005
             nearest, farthest = gl.inline_asm_elementwise(
-                SCATTER, OF_SCATTER, (nearest, farthest, index, addend, most_index, to) + columns, dtype=(gl.float32, gl.float32),
-                is_pure=False, pack=2,
-            )  # fmt: skip
+                SCATTER, OF_SCATTER, of_scatter, dtype=(gl.float32, gl.float32), is_pure=False, pack=2
+            )
     return ThreadSums(distances, nearest, farthest)
 
 
