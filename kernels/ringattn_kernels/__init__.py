@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .attention import backward, forward
     from .queries import Queries
-    from .query_sums import QuerySums
+    from .query_sums import QuerySums, ready_queries
     from .statistics import delta, with_sinks
     from .table import TileTable
 
-__all__ = ["Queries", "QuerySums", "TileTable", "backward", "delta", "forward", "with_sinks"]
+__all__ = ["Queries", "QuerySums", "TileTable", "backward", "delta", "forward", "ready_queries", "with_sinks"]
 
 _MODULES = {
     "Queries": "queries",
@@ -22,6 +22,7 @@ _MODULES = {
     "backward": "attention",
     "delta": "statistics",
     "forward": "attention",
+    "ready_queries": "query_sums",
     "with_sinks": "statistics",
 }
 

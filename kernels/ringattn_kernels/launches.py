@@ -13,6 +13,7 @@ import torch
 import triton
 from triton.runtime import driver
 
+from .direct import DirectLaunch, direct_launch, hooked
 from .table import TileTable, kind
 
 Moving = torch.Tensor | float | int | None
@@ -87,15 +88,21 @@ class _Ready:
     ) -> None:
         check(arguments, moving)
         self._launch: Callable[..., None] | None = None
+        self._direct: DirectLaunch | None = None
         grid = (*(grid if isinstance(grid, tuple) else (grid,)), 1, 1)[:3]
-        if min(grid) > 0:
-            self._launch = kernel.warmup(**arguments, num_warps=num_warps, grid=grid)[grid]
         names = kernel.arg_names
+        if min(grid) > 0:
+            compiled = kernel.warmup(**arguments, num_warps=num_warps, grid=grid)
+            self._launch = compiled[grid]
+            self._direct = direct_launch(compiled, grid, names, [arguments[name] for name in names], frozenset(moving))
         self._fixed = [None if name in moving else arguments[name] for name in names]
         self._gaps = [(name, names.index(name), _fields(arguments[name])) for name in moving]
 
     def __call__(self, moving: dict[str, Moving]) -> None:
         if self._launch is None:
+            return
+        if self._direct is not None and not hooked():
+            self._direct(moving)
             return
         arguments = self._fixed.copy()
         for name, index, fields in self._gaps:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import hopper
-from .queries import Statistics
+from .queries import Queries, Statistics
+from .statistics import launch_rows
 
 if TYPE_CHECKING:
     from .hopper.statistics import PaddedStatistics
@@ -29,13 +30,19 @@ class QuerySums:
     launch. Other kernels overwrite an fp32 tensor in their first launch and add to it later. Different launches may run different kernels.
 
     rows_dtype: the dtype of that tensor. For a single launch it may be dq's final dtype, which saves a cast.
+    queries: what `ready_queries` made of q and its rows, if it did.
     """
 
-    def __init__(self, q: torch.Tensor, softmax_scale: float, rows_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, q: torch.Tensor, softmax_scale: float, rows_dtype: torch.dtype = torch.float32, queries: Queries | None = None
+    ) -> None:
         self.q, self.softmax_scale, self.rows_dtype = q, softmax_scale, rows_dtype
         self._rows: torch.Tensor | None = None  # (b, sq, h, d)
         self._permuted: torch.Tensor | None = None  # see `hopper.fused.zero_sums`
         self._prepared: tuple[Statistics, PaddedStatistics] | None = None
+        if queries is not None and queries.ready is not None:
+            padded, self._permuted = queries.ready
+            self._prepared = queries.statistics, padded
 
     def rows(self) -> tuple[torch.Tensor, bool]:
         """A tensor like q, and whether to add to it: the first launch has to overwrite all of it."""
@@ -65,3 +72,26 @@ class QuerySums:
             rows = torch.empty_like(self.q, dtype=dtype) if rows is None else rows
             hopper.fused.finish(permuted, rows, self.softmax_scale, add)
         return torch.zeros_like(self.q, dtype=dtype) if rows is None else rows.to(dtype)
+
+
+def ready_queries(
+    q: torch.Tensor, out: torch.Tensor, dout: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor,
+    drow_sum: torch.Tensor | None = None, ready: bool = True,
+) -> Queries:  # fmt: skip
+    """`Queries` of a backward pass, and, if `ready`, what the fused Hopper kernel needs of them where it may run, in one launch.
+
+    out, dout: (b, sq, h, dv). drow_sum: (b, h, sq), the gradient of row_sum, if there is one.
+    """
+    b, sq, h, d = q.shape
+    delta = torch.empty_like(row_max)
+    if not ready or hopper.obstacle or not hopper.fused.may_run(q, out):
+        launch_rows(out, dout, delta, sq, row_sum=row_sum, drow_sum=drow_sum)
+        return Queries(q, dout, row_max, row_sum, delta)
+    padded_rows = hopper.statistics.whole_blocks(sq)
+    pivot, negated = torch.empty(2, b * h, padded_rows, device=q.device, dtype=torch.float32).unbind()
+    sums = torch.empty(b * h, padded_rows, d, device=q.device, dtype=torch.float32)
+    launch_rows(
+        out, dout, delta, padded_rows, row_max=row_max, row_sum=row_sum, drow_sum=drow_sum, pivot=pivot, negated=negated, sums=sums,
+        head_dim=d,
+    )  # fmt: skip
+    return Queries(q, dout, row_max, row_sum, delta, (hopper.statistics.PaddedStatistics(pivot, negated), sums))

@@ -113,8 +113,12 @@ def launch_arguments(
     if variant.kernel == "delta":
         names = ("out_ptr", "dout_ptr", "delta_ptr", "stride_ob", "stride_os", "stride_oh", "stride_gb", "stride_gs")
         values = (q, dout, rows, *q.stride()[:3], *dout.stride()[:2])
-        sizes = {"stride_gh": d, "heads": h, "q_rows": s, "V_DIM": d, "BLOCK_DV": padded(d), "BLOCK_Q": 64}
-        return statistics.delta_kernel, dict(zip(names, values)) | sizes
+        others = ("row_max_ptr", "row_sum_ptr", "drow_sum_ptr", "pivot_ptr", "negated_ptr", "sums_ptr")
+        sizes = {"stride_gh": d, "heads": h, "q_rows": s, "padded_rows": s, "V_DIM": d, "BLOCK_DV": padded(d), "BLOCK_Q": 64}
+        return statistics.rows_kernel, dict(zip(names, values)) | dict.fromkeys(others) | sizes | {
+            "HEAD_DIM": 1,
+            "BLOCK_D": padded(1),
+        }
     if variant.kernel == "pivot":
         names = ("row_max_ptr", "row_sum_ptr", "pivot_ptr", "weight_ptr", "count", "BLOCK")
         return statistics.pivot_kernel, dict(zip(names, (rows, rows, rows, weight, b * h * s, 1024)))

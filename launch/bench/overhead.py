@@ -83,7 +83,7 @@ def measure(world_size: int, schedule: ra.Schedule, arguments: argparse.Namespac
     with mock.patch.multiple(
         local,
         forward=forward_stub,
-        delta=lambda *args: statistic,
+        queries=lambda q, out, dout, row_max, row_sum, *args, **options: local.Queries(q, dout, row_max, row_sum, statistic),
         backward=lambda *args, **options: None,
     ):
         rounds = [_round(call, leaves, dout, arguments.calls) for _ in range(arguments.rounds)]

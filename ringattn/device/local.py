@@ -45,25 +45,41 @@ def settled(state: State, q: torch.Tensor) -> State:
     return blocked.settled(state, dtype, dtype)
 
 
-def delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
-    """rowsum(dout * out): (b, h, s), in the statistics' dtype."""
-    if out.is_cuda and out.numel():
+def queries(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    dout: torch.Tensor,
+    row_max: torch.Tensor,
+    row_sum: torch.Tensor,
+    drow_sum: torch.Tensor | None = None,
+    *,
+    ready: bool = True,
+) -> Queries:
+    """What a backward pass reads of its rows. drow_sum: (b, h, s), the gradient of row_sum, if there is one.
+
+    ready: make what launches will read, too, because they get these very tensors.
+    """
+    if q.is_cuda and out.numel():
         import ringattn_kernels
 
-        return ringattn_kernels.delta(out, dout)
-    return blocked.delta(out, dout)
+        return ringattn_kernels.ready_queries(q, out, dout, row_max, row_sum, drow_sum, ready)
+    delta = blocked.delta(out, dout)
+    if drow_sum is not None:
+        # d lse = d row_sum * row_sum enters dS = P (dP - delta) as P d lse
+        delta = delta - drow_sum * row_sum
+    return Queries(q, dout, row_max, row_sum, delta)
 
 
-def query_sums(q: torch.Tensor, score: Score, dtype: torch.dtype) -> QuerySums:
+def query_sums(queries: Queries, score: Score, dtype: torch.dtype) -> QuerySums:
     """The sums that the launches of one backward pass add dQ to; `finish(dtype)` gives dQ, once.
 
     dtype: fp32 (fp64); or, for a pass of a single launch, the dtype of dQ.
     """
-    if q.is_cuda:
+    if queries.q.is_cuda:
         import ringattn_kernels
 
-        return ringattn_kernels.QuerySums(q, score.softmax_scale, dtype)
-    return blocked.TorchQuerySums(q)
+        return ringattn_kernels.QuerySums(queries.q, score.softmax_scale, dtype, queries)
+    return blocked.TorchQuerySums(queries.q)
 
 
 def modifier_sums(score: Score, slopes_too: bool, values_too: bool) -> ModifierSums:

@@ -2,7 +2,7 @@
 
 torch.compile, selective checkpointing and fake tensors see each operator as one call whose result has a known shape. They see nothing of
 what happens inside, from the ranks' agreement to the last hop. Operators take tensors and numbers only, so all else is a `Call`, found by
-its number.
+its number. Where nothing of torch watches, the same functions run without dispatch.
 
 Shapes: b batch, s local tokens, h query heads, hk key/value heads, d head dim, d_v value head dim. `agreed` is (3,): the length of the
 whole sequence, the call's place in the group's order, and the identity of the call that computed the rest.
@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch._C import _len_torch_dispatch_stack as _modes_of_dispatch
+from torch._C._functorch import peek_interpreter_stack
 
 from .. import check
 from ..device import local
@@ -23,6 +25,7 @@ from .calls import find_call
 # slopes, values, sinks and seed, of `ScoreMod.tensors`
 Modifying = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 UNMODIFIED: Modifying = (None, None, None, None)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def attention(
@@ -32,8 +35,22 @@ def attention(
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(*modifying[:3])
     )
-    out, row_max, row_sum, _ = FORWARD(q, k, v, *modifying, call, softmax_scale, needs_grad)
+    if torch.compiler.is_compiling() or _seen(q, k, v):
+        out, row_max, row_sum, _ = FORWARD(q, k, v, *modifying, call, softmax_scale, needs_grad)
+    elif needs_grad:
+        out, row_max, row_sum, _ = _Unseen.apply(q, k, v, *modifying, call, softmax_scale, True)
+    else:
+        out, row_max, row_sum, _ = _forward(q, k, v, *modifying, call, softmax_scale, False)
     return out, row_max, row_sum
+
+
+def _seen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether torch must see the operators: in a transform or a mode of dispatch, and for tensors of other classes or without data.
+
+    Else operators would cost the host as much as all that a call does besides its launches.
+    """
+    plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and not q.is_meta
+    return not plain or _modes_of_dispatch() > 0 or peek_interpreter_stack() is not None
 
 
 def _requires_grad(*learned: torch.Tensor | None) -> bool:
@@ -131,14 +148,10 @@ def _backward(
         if dout.is_cuda:
             dout = dout.to(q.dtype)  # kernels multiply it by v; a partial's is fp32
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        delta = local.delta(out, dout)
-        if drow_sum is not None:
-            # d lse = d row_sum * row_sum enters dS = P (dP - delta) as P d lse
-            delta = delta - drow_sum * row_sum
-        dq, dk, dv, sums = rank_attention.backward(
-            score, local.Queries(q, dout, row_max, row_sum, delta), k, v, slopes_too=wanted[0], values_too=wanted[1]
-        )
-        dsinks = local.sinks_gradient(row_max, row_sum, delta, sinks) if sinks is not None and wanted[2] else None
+        ready = rank_attention.takes_rows_as_they_come
+        queries = local.queries(q, out, dout, row_max, row_sum, drow_sum, ready=ready)
+        dq, dk, dv, sums = rank_attention.backward(score, queries, k, v, slopes_too=wanted[0], values_too=wanted[1])
+        dsinks = local.sinks_gradient(row_max, row_sum, queries.delta, sinks) if sinks is not None and wanted[2] else None
     dq, dk, dv = (_with_strides(x, wanted) for x, wanted in zip((dq, dk, dv), strides, strict=True))
     return dq, dk, dv, *(q.new_empty(0) if x is None else x for x in (sums.slopes, sums.values, dsinks))
 
@@ -177,11 +190,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
             output = FORWARD(q, k, v, slopes, values, sinks, seed, number, softmax_scale, needs_grad)
-        ctx.save_for_backward(q, k, v, slopes, values, sinks, seed, *output)
-        ctx.call, ctx.softmax_scale, ctx.captured = find_call(number), softmax_scale, check.captured(q)
-        ctx.mark_non_differentiable(output[1], output[3])
-        ctx.set_materialize_grads(False)
-        return output
+        return _kept_for_backward(ctx, (q, k, v, slopes, values, sinks, seed), number, softmax_scale, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -191,8 +200,40 @@ class _Attention(torch.autograd.Function):
         saved = ctx.saved_tensors
         ctx.call.check_backward(check.captured(saved[0]), ctx.captured)
         wanted = ctx.needs_input_grad[3:6]
-        dq, dk, dv, *others = BACKWARD(dout, drow_sum, *saved, ctx.call.number, ctx.softmax_scale, wanted)
+        run: Any = BACKWARD if torch.compiler.is_compiling() or _seen(*saved[:3]) else _backward
+        dq, dk, dv, *others = run(dout, drow_sum, *saved, ctx.call.number, ctx.softmax_scale, wanted)
         return dq, dk, dv, *(x if asked else None for x, asked in zip(others, wanted)), None, None, None, None
+
+
+class _Unseen(_Attention):
+    """The same where torch need not see the operators."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slopes: torch.Tensor | None,
+        values: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        seed: torch.Tensor | None,
+        number: int,
+        softmax_scale: float,
+        needs_grad: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        output = _forward(q, k, v, slopes, values, sinks, seed, number, softmax_scale, needs_grad)
+        return _kept_for_backward(ctx, (q, k, v, slopes, values, sinks, seed), number, softmax_scale, output)
+
+
+def _kept_for_backward(
+    ctx: Any, tensors: tuple[torch.Tensor | None, ...], number: int, softmax_scale: float, output: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    ctx.save_for_backward(*tensors, *output)
+    ctx.call, ctx.softmax_scale, ctx.captured = find_call(number), softmax_scale, check.captured(output[0])
+    ctx.mark_non_differentiable(output[1], output[3])
+    ctx.set_materialize_grads(False)
+    return output
 
 
 def _forward_autograd(

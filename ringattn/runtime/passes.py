@@ -71,7 +71,7 @@ def backward(
     assert program.sums is not None
     # gradients that nothing is added to later leave the kernels in their final dtype
     dtype = q.dtype if kv_dtype == q.dtype and program.alone else torch.promote_types(q.dtype, torch.float32)
-    dq = local.query_sums(q, score, dtype)
+    dq = local.query_sums(queries, score, dtype)
     buffers = _Buffers(program.own, k, v, dtype)
     buffers.open(Open(0, program.sums))
     handle: Handle | None = None

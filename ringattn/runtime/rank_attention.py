@@ -75,13 +75,20 @@ class RankAttention:
             found = self.exchange.to_heads(q, _repeated(k, copies), _repeated(v, copies), dout, _as_rows(*stats))
             stats = _as_stats(found.pop())
             q, k, v, dout = found
-        queries = local.Queries(q, dout, *stats)
+        if not (self.takes_rows_as_they_come and q is queries.q and dout is queries.dout):
+            row_max, row_sum, delta = stats
+            queries = local.Queries(q, dout, row_max, row_sum, delta)
         dq, dk, dv = passes.backward(self.transport, self.program.backward, score, queries, k, v, kv_dtype=kv_dtype, sums=sums)
         if self.exchange is not None:
             dq, dk, dv = self.exchange.to_rows(dq, dk, dv)
             dk, dv = _summed(dk, copies, k.dtype), _summed(dv, copies, v.dtype)
         dq, dk, dv = _restored(dq, self.q_order), _restored(dk, self.k_order), _restored(dv, self.k_order)
         return dq, dk, dv, sums if score.modifiers is None else self._sums_of_all_heads(sums, heads)
+
+    @property
+    def takes_rows_as_they_come(self) -> bool:
+        """Whether the rows of q are attended in the order, and with the heads, in which they come."""
+        return self.q_order is None and self.exchange is None
 
     def _heads_here(self, heads: int) -> tuple[int, int]:
         """The first query head that this rank computes, and one past the last."""

@@ -25,6 +25,6 @@ def _release(version: str) -> tuple[int, ...]:
 
 obstacle = version_obstacle(triton.__version__)
 if not obstacle:
-    from . import backward, forward, forward_config, fused
+    from . import backward, forward, forward_config, fused, statistics
 
-__all__ = ["NEWEST", "OLDEST", "backward", "forward", "forward_config", "fused", "obstacle", "version_obstacle"]
+__all__ = ["NEWEST", "OLDEST", "backward", "forward", "forward_config", "fused", "obstacle", "statistics", "version_obstacle"]

@@ -9,7 +9,7 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import launches
-from ..config import padded
+from ..config import architecture, padded
 from ..modifiers import Modifiers, ModifierSums
 from ..queries import Queries, Statistics
 from ..score_arguments import biases_count, facts_of, fixed_arguments, moving_arguments, pieces_of_distances
@@ -44,6 +44,17 @@ def block_and_step(head_dim: int) -> tuple[int, int]:
 def has_items_for_turns(k: torch.Tensor, table: TileTable) -> bool:
     """Whether there are enough items for turns to be fastest. The items of one head, if they are few, wait for one another."""
     return k.shape[0] * k.shape[2] * table.key_blocks(BLOCK.value, 1, k.device).touched >= SIDE_BY_SIDE
+
+
+def may_run(q: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether a backward pass with these rows may choose this kernel, adding in no fixed order. It may still choose another."""
+    return (
+        (q.shape[3], out.shape[3]) in HEAD_DIMS
+        and q.numel() > 0
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and architecture(q.device) == "sm_90"
+        and not torch.are_deterministic_algorithms_enabled()
+    )
 
 
 def modified_obstacle(q: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, sums: bool, deterministic: bool) -> str:

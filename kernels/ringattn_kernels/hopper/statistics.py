@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .. import launches
 from ..queries import Statistics
-from ..units import to_base2
+from ..statistics import weighted_pivot
 
 BLOCK = 128  # rows
 
@@ -25,7 +25,7 @@ def prepare_kernel(
     row_max_ptr, row_sum_ptr, delta_ptr, pivot_ptr, padded_delta_ptr, first_ptr, counters_ptr, q_rows, padded_rows,
     ROWS: tl.constexpr, SIGN: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """pivot, as in `statistics.pivots`, and SIGN * delta of ROWS rows of one head, padded to whole blocks with (inf, 0).
+    """pivot, as `weighted_pivot`, and SIGN * delta of ROWS rows of one head, padded to whole blocks with (inf, 0).
 
     If items take turns, it also writes the first item of each step of these rows to its counter, and a zero after all counters.
     """
@@ -36,10 +36,7 @@ def prepare_kernel(
     row_max = tl.load(row_max_ptr + head_index * q_rows + rows, mask=inside, other=0.0)
     row_sum = tl.load(row_sum_ptr + head_index * q_rows + rows, mask=inside, other=0.0)
     delta = tl.load(delta_ptr + head_index * q_rows + rows, mask=inside, other=0.0)
-    pivot, rest = to_base2(row_max)
-    empty = row_sum == 0
-    pivot += rest + tl.math.log2(tl.where(empty, 1.0, row_sum))
-    tl.store(pivot_ptr + head_index * padded_rows + rows, tl.where(empty, float("inf"), pivot))
+    tl.store(pivot_ptr + head_index * padded_rows + rows, weighted_pivot(row_max, row_sum))
     tl.store(padded_delta_ptr + head_index * padded_rows + rows, delta * SIGN)
     if counters_ptr is not None:
         COUNT: tl.constexpr = ROWS // STEP

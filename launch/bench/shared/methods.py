@@ -115,9 +115,9 @@ class LocalMethod(Method):
 
     def backward(self) -> Tensors:
         out, *stats = self.state
-        queries = local.Queries(self.q, self.dout, *stats, local.delta(out, self.dout))
+        queries = local.queries(self.q, out, self.dout, *stats)
         del self.state
-        dq, dk, dv = local.query_sums(self.q, self.score, self.q.dtype), torch.empty_like(self.k), torch.empty_like(self.v)
+        dq, dk, dv = local.query_sums(queries, self.score, self.q.dtype), torch.empty_like(self.k), torch.empty_like(self.v)
         local.backward(queries, self.k, self.v, self.tiles, self.score, dq=dq, dk=dk, dv=dv, add=False)
         return dq.finish(self.q.dtype), dk, dv
 

@@ -1,0 +1,125 @@
+"""Launches past Triton's own preparation of arguments, which takes the host several times as long as the driver's launch.
+
+Triton asks each tensor for its address and the driver what memory that is, and describes each block for the copy engine anew. Here the
+arguments lie as the compiled launcher takes them: addresses as integers, and descriptors that are kept by address, because the allocator
+of torch gives the same addresses again. Releases of Triton whose launcher looks otherwise launch as Triton does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime import driver
+
+_KEPT = 64  # descriptors of an argument
+
+
+class DirectLaunch:
+    """A compiled kernel on a grid, with all its arguments but those that move, in the order of their names."""
+
+    def __init__(
+        self, compiled: Any, grid: tuple[int, int, int], names: list[str], arguments: list[Any], moving: frozenset[str]
+    ) -> None:
+        run = compiled.run
+        self._launcher, metadata, indices = _unwrapped(run)
+        # the stream comes behind the grid; two sorts of scratch memory, what hooks are told, and two hooks: none
+        head = *grid, 0, compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None
+        self._arguments: list[Any] = [*head, compiled.packed_metadata, None, None, None]
+        self._places: list[tuple[str, int, Callable[[int], Any] | None]] = []
+        self._kept = []  # the tensors whose addresses do not move
+        described = iter(metadata)
+        for index, (name, argument) in enumerate(zip(names, arguments, strict=True)):
+            place, moves, describe = len(self._arguments), name in moving, None
+            if index in indices:
+                about = next(described)
+                describe = _describer(argument, about)
+                self._arguments += _of_descriptor(argument, about)
+            else:
+                self._arguments.append(argument.data_ptr() if isinstance(argument, torch.Tensor) else argument)
+            if moves:
+                self._arguments[place] = None
+                self._places.append((name, place, describe))
+            else:
+                self._kept.append(argument)
+
+    def __call__(self, moving: dict[str, Any]) -> None:
+        """Launch with these tensors (for a descriptor, the tensor that it describes) and numbers."""
+        arguments = self._arguments.copy()
+        arguments[3] = driver.active.get_current_stream(driver.active.get_current_device())
+        for name, place, describe in self._places:
+            value = moving[name]
+            if isinstance(value, torch.Tensor):
+                value = value.data_ptr()
+            arguments[place] = value if describe is None else describe(value)
+        self._launcher(*arguments)
+
+
+def direct_launch(
+    compiled: Any, grid: tuple[int, int, int], names: list[str], arguments: list[Any], moving: frozenset[str]
+) -> DirectLaunch | None:
+    """A `DirectLaunch`, or None where this release of Triton launches in another way, or the kernel needs scratch memory."""
+    try:
+        return DirectLaunch(compiled, grid, names, arguments, moving)
+    except (AttributeError, KeyError, StopIteration, TypeError, ValueError):
+        return None
+
+
+def hooked() -> bool:
+    """Whether somebody, such as a profiler, asked Triton to be told of launches."""
+    return _asks(knobs.runtime.launch_enter_hook) or _asks(knobs.runtime.launch_exit_hook)
+
+
+def _asks(hook: Any) -> bool:
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+def _unwrapped(run: Any) -> tuple[Callable[..., None], list[Any], frozenset[int]]:
+    """(the compiled launcher, what descriptors need, and which arguments these are). Raises where it looks otherwise."""
+    if run.global_scratch_size or run.profile_scratch_size:
+        raise ValueError
+    launch = run.launch
+    if not hasattr(launch, "__code__"):
+        return launch, [], frozenset()
+    cells = dict(zip(launch.__code__.co_freevars, (cell.cell_contents for cell in launch.__closure__)))
+    metadata = cells["tensordesc_meta"]
+    if None in metadata:
+        raise ValueError
+    return cells["launcher"], metadata, frozenset(cells["tensordesc_indices"])
+
+
+def _of_descriptor(descriptor: Any, metadata: Any) -> list[Any]:
+    """What the launcher takes for a descriptor; the first is the copy engine's own."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    return make_tensordesc_arg(descriptor, metadata)
+
+
+def _describer(descriptor: Any, metadata: Any) -> Callable[[int], Any]:
+    """What makes the copy engine's descriptor of the same block at another address; the latest are kept."""
+    known: dict[int, Any] = {}
+    kind, fields = type(descriptor), {**vars(descriptor), "base": None}
+
+    def describe(address: int) -> Any:
+        found = known.get(address)
+        if found is None:
+            moved = object.__new__(kind)
+            moved.__dict__ = {**fields, "base": _Address(address)}
+            if len(known) >= _KEPT:
+                known.clear()
+            found = known[address] = _of_descriptor(moved, metadata)[0]
+        return found
+
+    return describe
+
+
+class _Address:
+    """What stands in for a tensor."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
