@@ -40,8 +40,9 @@ class QuerySums:
         self._rows: torch.Tensor | None = None  # (b, sq, h, d)
         self._permuted: torch.Tensor | None = None  # see `hopper.fused.zero_sums`
         self._prepared: tuple[Statistics, PaddedStatistics] | None = None
+        self._zeros: torch.Tensor | None = None  # what becomes `_permuted`, if it is asked for
         if queries is not None and queries.ready is not None:
-            padded, self._permuted = queries.ready
+            padded, self._zeros = queries.ready
             self._prepared = queries.statistics, padded
 
     def rows(self) -> tuple[torch.Tensor, bool]:
@@ -54,7 +55,7 @@ class QuerySums:
     def permuted(self) -> torch.Tensor:
         """The sums to which the fused kernel adds."""
         if self._permuted is None:
-            self._permuted = hopper.fused.zero_sums(self.q)
+            self._permuted = hopper.fused.zero_sums(self.q) if self._zeros is None else self._zeros
         return self._permuted
 
     def prepared(self, statistics: Statistics) -> PaddedStatistics:
@@ -66,7 +67,7 @@ class QuerySums:
     def finish(self, dtype: torch.dtype) -> torch.Tensor:
         """dq in `dtype`, zeros where no launch added. Call it once: it frees the memory of the sums."""
         rows, permuted = self._rows, self._permuted
-        self._rows = self._permuted = self._prepared = None
+        self._rows = self._permuted = self._prepared = self._zeros = None
         if permuted is not None:
             add = rows is not None
             rows = torch.empty_like(self.q, dtype=dtype) if rows is None else rows
