@@ -30,6 +30,8 @@ from ..scores import ScoreMod, with_dropout
 from ..training.checkpoint import runs_again_reentrantly
 from .token_mixers import check_token_mixers
 
+__all__ = ["Replaced", "replace_attention"]
+
 _ORIGINAL = torch.nn.functional.scaled_dot_product_attention
 _PAST = "ringattn_past"  # the attribute of a module that holds its `_Past`
 
@@ -135,9 +137,7 @@ def _check_model(model: nn.Module) -> None:
 
 def _chosen(model: nn.Module, modules: Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None) -> list[nn.Module]:
     if modules is None:
-        # a chosen module covers the modules inside it
-        named = [(name, x) for name, x in model.named_modules() if _looks_like_attention(x)]
-        return [x for name, x in named if not any(_within(name, outer) for outer, _ in named)]
+        return attention_modules(model)
     if callable(modules):
         return [x for name, x in model.named_modules() if modules(name, x)]
     chosen = check.listed("modules", modules, "a list of modules, or a predicate of a name and a module")
@@ -146,6 +146,13 @@ def _chosen(model: nn.Module, modules: Callable[[str, nn.Module], bool] | Iterab
         if id(module) not in own:
             raise ValueError(f"modules holds a {type(module).__name__} that is not part of the model")
     return chosen
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that `replace_attention` chooses by default."""
+    # a chosen module covers the modules inside it
+    named = [(name, x) for name, x in model.named_modules() if _looks_like_attention(x)]
+    return [x for name, x in named if not any(_within(name, outer) for outer, _ in named)]
 
 
 def _looks_like_attention(module: nn.Module) -> bool:
