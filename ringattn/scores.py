@@ -325,10 +325,18 @@ def score(
 
 
 def with_dropout(found: ScoreMod | None, dropout: float) -> ScoreMod:
-    """Another score with this dropout, and a seed from torch's generator."""
+    """Another score with this dropout, and with the same seed and offset, if there is a seed."""
     if found is None:
         return score(dropout=dropout)
-    return score(softcap=found.softcap, alibi=found.alibi, bias=found.bias, sinks=found.sinks, dropout=dropout)
+    return score(
+        softcap=found.softcap,
+        alibi=found.alibi,
+        bias=found.bias,
+        sinks=found.sinks,
+        dropout=dropout,
+        seed=found.seed,
+        offset=found.offset,
+    )
 
 
 def _parameter(name: str, x: Any, *dims: int) -> None:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import check
+from . import check, scores
 from .geometry.layout import Layout, zigzag
 from .geometry.mask import Mask
 from .integrations.replace import attention_modules, replace_attention
@@ -115,12 +115,12 @@ def verify(
             `model(**inputs).logits` with `shift_labels`.
         whole: for a model that shards its attention by itself, a copy of it that runs whole sequences with dense attention.
         score: what happens to scores and weights, as for `replace_attention`, in a model that calls scaled_dot_product_attention. The
-            gradients of its slopes, table and sinks are compared too, if they require them. The whole step drops the same pairs;
-            without a seed, those of seed 0.
+            gradients of its slopes, table and sinks are compared too, if they require them. The whole step drops the same pairs, for
+            `dropout_p` of a call too; without a seed, those of seed 0.
         autocast: run in this precision under autocast, except for the reference.
 
     Returns a `Report`: `assert report.passed, report`. Raises ValueError if the ranks' weights, batches or scores differ, if a dropout
-    other than the score's is on or the step draws other random numbers, if no label counts, if nothing is trainable, if the weights
+    other than of weights is on or the step draws other random numbers, if no label counts, if nothing is trainable, if the weights
     are sharded, for a score of a model that brings its own attention, and if nothing says how the model runs whole sequences. A
     score or another argument of a wrong type is an error on every rank.
 
@@ -132,7 +132,8 @@ def verify(
         with refusing(ranks):
             ranks.order.check()
             _check_arguments(model, batch, layout, mask, loss, whole, score)
-            score = None if score is None else _prepared(score, model)
+            if score is not None or _is_replaced(model, whole):
+                score = _prepared(scores.score() if score is None else score, model)
             facts = _facts(score)
         if ranks.size > 1:
             agree(ranks, facts, 0)
@@ -236,7 +237,7 @@ def _whole_step(
     """A step of a dense copy of the model, or of a copy of `whole`, with a whole batch."""
     own = None if score is None else score_of_copy(score, model, dense)
     inputs = whole_inputs(dense, batch, mask, add_mask=whole is None and of_transformers(model))
-    with DenseCalls(mask, own) if _is_replaced(model, whole) else contextlib.nullcontext():
+    with contextlib.nullcontext() if own is None else DenseCalls(mask, own):
         return step(dense, own, inputs, autocast)
 
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import reference
 from .geometry.mask import Mask, causal, documents, full, sliding_window
-from .scores import ScoreMod
+from .scores import ScoreMod, with_dropout
 from .training.data import tokens_of
 
 
@@ -22,7 +22,7 @@ class DenseCalls(TorchFunctionMode):
     What a call may ask for was checked in the step around the ring.
     """
 
-    def __init__(self, mask: Mask | None, score: ScoreMod | None) -> None:
+    def __init__(self, mask: Mask | None, score: ScoreMod) -> None:
         super().__init__()
         self.masks = {False: full() if mask is None else mask, True: causal() if mask is None else mask & causal()}
         self.score = score
@@ -42,9 +42,10 @@ class DenseCalls(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        assert attn_mask is None and not dropout_p
+        assert attn_mask is None
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        out = reference.attention(q, k, v, mask=self.masks[is_causal], softmax_scale=scale, score=self.score)
+        score = with_dropout(self.score, dropout_p) if dropout_p else self.score
+        out = reference.attention(q, k, v, mask=self.masks[is_causal], softmax_scale=scale, score=score)
         assert isinstance(out, torch.Tensor)
         return out.transpose(1, 2)
 

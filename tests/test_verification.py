@@ -324,11 +324,17 @@ def scored(group):
         ("all", None, all_parts()),
         ("window", ra.sliding_window(11, 3), all_parts(seed=9)),
         ("none", None, None),
+        ("dropout_p", None, None),
     ):
-        found[name] = ra.verify(Handwritten(), dict(input_ids=tokens()), layout=layout, mask=mask, group=group, score=score)
+        options = dict(dropout_p=0.3, scale=0.4) if name == "dropout_p" else {}
+        model = Handwritten(**options)
+        found[name] = ra.verify(model, dict(input_ids=tokens()), layout=layout, mask=mask, group=group, score=score)
     model = Handwritten()
     found["sinks of the model"] = ra.verify(model, dict(input_ids=tokens()), group=group, score=all_parts(model))
     assert "forward" not in vars(model) and model.own_sinks.grad is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked, "kept", other_offset)
+        found["other pairs"] = ra.verify(Handwritten(dropout_p=0.3), dict(input_ids=tokens()), group=group)
     for name, (where, attribute, wrong, _) in FAULTS.items():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(where, attribute, wrong)
@@ -341,11 +347,10 @@ def test_scores_of_right_models_pass_and_wrong_ones_do_not(gloo):
     assert first == second
     for name, report in first.items():
         rows = {row.name: row.passed for row in report.differences}
-        learned = {"none": set(), "sinks of the model": {"score.alibi", "score.bias"}}.get(
-            name, {"score.alibi", "score.bias", "score.sinks"}
-        )
+        learned = set() if name in ("none", "dropout_p", "other pairs") else {"score.alibi", "score.bias", "score.sinks"}
+        learned -= {"score.sinks"} if name == "sinks of the model" else set()
         assert {row for row in rows if row.startswith("score.")} == learned
-        assert report.passed == (name not in FAULTS), f"{name}: {report}"
+        assert report.passed == (name not in (*FAULTS, "other pairs")), f"{name}: {report}"
         wrong = FAULTS.get(name, (None,) * 4)[3]
         assert wrong is None or {row for row, passed in rows.items() if not passed} == wrong
 
@@ -388,8 +393,6 @@ def test_scores_of_models_with_their_own_attention_are_refused():
     for model, whole in ((build("llama"), None), (Plain(ra.zigzag(37, 1)), Plain(None))):
         with pytest.raises(ValueError, match="brings its own attention, which says by itself what happens to scores"):
             ra.verify(model, dict(input_ids=tokens()), whole=whole, score=ra.score(softcap=1.0))
-    with pytest.raises(ValueError, match="the step draws random numbers"):
-        ra.verify(Handwritten(dropout_p=0.1), dict(input_ids=tokens()))
 
 
 def test_a_report_is_a_table_whatever_the_names_lengths():

@@ -70,8 +70,8 @@ def replace_attention(
         layout: which positions each rank holds; None for `default_layout` of the mask.
         mask: which pairs are live, None for all; in a call with `is_causal=True`, only the causal ones of these.
         group: the ranks of the ring, as for `ring_attention`.
-        score: what else happens to scores and weights, from `score(...)`. `dropout_p` of a call takes the place of its dropout, with a
-            seed from torch's generator for the CPU, which must be in the same state on all ranks.
+        score: what else happens to scores and weights, from `score(...)`. `dropout_p` of a call takes the place of its dropout. Without a
+            seed in the score, each call draws one from torch's generator for the CPU, which must be in the same state on all ranks.
         modules: the modules whose calls are replaced, or a predicate of a module's name and the module. Calls of others then stay
             within the shard. By default all modules that make the call in their own forward pass, or have "attention" or "attn" in the
             name of their class; the same call anywhere else in the model is an error.
