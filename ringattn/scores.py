@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -218,6 +218,18 @@ class ScoreMod:
         buckets = None if self.bias is None else self.bias.buckets.digest
         return self.softcap, self.alibi is not None, buckets, self.sinks is not None, self.dropout
 
+    @property
+    def given(self) -> dict[str, torch.Tensor]:
+        """The tensors, by the names of the arguments that gave them."""
+        named = {"alibi": self.alibi, "bias": None if self.bias is None else self.bias.table, "sinks": self.sinks}
+        return {name: x for name, x in named.items() if x is not None}
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ScoreMod:
+        """The same with `change(x)` in the place of each tensor x."""
+        found = {name: change(x) for name, x in self.given.items()}
+        bias = None if self.bias is None else RelativeBias(found["bias"], self.bias.buckets)
+        return replace(self, alibi=found.get("alibi"), bias=bias, sinks=found.get("sinks"))
+
     def check(self, q: torch.Tensor) -> None:
         """Raise ValueError if the tensors do not fit q (b, s, h, d)."""
         b, _, h, _ = q.shape
@@ -313,10 +325,18 @@ def score(
 
 
 def with_dropout(found: ScoreMod | None, dropout: float) -> ScoreMod:
-    """Another score with this dropout, and a seed from torch's generator."""
+    """Another score with this dropout, and with the same seed and offset, if there is a seed."""
     if found is None:
         return score(dropout=dropout)
-    return score(softcap=found.softcap, alibi=found.alibi, bias=found.bias, sinks=found.sinks, dropout=dropout)
+    return score(
+        softcap=found.softcap,
+        alibi=found.alibi,
+        bias=found.bias,
+        sinks=found.sinks,
+        dropout=dropout,
+        seed=found.seed,
+        offset=found.offset,
+    )
 
 
 def _parameter(name: str, x: Any, *dims: int) -> None:

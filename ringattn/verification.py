@@ -8,12 +8,11 @@ decides there. A gradient of few numbers may be farther, because the whole step'
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import check
+from . import check, scores
 from .geometry.layout import Layout, zigzag
-from .geometry.mask import Mask, documents, sliding_window
+from .geometry.mask import Mask
+from .integrations.replace import attention_modules, replace_attention
+from .runtime.agree import Facts, agree, refusing
 from .runtime.groups import Group, get_context, process_groups
+from .scores import ScoreMod
 from .training.causal_lm import IGNORE
 from .training.data import shard_batch, tokens_of
+from .whole_step import DenseCalls, attached_part, dense_copy, in_fp64, of_transformers, on_device, score_of_copy, whole_inputs
 
 FLOOR = {torch.float64: 2e-6, torch.float32: 2e-6, torch.bfloat16: 1e-4, torch.float16: 1e-4}
 _LOSS_BOUND, _GRADIENT_BOUND = 2.0, 3.0
@@ -94,54 +97,64 @@ def verify(
     group: Group | None = None,
     loss: Loss | None = None,
     whole: nn.Module | None = None,
+    score: ScoreMod | None = None,
     autocast: torch.dtype | None = None,
 ) -> Report:
     """Compare a step of `model` on shards with the whole step: loss and all gradients. A collective; changes neither weights nor `.grad`.
 
     Args:
-        model: the same weights on every rank, not yet wrapped (FSDP2, DDP, DeepSpeed). A transformers model is attached for the
-            step, and afterwards is as it was. Another model must shard its attention by itself, for `layout`.
+        model: the same weights on every rank, not yet wrapped (FSDP2, DDP, DeepSpeed). For the step a transformers model is attached,
+            and the attention of one that calls scaled_dot_product_attention is replaced, as by `replace_attention`; afterwards the
+            model is as it was. Another model must shard its attention by itself, for `layout`, and come with `whole`.
         batch: whole sequences, the same on every rank: `input_ids` (b, s) and whatever else `shard_batch` takes. Without labels, the
             tokens are the labels. Give short sequences: rank 0 also runs them whole, in fp64, with dense attention.
         layout: which positions each rank holds; zigzag over the group by default.
-        mask: which pairs are live, as for `attach`.
+        mask: which pairs are live, as for `attach` and `replace_attention`.
         group: the ranks of the ring, as for `attach`.
         loss: `loss(model, inputs)`, the summed loss of the tokens in `inputs`, a shard or the whole; by default the cross-entropy of
             `model(**inputs).logits` with `shift_labels`.
-        whole: for a model that is not of transformers, a copy of it that runs whole sequences with dense attention.
+        whole: for a model that shards its attention by itself, a copy of it that runs whole sequences with dense attention.
+        score: what happens to scores and weights, as for `replace_attention`, in a model that calls scaled_dot_product_attention. The
+            gradients of its slopes, table and sinks are compared too, if they require them. The whole step drops the same pairs, for
+            `dropout_p` of a call too; without a seed, those of seed 0.
         autocast: run in this precision under autocast, except for the reference.
 
-    Returns a `Report`: `assert report.passed, report`. Raises ValueError if the ranks' weights or batches differ, if a dropout is on or
-    the step draws other random numbers, if no label counts, if nothing is trainable, if the weights are sharded, and if the model
-    is neither of transformers nor given with `whole`.
+    Returns a `Report`: `assert report.passed, report`. Raises ValueError if the ranks' weights, batches or scores differ, if a dropout
+    other than of weights is on or the step draws other random numbers, if no label counts, if nothing is trainable, if the weights
+    are sharded, for a score of a model that brings its own attention, and if nothing says how the model runs whole sequences. A
+    score or another argument of a wrong type is an error on every rank.
 
     >>> report = ringattn.verify(model, {"input_ids": tokens})  # doctest: +SKIP
     """
-    ranks, axes = get_context(group).ranks, process_groups(group)
-    check.instance("model", model, nn.Module, "pass the model itself")
-    check.instance("batch", batch, Mapping, "give a dict of whole sequences, such as {'input_ids': ...}")
-    if whole is not None:
-        check.instance("whole", whole, nn.Module, "pass a copy of the model that runs whole sequences")
-    if loss is not None:
-        check.function("loss", loss, "of a model and its inputs")
+    context, axes = get_context(group), process_groups(group)
+    ranks = context.ranks
+    with context.turn:
+        with refusing(ranks):
+            ranks.order.check()
+            _check_arguments(model, batch, layout, mask, loss, whole, score)
+            if score is not None or _is_replaced(model, whole):
+                score = _prepared(scores.score() if score is None else score, model)
+            facts = _facts(score)
+        if ranks.size > 1:
+            agree(ranks, facts, 0)
     _check_unwrapped(model)
     layout = zigzag(tokens_of(batch).shape[1], ranks.size) if layout is None else layout
-    check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
     batch = _with_labels(batch)
-    _check_comparable(model, whole, autocast)
+    _check_comparable(model, whole, score, autocast)
     device = next(model.parameters()).device
     _check_weights(model, axes)
     _check_batches(batch, axes, device)
     loss = _summed_cross_entropy if loss is None else loss
     # a layout of one rank holds all positions in order: the whole sequence gets labels and positions as the shards do
     everything = shard_batch(batch, zigzag(layout.seq_len, 1), 0)
-    inputs = _on(shard_batch(batch, layout, ranks.rank), device)
+    inputs = on_device(shard_batch(batch, layout, ranks.rank), device)
     counted = int((everything["shift_labels"] != IGNORE).sum())
     if not counted:
         raise ValueError(f"all labels are {IGNORE}, so that there is no loss to compare: give some that count")
+    step = functools.partial(_step, loss=loss, counted=counted)
     before = _random_states(device)
-    with _attached(model, layout, mask, group):
-        ours = _step(model, loss, inputs, counted, autocast)
+    with _around_ring(model, layout, mask, group, whole, score):
+        ours = step(model, score, inputs, autocast)
     if not all(map(torch.equal, before, _random_states(device))):
         raise ValueError("the step draws random numbers (dropout, noise), so no two steps are alike: call model.eval() first")
     for value in ours:
@@ -150,17 +163,17 @@ def verify(
     found = torch.full((len(ours) + 1, 2), float("nan") if ranks.rank == 0 else 0.0, dtype=torch.float64)
     try:
         if ranks.rank == 0:
-            dense = _dense(model) if whole is None else whole
-            of_dense = functools.partial(_whole_inputs, batch=everything, mask=mask, layout=layout, of_transformers=whole is None)
-            same = _step(dense, loss, of_dense(dense), counted, autocast)
-            dense = _in_fp64(dense)
-            exact = _step(dense, loss, of_dense(dense), counted, None)
+            dense = dense_copy(model) if whole is None else whole
+            same, exact = (
+                _whole_step(step, model, copied, whole, everything, mask, score, precision)
+                for copied, precision in ((dense, autocast), (in_fp64(dense), None))
+            )
             rows = [[_distance(a, e), _distance(b, e)] for a, b, e in zip(ours, same, exact, strict=True)]
             found = torch.tensor([*rows, [exact[0].item()] * 2], dtype=torch.float64)
     finally:
         found = _reduce(found.to(device), axes)
     *rows, (whole_loss, _) = found.tolist()
-    names = ["loss", *(name for name, parameter in model.named_parameters() if parameter.requires_grad)]
+    names = ["loss", *(name for name, parameter in model.named_parameters() if parameter.requires_grad), *_learned(score, model)]
     floor = FLOOR[next(model.parameters()).dtype if autocast is None else autocast]
     bounds = [_LOSS_BOUND * rows[0][1]]
     bounds += [gradient_limit(row[1], x.numel()) for row, x in zip(rows[1:], ours[1:], strict=True)]
@@ -194,10 +207,16 @@ def _summed_cross_entropy(model: nn.Module, inputs: Mapping[str, Any]) -> torch.
 
 
 def _step(
-    model: nn.Module, loss: Loss, inputs: Mapping[str, Any], counted: int, autocast: torch.dtype | None
+    model: nn.Module,
+    score: ScoreMod | None,
+    inputs: Mapping[str, Any],
+    autocast: torch.dtype | None,
+    *,
+    loss: Loss,
+    counted: int,
 ) -> list[torch.Tensor]:
-    """The loss of these inputs, and its gradient for each trainable parameter, in fp64."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """The loss of these inputs, and its gradient for each trainable parameter and learned tensor of the score, in fp64."""
+    parameters = [*(parameter for parameter in model.parameters() if parameter.requires_grad), *_learned(score, model).values()]
     with torch.autocast(parameters[0].device.type, autocast) if autocast is not None else contextlib.nullcontext():
         value = loss(model, inputs) / max(1, counted)
     gradients = torch.autograd.grad(value, parameters, allow_unused=True)
@@ -205,15 +224,71 @@ def _step(
     return [value.detach().double(), *(gradient.double() for gradient in filled)]
 
 
+def _whole_step(
+    step: Callable[..., list[torch.Tensor]],
+    model: nn.Module,
+    dense: nn.Module,
+    whole: nn.Module | None,
+    batch: Mapping[str, Any],
+    mask: Mask | None,
+    score: ScoreMod | None,
+    autocast: torch.dtype | None,
+) -> list[torch.Tensor]:
+    """A step of a dense copy of the model, or of a copy of `whole`, with a whole batch."""
+    own = None if score is None else score_of_copy(score, model, dense)
+    inputs = whole_inputs(dense, batch, mask, add_mask=whole is None and of_transformers(model))
+    with contextlib.nullcontext() if own is None else DenseCalls(mask, own):
+        return step(dense, own, inputs, autocast)
+
+
+def _prepared(score: ScoreMod, model: nn.Module) -> ScoreMod:
+    """The score with a seed, and with leaves in the place of tensors that are not parameters of the model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    found = score.mapped(lambda x: x if id(x) in own else x.detach().requires_grad_(x.requires_grad))
+    return replace(found, seed=0) if found.seed is None else found
+
+
+def _learned(score: ScoreMod | None, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of the score that require gradients and are not parameters of the model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    given = {} if score is None else score.given
+    return {f"score.{name}": x for name, x in given.items() if x.requires_grad and id(x) not in own}
+
+
+def _facts(score: ScoreMod | None) -> Facts:
+    """What must be equal on all ranks: the score, with the numbers in its tensors."""
+    facts: dict[str, object] = {"function": "verify", "score": "none" if score is None else score.kind}
+    if score is not None:
+        for name, x in score.given.items():
+            numbers = x.detach().double().cpu().numpy().tobytes()
+            facts[f"{name} of score"] = f"{x.dtype} {tuple(x.shape)} {hashlib.blake2b(numbers, digest_size=6).hexdigest()}"
+        facts["seed and offset of dropout"] = (score.seed, score.offset) if score.dropout else "none"
+    return Facts(facts)
+
+
+def _is_replaced(model: nn.Module, whole: nn.Module | None) -> bool:
+    """Whether verify replaces the attention of the model."""
+    return whole is None and not of_transformers(model)
+
+
 @contextlib.contextmanager
-def _attached(model: Any, layout: Layout, mask: Mask | None, group: Group | None):
-    """Attach the model within the block, if it is of transformers; afterwards it is as it was."""
-    if not hasattr(model, "set_attn_implementation"):
+def _around_ring(
+    model: Any, layout: Layout, mask: Mask | None, group: Group | None, whole: nn.Module | None, score: ScoreMod | None
+):
+    """Run the model's attention around the ring within the block, unless the model does so by itself; afterwards it is as it was."""
+    if _is_replaced(model, whole):
+        replaced = replace_attention(model, layout=layout, mask=mask, group=group, score=score)
+        try:
+            yield
+        finally:
+            replaced.restore()
+        return
+    if not of_transformers(model):
         yield
         return
     from .integrations.huggingface import NAME, attach, detach
 
-    part = _attached_part(model)
+    part = attached_part(model)
     before = getattr(part, NAME, None)
     attach(model, layout=layout, mask=mask, group=group, ignore=() if before is None else before.ignored)
     try:
@@ -225,71 +300,6 @@ def _attached(model: Any, layout: Layout, mask: Mask | None, group: Group | None
             attach(part, layout=before.layout, mask=before.live.mask, group=before.group, ignore=before.ignored)
 
 
-def _attached_part(model: nn.Module) -> Any:
-    """The outermost attached transformers model in it, usually the model itself; None without one."""
-    from .integrations.huggingface import NAME
-
-    return next((module for module in model.modules() if NAME in vars(module)), None)
-
-
-def _dense(model: Any) -> nn.Module:
-    """A copy that uses transformers' own attention."""
-    from .integrations.huggingface import detach
-
-    dense = copy.deepcopy(model)
-    if _attached_part(dense) is not None:
-        detach(dense)
-    return dense
-
-
-def _in_fp64(model: Any) -> nn.Module:
-    model = copy.deepcopy(model).double()
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # grouped matrix products do not take fp64
-    return model
-
-
-def _whole_inputs(model: Any, batch: Mapping[str, Any], mask: Mask | None, layout: Layout, of_transformers: bool) -> dict[str, Any]:
-    """The inputs of a dense model, in its precision; if it is of transformers, with a tensor for the mask and packed documents."""
-    parameter = next(model.parameters())
-    inputs = {
-        name: value.to(parameter.dtype) if _is_float(value) else value for name, value in _on(batch, parameter.device).items()
-    }
-    return _masked(model, inputs, mask, layout.seq_len) if of_transformers else inputs
-
-
-def _masked(model: Any, inputs: Mapping[str, Any], mask: Mask | None, seq_len: int) -> dict[str, Any]:
-    """The inputs with a mask tensor, unless there is neither a mask nor documents: then transformers makes its own masks."""
-    inputs = {name: value for name, value in inputs.items() if not name.startswith("max_length_")}
-    bounds = [inputs.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
-    if bounds[0] is not None:
-        packed = documents(cu_seqlens=bounds[0], causal=mask is None)
-        mask = packed if mask is None else mask & packed
-    inputs["use_cache"] = False
-    if mask is None:
-        return inputs
-    parameter = next(model.parameters())
-    config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    kinds = set(getattr(config, "layer_types", None) or ())
-
-    def added(live: Mask) -> torch.Tensor:
-        dense = live.dense(seq_len).to(parameter.device)[None, None]
-        # transformers adds the mask to the scores
-        return torch.zeros(dense.shape, dtype=parameter.dtype, device=parameter.device).masked_fill(
-            ~dense, torch.finfo(parameter.dtype).min
-        )
-
-    within = mask if window is None else mask & sliding_window(window - 1, None)
-    if kinds <= {"full_attention"} and "full_attention" in kinds:
-        within = mask
-    if "sliding_attention" in kinds:
-        inputs["attention_mask"] = {"full_attention": added(mask), "sliding_attention": added(within)}
-    else:
-        inputs["attention_mask"] = added(within)
-    return inputs
-
-
 def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """The batch, with its tokens as labels if it has none."""
     if batch.get("labels") is not None or batch.get("shift_labels") is not None:
@@ -299,12 +309,32 @@ def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**batch, "labels": batch["input_ids"]}
 
 
-def _check_comparable(model: nn.Module, whole: nn.Module | None, autocast: torch.dtype | None) -> None:
+def _check_arguments(model: Any, batch: Any, layout: Any, mask: Any, loss: Any, whole: Any, score: Any) -> None:
+    check.instance("model", model, nn.Module, "pass the model itself")
+    check.instance("batch", batch, Mapping, "give a dict of whole sequences, such as {'input_ids': ...}")
+    if layout is not None:
+        check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
+    if mask is not None:
+        check.instance("mask", mask, Mask, check.BUILD_A_MASK)
+    if whole is not None:
+        check.instance("whole", whole, nn.Module, "pass a copy of the model that runs whole sequences")
+    if loss is not None:
+        check.function("loss", loss, "of a model and its inputs")
+    if score is not None:
+        check.instance("score", score, ScoreMod, "build one with score(softcap=...) and the like")
+
+
+def _check_comparable(model: nn.Module, whole: nn.Module | None, score: ScoreMod | None, autocast: torch.dtype | None) -> None:
     """Raise ValueError if this model's steps cannot be compared."""
-    if whole is None and not hasattr(model, "set_attn_implementation"):
+    if score is not None and not _is_replaced(model, whole):
         raise ValueError(
-            f"{type(model).__name__} is not a transformers model, so it is unknown how it runs whole sequences: "
-            "give whole=, a copy of it with dense attention"
+            f"score is given, but {type(model).__name__} brings its own attention, which says by itself what happens to scores: "
+            "leave score out"
+        )
+    if _is_replaced(model, whole) and not attention_modules(model):
+        raise ValueError(
+            f"{type(model).__name__} is not a transformers model and calls no scaled_dot_product_attention, so it is unknown how it "
+            "runs whole sequences: give whole=, a copy of it with dense attention"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
@@ -359,14 +389,6 @@ def _reduce(value: torch.Tensor, axes: list[dist.ProcessGroup], operation: Any =
     for axis in axes:
         dist.all_reduce(value, operation, group=axis)
     return value
-
-
-def _on(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _distance(value: torch.Tensor, exact: torch.Tensor) -> float:

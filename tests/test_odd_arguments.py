@@ -136,6 +136,12 @@ def of_score(score: ra.ScoreMod | None) -> torch.Tensor:
     return ra.reference.attention(x(), x(), x(), score=score)
 
 
+def ring_attention(layout: ra.Layout | None, mask: ra.Mask | None, softmax_scale: float | None, score: ra.ScoreMod | None) -> Any:
+    parallel = object.__new__(deepspeed.DeepSpeedParallel)
+    parallel.ring = None
+    return deepspeed.RingAttention(parallel, layout=layout, mask=mask, softmax_scale=softmax_scale, score=score)
+
+
 def with_rate(hbm_gbs: float) -> Machine:
     return H200.with_rates({"hbm_gbs": hbm_gbs})
 
@@ -239,6 +245,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]]]] = {
     "with_rates": (with_rate, {"hbm_gbs": lambda: 1.0}),
     # doors
     "DeepSpeedParallel": (deepspeed.DeepSpeedParallel, {"mesh": lambda: None}),
+    "RingAttention": (deepspeed.RingAttention, {"parallel": lambda: None}),
+    "RingAttention of a ring": (ring_attention, dict.fromkeys(("layout", "mask", "softmax_scale", "score"), lambda: None)),
     "attach": (huggingface.attach, {"model": lambda: torch.nn.Linear(2, 2), "layout": lambda: LAYOUT}),
     "detach": (huggingface.detach, {"model": lambda: torch.nn.Linear(2, 2)}),
 }

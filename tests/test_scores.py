@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXACT = dict(rtol=0, atol=1e-10)
 PARTS = ("softcap", "alibi", "bias", "sinks", "dropout")
+HALF, REST = slice(0, 11), slice(11, 20)
 SCHEDULES = (None, ra.ring(), ra.gather(), ra.waves(2), ra.double_ring())
 
 
@@ -311,12 +313,21 @@ BUCKETS = ra.t5_buckets(bidirectional=False)
 BIAS = ra.relative_bias(torch.zeros(4, 32), BUCKETS)
 BAD_SCORES = {
     "softcap": (dict(softcap=0.0), "softcap is 0.0, but must be more than 0"),
+    "negative softcap": (dict(softcap=-1.0), "softcap is -1.0, but must be more than 0"),
+    "NaN softcap": (dict(softcap=math.nan), "softcap is nan, but must be finite"),
+    "infinite softcap": (dict(softcap=math.inf), "softcap is inf, but must be finite"),
     "softcap is no number": (dict(softcap="30"), "softcap is '30', but must be a Python number"),
     "p": (dict(dropout=1.0), "dropout is 1.0, but must be less than 1"),
+    "p of more than 1": (dict(dropout=1.5), "dropout is 1.5, but must be less than 1"),
+    "NaN p": (dict(dropout=math.nan), "dropout is nan, but must be finite"),
+    "p as a tensor": (dict(dropout=torch.tensor(0.1)), r"dropout is a tensor of shape \(\), but must be a Python number"),
     "negative p": (dict(dropout=-0.1), "dropout is -0.1, but must be at least 0.0"),
     "seed": (dict(dropout=0.1, seed=-1), "seed is -1, but must be at least 0"),
     "offset": (dict(dropout=0.1, offset=1 << 32), "offset is 4294967296, but must be at most 4294967295"),
     "dense bias": (dict(bias=torch.zeros(4, 6, 6)), "ringattn takes no dense bias"),
+    "bias is a table": (dict(bias=torch.zeros(4, 32)), r"bias is a tensor of shape \(4, 32\), but must be a RelativeBias"),
+    "slopes are numbers": (dict(alibi=[0.5, 0.25]), "alibi is a list, but must be a torch.Tensor"),
+    "slopes of 3 dimensions": (dict(alibi=torch.zeros(1, 4, 1)), r"shape \(1, 4, 1\), but must hold .* in 1 or 2 dimensions"),
     "integer slopes": (dict(alibi=torch.arange(4)), "alibi has dtype torch.int64"),
     "sinks of 2 dimensions": (dict(sinks=torch.zeros(1, 4)), r"sinks has dtype torch.float32 and shape \(1, 4\)"),
 }
@@ -333,6 +344,21 @@ def test_bad_scores_are_refused(case):
     arguments, message = BAD_SCORES[case]
     with pytest.raises(ValueError, match=message):
         ra.score(**arguments)
+
+
+@pytest.mark.parametrize("other", ["alibi", dict(softcap=1.0), torch.zeros(4), BIAS], ids=lambda x: type(x).__name__)
+def test_what_is_no_score_is_refused_on_every_rank(other):
+    def work(transport):
+        q = torch.zeros(2, 3, 4, 8)
+        with pytest.raises(ValueError, match=r"(?s)score is .*, but must be a ScoreMod: build one with score\(softcap=...\)"):
+            ra.ring_attention(q, q, q, group=transport, score=other if transport.rank else None)
+
+    run_ranks(2, work)
+    for function in (ra.attend, ra.reference.attention):
+        with pytest.raises(ValueError, match="but must be a ScoreMod"):
+            function(Q, Q, Q, score=other)
+    with pytest.raises(ValueError, match="but must be a ScoreMod"):
+        ra.replace_attention(torch.nn.Identity(), score=other)
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)
@@ -394,6 +420,61 @@ def test_positions_beyond_32_bits_are_refused():
     assert ra.attend(q, q, q, q_positions=far, k_positions=far, score=ra.score(softcap=1.0)).out.shape == q.shape
 
 
+# positions of queries and keys, and what slopes are multiplied by so that many keys have weight
+FAR = {
+    "at 2^20": ((1 << 20) - 61 + torch.arange(61), (1 << 20) - 200 + torch.arange(200), 1.0),
+    "at 2^31": ((1 << 31) - 61 + torch.arange(61), (1 << 31) - 200 + torch.arange(200), 1.0),
+    "every ninth": ((1 << 20) + 9 * torch.arange(-61, 0), (1 << 20) + 9 * torch.arange(-200, 0), 0.1),
+    "2^20 apart": ((1 << 20) - 61 + torch.arange(61), torch.arange(200) * 5231, 1e-5),
+}
+
+
+def with_distances(q, k, v, dout, slopes, distances):
+    """out and the gradients of q, k, v and slopes, in fp64. distances: (queries, keys), or (h, queries, keys) with the slopes in them."""
+    leaves = [leaf(x.double()) for x in (q, k, v, slopes)]
+    scores = torch.einsum("bqhd,bkhd->bhqk", *leaves[:2]) / math.sqrt(q.shape[3])
+    scores = scores - (leaves[3][:, None, None] * distances if distances.dim() == 2 else distances)
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), leaves[2])
+    return out, *(x for x in torch.autograd.grad(out, leaves, dout.double(), allow_unused=True) if x is not None)
+
+
+def farthest(found, wanted):
+    """The largest relative difference of results."""
+    return max(float((x.detach().double().cpu() - y).norm() / y.norm()) for x, y in zip(found, map(torch.detach, wanted)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "bound"),
+    [
+        (torch.float64, "cpu", 1e-11),
+        (torch.float32, "cpu", 2e-6),
+        pytest.param(torch.float32, "cuda", 2e-5, marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("case", FAR)
+def test_slopes_times_distances_are_exact_at_far_positions(case, dtype, device, bound):
+    """A result in which positions, or slopes times positions, are rounded is at least 50 times as far from fp64 as the bound."""
+    at_q, at_k, scale = FAR[case]
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, 61, 3, 8), (1, 200, 3, 8), (1, 200, 3, 8), (1, 61, 3, 8)
+    q, k, v, dout = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    slopes = scale * torch.tensor([0.7, 0.3, 0.07])
+    exact = with_distances(q, k, v, dout, slopes, (at_k - at_q[:, None]).abs().double())
+    mine = [leaf(x.to(device)) for x in (q, k, v, slopes.to(dtype))]
+    part = ra.attend(*mine[:3], mask=ra.full(), q_positions=at_q, k_positions=at_k, score=ra.score(alibi=mine[3]))
+    found = part.out, *torch.autograd.grad(part.out, mine, dout.to(device, part.out.dtype))
+    assert farthest(found, exact) <= bound
+
+    in_half = (at_k.bfloat16() - at_q.bfloat16()[:, None]).abs().double()
+    products = [slopes[:, None, None] * x.float() for x in (at_k, at_q[:, None])]
+    rounded = {"positions": in_half, "products": (products[0] - products[1]).abs().double()}
+    if case == "2^20 apart":
+        del rounded["products"]  # their error is 1e-6 here
+    for name, distances in rounded.items():
+        assert farthest(with_distances(q, k, v, dout, slopes, distances), exact) > 50 * bound, name
+
+
 def test_compiled_calls_have_modified_scores():
     whole, (buckets, params) = tensors(23), parameters()
     leaves = [leaf(x) for x in (*whole[:3], *params)]
@@ -408,6 +489,61 @@ def test_compiled_calls_have_modified_scores():
     assert torch.equal(out, wanted)
     for x, y in zip(torch.autograd.grad(out, leaves, whole[3]), torch.autograd.grad(wanted, leaves, whole[3])):
         torch.testing.assert_close(x, y, **EXACT)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_calls_drop_what_eager_calls_drop(checkpointed):
+    """With a seed from torch's generator: the same pairs in a call, in its backward pass and where a checkpoint computes it again."""
+    whole = tensors(20)
+
+    def attend(q, k, v):
+        return ra.ring_attention(q, k, v, score=ra.score(softcap=1.5, dropout=0.4))
+
+    def twice(q, k, v):
+        once = functools.partial(torch.utils.checkpoint.checkpoint, attend, use_reentrant=False) if checkpointed else attend
+        return once(q, k, once(q, k, v)[:, :, :2])
+
+    torch.compiler.reset()
+    found = []
+    for run in (twice, torch.compile(twice, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(3)
+        for _ in range(2):
+            leaves = [leaf(x) for x in whole[:3]]
+            out = run(*leaves)
+            found.append([out, *torch.autograd.grad(out, leaves, whole[3])])
+    torch.compiler.reset()
+    for eager, compiled in zip(found[:2], found[2:]):
+        for x, y in zip(eager, compiled):
+            torch.testing.assert_close(x, y, **EXACT)
+    assert not torch.equal(found[0][0], found[1][0])
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "layers"])
+def test_local_attention_draws_the_same_again(how):
+    """`attend` in a checkpointed function, and ring attention in checkpointed layers, whose attention runs once."""
+    whole = tensors(20)
+
+    def attend(q, k, v):
+        parts = [ra.attend(q, k[:, n], v[:, n], k_positions=torch.arange(20)[n], score=ra.score(dropout=0.4)) for n in (HALF, REST)]
+        return ra.finish(ra.merge(*parts))
+
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v):
+            return ra.ring_attention(q, k, v, score=ra.score(dropout=0.4))
+
+    found = []
+    for again in (False, True):
+        torch.manual_seed(3)
+        leaves = [leaf(x) for x in whole[:3]]
+        run = Layer() if how == "layers" else attend
+        if again and how == "layers":
+            ra.checkpoint_layers([run])
+        elif again:
+            run = functools.partial(torch.utils.checkpoint.checkpoint, attend, use_reentrant=how == "reentrant")
+        out = run(*leaves)
+        out.square().sum().backward()
+        found.append([out, *(x.grad for x in leaves)])
+    assert all(torch.equal(x, y) for x, y in zip(*found))
 
 
 # on GPUs

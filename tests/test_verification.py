@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,14 +12,18 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import ringattn as ra
-from ringattn.device import local
+from ringattn.device import blocked, local
+from ringattn.device.philox import kept
 from ringattn.integrations import huggingface, huggingface_attachment
+from ringattn.scores import ScoreKind
 from ringattn.training.causal_lm import IGNORE, CausalLMLoss
 from ringattn.training.data import pack
 from ringattn.verification import Difference, gradient_limit
+from ringattn_kernels.modifiers import Dropout, ModifierSums
 
 SIZES = dict(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -260,6 +265,134 @@ def test_a_plain_module_is_compared_with_its_twin():
         assert ra.verify(model, dict(input_ids=tokens()), layout=layout, whole=whole).passed == (scale == 0.5)
     with pytest.raises(ValueError, match="Plain is not a transformers model"):
         ra.verify(model, dict(input_ids=tokens()), layout=layout)
+
+
+class Handwritten(nn.Module):
+    """A module with two calls of torch's attention; `own_sinks` is a parameter that a score may hold."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(61, 24)
+        self.qkv = nn.ModuleList(nn.Linear(24, 72) for _ in range(2))
+        self.out = nn.Linear(24, 61)
+        self.own_sinks = nn.Parameter(torch.randn(4))
+        self.options = options
+
+    def forward(self, input_ids, **unused):
+        x = self.embed(input_ids)
+        for qkv in self.qkv:
+            q, k, v = qkv(x).unflatten(-1, (3, 4, 6)).transpose(1, 3).unbind(2)
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True, **self.options).transpose(1, 2).flatten(2)
+        return transformers.modeling_outputs.CausalLMOutput(logits=self.out(x))
+
+
+def all_parts(model: nn.Module | None = None, seed: int | None = None) -> ra.ScoreMod:
+    """A score of everything, whose slopes and table, and sinks unless they are the model's, require gradients."""
+    generator = torch.Generator().manual_seed(2)
+    slopes, table, sinks = (torch.rand(shape, generator=generator).requires_grad_() for shape in ((2, 4), (4, 8), (4,)))
+    bias = ra.relative_bias(table, ra.t5_buckets(8, 12, bidirectional=False))
+    sinks = sinks if model is None else model.own_sinks
+    return ra.score(softcap=1.5, alibi=slopes, bias=bias, sinks=sinks, dropout=0.3, seed=seed)
+
+
+def other_offset(dropout, *rest):
+    return kept(Dropout(dropout.p, dropout.seed, dropout.offset + 1, dropout.heads, dropout.first_head), *rest)
+
+
+def without_softcap(self, *given, modifiers=ScoreKind.modifiers):
+    return replace(modifiers(self, *given), softcap=None)
+
+
+# what is wrong in the ring: how to make it so, and the rows that show it (None: any)
+FAULTS = {
+    "softcap": (ScoreKind, "modifiers", without_softcap, None),
+    "distances": (blocked._Block, "distance", property(lambda self: self.k_positions - self.q_positions[:, None] + 1), None),
+    "sinks": (local, "with_sinks", lambda out, row_max, row_sum, sinks: (out, row_max, row_sum), None),
+    "pairs": (blocked, "kept", other_offset, None),
+    "gradient of slopes": (ModifierSums, "add_distances", lambda self, sums: None, {"score.alibi"}),
+    "gradient of sinks": (local, "sinks_gradient", lambda row_max, row_sum, delta, sinks: 2 * sinks, {"score.sinks"}),
+}
+
+
+def scored(group):
+    """Reports of right models: scores of all parts, with sinks of the model, and none; and of each fault."""
+    torch.set_num_threads(1)
+    found = {}
+    layout = ra.striped(37, group.size())
+    for name, mask, score in (
+        ("all", None, all_parts()),
+        ("window", ra.sliding_window(11, 3), all_parts(seed=9)),
+        ("none", None, None),
+        ("dropout_p", None, None),
+    ):
+        options = dict(dropout_p=0.3, scale=0.4) if name == "dropout_p" else {}
+        model = Handwritten(**options)
+        found[name] = ra.verify(model, dict(input_ids=tokens()), layout=layout, mask=mask, group=group, score=score)
+    model = Handwritten()
+    found["sinks of the model"] = ra.verify(model, dict(input_ids=tokens()), group=group, score=all_parts(model))
+    assert "forward" not in vars(model) and model.own_sinks.grad is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked, "kept", other_offset)
+        found["other pairs"] = ra.verify(Handwritten(dropout_p=0.3), dict(input_ids=tokens()), group=group)
+    for name, (where, attribute, wrong, _) in FAULTS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(where, attribute, wrong)
+            found[name] = ra.verify(Handwritten(), dict(input_ids=tokens()), group=group, score=all_parts())
+    return found
+
+
+def test_scores_of_right_models_pass_and_wrong_ones_do_not(gloo):
+    first, second = gloo.run(2, scored, timeout=60)
+    assert first == second
+    for name, report in first.items():
+        rows = {row.name: row.passed for row in report.differences}
+        learned = set() if name in ("none", "dropout_p", "other pairs") else {"score.alibi", "score.bias", "score.sinks"}
+        learned -= {"score.sinks"} if name == "sinks of the model" else set()
+        assert {row for row in rows if row.startswith("score.")} == learned
+        assert report.passed == (name not in (*FAULTS, "other pairs")), f"{name}: {report}"
+        wrong = FAULTS.get(name, (None,) * 4)[3]
+        assert wrong is None or {row for row, passed in rows.items() if not passed} == wrong
+
+
+def refused_scores(group):
+    """What each rank is told if rank 1 has another score, or what is none."""
+    sinks, other = torch.zeros(4), torch.ones(4)
+    pairs = {
+        "a text": (None, "softcap"),
+        "no score": (ra.score(softcap=1.0), None),
+        "softcap": (ra.score(softcap=1.0), ra.score(softcap=2.0)),
+        "sinks": (ra.score(sinks=sinks), ra.score(sinks=other)),
+        "seed": (ra.score(dropout=0.1), ra.score(dropout=0.1, seed=5)),
+        "slopes": (ra.score(alibi=torch.zeros(3)), ra.score(alibi=torch.zeros(3))),
+    }
+    found = {}
+    for name, scores in pairs.items():
+        with pytest.raises(ValueError) as caught:
+            ra.verify(Handwritten(), dict(input_ids=tokens()), group=group, score=scores[group.rank()])
+        found[name] = str(caught.value)
+    return found
+
+
+def test_bad_scores_are_refused_on_all_ranks(gloo):
+    first, second = gloo.run(2, refused_scores, timeout=60)
+    assert first["a text"] == f"rank 1 refused the input: rank 1: {second['a text']}"
+    assert second["a text"].startswith("score is 'softcap', but must be a ScoreMod")
+    for name, words in (
+        ("no score", "score is"),
+        ("softcap", "score is"),
+        ("sinks", "sinks of score is"),
+        ("seed", "seed and offset"),
+    ):
+        assert first[name] == second[name]
+        assert first[name].startswith(f"ranks disagree: {words}")
+    assert first["slopes"].startswith("alibi has shape (3,), but must be (4,) or (2, 4)")
+
+
+def test_scores_of_models_with_their_own_attention_are_refused():
+    for model, whole in ((build("llama"), None), (Plain(ra.zigzag(37, 1)), Plain(None))):
+        with pytest.raises(ValueError, match="brings its own attention, which says by itself what happens to scores"):
+            ra.verify(model, dict(input_ids=tokens()), whole=whole, score=ra.score(softcap=1.0))
 
 
 def test_a_report_is_a_table_whatever_the_names_lengths():

@@ -8,18 +8,31 @@
 
 DeepSpeed asks an `mpu` object for its process groups. With this one it shards optimiser states, gradients and parameters over all
 ranks, and counts batches by replica: `train_batch_size` is the batch size of all replicas, however many ranks share a sequence.
+
+A model that was written for DeepSpeed's own sequence parallelism holds a `deepspeed.sequence.layer.DistributedAttention`;
+`RingAttention` takes its place.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import check
+from ..attention import ring_attention
+from ..geometry.layout import Layout, contiguous
+from ..geometry.mask import Mask
+from ..runtime.agree import refusing
+from ..runtime.groups import get_context
+from ..scores import ScoreMod, with_dropout
 from ..training.loss import Reduction
 from ..training.loss import deepspeed as divided_by
+
+__all__ = ["DeepSpeedParallel", "RingAttention"]
 
 Group = dist.ProcessGroup
 
@@ -108,3 +121,96 @@ class DeepSpeedParallel:
     get_tensor_model_parallel_group = get_model_parallel_group
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
     get_tensor_model_parallel_rank = get_model_parallel_rank
+
+
+class RingAttention(nn.Module):
+    """Attention around the ring, called as `deepspeed.sequence.layer.DistributedAttention` is.
+
+    Args:
+        parallel: whose ring it is.
+        layout: which positions each rank holds; None for contiguous shards of one length, which DeepSpeed's own data loaders cut.
+        mask, softmax_scale: as for `ring_attention`, causal and 1/sqrt(d) by default.
+        score: what else happens to scores and weights, from `score(...)`: in training; after `eval()` without its dropout. Learned slopes,
+            tables and sinks that are `nn.Parameter`s become this module's: ZeRO-3 gathers them for each call.
+
+    Raises ValueError for arguments of a wrong type, and in a call, on every rank, for what ring attention does not do: further arguments,
+    which DeepSpeed hands to the attention within, and `rotary_pos_emb`.
+
+    >>> self.core_attention = RingAttention(parallel, score=ra.score(dropout=0.1))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        parallel: DeepSpeedParallel,
+        *,
+        layout: Layout | None = None,
+        mask: Mask | None = None,
+        softmax_scale: float | None = None,
+        score: ScoreMod | None = None,
+    ) -> None:
+        super().__init__()
+        check.instance("parallel", parallel, DeepSpeedParallel, "make one with DeepSpeedParallel(mesh)")
+        if layout is not None:
+            check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
+        if mask is not None:
+            check.instance("mask", mask, Mask, check.BUILD_A_MASK)
+        if score is not None:
+            check.instance("score", score, ScoreMod, "build one with score(softcap=...) and the like")
+        self.group, self.layout, self.mask, self.score = parallel.ring, layout, mask, score
+        self.softmax_scale = None if softmax_scale is None else check.softmax_scale(softmax_scale, 1)
+        for name, x in ({} if score is None else score.given).items():
+            if isinstance(x, nn.Parameter):
+                self.register_parameter(name, x)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch_dim_idx: int = 0,
+        rotary_pos_emb: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """out (b, s_local, h, d_v) of q (b, s_local, h, d), k (b, s_local, hk, d) and v (b, s_local, hk, d_v), which are this rank's rows.
+
+        With `batch_dim_idx=1`, all of them are (s_local, b, ...).
+        """
+        if torch.compiler.is_compiling():
+            _check_call(batch_dim_idx, rotary_pos_emb, args, kwargs)
+        else:
+            with refusing(get_context(self.group).ranks):
+                _check_call(batch_dim_idx, rotary_pos_emb, args, kwargs)
+        # a tensor of other dimensions is refused by ring_attention
+        q, k, v = (x.transpose(0, 1) if batch_dim_idx and x.dim() == 4 else x for x in (query, key, value))
+        layout = self.layout
+        if layout is None:
+            ranks = dist.get_world_size(self.group)
+            layout = contiguous(ranks * q.shape[1], ranks)
+        out = ring_attention(
+            q,
+            k,
+            v,
+            layout=layout,
+            mask=self.mask,
+            group=self.group,
+            softmax_scale=self.softmax_scale,
+            score=self.score if self.score is None or self.training else with_dropout(self.score, 0.0),
+        )
+        return out.transpose(0, 1) if batch_dim_idx else out
+
+
+def _check_call(batch_dim_idx: Any, rotary_pos_emb: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Raise ValueError for what a call of DistributedAttention may ask for, and ring attention does not do."""
+    check.integer("batch_dim_idx", batch_dim_idx, most=1)
+    if rotary_pos_emb is not None:
+        raise ValueError(
+            "rotary_pos_emb is given, but ring attention does not rotate: rotate q and k before, at layout.positions(rank)"
+        )
+    given = [name for name, x in options.items() if x is not None and x is not False]
+    if given or any(x is not None for x in args):
+        what = ", ".join(given) or f"{len(args)} arguments after rotary_pos_emb"
+        raise ValueError(
+            f"{what} would go to the attention within DistributedAttention, but around a ring there is none: a mask is RingAttention's "
+            "mask=, and dropout is in score="
+        )

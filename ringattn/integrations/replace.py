@@ -30,6 +30,8 @@ from ..scores import ScoreMod, with_dropout
 from ..training.checkpoint import runs_again_reentrantly
 from .token_mixers import check_token_mixers
 
+__all__ = ["Replaced", "replace_attention"]
+
 _ORIGINAL = torch.nn.functional.scaled_dot_product_attention
 _PAST = "ringattn_past"  # the attribute of a module that holds its `_Past`
 
@@ -68,8 +70,8 @@ def replace_attention(
         layout: which positions each rank holds; None for `default_layout` of the mask.
         mask: which pairs are live, None for all; in a call with `is_causal=True`, only the causal ones of these.
         group: the ranks of the ring, as for `ring_attention`.
-        score: what else happens to scores and weights, from `score(...)`. `dropout_p` of a call takes the place of its dropout, with a
-            seed from torch's generator for the CPU, which must be in the same state on all ranks.
+        score: what else happens to scores and weights, from `score(...)`. `dropout_p` of a call takes the place of its dropout. Without a
+            seed in the score, each call draws one from torch's generator for the CPU, which must be in the same state on all ranks.
         modules: the modules whose calls are replaced, or a predicate of a module's name and the module. Calls of others then stay
             within the shard. By default all modules that make the call in their own forward pass, or have "attention" or "attn" in the
             name of their class; the same call anywhere else in the model is an error.
@@ -135,9 +137,7 @@ def _check_model(model: nn.Module) -> None:
 
 def _chosen(model: nn.Module, modules: Callable[[str, nn.Module], bool] | Iterable[nn.Module] | None) -> list[nn.Module]:
     if modules is None:
-        # a chosen module covers the modules inside it
-        named = [(name, x) for name, x in model.named_modules() if _looks_like_attention(x)]
-        return [x for name, x in named if not any(_within(name, outer) for outer, _ in named)]
+        return attention_modules(model)
     if callable(modules):
         return [x for name, x in model.named_modules() if modules(name, x)]
     chosen = check.listed("modules", modules, "a list of modules, or a predicate of a name and a module")
@@ -146,6 +146,13 @@ def _chosen(model: nn.Module, modules: Callable[[str, nn.Module], bool] | Iterab
         if id(module) not in own:
             raise ValueError(f"modules holds a {type(module).__name__} that is not part of the model")
     return chosen
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that `replace_attention` chooses by default."""
+    # a chosen module covers the modules inside it
+    named = [(name, x) for name, x in model.named_modules() if _looks_like_attention(x)]
+    return [x for name, x in named if not any(_within(name, outer) for outer, _ in named)]
 
 
 def _looks_like_attention(module: nn.Module) -> bool:

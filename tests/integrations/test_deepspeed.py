@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
-from ringattn.integrations.deepspeed import DeepSpeedParallel
+from ringattn.integrations.deepspeed import DeepSpeedParallel, RingAttention
 from ringattn.training.loss import count_tokens, mean_loss
 
 # `make test` installs it, except on a GPU host without network
@@ -38,14 +38,35 @@ class Block(nn.Module):
         return x + self.proj(ra.ring_attention(q, k, v, **self.options).flatten(2))
 
 
+class ScoredBlock(nn.Module):
+    """Attention with a softcap, learned slopes, table and sinks, and dropout: the reference's or, with `options`, RingAttention's."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        parameters = [nn.Parameter(torch.rand(shape)) for shape in ((2,), (2, 8), (2,))]
+        bias = ra.relative_bias(parameters[1], ra.t5_buckets(8, 12, bidirectional=False))
+        self.score = ra.score(softcap=1.5, alibi=parameters[0], bias=bias, sinks=parameters[2], dropout=0.3, seed=5)
+        self.learned = nn.ParameterDict(self.score.given)
+        self.attention, self.options = None, {}
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2)
+        if not self.options:
+            return x + self.proj(ra.reference.attention(q, k, v, score=self.score).flatten(2))
+        q, k, v = (y.transpose(0, 1) for y in (q, k, v))  # as Megatron has them
+        return x + self.proj(self.attention(q, k, v, 1).transpose(0, 1).flatten(2))
+
+
 class Model(nn.Module):
     """A tiny language model that returns its summed loss."""
 
-    def __init__(self, checkpoint=None):
+    def __init__(self, checkpoint=None, block=Block):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(block() for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCAB)
         self.checkpoint = checkpoint or (lambda block, x: block(x))
 
@@ -67,9 +88,9 @@ def batch(replica, micro):
     return ids, labels
 
 
-def parameters_of_one_process(replicas, accumulation, steps):
+def parameters_of_one_process(replicas, accumulation, steps, block=Block):
     """What every rank must have after each step of plain SGD on the mean over all tokens."""
-    model = Model()
+    model = Model(block=block)
     optimizer = torch.optim.SGD(model.parameters(), LR)
     found = []
     for step in range(steps):
@@ -85,12 +106,14 @@ def parameters_of_one_process(replicas, accumulation, steps):
     return found
 
 
-def start(parallel, stage, accumulation, dtype, checkpoint=None, scatter=True, device="cpu"):
+def start(parallel, stage, accumulation, dtype, checkpoint=None, scatter=True, device="cpu", kind=Block):
     import deepspeed
 
-    model = Model(checkpoint).to(device)
+    model = Model(checkpoint, kind).to(device)
     for block in model.blocks:
         block.options = dict(group=parallel.ring, layout=ra.contiguous(N, dist.get_world_size(parallel.ring)))
+        if kind is ScoredBlock:
+            block.attention = RingAttention(parallel, score=block.score)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,
@@ -143,7 +166,7 @@ def prepare(group, ring, device):
     return DeepSpeedParallel(init_device_mesh(device, (group.size() // ring, ring), mesh_dim_names=("data", "ring")))
 
 
-def trained(group, ring, stage, accumulation, dtype, checkpointing, scatter=True, device="cpu"):
+def trained(group, ring, stage, accumulation, dtype, checkpointing, scatter=True, device="cpu", kind=Block):
     parallel = prepare(group, ring, device)
     replicas = group.size() // ring
     checkpoint = None
@@ -153,7 +176,7 @@ def trained(group, ring, stage, accumulation, dtype, checkpointing, scatter=True
         deepspeed.init_distributed(dist.get_backend(group), verbose=False)
         deepspeed.checkpointing.configure(parallel, partition_activations=False)
         checkpoint = deepspeed.checkpointing.checkpoint
-    engine = start(parallel, stage, accumulation, dtype, checkpoint, scatter, device)
+    engine = start(parallel, stage, accumulation, dtype, checkpoint, scatter, device, kind)
     assert engine.train_batch_size() == replicas * accumulation
     found = [(run_step(engine, parallel, step), whole_parameters(engine, stage)) for step in range(2)]
     engine.destroy()
@@ -260,6 +283,48 @@ def test_steps_equal_those_of_one_process(pools, ring, replicas, stage, accumula
         ring * replicas, trained, ring, stage, accumulation, torch.float32, checkpointing, scatter, timeout=120
     )
     assert_steps(found, wanted, **IN_FP32)
+
+
+@pytest.mark.parametrize(("ring", "stage", "checkpointing"), [(4, 1, False), (2, 3, True)])
+def test_steps_with_scores_equal_those_of_one_process(pools, ring, stage, checkpointing):
+    """Learned slopes, tables and sinks are trained, and the same pairs dropped, under ZeRO and DeepSpeed's checkpointing."""
+    wanted = parameters_of_one_process(4 // ring, 1, 2, ScoredBlock)
+    found = pools(4).run(4, trained, ring, stage, 1, torch.float32, checkpointing, True, "cpu", ScoredBlock, timeout=120)
+    assert_steps(found, wanted, **IN_FP32)
+
+
+def calls_of_ring_attention(group):
+    """What a RingAttention says to calls that it refuses, on this rank; and whether dropout is on in training alone."""
+    parallel = object.__new__(DeepSpeedParallel)
+    parallel.ring = group
+    attention = RingAttention(parallel, mask=ra.full(), score=ra.score(dropout=0.5, sinks=torch.zeros(2)))
+    q, told = torch.randn(1, 6, 2, 4, generator=torch.Generator().manual_seed(group.rank())), []
+    calls = (dict(batch_dim_idx=2), dict(rotary_pos_emb=q), dict(attention_mask=q), dict(score=1.0))
+    for n, options in enumerate(calls):
+        with pytest.raises(ValueError) as caught:
+            # the last ones on one rank alone
+            attention(q, q, q, **(options if n < 2 or group.rank() else {}))
+        told.append(str(caught.value))
+    torch.manual_seed(0)
+    dropped = attention(q, q, q), attention(q, q, q, 0, None, None, attention_mask=None)
+    attention.eval()
+    kept = ra.ring_attention(
+        q, q, q, layout=ra.contiguous(12, 2), mask=ra.full(), group=group, score=ra.score(sinks=torch.zeros(2))
+    )
+    assert torch.equal(attention(q, q, q), kept)
+    assert torch.equal(attention(*[q.transpose(0, 1)] * 3, 1), kept.transpose(0, 1))
+    return told, not torch.equal(*dropped) and not torch.equal(dropped[0], kept)
+
+
+def test_calls_of_ring_attention_are_honoured_or_refused(gloo):
+    for told, drops in gloo.run(2, calls_of_ring_attention):
+        assert drops
+        for text, wanted in zip(
+            told, ("batch_dim_idx is 2", "rotary_pos_emb is given", "attention_mask would go", "score would go")
+        ):
+            assert wanted in text
+    with pytest.raises(ValueError, match="parallel is None, but must be a DeepSpeedParallel"):
+        RingAttention(None)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

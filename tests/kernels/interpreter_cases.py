@@ -218,6 +218,30 @@ def test_modified_scores():
         torch.testing.assert_close(x.double(), y, rtol=0, atol=5e-5 * max(1.0, float(y.abs().max())))
 
 
+@pytest.mark.parametrize("last", [1 << 20, 1 << 31])
+def test_slopes_times_distances_are_exact_at_far_positions(last):
+    """Slopes times positions in fp32 would be off by 0.01 and more."""
+    b, sq, sk, h, d = 1, 30, 70, 2, 16
+    q, k, v, dout = inputs(b, sq, sk, h, 1, d, d)
+    table = rk.TileTable(np.array([(0, sq, 0, sk, -sk, sq)]), sq, sk, np.array([[last - sq, last - sk]]), 1)
+    modifiers, exact_modifiers = (
+        Modifiers(slopes=torch.tensor([[0.7, 0.07]]).to(dtype)) for dtype in (torch.float32, torch.float64)
+    )
+    state = rk.forward(q, k, v, table, softmax_scale=0.25, modifiers=modifiers)
+    sums, gradients = ModifierSums.zeros(modifiers), [torch.zeros(x.shape) for x in (q, k, v)]
+    queries = rk.Queries(q, dout, *state[1:], rk.delta(state[0], dout))
+    rk.backward(
+        queries, k, v, table, softmax_scale=0.25, modifiers=modifiers, sums=sums, **dict(zip(("dq", "dk", "dv"), gradients))
+    )
+    leaves = [x.double().requires_grad_() for x in (q, k, v, exact_modifiers.slopes[0])]
+    distance = (torch.arange(sk) - sk - (torch.arange(sq)[:, None] - sq)).abs()
+    scores = torch.einsum("bqhd,bkd->bhqk", leaves[0], leaves[1][:, :, 0]) * 0.25 - leaves[3][:, None, None] * distance
+    out = torch.einsum("bhqk,bkd->bqhd", scores.softmax(-1), leaves[2][:, :, 0])
+    wanted = out.detach(), *torch.autograd.grad(out, leaves, dout.double())
+    for x, y in zip((state[0], *gradients, sums.slopes[0]), wanted):
+        assert (x.double() - y).norm() <= 3e-6 * y.norm()
+
+
 def test_sinks():
     """Of rows with and without a live pair, and of heads with and without a sink."""
     generator = torch.Generator().manual_seed(0)
