@@ -63,6 +63,15 @@ class LiveMask:
     is_causal: bool | None
     attachment: Attachment | None = None
 
+    @property
+    def ndim(self) -> int:
+        """0, as it is no tensor: Falcon adds ALiBi to masks of four dimensions, where our forward pass does it."""
+        return 0
+
+    def to(self, *args: Any, **kwargs: Any) -> LiveMask:
+        """Itself: it has no dtype and no device to change, as MPT does."""
+        return self
+
     def __getitem__(self, index: Any) -> LiveMask:
         """Itself if the index cuts off no token: Gemma 4 takes such a part for layers that share keys and values."""
         if any(part not in (slice(None), slice(0, None)) for part in (index if isinstance(index, tuple) else (index,))):
@@ -101,6 +110,8 @@ class Attachment:
     ignored: frozenset[str]
     previous_attention: str | None  # the implementation before `attach`, for `detach`
     needs_last_position: bool  # rotary frequencies depend on the sequence's last position
+    takes_positions: bool = True  # position_ids; without them, scores depend on distances, which the layout gives to attention
+    has_forwards: bool = False  # attention has forward passes of our own (`huggingface_scores.py`)
 
     @property
     def ranks(self) -> Ranks:

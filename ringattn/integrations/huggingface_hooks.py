@@ -27,6 +27,7 @@ from .huggingface_attachment import (
     running_calls,
 )
 from .huggingface_checks import check_head, check_inputs, check_mask, check_output, check_positions, models, take_documents
+from .huggingface_encoder import check_both_attached, with_whole_states
 from .huggingface_labels import agree_on_count, check_targets
 
 if TYPE_CHECKING:
@@ -134,6 +135,10 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
     last = None
     if attachment.needs_last_position:
         last = max(agree(attachment.ranks, _LAST_POSITION, int(positions.max()))[0])
+    if not attachment.takes_positions:
+        kwargs = {name: value for name, value in kwargs.items() if name != "position_ids"}
+    if attachment.has_forwards:
+        kwargs = with_whole_states(model, kwargs, attachment, packed is not None)
     live = attachment.live if packed is None else LivePairs(attachment.live.mask, packed)
     begin_call(ModelCall(model, live, next(running_calls(), None), calling_frame(), attachment, last))
     return args, kwargs
@@ -156,6 +161,8 @@ def _around(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None
     kwargs = _by_name(model, args, kwargs)[1]
     with refusing(attachment.ranks):
         check_head(model)
+        if attachment.has_forwards:
+            check_both_attached(model)
         check_targets(model, kwargs, attachment.layout, attachment.ignored)
         check_positions(model, kwargs, attachment.layout)
     agree_on_count(attachment.ranks, kwargs)
