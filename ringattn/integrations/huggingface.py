@@ -67,7 +67,7 @@ def attach(
 
     Args:
         model: a `PreTrainedModel` whose attention goes through `AttentionInterface`, or BLOOM, MPT, Falcon, and the encoder or the decoder
-            of T5, mT5 and UMT5 (with transformers 5).
+            of T5, mT5 and UMT5 (with transformers 5.23).
         layout: which positions each rank holds; its world size is the group's.
         mask: which pairs are live, over global positions; None is causal for causal modules, full for the others.
             It is intersected with a module's own sliding window, and with the documents of a call. With ALiBi it must be causal.
@@ -140,7 +140,7 @@ def detach(model: PreTrainedModel, attn_implementation: str | None = None) -> No
         vars(module).pop(NAME, None)
         release_loss(module)
         unhook(module)
-    if any([take_out(module) for module in model.modules()]):
+    if take_out(model):
         _set_directly(model, before or "eager")
         before = model.config._attn_implementation
     model.set_attn_implementation(attn_implementation or before or "sdpa")

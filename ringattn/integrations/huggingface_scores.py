@@ -51,10 +51,10 @@ def check_forwards_of_own(model: nn.Module, modules: Sequence[nn.Module], mask: 
                 f"the forward of {type(module).__name__} is replaced already, as accelerate's hooks do: remove them, and attach first"
             )
     makers = [part for part in model.modules() if hasattr(part, "config") and _holds_blocks(part, modules)]
-    if not any(_MASKS & forward_names(part) for part in makers):
+    if not all(_MASKS & forward_names(part) for part in makers):
         raise ValueError(
             f"{type(model).__name__} makes its masks itself in this version of transformers, without the functions that ask the ring "
-            "for them: use transformers 5"
+            "for them: use a newer one, such as 5.23"
         )
     placed = next((module for module in modules if _has_alibi(module)), None)
     if placed is not None and mask is not None and bool((mask.regions(layout.seq_len)[:, LO] < 0).any()):
@@ -69,12 +69,12 @@ def put_in(module: nn.Module) -> None:
     module.forward = MethodType(_FORWARDS[_name(module)], module)
 
 
-def take_out(module: nn.Module) -> bool:
-    """Undo `put_in`; returns whether there was anything to undo."""
-    is_put_in = _is_put_in(module)
-    if is_put_in:
+def take_out(model: nn.Module) -> bool:
+    """Undo `put_in` in all modules of a model; returns whether there was anything to undo."""
+    found = [module for module in model.modules() if _is_put_in(module)]
+    for module in found:
         del vars(module)["forward"]
-    return is_put_in
+    return bool(found)
 
 
 def _is_put_in(module: nn.Module) -> bool:

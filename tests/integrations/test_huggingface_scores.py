@@ -20,15 +20,21 @@ from transformers.models.mpt import modeling_mpt
 import ringattn as ra
 from ringattn.integrations import huggingface_scores
 from ringattn.integrations.huggingface import NAME, attach, detach
-from ringattn.training.causal_lm import CausalLMLoss, shift_labels, sum_gradients
+from ringattn.training.causal_lm import CausalLMLoss, forward_names, shift_labels, sum_gradients
 
+pytestmark = pytest.mark.skipif(
+    "create_causal_mask" not in forward_names(modeling_bloom.BloomModel),
+    reason="this version of transformers makes their masks itself",
+)
 N, ANSWER, VOCAB, P = 23, 13, 31, 0.25
 LAYOUTS = {"zigzag": ra.zigzag, "contiguous": ra.contiguous, "striped": ra.striped}
 DOCUMENTS = (7, 1, 15)
 BOUNDS = [0, 7, 8, 23]
 FALCON = dict(hidden_size=24, num_hidden_layers=2, num_attention_heads=3, bias=True, new_decoder_architecture=False)
 # buckets of one distance, of several, and the last one
-T5 = dict(d_model=24, d_kv=8, d_ff=32, num_layers=2, num_heads=3, relative_attention_num_buckets=8, relative_attention_max_distance=10)
+T5 = dict(
+    d_model=24, d_kv=8, d_ff=32, num_layers=2, num_heads=3, relative_attention_num_buckets=8, relative_attention_max_distance=10
+)
 
 
 def falcon(**settings) -> nn.Module:
@@ -140,7 +146,7 @@ def ring_run(group, name: str, kind: str, recompute: bool = False):
         attach(model, layout=layout, group=group)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    out, loss, gradients = run(model, layout, rank, answer)
+    out, loss, _ = run(model, layout, rank, answer)
     sum_gradients(model.parameters(), group)
     return ra.unshard(out, answer if name in BOTH else layout, group), loss, {name: p.grad for name, p in model.named_parameters()}
 
