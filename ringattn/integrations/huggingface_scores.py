@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..digest import constant
 from ..geometry.layout import Layout
 from ..geometry.mask import Mask
 from ..geometry.region import LO
@@ -32,6 +33,7 @@ from ..training.causal_lm import forward_names
 from .huggingface_attachment import LiveMask
 from .huggingface_forward import Asked, attend_around_ring, attend_to_whole
 
+_BUCKETS = "ringattn_buckets"  # the attribute of a module that holds the `Buckets` of its bias; None without one
 _MASKS = {"create_causal_mask", "create_bidirectional_mask"}  # functions of transformers that ask for a `LiveMask`
 
 
@@ -50,6 +52,7 @@ def check_forwards_of_own(model: nn.Module, modules: Sequence[nn.Module], mask: 
             raise ValueError(
                 f"the forward of {type(module).__name__} is replaced already, as accelerate's hooks do: remove them, and attach first"
             )
+        _buckets(module)
     makers = [part for part in model.modules() if hasattr(part, "config") and _holds_blocks(part, modules)]
     if not all(_MASKS & forward_names(part) for part in makers):
         raise ValueError(
@@ -66,6 +69,8 @@ def check_forwards_of_own(model: nn.Module, modules: Sequence[nn.Module], mask: 
 
 def put_in(module: nn.Module) -> None:
     """Let a module run our forward pass."""
+    # compiled code can read buckets but cannot trace how they are made
+    vars(module)[_BUCKETS] = _buckets(module)
     module.forward = MethodType(_FORWARDS[_name(module)], module)
 
 
@@ -74,6 +79,7 @@ def take_out(model: nn.Module) -> bool:
     found = [module for module in model.modules() if _is_put_in(module)]
     for module in found:
         del vars(module)["forward"]
+        vars(module).pop(_BUCKETS, None)
     return bool(found)
 
 
@@ -204,7 +210,7 @@ def _with_bias(
     if states is not None:
         return module.o(attend_to_whole(module, q, k, v, mask, Asked(1.0, scores=scores), options).flatten(2))
     if table is not None:
-        scores["bias"] = relative_bias(table, _buckets(*_of_buckets(module)))
+        scores["bias"] = relative_bias(table, vars(module)[_BUCKETS])
     return module.o(attend_around_ring(module, q, k, v, mask, Asked(1.0, scores=scores), options).flatten(2))
 
 
@@ -215,13 +221,12 @@ def _table(module: Any, hidden: torch.Tensor) -> torch.Tensor | None:
     return module.relative_attention_bias(torch.arange(module.relative_attention_num_buckets, device=hidden.device)).t()
 
 
-def _of_buckets(module: Any) -> tuple[int, int, bool]:
-    return module.relative_attention_num_buckets, module.relative_attention_max_distance, not module.is_decoder
-
-
-@lru_cache(64)
-def _buckets(count: int, max_distance: int, bidirectional: bool) -> Buckets:
-    return t5_buckets(count, max_distance, bidirectional=bidirectional)
+def _buckets(module: Any) -> Buckets | None:
+    """T5's distances in buckets. Raises ValueError for settings that leave no bucket for a direction."""
+    if _FORWARDS[_name(module)] not in (_t5, _umt5):
+        return None
+    count, far = module.relative_attention_num_buckets, module.relative_attention_max_distance
+    return t5_buckets(count, far, bidirectional=not module.is_decoder)
 
 
 def _has_alibi(module: Any) -> bool:
@@ -233,8 +238,14 @@ def _slopes(module: nn.Module, build: str, q: torch.Tensor) -> torch.Tensor:
     return _slopes_on(getattr(_modeling(module), build), q.shape[2], q.device)
 
 
-@lru_cache(256)
+@constant
 def _slopes_on(build: Callable[..., torch.Tensor], h: int, device: torch.device) -> torch.Tensor:
+    """torch.compile calls this while it traces."""
+    return _kept_slopes(build, h, device)
+
+
+@lru_cache(256)
+def _kept_slopes(build: Callable[..., torch.Tensor], h: int, device: torch.device) -> torch.Tensor:
     # tensors made in inference mode could not be used in training later
     with torch.inference_mode(False):
         takes_mask = "attention_mask" in build.__code__.co_varnames

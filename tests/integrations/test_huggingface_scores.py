@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,6 +21,7 @@ from transformers.models.mpt import modeling_mpt
 import ringattn as ra
 from ringattn.integrations import huggingface_scores
 from ringattn.integrations.huggingface import NAME, attach, detach
+from ringattn.integrations.huggingface_attachment import Attachment
 from ringattn.training.causal_lm import CausalLMLoss, forward_names, shift_labels, sum_gradients
 
 pytestmark = pytest.mark.skipif(
@@ -178,6 +180,17 @@ def assert_same(results: list, expected: tuple) -> None:
 )
 def test_a_model_on_a_ring_equals_the_dense_one(gloo, name, size, kind):
     assert_same(gloo.run(size, ring_run, name, kind), dense(name))
+
+
+@pytest.mark.parametrize("name", [pytest.param("falcon-alibi", marks=pytest.mark.thorough), "t5"])
+def test_compiled_layers_have_no_graph_break(name):
+    model = build(name)
+    attach(model, layout=ra.zigzag(N, 1))
+    torch.compiler.reset()
+    for layer in model.encoder.block if name == "t5" else model.transformer.h:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    assert_same([run(model)], dense(name))
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("name", ["bloom", "t5", "t5-both"])
@@ -393,9 +406,23 @@ def test_an_encoder_and_a_decoder_are_attached_by_parts():
         model(encoder_outputs=(states[:, 1:],), decoder_input_ids=sequence(ANSWER))
     with pytest.raises(ValueError, match="packed documents are given to a model with an encoder and a decoder"):
         model(encoder_outputs=(states,), decoder_input_ids=sequence(ANSWER), cu_seq_lens_q=[0, 4, ANSWER])
+    with (
+        mock.patch.object(Attachment, "ranks", property(lambda self: SimpleNamespace(size=1))),
+        pytest.raises(ValueError, match="the encoder and the decoder are attached to different groups"),
+    ):
+        model(encoder_outputs=(states,), decoder_input_ids=sequence(ANSWER))
     for part in (model.encoder, model.decoder):
         detach(part)
     assert torch.equal(run(model)[0], run(build("t5-both"))[0])
+
+
+def test_buckets_that_cannot_be_are_refused_when_attached():
+    model = build("t5")
+    for module in model.modules():
+        module.relative_attention_max_distance = 2
+    with pytest.raises(ValueError, match="max_distance is 2, but"):
+        attach(model, layout=ra.zigzag(N, 1))
+    assert not hasattr(model, NAME)
 
 
 def labels_on_two_ranks(group):
