@@ -182,7 +182,8 @@ def test_a_model_on_a_ring_equals_the_dense_one(gloo, name, size, kind):
     assert_same(gloo.run(size, ring_run, name, kind), dense(name))
 
 
-@pytest.mark.parametrize("name", [pytest.param("falcon-alibi", marks=pytest.mark.thorough), "t5"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["falcon-alibi", "t5"])
 def test_compiled_layers_have_no_graph_break(name):
     model = build(name)
     attach(model, layout=ra.zigzag(N, 1))
@@ -314,7 +315,9 @@ def test_detach_restores_the_model(name):
 # what is refused
 
 
+@functools.cache
 def attached(name: str) -> nn.Module:
+    """A model for calls that leave nothing behind."""
     model = build(name)
     attach(model, layout=ra.zigzag(N, 1))
     return model
