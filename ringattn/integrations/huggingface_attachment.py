@@ -9,11 +9,11 @@ pass attends as it did in the forward pass, whatever is attached by then.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from ..geometry.layout import Layout
 from ..geometry.mask import Documents, Mask, causal, documents, full, sliding_window
 from ..runtime.groups import Group, get_context
 from ..transport import Ranks
+
+_Function = TypeVar("_Function", bound=Callable)
 
 NAME = "ringattn"  # of the attention implementation, and of the attribute that holds an `Attachment`
 
@@ -140,6 +142,11 @@ class ModelCall:
     def holds(self, model: nn.Module) -> bool:
         """Whether a model is a part of this call's model, and not the model itself."""
         return model is not self.model and any(part is model for part in self.model.modules())
+
+
+def not_compiled(function: _Function) -> _Function:
+    """Let torch.compile leave a function alone, at the cost of a graph break."""
+    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
 
 
 def calling_frame() -> FrameType:

@@ -17,7 +17,7 @@ from ..partial import finish
 from ..runtime.agree import refusing
 from ..scores import ScoreMod, score
 from ..training.checkpoint import runs_again_reentrantly
-from .huggingface_attachment import NAME, Attachment, LiveMask, running_call
+from .huggingface_attachment import NAME, Attachment, LiveMask, not_compiled, running_call
 from .huggingface_checks import check_attention
 
 
@@ -76,6 +76,7 @@ def attend_around_ring(
     )
 
 
+@not_compiled
 def attend_to_whole(
     module: nn.Module,
     q: torch.Tensor,
@@ -85,7 +86,10 @@ def attend_to_whole(
     asked: Asked,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of this rank's q (b, s, h, d) to all of k (b, t, hk, d) and v (b, t, hk, d_v), which every rank holds: (b, s, h, d_v)."""
+    """Attention of this rank's q (b, s, h, d) to all of k (b, t, hk, d) and v (b, t, hk, d_v), which every rank holds: (b, s, h, d_v).
+
+    Compiled layers have a graph break here, because `attend` cannot be traced.
+    """
     attachment = _attachment(module, mask)
     with refusing(attachment.ranks):
         check_attention(options, attachment.ignored)

@@ -194,6 +194,18 @@ def test_compiled_layers_have_no_graph_break(name):
     torch.compiler.reset()
 
 
+@pytest.mark.thorough
+def test_compiled_layers_of_a_decoder_break_at_the_encoders_states():
+    model = build("t5-both")
+    attach(model.encoder, layout=ra.zigzag(N, 1))
+    attach(model.decoder, layout=ra.zigzag(ANSWER, 1))
+    torch.compiler.reset()
+    for layer in [*model.encoder.block, *model.decoder.block]:
+        layer.compile(backend="aot_eager")
+    assert_same([run(model)], dense("t5-both"))
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("name", ["bloom", "t5", "t5-both"])
 def test_recomputing_activations_changes_nothing(name):
     """T5's first layer hands its table on to the others."""
