@@ -625,6 +625,20 @@ MUTATIONS = (
         "tests/integrations/test_huggingface.py -k window_counts_the_token",
     ),
     Mutation(
+        "ringattn/integrations/huggingface_scores.py",
+        "* module.inv_norm_factor\n",
+        "* 1.0\n",
+        "Falcon's slopes without the scale",
+        "tests/integrations/test_huggingface_scores.py -k equals_the_dense_one",
+    ),
+    Mutation(
+        "ringattn/integrations/huggingface_scores.py",
+        "table = _table(module, hidden_states) if position_bias is None else position_bias\n",
+        "table = _table(module, hidden_states)\n",
+        "T5's later layers without the first one's bias",
+        "tests/integrations/test_huggingface_scores.py -k equals_the_dense_one",
+    ),
+    Mutation(
         "ringattn/integrations/deepspeed.py",
         "self.ring = mesh[ring_axis].get_group()",
         "self.ring = mesh[data_axis].get_group()",

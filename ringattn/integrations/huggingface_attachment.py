@@ -9,11 +9,11 @@ pass attends as it did in the forward pass, whatever is attached by then.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from ..geometry.layout import Layout
 from ..geometry.mask import Documents, Mask, causal, documents, full, sliding_window
 from ..runtime.groups import Group, get_context
 from ..transport import Ranks
+
+_Function = TypeVar("_Function", bound=Callable)
 
 NAME = "ringattn"  # of the attention implementation, and of the attribute that holds an `Attachment`
 
@@ -63,6 +65,15 @@ class LiveMask:
     is_causal: bool | None
     attachment: Attachment | None = None
 
+    @property
+    def ndim(self) -> int:
+        """0, as it is no tensor: Falcon adds ALiBi to masks of four dimensions, where our forward pass does it."""
+        return 0
+
+    def to(self, *args: Any, **kwargs: Any) -> LiveMask:
+        """Itself: it has no dtype and no device to change, as MPT does."""
+        return self
+
     def __getitem__(self, index: Any) -> LiveMask:
         """Itself if the index cuts off no token: Gemma 4 takes such a part for layers that share keys and values."""
         if any(part not in (slice(None), slice(0, None)) for part in (index if isinstance(index, tuple) else (index,))):
@@ -101,6 +112,8 @@ class Attachment:
     ignored: frozenset[str]
     previous_attention: str | None  # the implementation before `attach`, for `detach`
     needs_last_position: bool  # rotary frequencies depend on the sequence's last position
+    takes_positions: bool = True  # position_ids; without them, scores depend on distances, which the layout gives to attention
+    has_forwards: bool = False  # attention has forward passes of our own (`huggingface_scores.py`)
 
     @property
     def ranks(self) -> Ranks:
@@ -129,6 +142,11 @@ class ModelCall:
     def holds(self, model: nn.Module) -> bool:
         """Whether a model is a part of this call's model, and not the model itself."""
         return model is not self.model and any(part is model for part in self.model.modules())
+
+
+def not_compiled(function: _Function) -> _Function:
+    """Let torch.compile leave a function alone, at the cost of a graph break."""
+    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
 
 
 def calling_frame() -> FrameType:

@@ -95,24 +95,33 @@ def dynamic_rotary(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise ValueError if a model cannot take another attention, or if its layers see other tokens by other means too."""
-    if not getattr(model, "_supports_attention_backend", False):
+def check_model(model: nn.Module, has_forwards: bool = False) -> None:
+    """Raise ValueError if a model cannot take another attention, or if its layers see other tokens by other means too.
+
+    has_forwards: whether its attention has forward passes of our own (`huggingface_scores.py`).
+    """
+    if not has_forwards and not getattr(model, "_supports_attention_backend", False):
         raise ValueError(
             f"{type(model).__name__} does not take its attention from AttentionInterface: ring attention cannot be put in"
         )
     for within in models(model):
-        _check_config(within)
+        _check_config(within, has_forwards)
     check_token_mixers(model)
     for name, module in model.named_modules():
         _check_module(name, module)
 
 
-def _check_config(model: Any) -> None:
+def _check_config(model: Any, has_forwards: bool) -> None:
     config = model.config
-    if getattr(config, "is_encoder_decoder", False):
+    has_two_sequences = not has_forwards or "decoder_input_ids" in inspect.signature(type(model).forward).parameters
+    if getattr(config, "is_encoder_decoder", False) and has_two_sequences:
         raise ValueError(
-            f"{type(model).__name__} is an encoder and a decoder, whose sequences differ: only models of one sequence run on shards"
+            f"{type(model).__name__} is an encoder and a decoder, whose sequences differ: "
+            + (
+                "attach its encoder and its decoder, each with a layout of its own"
+                if has_forwards
+                else "only models of one sequence run on shards"
+            )
         )
     check_head(model)
     if getattr(config, "trigram_input", False):
@@ -152,7 +161,7 @@ def _check_module(name: str, module: nn.Module) -> None:
 def check_head_dims(modules: Iterable[nn.Module]) -> None:
     """Raise ValueError for attention modules with wider heads than the kernels take."""
     for module in modules:
-        for name in ("head_dim", "qk_head_dim", "v_head_dim"):
+        for name in ("head_dim", "qk_head_dim", "v_head_dim", "key_value_proj_dim"):
             width = getattr(module, name, None)
             if isinstance(width, int) and width > check.MAX_HEAD_DIM:
                 raise ValueError(
@@ -161,9 +170,14 @@ def check_head_dims(modules: Iterable[nn.Module]) -> None:
                 )
 
 
+def takes_positions(model: nn.Module) -> bool:
+    """Whether global positions can be given to a model."""
+    return any("position_ids" in inspect.signature(type(part).forward).parameters for part in models(model))
+
+
 def check_positions_taken(model: nn.Module) -> None:
     """Raise ValueError for a model to which global positions cannot be given."""
-    if not any("position_ids" in inspect.signature(type(part).forward).parameters for part in models(model)):
+    if not takes_positions(model):
         raise ValueError(
             f"{type(model).__name__} takes no position_ids, and would count positions within the shard: it cannot run on shards"
         )
@@ -283,6 +297,8 @@ def _check_model_options(model: Any, kwargs: dict[str, Any]) -> None:
     for name in ("past_key_values", "use_cache"):
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ValueError(f"{name} is {_shown(kwargs[name])}, but key/value caches are not supported: {_CACHES}")
+    if kwargs.get("head_mask") is not None:  # BLOOM and others ignore it
+        check_attention({"head_mask": kwargs["head_mask"]}, frozenset())
     asked = kwargs.get("output_attentions")
     if getattr(model.config, "output_attentions", False) if asked is None else asked:
         raise ValueError("output_attentions is True, but attention weights are never formed: leave it out")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,22 +23,18 @@ from .huggingface_attachment import (
     begin_call,
     calling_frame,
     end_call,
+    not_compiled,
     running_call,
     running_calls,
 )
 from .huggingface_checks import check_head, check_inputs, check_mask, check_output, check_positions, models, take_documents
+from .huggingface_encoder import check_both_attached, with_whole_states
 from .huggingface_labels import agree_on_count, check_targets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_Function = TypeVar("_Function", bound=Callable)
-
 _LAST_POSITION = Facts({"function": "the last position, by which rotary frequencies are chosen"})
-
-
-def _not_compiled(function: _Function) -> _Function:
-    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
 
 
 def hook_model(model: nn.Module) -> None:
@@ -78,7 +74,7 @@ def _remove(module: nn.Module, ours: Iterable[Callable]) -> None:
             module._forward_hooks_always_called.pop(key, None)
 
 
-@_not_compiled
+@not_compiled
 def live_mask(*args: Any, local_size: int | None = None, **options: Any) -> LiveMask:
     """transformers' mask function: returns what is live instead of a tensor. Raises ValueError if the mask asks for more."""
     call = running_call()
@@ -92,7 +88,7 @@ def live_mask(*args: Any, local_size: int | None = None, **options: Any) -> Live
     return LiveMask(call.live, local_size, is_causal, call.attachment)
 
 
-@_not_compiled
+@not_compiled
 def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Before an attached model runs: check its input, fill in positions, and note what is live."""
     attachment: Attachment = model.ringattn  # pyright: ignore[reportAssignmentType]
@@ -134,12 +130,16 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
     last = None
     if attachment.needs_last_position:
         last = max(agree(attachment.ranks, _LAST_POSITION, int(positions.max()))[0])
+    if not attachment.takes_positions:
+        kwargs = {name: value for name, value in kwargs.items() if name != "position_ids"}
+    if attachment.has_forwards:
+        kwargs = with_whole_states(model, kwargs, attachment, packed is not None)
     live = attachment.live if packed is None else LivePairs(attachment.live.mask, packed)
     begin_call(ModelCall(model, live, next(running_calls(), None), calling_frame(), attachment, last))
     return args, kwargs
 
 
-@_not_compiled
+@not_compiled
 def _leave(model: PreTrainedModel, args: tuple, output: Any) -> None:
     """After an attached model ran, or failed: the call is over."""
     call = end_call(model)
@@ -147,7 +147,7 @@ def _leave(model: PreTrainedModel, args: tuple, output: Any) -> None:
         check_output(model, output, call.attachment.layout)
 
 
-@_not_compiled
+@not_compiled
 def _around(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
     """Before a model runs that is not attached but holds one that is: its head would take the shard for the whole sequence."""
     attachment: Attachment | None = next((getattr(part, NAME) for part in models(model) if hasattr(part, NAME)), None)
@@ -156,6 +156,8 @@ def _around(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None
     kwargs = _by_name(model, args, kwargs)[1]
     with refusing(attachment.ranks):
         check_head(model)
+        if attachment.has_forwards:
+            check_both_attached(model)
         check_targets(model, kwargs, attachment.layout, attachment.ignored)
         check_positions(model, kwargs, attachment.layout)
     agree_on_count(attachment.ranks, kwargs)
@@ -163,7 +165,7 @@ def _around(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None
     begin_call(ModelCall(model, None, next(running_calls(), None), calling_frame(), has_positions=has_positions))
 
 
-@_not_compiled
+@not_compiled
 def _leave_around(model: PreTrainedModel, args: tuple, output: Any) -> None:
     """After it ran, or failed: the call is over."""
     end_call(model)
@@ -177,7 +179,7 @@ def _by_name(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tup
     return args[len(named) :], {**named, **kwargs}
 
 
-@_not_compiled
+@not_compiled
 def _add_last(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Before a rotary embedding chooses its frequencies by the largest position: append the last position of all ranks."""
     call = running_call()

@@ -408,8 +408,8 @@ def test_what_deepspeed_cannot_do_is_named_before_ranks_start(program, capsys, m
         ("{", "not a valid JSON file"),
         ('{"model_type": "t5"}', "T5Config belongs to no causal language model"),
         (
-            '{"model_type": "falcon", "num_hidden_layers": 1}',
-            "FalconForCausalLM does not take its attention from AttentionInterface",
+            '{"model_type": "gptj", "n_layer": 1}',
+            "GPTJForCausalLM does not take its attention from AttentionInterface",
         ),
     ],
     ids=["no JSON", "no causal model", "attention of its own"],
