@@ -10,10 +10,11 @@ if TYPE_CHECKING:
     from .attention import backward, forward
     from .queries import Queries
     from .query_sums import QuerySums, ready_queries
+    from .recordings import replay
     from .statistics import delta, with_sinks
     from .table import TileTable
 
-__all__ = ["Queries", "QuerySums", "TileTable", "backward", "delta", "forward", "ready_queries", "with_sinks"]
+__all__ = ["Queries", "QuerySums", "TileTable", "backward", "delta", "forward", "ready_queries", "replay", "with_sinks"]
 
 _MODULES = {
     "Queries": "queries",
@@ -23,6 +24,7 @@ _MODULES = {
     "delta": "statistics",
     "forward": "attention",
     "ready_queries": "query_sums",
+    "replay": "recordings",
     "with_sinks": "statistics",
 }
 

@@ -15,6 +15,7 @@ from triton import knobs
 from triton.runtime import driver
 
 _KEPT = 64  # descriptors of an argument
+_STREAM = 3  # its place among the launcher's arguments
 
 
 class DirectLaunch:
@@ -28,7 +29,8 @@ class DirectLaunch:
         # the stream comes behind the grid; two sorts of scratch memory, what hooks are told, and two hooks: none
         head = *grid, 0, compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None
         self._arguments: list[Any] = [*head, compiled.packed_metadata, None, None, None]
-        self._places: list[tuple[str, int, Callable[[int], Any] | None]] = []
+        # of what moves: its name, its place among the launcher's arguments, and what makes a descriptor of an address
+        self.places: list[tuple[str, int, Callable[[int], Any] | None]] = []
         self._kept = []  # the tensors whose addresses do not move
         described = iter(metadata)
         for index, (name, argument) in enumerate(zip(names, arguments, strict=True)):
@@ -41,20 +43,32 @@ class DirectLaunch:
                 self._arguments.append(argument.data_ptr() if isinstance(argument, torch.Tensor) else argument)
             if moves:
                 self._arguments[place] = None
-                self._places.append((name, place, describe))
+                self.places.append((name, place, describe))
             else:
                 self._kept.append(argument)
 
     def __call__(self, moving: dict[str, Any]) -> None:
         """Launch with these tensors (for a descriptor, the tensor that it describes) and numbers."""
+        self.queue(self.template(moving), driver.active.get_current_stream(driver.active.get_current_device()))
+
+    def template(self, moving: dict[str, Any]) -> list[Any]:
+        """All arguments of the launcher, with what moves."""
         arguments = self._arguments.copy()
-        arguments[3] = driver.active.get_current_stream(driver.active.get_current_device())
-        for name, place, describe in self._places:
+        for name, place, describe in self.places:
             value = moving[name]
             if isinstance(value, torch.Tensor):
                 value = value.data_ptr()
             arguments[place] = value if describe is None else describe(value)
+        return arguments
+
+    def queue(self, arguments: list[Any], stream: int) -> None:
+        """Launch with all arguments on a stream."""
+        arguments[_STREAM] = stream
         self._launcher(*arguments)
+
+    def keep(self, x: torch.Tensor) -> None:
+        """Keep a tensor whose address is in arguments that are used again."""
+        self._kept.append(x)
 
 
 def direct_launch(

@@ -6,6 +6,7 @@ of the same kind use the same compiled kernel with new addresses.
 """
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,15 @@ Moving = torch.Tensor | float | int | None
 Grid = int | tuple[int, ...]
 
 _KEPT = 256  # launches without a table
+
+
+class _Recorder(threading.local):
+    """where `recordings` wants to hear of this thread's launches: each, if it is a direct one, and what moves."""
+
+    made: list[tuple[DirectLaunch | None, dict[str, Any]]] | None = None
+
+
+recorder = _Recorder()
 
 
 def strides(**tensors: torch.Tensor) -> dict[str, int]:
@@ -101,6 +111,8 @@ class _Ready:
     def __call__(self, moving: dict[str, Moving]) -> None:
         if self._launch is None:
             return
+        if recorder.made is not None:
+            recorder.made.append((self._direct, dict(moving)))
         if self._direct is not None and not hooked():
             self._direct(moving)
             return

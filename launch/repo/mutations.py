@@ -22,6 +22,7 @@ STEPS = "tests/kernels/test_score_steps.py"
 MODIFIED = "tests/kernels/test_hopper_modified.py -k 'where_they_can or cannot_be_met'"
 BLOCKED = "tests/device/test_blocked.py"
 SCORES = "tests/test_scores.py -x"
+RECORDINGS = "tests/kernels/test_recordings.py"
 STREAMS = "tests/device/test_streams.py"
 ULYSSES = "tests/runtime/test_ulysses.py"
 AGREEMENT = "tests/distributed/test_agreement.py"
@@ -243,7 +244,7 @@ MUTATIONS = (
         "tests/test_attention.py -k begin_at_zero",
     ),
     Mutation(
-        "ringattn/runtime/op.py",
+        "ringattn/device/local.py",
         "delta = delta - drow_sum * row_sum",
         "delta = delta + drow_sum * row_sum",
         "the gradient of the statistics has the wrong sign",
@@ -701,6 +702,35 @@ MUTATIONS = (
         ".sum((0, 2))",
         "the gradient of sinks has the wrong sign",
         SCORES,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/score_sums.py",
+        "setp.ge.and.s32 far, n, ${last}, !near;",
+        "setp.ge.s32 far, n, ${last};",
+        "a bias that all pairs share gets the gradient of some twice",
+        STEPS,
+    ),
+    # recorded passes
+    Mutation(
+        "kernels/ringattn_kernels/recordings.py",
+        "if not watch.plain or counted != len(made):",
+        "if counted != len(made):",
+        "a replay leaves out an operation of torch",
+        RECORDINGS,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/recordings.py",
+        "known is None or len(set(addresses)) < len(addresses) or hooked()",
+        "known is None or hooked()",
+        "a recording of one tensor given twice is replayed for two",
+        RECORDINGS,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/recordings.py",
+        "address = bases[base] + offset",
+        "address = bases[base]",
+        "parts of the memory inside a pass fall together",
+        RECORDINGS,
     ),
     # predictions
     Mutation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _NO_SUMS = ModifierSums(None, None)
 Queries = blocked.Queries
 State = blocked.State
+Tensors = tuple[torch.Tensor, ...]
 
 
 def forward(
@@ -43,6 +45,15 @@ def settled(state: State, q: torch.Tensor) -> State:
         return state
     dtype = torch.promote_types(q.dtype, torch.float32)
     return blocked.settled(state, dtype, dtype)
+
+
+def replayed(found: dict, facts: tuple, inputs: Tensors, work: Callable[[], Tensors]) -> Tensors:
+    """`work()`, which computes tensors from the inputs. A GPU replays what it did for tensors of the same kinds and the same `facts`."""
+    if inputs[0].is_cuda and inputs[0].numel():
+        import ringattn_kernels
+
+        return ringattn_kernels.replay(found, facts, inputs, work)
+    return work()
 
 
 def queries(

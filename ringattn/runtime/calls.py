@@ -30,9 +30,13 @@ from .rank_attention import RankAttention
 
 
 class Call(ABC):
-    """What an operator needs besides tensors; `number` finds it while it is alive. `final`: out gets q's dtype."""
+    """What an operator needs besides tensors; `number` finds it while it is alive.
+
+    final: out gets q's dtype. alone: there are no other ranks.
+    """
 
     final: bool
+    alone: bool = True
     kind: ScoreKind | None = None  # of what is done to scores
     turn: AbstractContextManager[None] = nullcontext()  # what a pass enters
 
@@ -117,6 +121,7 @@ class RingCall(Call):
         self._named = layout and layout.digest, mask.digest, schedule and schedule.digest, kind and kind.digest
         self._label = label
         self._compiled = number is not None
+        self.alone = context.ranks.size == 1
         self._known: Facts | None = None  # of the one call that this is, if it is not compiled
         self.turn = context.turn
 

@@ -94,7 +94,15 @@ def _forward(
     with call.turn, _without_autocast(q.device.type):
         seq_len, place = call.begin(q, k, v, score, needs_grad)
         rank_attention = call.rank_attention(seq_len, q, k, v)
-        out, row_max, row_sum = rank_attention.forward(score, q, k, v, final=call.final)
+        if score.modifiers is None and rank_attention.alone:
+            out, row_max, row_sum = local.replayed(
+                rank_attention.replays,
+                ("forward", score.softmax_scale, call.final),
+                (q, k, v),
+                lambda: rank_attention.forward(score, q, k, v, final=call.final),
+            )
+        else:
+            out, row_max, row_sum = rank_attention.forward(score, q, k, v, final=call.final)
         if sinks is not None:
             out, row_max, row_sum = local.with_sinks(out, row_max, row_sum, sinks)
     # for the backward pass; a tensor, because a compiled graph makes many calls under one number, and checkpointing may make it anew
@@ -140,7 +148,7 @@ def _backward(
                 "pass: call backward before you change them, or checkpoint with ringattn.checkpoint_layers"
             )
         )
-    strides = _gradient_strides(q, k, v)
+    strides = _gradient_strides(q, k, v, call.alone)
     dout = torch.zeros_like(out) if dout is None else dout
     with call.turn, _without_autocast(q.device.type):
         call.begin_backward(q, k, v, score, place)
@@ -148,12 +156,23 @@ def _backward(
         if dout.is_cuda:
             dout = dout.to(q.dtype)  # kernels multiply it by v; a partial's is fp32
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        ready = rank_attention.takes_rows_as_they_come
-        queries = local.queries(q, out, dout, row_max, row_sum, drow_sum, ready=ready)
-        dq, dk, dv, sums = rank_attention.backward(score, queries, k, v, slopes_too=wanted[0], values_too=wanted[1])
-        dsinks = local.sinks_gradient(row_max, row_sum, queries.delta, sinks) if sinks is not None and wanted[2] else None
+        if score.modifiers is None and sinks is None and rank_attention.alone:
+            given = (q, k, v, dout, out, row_max, row_sum) if drow_sum is None else (q, k, v, dout, out, row_max, row_sum, drow_sum)
+            dq, dk, dv = local.replayed(
+                rank_attention.replays,
+                ("backward", score.softmax_scale),
+                given,
+                lambda: rank_attention.backward(score, local.queries(q, out, dout, row_max, row_sum, drow_sum), k, v)[:3],
+            )
+            dslopes = dvalues = dsinks = None
+        else:
+            ready = rank_attention.takes_rows_as_they_come
+            queries = local.queries(q, out, dout, row_max, row_sum, drow_sum, ready=ready)
+            dq, dk, dv, sums = rank_attention.backward(score, queries, k, v, slopes_too=wanted[0], values_too=wanted[1])
+            dslopes, dvalues = sums.slopes, sums.values
+            dsinks = local.sinks_gradient(row_max, row_sum, queries.delta, sinks) if sinks is not None and wanted[2] else None
     dq, dk, dv = (_with_strides(x, wanted) for x, wanted in zip((dq, dk, dv), strides, strict=True))
-    return dq, dk, dv, *(q.new_empty(0) if x is None else x for x in (sums.slopes, sums.values, dsinks))
+    return dq, dk, dv, *(q.new_empty(0) if x is None else x for x in (dslopes, dvalues, dsinks))
 
 
 def _backward_shapes(
@@ -167,7 +186,7 @@ def _backward_shapes(
     sinks: torch.Tensor | None,
     *rest: Any,
 ) -> tuple[torch.Tensor, ...]:
-    strides = _gradient_strides(q, k, v)
+    strides = _gradient_strides(q, k, v, find_call(rest[-3]).alone)
     gradients = (x.new_empty_strided(x.shape, like) for x, like in zip((q, k, v), strides, strict=True))
     others = zip((slopes, values, sinks), rest[-1], strict=True)
     return *gradients, *(torch.empty_like(x) if x is not None and asked else q.new_empty(0) for x, asked in others)
@@ -257,10 +276,12 @@ def _without_autocast(device_type: str) -> AbstractContextManager:
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
-def _gradient_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[tuple[int, ...]]:
-    """The strides of the gradients as the passes return them: dq like q, dk and dv with their rows first."""
+def _gradient_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alone: bool) -> list[tuple[int, ...]]:
+    """The strides of the gradients as the passes return them: dq like q; dk and dv contiguous, with their rows first if there are other
+    ranks."""
     strides = [(torch.empty_like(q, device="meta") if q.stride(-1) == 1 else q.new_empty(q.shape, device="meta")).stride()]
-    strides += [(hk * d, b * hk * d, d, 1) for b, _, hk, d in (k.shape, v.shape)]
+    for b, s, hk, d in (k.shape, v.shape):
+        strides.append((s * hk * d, hk * d, d, 1) if alone else (hk * d, b * hk * d, d, 1))
     return strides
 
 

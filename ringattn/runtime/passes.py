@@ -1,7 +1,8 @@
 """Runs a rank's instructions over a transport and this device: the forward and the backward pass.
 
 K/V buffers and their sums are (rows, b, hk, d), so that any rows of an owner are one contiguous message; launches see them as
-(b, rows, hk, d). Everything between steps is fp32 (fp64 for fp64 input). dQ never moves.
+(b, rows, hk, d). A rank without others sends no messages and leaves its K/V as they are. Everything between steps is fp32 (fp64 for fp64
+input). dQ never moves.
 
 Shapes: b batch, s local tokens, h query heads, hk key/value heads, d head dim, d_v value head dim.
 """
@@ -34,7 +35,7 @@ def forward(
     final: bool,
 ) -> local.State:
     """out (b, s, h, d_v), row_max and row_sum (b, h, s); with `final`, out in q's dtype."""
-    buffers = _Buffers(program.own, k, v)
+    buffers = _Buffers(program.own, k, v, alone=transport.size == 1)
     state: local.State | None = None
     handle: Handle | None = None
     for x in program.instructions:
@@ -72,7 +73,7 @@ def backward(
     # gradients that nothing is added to later leave the kernels in their final dtype
     dtype = q.dtype if kv_dtype == q.dtype and program.alone else torch.promote_types(q.dtype, torch.float32)
     dq = local.query_sums(queries, score, dtype)
-    buffers = _Buffers(program.own, k, v, dtype)
+    buffers = _Buffers(program.own, k, v, dtype, alone=transport.size == 1)
     buffers.open(Open(0, program.sums))
     handle: Handle | None = None
     with local.streams(queries, *buffers.part(program.own, 0, k.shape[1]), dq, program, score) as streams:
@@ -112,16 +113,19 @@ def backward(
 class _Buffers:
     """The tensors of a pass's buffers: K and V, or their sums, (rows, b, hk, d) and (rows, b, hk, d_v)."""
 
-    def __init__(self, own: Buffer, k: torch.Tensor, v: torch.Tensor, sums_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, own: Buffer, k: torch.Tensor, v: torch.Tensor, sums_dtype: torch.dtype | None = None, *, alone: bool
+    ) -> None:
         rows = k.transpose(0, 1), v.transpose(0, 1)
         self._views: dict[Buffer, KV] = {}  # batch first
-        if rows[0].is_contiguous() and rows[1].is_contiguous():
+        if alone or (rows[0].is_contiguous() and rows[1].is_contiguous()):
             self._views[own] = k, v
         else:
             rows = rows[0].contiguous(), rows[1].contiguous()
         self._rows: dict[Buffer, KV] = {own: rows}
         self._like = rows
         self._sums_dtype = sums_dtype
+        self._alone = alone
 
     def part(self, buffer: Buffer, begin: int, end: int) -> KV:
         """Rows [begin, end) of a buffer as views, batch first: (b, rows, hk, d) and (b, rows, hk, d_v)."""
@@ -135,7 +139,14 @@ class _Buffers:
         if x.reuse is None:
             k, v = self._like
             rows, dtype = x.buffer.rows, k.dtype if x.buffer.holds is Holds.KV else self._sums_dtype
-            self._rows[x.buffer] = k.new_empty((rows, *k.shape[1:]), dtype=dtype), v.new_empty((rows, *v.shape[1:]), dtype=dtype)
+            if self._alone:
+                k, v = (like.new_empty((like.shape[1], rows, *like.shape[2:]), dtype=dtype) for like in (k, v))
+                self._views[x.buffer], self._rows[x.buffer] = (k, v), (k.transpose(0, 1), v.transpose(0, 1))
+            else:
+                self._rows[x.buffer] = (
+                    k.new_empty((rows, *k.shape[1:]), dtype=dtype),
+                    v.new_empty((rows, *v.shape[1:]), dtype=dtype),
+                )
         else:
             self._rows[x.buffer] = self._rows.pop(x.reuse)
             views = self._views.pop(x.reuse, None)

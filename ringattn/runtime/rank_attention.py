@@ -8,7 +8,7 @@ Shapes: b batch, s local tokens, h query heads, hk key/value heads, d head dim, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,7 +28,8 @@ class RankAttention:
     """What one rank does in both passes.
 
     transport: the ring's. program: the rank's instructions. q_order, k_order: the orders in which the plan counts the rows of q, and of k
-    and v; None if they come so. exchange: the all-to-all to heads, on a grid.
+    and v; None if they come so. exchange: the all-to-all to heads, on a grid. replays: see
+    `local.replayed`.
     """
 
     transport: Transport
@@ -36,6 +37,7 @@ class RankAttention:
     q_order: Order | None = None
     k_order: Order | None = None
     exchange: HeadExchange | None = None
+    replays: dict = field(default_factory=dict)
 
     def forward(self, score: Score, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, final: bool) -> local.State:
         """out (b, s, h, d_v), row_max and row_sum (b, h, s); with `final`, out in q's dtype."""
@@ -52,7 +54,14 @@ class RankAttention:
         return _restored(out, self.q_order), _restored(row_max, self.q_order, dim=2), _restored(row_sum, self.q_order, dim=2)
 
     def backward(
-        self, score: Score, queries: local.Queries, k: torch.Tensor, v: torch.Tensor, *, slopes_too: bool, values_too: bool
+        self,
+        score: Score,
+        queries: local.Queries,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        slopes_too: bool = False,
+        values_too: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ModifierSums]:
         """dq, dk, dv in the inputs' dtypes, and the gradients of slopes and of a bias's values, where they are asked for.
 
@@ -84,6 +93,11 @@ class RankAttention:
             dk, dv = _summed(dk, copies, k.dtype), _summed(dv, copies, v.dtype)
         dq, dk, dv = _restored(dq, self.q_order), _restored(dk, self.k_order), _restored(dv, self.k_order)
         return dq, dk, dv, sums if score.modifiers is None else self._sums_of_all_heads(sums, heads)
+
+    @property
+    def alone(self) -> bool:
+        """Whether all happens on this device."""
+        return self.transport.size == 1 and self.takes_rows_as_they_come
 
     @property
     def takes_rows_as_they_come(self) -> bool:

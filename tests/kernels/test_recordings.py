@@ -1,0 +1,210 @@
+"""Recorded passes: each replay is what the pass itself would have computed, and what cannot be explained is not replayed."""
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from triton import knobs
+
+import ringattn as ra
+from ringattn.runtime.groups import get_context
+from ringattn_kernels import direct, launches, recordings
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """Launches on the CPU: `host.add(x, y, out)` computes x + y by their addresses. `host.work` counts passes."""
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7))
+    monkeypatch.setattr(direct, "driver", driver)
+    monkeypatch.setattr(recordings, "driver", driver)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    class Launcher:
+        def __call__(self, *arguments):
+            assert arguments[:5] == (1, 1, 1, 7, "function")
+            x, y, out = (np.ctypeslib.as_array((ctypes.c_float * 4).from_address(address)) for address in arguments[13:16])
+            out[:] = x + y * arguments[16]
+
+    run = SimpleNamespace(
+        global_scratch_size=0, profile_scratch_size=0, launch=Launcher(), launch_cooperative_grid=False, launch_pdl=False
+    )
+    compiled = SimpleNamespace(run=run, function="function", packed_metadata=())
+    names = ["x_ptr", "y_ptr", "out_ptr", "factor"]
+    launch = direct.direct_launch(compiled, (1, 1, 1), names, [None, None, None, 1.0], frozenset(names[:3]))
+    assert launch is not None
+
+    def add(x, y, out):
+        moving = dict(x_ptr=x, y_ptr=y, out_ptr=out)
+        if launches.recorder.made is not None:
+            launches.recorder.made.append((launch, moving))
+            for hook in knobs.runtime.launch_enter_hook.calls:
+                hook(None)
+        launch(moving)
+
+    return SimpleNamespace(add=add, passes=0, found={})
+
+
+def pass_of(host, x, y, *, also=lambda inside: None, kept=None):
+    """(2 x + y + kept,) in two launches through memory inside the pass."""
+
+    def work():
+        host.passes += 1
+        inside, out = x.new_empty(2, 4).unbind()[1], torch.empty_like(x)
+        host.add(x, y, inside)
+        also(inside)
+        host.add(x if kept is None else kept, inside, out)
+        return (out,)
+
+    (out,) = recordings.replay(host.found, ("pass",), (x, y), work)
+    return out
+
+
+def test_a_pass_runs_twice_and_is_replayed_from_then_on(host):
+    constant, results = torch.full((4,), 100.0), []
+    for i in range(6):
+        x, y = torch.full((4,), float(i)), torch.arange(4.0)
+        results.append((pass_of(host, x, y, kept=constant), i + torch.arange(4.0) + 100))
+    assert host.passes == 2
+    assert all(torch.equal(found, wanted) for found, wanted in results)
+    # tensors of other strides or on another stream are others
+    pass_of(host, torch.zeros(8)[::2], torch.zeros(4))
+    assert host.passes == 3
+
+
+def test_an_operation_of_torch_is_never_left_out(host):
+    for i in range(5):
+        x = torch.full((4,), float(i))
+        assert torch.equal(pass_of(host, x, torch.ones(4), also=lambda inside: inside.mul_(2)), x + (x + 1) * 2)
+    assert host.passes == 5
+
+
+def test_a_launch_that_is_not_a_direct_one_is_never_left_out(host):
+    def other(inside):
+        for hook in knobs.runtime.launch_enter_hook.calls:
+            hook(None)
+
+    for i in range(5):
+        x = torch.full((4,), float(i))
+        assert torch.equal(pass_of(host, x, torch.ones(4), also=other), 2 * x + 1)
+    assert host.passes == 5
+
+
+def test_a_part_of_an_input_is_not_replayed(host):
+    for i in range(5):
+        x = torch.arange(8.0) + i
+        found = pass_of(host, x[:4], torch.zeros(4), kept=x[4:])
+        assert torch.equal(found, x[:4] + x[4:])
+    assert host.passes == 5
+
+
+def test_one_tensor_given_twice_is_not_taken_for_two(host):
+    for i in range(6):
+        x = torch.full((4,), float(i))
+        assert torch.equal(pass_of(host, x, x), 3 * x)
+        assert torch.equal(pass_of(host, x, x + 1), 3 * x + 1)
+
+
+def step(q, k, v, dout, **options):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    if q is k:
+        leaves[1] = leaves[0]
+    out = ra.ring_attention(*leaves, **options)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+def random(b, s, h, hk, d, dtype):
+    return [torch.randn(b, s, n, d, device="cuda", dtype=dtype) for n in (h, hk, hk, h)]
+
+
+def found_last():
+    """The replays of the call whose plan was used last."""
+    return next(reversed(get_context(None)._attentions.values())).replays
+
+
+class TestOnGpu:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize(("d", "mask"), [(128, ra.causal()), (64, ra.sliding_window(100)), (96, ra.documents([300, 129, 83]))])
+    def test_a_replay_has_the_bits_of_the_pass(self, d, mask, dtype):
+        torch.manual_seed(0)
+        inputs = [random(2, 512, 8, 2, d, dtype) for _ in range(6)]
+        replayed = [step(*x, mask=mask) for x in inputs]
+        assert any(type(found).__name__ == "_Recording" for found in found_last().values())
+        found_last().clear()
+        for x, results in zip(inputs, replayed):
+            found_last().clear()
+            out, _, dk, dv = step(*x, mask=mask)
+            assert torch.equal(out, results[0]) and torch.equal(dk, results[2]) and torch.equal(dv, results[3])
+            assert (step(*x, mask=mask)[1] - results[1]).abs().max() < 2e-2
+
+    def test_tensors_given_twice_are_not_taken_for_one_another(self):
+        torch.manual_seed(0)
+        for _ in range(4):
+            q, k, v, dout = random(1, 256, 4, 4, 64, torch.bfloat16)
+            one = step(q, q, v, dout)[0]
+            assert torch.equal(one, step(q, q.clone(), v, dout)[0])
+            assert not torch.equal(one, step(q, k, v, dout)[0])
+
+    def test_statistics_and_their_gradient_are_replayed(self):
+        torch.manual_seed(0)
+        found = []
+        for _ in range(5):
+            q, k, v, dout = random(1, 300, 4, 2, 128, torch.bfloat16)
+            leaves = [x.requires_grad_() for x in (q, k, v)]
+            out, stats = ra.ring_attention(*leaves, return_stats=True)
+            loss = (out * dout).sum() + stats.lse.square().mean()
+            gradients = torch.autograd.grad(loss, leaves)
+            wanted = [x.detach().double().cpu().requires_grad_() for x in leaves]
+            out, stats = ra.ring_attention(*wanted, return_stats=True)
+            exact = torch.autograd.grad((out * dout.double().cpu()).sum() + stats.lse.square().mean(), wanted)
+            found.append(max(float((x.double().cpu() - y).norm() / y.norm()) for x, y in zip(gradients, exact)))
+        assert max(found) < 1e-2
+
+    def test_calls_on_several_streams_and_in_graphs_are_right(self):
+        torch.manual_seed(0)
+        q, k, v, dout = random(1, 512, 4, 4, 64, torch.bfloat16)
+        wanted = step(q, k, v, dout)[0]
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        for _ in range(3):
+            for stream in streams:
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    found = step(q, k, v, dout)[0]
+                torch.cuda.current_stream().wait_stream(stream)
+                assert torch.equal(found, wanted)
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad():
+            ra.ring_attention(q, k, v)
+            with torch.cuda.graph(graph):
+                out = ra.ring_attention(q, k, v)
+        q.copy_(torch.randn_like(q))
+        graph.replay()
+        assert torch.equal(out, step(q, k, v, dout)[0])
+
+    def test_a_deterministic_call_is_another_one(self):
+        torch.manual_seed(0)
+        inputs = random(2, 1024, 8, 2, 128, torch.bfloat16)
+        for _ in range(4):
+            step(*inputs)
+        torch.use_deterministic_algorithms(True)
+        try:
+            found = [step(*inputs)[1] for _ in range(4)]
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert all(torch.equal(x, found[0]) for x in found)
+
+    def test_other_shapes_and_strides_are_recorded_apart(self):
+        torch.manual_seed(0)
+        for _ in range(3):
+            for s, fused in ((256, False), (320, False), (256, True)):
+                q, k, v, dout = random(1, s, 4, 4, 64, torch.bfloat16)
+                if fused:
+                    q, k, v = torch.cat([q, k, v], 3).split(64, 3)
+                results = step(q, k, v, dout)
+                wanted = step(*(x.contiguous() for x in (q, k, v)), dout)
+                assert torch.equal(results[0], wanted[0]) and torch.equal(results[3], wanted[3])
