@@ -720,13 +720,6 @@ MUTATIONS = (
     ),
     Mutation(
         "kernels/ringattn_kernels/recordings.py",
-        "known is None or len(set(addresses)) < len(addresses) or hooked()",
-        "known is None or hooked()",
-        "a recording of one tensor given twice is replayed for two",
-        RECORDINGS,
-    ),
-    Mutation(
-        "kernels/ringattn_kernels/recordings.py",
         "address = bases[base] + offset",
         "address = bases[base]",
         "parts of the memory inside a pass fall together",

@@ -49,14 +49,15 @@ def host(monkeypatch):
 
 
 def pass_of(host, x, y, *, also=lambda inside: None, kept=None):
-    """(2 x + y + kept,) in two launches through memory inside the pass."""
+    """3 x + 2 y, or 2 x + y + kept, in three launches through memory inside the pass."""
 
     def work():
         host.passes += 1
-        inside, out = x.new_empty(2, 4).unbind()[1], torch.empty_like(x)
-        host.add(x, y, inside)
-        also(inside)
-        host.add(x if kept is None else kept, inside, out)
+        (first, second), out = x.new_empty(2, 4).unbind(), torch.empty_like(x)
+        host.add(x, y, first)
+        host.add(first, x, second)
+        also(second)
+        host.add(first if kept is None else kept, second, out)
         return (out,)
 
     (out,) = recordings.replay(host.found, ("pass",), (x, y), work)
@@ -67,18 +68,22 @@ def test_a_pass_runs_twice_and_is_replayed_from_then_on(host):
     constant, results = torch.full((4,), 100.0), []
     for i in range(6):
         x, y = torch.full((4,), float(i)), torch.arange(4.0)
-        results.append((pass_of(host, x, y, kept=constant), i + torch.arange(4.0) + 100))
+        results.append((pass_of(host, x, y, kept=constant), 2 * i + torch.arange(4.0) + 100))
     assert host.passes == 2
     assert all(torch.equal(found, wanted) for found, wanted in results)
-    # tensors of other strides or on another stream are others
+    # without what is kept, and with tensors of other strides
+    host.found.clear()
+    for i in range(4):
+        assert torch.equal(pass_of(host, torch.full((4,), float(i)), torch.ones(4)), torch.full((4,), 3.0 * i + 2))
+    assert host.passes == 4
     pass_of(host, torch.zeros(8)[::2], torch.zeros(4))
-    assert host.passes == 3
+    assert host.passes == 5
 
 
 def test_an_operation_of_torch_is_never_left_out(host):
     for i in range(5):
         x = torch.full((4,), float(i))
-        assert torch.equal(pass_of(host, x, torch.ones(4), also=lambda inside: inside.mul_(2)), x + (x + 1) * 2)
+        assert torch.equal(pass_of(host, x, torch.ones(4), also=lambda second: second.mul_(2)), 5 * x + 3)
     assert host.passes == 5
 
 
@@ -89,7 +94,7 @@ def test_a_launch_that_is_not_a_direct_one_is_never_left_out(host):
 
     for i in range(5):
         x = torch.full((4,), float(i))
-        assert torch.equal(pass_of(host, x, torch.ones(4), also=other), 2 * x + 1)
+        assert torch.equal(pass_of(host, x, torch.ones(4), also=other), 3 * x + 2)
     assert host.passes == 5
 
 
@@ -97,15 +102,15 @@ def test_a_part_of_an_input_is_not_replayed(host):
     for i in range(5):
         x = torch.arange(8.0) + i
         found = pass_of(host, x[:4], torch.zeros(4), kept=x[4:])
-        assert torch.equal(found, x[:4] + x[4:])
+        assert torch.equal(found, 2 * x[:4] + x[4:])
     assert host.passes == 5
 
 
 def test_one_tensor_given_twice_is_not_taken_for_two(host):
     for i in range(6):
         x = torch.full((4,), float(i))
-        assert torch.equal(pass_of(host, x, x), 3 * x)
-        assert torch.equal(pass_of(host, x, x + 1), 3 * x + 1)
+        assert torch.equal(pass_of(host, x, x), 5 * x)
+        assert torch.equal(pass_of(host, x, x + 1), 5 * x + 2)
 
 
 def step(q, k, v, dout, **options):
