@@ -58,25 +58,25 @@ def replay(found: dict[tuple, Any], facts: tuple, inputs: Tensors, work: Callabl
 _NEW, _SEEN = object(), object()
 
 
-class _Place(NamedTuple):
+class _Source(NamedTuple):
     """Where the address of an argument comes from: `base` counts inputs, then results, and is -1 for the memory inside the pass."""
 
     base: int
     offset: int
 
 
-class _Launch(NamedTuple):
+class _RecordedLaunch(NamedTuple):
     """A launch: its arguments in the launcher's order, and those that move."""
 
     launch: DirectLaunch
     arguments: list[Any]
-    moving: list[tuple[int, Callable[[int], Any] | None, _Place]]
+    moving: list[tuple[int, Callable[[int], Any] | None, _Source]]
 
 
 class _Recording:
     """A pass as allocations and launches."""
 
-    def __init__(self, device: torch.device, nbytes: int, results: Tensors, made: list[_Launch]) -> None:
+    def __init__(self, device: torch.device, nbytes: int, results: Tensors, made: list[_RecordedLaunch]) -> None:
         self._device, self._nbytes, self._launches = device, nbytes, made
         self._results = [(tuple(x.shape), x.stride(), x.dtype) for x in results]
 
@@ -99,7 +99,7 @@ class _Recording:
         return results
 
 
-class _Watch(TorchDispatchMode):
+class _Witness(TorchDispatchMode):
     """Keeps what is allocated, by the address of its memory, and notes whether anything else happens than allocations and views."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ def _record(inputs: Tensors, addresses: list[int], work: Callable[[], Tensors]) 
         counted += 1
 
     made: list[tuple[DirectLaunch | None, dict[str, Any]]] = []
-    watch, hook = _Watch(), knobs.runtime.launch_enter_hook
+    watch, hook = _Witness(), knobs.runtime.launch_enter_hook
     if not hasattr(hook, "add") or launches.recorder.made is not None:
         return work(), None
     hook.add(count)
@@ -151,14 +151,14 @@ def _record(inputs: Tensors, addresses: list[int], work: Callable[[], Tensors]) 
             nbytes += -(-x.untyped_storage().nbytes() // _ALIGNED) * _ALIGNED
     inside = {x.untyped_storage().data_ptr() for x in inputs}
 
-    def place_of(x: torch.Tensor) -> _Place | None:
+    def place_of(x: torch.Tensor) -> _Source | None:
         begin, address = x.untyped_storage().data_ptr(), x.data_ptr()
         if address in bases:
-            return _Place(bases[address], 0)
+            return _Source(bases[address], 0)
         if begin in memory:
-            return _Place(-1, memory[begin] + address - begin)
+            return _Source(-1, memory[begin] + address - begin)
         if begin in own:
-            return _Place(bases[begin], address - begin)
+            return _Source(bases[begin], address - begin)
         return None
 
     found = []
@@ -176,5 +176,5 @@ def _record(inputs: Tensors, addresses: list[int], work: Callable[[], Tensors]) 
                     return results, None
                 else:
                     launch.keep(x)
-        found.append(_Launch(launch, arguments, places))
+        found.append(_RecordedLaunch(launch, arguments, places))
     return results, _Recording(inputs[0].device, nbytes, results, found)

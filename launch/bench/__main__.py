@@ -12,7 +12,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
-COMMANDS = ("cold", "curves", "fit", "kernels", "overhead", "pictures", "ring", "scores", "steady", "sweep")
+COMMANDS = ("cold", "curves", "fit", "kernels", "overhead", "pictures", "ring", "scores", "short", "steady", "sweep")
 
 
 def prepare_path() -> None:

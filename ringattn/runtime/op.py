@@ -94,7 +94,7 @@ def _forward(
     with call.turn, _without_autocast(q.device.type):
         seq_len, place = call.begin(q, k, v, score, needs_grad)
         rank_attention = call.rank_attention(seq_len, q, k, v)
-        if score.modifiers is None and rank_attention.alone:
+        if call.alone and score.modifiers is None and rank_attention.takes_rows_as_they_come:
             out, row_max, row_sum = local.replayed(
                 rank_attention.replays,
                 ("forward", score.softmax_scale, call.final),
@@ -156,7 +156,7 @@ def _backward(
         if dout.is_cuda:
             dout = dout.to(q.dtype)  # kernels multiply it by v; a partial's is fp32
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        if score.modifiers is None and sinks is None and rank_attention.alone:
+        if call.alone and score.modifiers is None and sinks is None and rank_attention.takes_rows_as_they_come:
             given = (q, k, v, dout, out, row_max, row_sum) if drow_sum is None else (q, k, v, dout, out, row_max, row_sum, drow_sum)
             dq, dk, dv = local.replayed(
                 rank_attention.replays,

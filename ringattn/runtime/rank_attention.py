@@ -95,11 +95,6 @@ class RankAttention:
         return dq, dk, dv, sums if score.modifiers is None else self._sums_of_all_heads(sums, heads)
 
     @property
-    def alone(self) -> bool:
-        """Whether all happens on this device."""
-        return self.transport.size == 1 and self.takes_rows_as_they_come
-
-    @property
     def takes_rows_as_they_come(self) -> bool:
         """Whether the rows of q are attended in the order, and with the heads, in which they come."""
         return self.q_order is None and self.exchange is None

@@ -89,7 +89,7 @@ def test_peak_is_what_a_backward_pass_allocates(ranks, mask, layout, monkeypatch
     n, h, hk, d = 8192, 4, 1, 64
     layout = ra.default_layout(mask, n, ranks) if layout == "own" else getattr(ra, layout)(n, ranks)
     monkeypatch.setattr(local, "streams", lambda *args: InOrder())
-    monkeypatch.setattr(local, "query_sums", lambda q, score, dtype: Sums(q))
+    monkeypatch.setattr(local, "query_sums", lambda queries, score, dtype: Sums(queries.q))
     monkeypatch.setattr(local, "backward", lambda queries, *args, **kwargs: [torch.empty(2 * queries.row_max.numel())].clear())
 
     for schedule in (ra.ring(), ra.gather(), ra.waves(2)):
