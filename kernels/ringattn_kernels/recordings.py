@@ -37,9 +37,12 @@ def replay(found: dict[tuple, Any], facts: tuple, inputs: Tensors, work: Callabl
     """
     if torch.cuda.is_current_stream_capturing():
         return work()
-    stream = driver.active.get_current_stream(driver.active.get_current_device())
+    device = driver.active.get_current_device()
+    stream = driver.active.get_current_stream(device)
     addresses = [x.data_ptr() for x in inputs]
-    key = (facts, stream, torch.are_deterministic_algorithms_enabled(), *map(kind, inputs))
+    # streams of two devices may have one number
+    where = device, inputs[0].device, stream
+    key = (facts, where, torch.are_deterministic_algorithms_enabled(), *map(kind, inputs))
     known = found.get(key, _NEW)
     # inputs that begin at one address, such as one tensor given twice, would be taken for one another
     if known is None or len(set(addresses)) < len(addresses) or hooked():

@@ -725,6 +725,13 @@ MUTATIONS = (
         "parts of the memory inside a pass fall together",
         RECORDINGS,
     ),
+    Mutation(
+        "kernels/ringattn_kernels/recordings.py",
+        "where = device, inputs[0].device, stream",
+        "where = stream",
+        "what one GPU did is replayed for another",
+        RECORDINGS,
+    ),
     # predictions
     Mutation(
         "ringattn/predict/planner.py",

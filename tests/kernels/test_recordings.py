@@ -18,7 +18,8 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 @pytest.fixture
 def host(monkeypatch):
     """Launches on the CPU: `host.add(x, y, out)` computes x + y by their addresses. `host.work` counts passes."""
-    driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7))
+    device = SimpleNamespace(number=0)
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: device.number, get_current_stream=lambda device: 7))
     monkeypatch.setattr(direct, "driver", driver)
     monkeypatch.setattr(recordings, "driver", driver)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -45,7 +46,7 @@ def host(monkeypatch):
                 hook(None)
         launch(moving)
 
-    return SimpleNamespace(add=add, passes=0, found={})
+    return SimpleNamespace(add=add, passes=0, found={}, device=device)
 
 
 def pass_of(host, x, y, *, also=lambda inside: None, kept=None):
@@ -78,6 +79,10 @@ def test_a_pass_runs_twice_and_is_replayed_from_then_on(host):
     assert host.passes == 4
     pass_of(host, torch.zeros(8)[::2], torch.zeros(4))
     assert host.passes == 5
+    # the default streams of two devices have one number
+    host.device.number = 1
+    pass_of(host, torch.zeros(4), torch.zeros(4))
+    assert host.passes == 6
 
 
 def test_an_operation_of_torch_is_never_left_out(host):
