@@ -33,7 +33,7 @@ model = LlamaForCausalLM(
 lengths = [37, 5, 61, 1, 24]
 batch = pack([(torch.arange(n) + start) % 64 for n, start in zip(lengths, torch.randint(64, (len(lengths),)), strict=True)])
 mask = ra.documents(lengths=lengths)
-layout = ra.balanced(mask, seq_len=sum(lengths), world_size=world_size)  # even work on uneven documents
+layout = ra.placed(mask, seq_len=sum(lengths), world_size=world_size)  # even work; short documents stay on one rank
 print(f"rank {rank} of {world_size}: {layout.lengths[rank]} of {layout.seq_len} tokens, {layout.work(mask)[rank]} live pairs")
 
 report = ra.verify(model, batch, layout=layout)

@@ -25,14 +25,20 @@ from .geometry.mask import (
     prefix,
     sliding_window,
 )
+from .geometry.placement import placed
 from .geometry.plan import Plan, make_plan
 from .geometry.span import Span
 from .integrations.replace import replace_attention
 from .partial import Partial, Stats, finish, merge
 from .predict import planner
+from .preparation import prepare
 from .runtime.groups import hybrid, process_group, symmetric
 from .schedule.schedules import Schedule, default_schedule, double_ring, gather, ring, waves
 from .scores import Buckets, RelativeBias, ScoreMod, alibi_slopes, buckets, relative_bias, score, t5_buckets
+from .serving.batch import CacheBatch
+from .serving.cache import PagedCache
+from .serving.decoding import decode
+from .serving.pages import CachedSequence, OutOfPages
 from .training import causal_lm, data, loss, tiled
 from .training.checkpoint import checkpoint_contexts, checkpoint_layers, checkpoint_policy
 from .verification import Report, verify
@@ -40,8 +46,12 @@ from .warmup import warm
 
 __all__ = [
     "Buckets",
+    "CacheBatch",
+    "CachedSequence",
     "Layout",
     "Mask",
+    "OutOfPages",
+    "PagedCache",
     "Partial",
     "Plan",
     "RelativeBias",
@@ -62,6 +72,7 @@ __all__ = [
     "checkpoint_layers",
     "checkpoint_policy",
     "contiguous",
+    "decode",
     "default_layout",
     "default_schedule",
     "dilated_window",
@@ -74,7 +85,9 @@ __all__ = [
     "hybrid",
     "make_plan",
     "merge",
+    "placed",
     "prefix",
+    "prepare",
     "process_group",
     "reference",
     "relative_bias",

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from math import inf
 
+import numpy as np
 import torch
 
-from .geometry.mask import Mask, causal, full, sliding_window
+from .geometry.layout import Layout, balanced, contiguous, default_layout, striped, zigzag
+from .geometry.mask import Mask, causal, documents, full, sliding_window
+from .geometry.placement import placed
 from .predict import timeline
 from .predict.machine import MACHINES, Machine
 from .predict.planner import check_work, held_bytes, options, predict, recommend
@@ -19,6 +22,14 @@ from .predict.simulation import Prediction, Workload
 from .warmup import warm
 
 _GIB = 1 << 30
+LAYOUTS: dict[str, Callable[[Mask, int, int], Layout]] = {
+    "balanced": balanced,
+    "contiguous": lambda _, *sizes: contiguous(*sizes),
+    "default": default_layout,
+    "placed": placed,
+    "striped": lambda _, *sizes: striped(*sizes),
+    "zigzag": lambda _, *sizes: zigzag(*sizes),
+}
 _COLUMNS = (
     "forward ms | fwd+bwd ms | exposed ms | TFLOP/s a GPU | share of the kernels' rate | sent GiB | between nodes GiB | peak GiB"
 )
@@ -31,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = commands.add_parser(
         "plan",
         help="predict time, communication and memory of each schedule",
-        description="For one number of GPUs and one length, a table of the schedules; for several, the best schedule of each.",
+        description=(
+            "For one number of GPUs and one length, a table of the schedules; for several, the best schedule of each. The mask "
+            "window:TOKENS is causal with the last TOKENS keys, documents:MEAN packs causal documents of log-normal lengths with this mean."
+        ),
     )
     plan.add_argument("--gpus", type=int, nargs="+", required=True, help="GPUs in all")
     plan.add_argument("--gpus-per-node", type=int, default=8, help="(default 8)")
@@ -39,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan.add_argument("--heads", type=int, default=32, help="query heads (default 32)")
     plan.add_argument("--kv-heads", type=int, default=8, help="K/V heads (default 8)")
     plan.add_argument("--head-dim", type=int, default=128, help="(default 128)")
-    plan.add_argument("--mask", default="causal", help="causal (default), full, or window:TOKENS: causal, the last TOKENS keys")
+    plan.add_argument("--mask", default="causal", help="causal (default), full, window:TOKENS or documents:MEAN")
+    plan.add_argument("--layout", choices=sorted(LAYOUTS), default="default", help="(default: the mask's default layout)")
     plan.add_argument(
         "--memory-gib",
         type=float,
@@ -74,7 +89,6 @@ def _warm(given: argparse.Namespace) -> None:
 
 def _plan(given: argparse.Namespace) -> None:
     machine = MACHINES[given.machine].with_rates(dict(_rate(text) for text in given.rates))
-    mask = parse_mask(given.mask)
     worlds = list(product(given.gpus, given.tokens))
     if given.timeline and len(worlds) > 1:
         raise ValueError(f"--timeline draws one world, but {len(worlds)} are given: give one value of --gpus and one of --tokens")
@@ -82,7 +96,8 @@ def _plan(given: argparse.Namespace) -> None:
         timeline.need_figures()
     found = []
     for gpus, tokens in worlds:
-        work = Workload(tokens, given.heads, given.kv_heads, given.head_dim, mask)
+        mask = parse_mask(given.mask, tokens)
+        work = Workload(tokens, given.heads, given.kv_heads, given.head_dim, mask, LAYOUTS[given.layout])
         check_work(work, gpus, given.gpus_per_node)
         memory = _budget(given.memory_gib, machine, work, gpus)
         predictions = [
@@ -105,14 +120,27 @@ def _plan(given: argparse.Namespace) -> None:
         print(f"timeline: {given.timeline}", file=sys.stderr)
 
 
-def parse_mask(text: str) -> Mask:
-    """The mask that `text` names. Raises ValueError if it names none."""
+def parse_mask(text: str, tokens: int) -> Mask:
+    """The mask that `text` names, for a sequence of so many tokens. Raises ValueError if it names none."""
     word, _, number = text.partition(":")
     if text in ("causal", "full"):
         return causal() if text == "causal" else full()
     if word == "window" and number.isdigit() and int(number) > 0:
         return sliding_window(int(number) - 1)
-    raise ValueError(f"mask is {text!r}, but must be causal, full or window:TOKENS, such as window:4096")
+    if word == "documents" and number.isdigit() and int(number) > 0:
+        return documents(lengths=_log_normal(int(number), tokens))
+    raise ValueError(f"mask is {text!r}, but must be causal, full, window:TOKENS or documents:MEAN, such as window:4096")
+
+
+def _log_normal(mean: int, tokens: int) -> list[int]:
+    """Lengths of documents that fill `tokens`: log-normal, with a deviation of the logarithm of 1, the same in every run."""
+    generator = np.random.default_rng(0)
+    lengths = []
+    left = max(1, tokens)
+    while left > 0:
+        lengths.append(min(left, max(1, int(generator.lognormal(np.log(mean) - 0.5)))))
+        left -= lengths[-1]
+    return lengths
 
 
 def _rate(text: str) -> tuple[str, float]:

@@ -131,7 +131,7 @@ def ring_attention(
         if layout is not None:
             check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
         if schedule is not None:
-            check.instance("schedule", schedule, Schedule, "build one with ring(), waves(width) and the like")
+            check.instance("schedule", schedule, Schedule, check.BUILD_A_SCHEDULE)
         if name is not None:
             check.instance("name", name, str, "pass a text, the same on every rank")
         scale = check.softmax_scale(softmax_scale, q.shape[3])
@@ -186,7 +186,7 @@ def attend(
 
 
 def _check_score(score: ScoreMod, q: torch.Tensor) -> None:
-    check.instance("score", score, ScoreMod, "build one with score(softcap=...) and the like")
+    check.instance("score", score, ScoreMod, check.BUILD_A_SCORE)
     score.check(q)
 
 

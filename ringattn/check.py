@@ -22,6 +22,8 @@ TRANSFORMED = "in forward mode or by torch.func, which attention does not suppor
 # advice for `instance`
 BUILD_A_LAYOUT = "build one with zigzag(seq_len, world_size) and the like"
 BUILD_A_MASK = "build one with causal(), documents(...) and the like"
+BUILD_A_SCORE = "build one with score(softcap=...) and the like"
+BUILD_A_SCHEDULE = "build one with ring(), waves(width) and the like"
 
 
 def shown(value: Any) -> str:
@@ -118,6 +120,12 @@ def instance(name: str, value: Any, kind: type, advice: str) -> None:
     """Raise ValueError, with `advice`, unless `value` is a `kind`."""
     if not isinstance(value, kind):
         raise ValueError(f"{name} is {shown(value)}, but must be a {kind.__name__}: {advice}")
+
+
+def optional(name: str, value: Any, kind: type, advice: str) -> None:
+    """As `instance`, but None is fine."""
+    if value is not None:
+        instance(name, value, kind, advice)
 
 
 def softmax_scale(value: Any, head_dim: int) -> float:

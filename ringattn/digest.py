@@ -36,7 +36,7 @@ class Digested:
             object.__setattr__(self, "_first", first)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_first"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_first", "_latest")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

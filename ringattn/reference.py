@@ -55,7 +55,7 @@ def attention(
     mask = causal() if mask is None else mask
     check.instance("mask", mask, Mask, check.BUILD_A_MASK)
     if score is not None:
-        check.instance("score", score, ScoreMod, "build one with score(softcap=...) and the like")
+        check.instance("score", score, ScoreMod, check.BUILD_A_SCORE)
         score.check(q)
     live = mask.dense(q.shape[1]).to(q.device)
     keys = k.repeat_interleave(groups, dim=2)
@@ -73,7 +73,7 @@ def attention(
     row_sum = weights.sum(-1, keepdim=True)
     weights = (weights / row_sum.masked_fill(row_sum == 0, 1))[..., : k.shape[1]].to(q.dtype)
     if score is not None and score.dropout:
-        weights = weights * _kept(score, weights.shape).to(weights.device) / (1 - score.dropout)
+        weights = weights * kept_pairs(score, weights.shape).to(weights.device) / (1 - score.dropout)
     out = torch.einsum("bhqk,bkhd->bqhd", weights, values)
     return (out, Stats(row_max[..., 0], row_sum[..., 0])) if return_stats else out
 
@@ -96,8 +96,8 @@ def _modified(scores: torch.Tensor, score: ScoreMod) -> torch.Tensor:
     return scores
 
 
-def _kept(score: ScoreMod, shape: torch.Size) -> torch.Tensor:
-    """Which pairs (b, h, s, s) dropout keeps."""
+def kept_pairs(score: ScoreMod, shape: torch.Size) -> torch.Tensor:
+    """Which pairs (b, h, s, s) the dropout of a score keeps."""
     *_, drawn = score.tensors(torch.float64)
     b, h, s, _ = shape
     modifiers, positions = score.kind.modifiers(None, None, drawn, h), np.arange(s)

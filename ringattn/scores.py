@@ -192,6 +192,19 @@ def kind_digest(softcap: float | None, alibi: bool, buckets: str | None, sinks: 
     return _kind(softcap, alibi, buckets, sinks, dropout).digest
 
 
+@constant
+def _pieces_on(of_piece: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The bucket of each piece of distances. torch.compile calls this while it traces."""
+    return _kept_pieces(of_piece, device)
+
+
+@functools.lru_cache(256)
+def _kept_pieces(of_piece: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    # kept, because a CUDA graph cannot capture a copy from the host, and a copy waits for the device
+    with torch.inference_mode(False):  # else they could not be used in training later
+        return torch.tensor(of_piece, device=device)
+
+
 @dataclass(eq=False)
 class ScoreMod:
     """What is done to scores and weights; make one with `score`."""
@@ -258,8 +271,7 @@ class ScoreMod:
         if self.alibi is not None:
             slopes = self.alibi.to(dtype).reshape(-1, self.alibi.shape[-1]).contiguous()
         if self.bias is not None:
-            of_piece = torch.tensor(self.bias.buckets.of_piece, device=self.bias.table.device)
-            values = self.bias.table.to(dtype).index_select(1, of_piece)
+            values = self.bias.table.to(dtype).index_select(1, _pieces_on(self.bias.buckets.of_piece, self.bias.table.device))
         if self.dropout:
             drawn = torch.randint(_LARGEST_SEED, (1,)) if self.seed is None else torch.tensor([self.seed])
             seed = torch.cat([drawn, torch.tensor([self.offset])])

@@ -20,23 +20,35 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from . import check, scores
+from . import scores
 from .geometry.layout import Layout, zigzag
 from .geometry.mask import Mask
-from .integrations.replace import attention_modules, replace_attention
+from .integrations.replace import replace_attention
 from .runtime.agree import Facts, agree, refusing
 from .runtime.groups import Group, get_context, process_groups
 from .scores import ScoreMod
+from .step_checks import check_arguments, check_comparable, check_unwrapped, is_replaced, refusing_dropout
 from .training.causal_lm import IGNORE
 from .training.data import shard_batch, tokens_of
-from .whole_step import DenseCalls, attached_part, dense_copy, in_fp64, of_transformers, on_device, score_of_copy, whole_inputs
+from .whole_step import (
+    DenseCalls,
+    OwnAttention,
+    attached_part,
+    dense_copy,
+    in_fp64,
+    of_transformers,
+    on_device,
+    score_of_copy,
+    whole_inputs,
+)
 
 FLOOR = {torch.float64: 2e-6, torch.float32: 2e-6, torch.bfloat16: 1e-4, torch.float16: 1e-4}
 _LOSS_BOUND, _GRADIENT_BOUND = 2.0, 3.0
 _MANY = 32  # from so many numbers on, the size of rounding errors is not a matter of chance
+_NOTHING = 1e-12  # of all gradients: one so small, such as that of a bias of keys without rotary embeddings, is 0 but for rounding
 _CLOSE = 0.5  # chance never allows a greater distance: a missing gradient has distance 1
+_SEED = 0  # of dropout, where the user gives none
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
 
@@ -115,14 +127,18 @@ def verify(
             `model(**inputs).logits` with `shift_labels`.
         whole: for a model that shards its attention by itself, a copy of it that runs whole sequences with dense attention.
         score: what happens to scores and weights, as for `replace_attention`, in a model that calls scaled_dot_product_attention. The
-            gradients of its slopes, table and sinks are compared too, if they require them. The whole step drops the same pairs, for
-            `dropout_p` of a call too; without a seed, those of seed 0.
+            gradients of its slopes, table and sinks are compared too, if they require them. A model of transformers says by itself what
+            happens to its scores, and is compared with its own attention.
         autocast: run in this precision under autocast, except for the reference.
+
+    In training mode attention may drop weights, in models of both kinds: the whole step drops the same pairs, those of seed 0 unless
+    `score` has another.
 
     Returns a `Report`: `assert report.passed, report`. Raises ValueError if the ranks' weights, batches or scores differ, if a dropout
     other than of weights is on or the step draws other random numbers, if no label counts, if nothing is trainable, if the weights
-    are sharded, for a score of a model that brings its own attention, and if nothing says how the model runs whole sequences. A
-    score or another argument of a wrong type is an error on every rank.
+    are sharded, for a score of a model that brings its own attention, for a model with an encoder and a decoder, for a mask or packed
+    documents where the model makes ALiBi from its mask (BLOOM, Falcon), and if nothing says how the model runs whole sequences. A score
+    or another argument of a wrong type is an error on every rank.
 
     >>> report = ringattn.verify(model, {"input_ids": tokens})  # doctest: +SKIP
     """
@@ -131,16 +147,16 @@ def verify(
     with context.turn:
         with refusing(ranks):
             ranks.order.check()
-            _check_arguments(model, batch, layout, mask, loss, whole, score)
-            if score is not None or _is_replaced(model, whole):
+            check_arguments(model, batch, layout, mask, loss, whole, score)
+            if score is not None or is_replaced(model, whole):
                 score = _prepared(scores.score() if score is None else score, model)
             facts = _facts(score)
         if ranks.size > 1:
             agree(ranks, facts, 0)
-    _check_unwrapped(model)
+    check_unwrapped(model)
     layout = zigzag(tokens_of(batch).shape[1], ranks.size) if layout is None else layout
     batch = _with_labels(batch)
-    _check_comparable(model, whole, score, autocast)
+    check_comparable(model, batch, mask, whole, score, autocast)
     device = next(model.parameters()).device
     _check_weights(model, axes)
     _check_batches(batch, axes, device)
@@ -153,7 +169,7 @@ def verify(
         raise ValueError(f"all labels are {IGNORE}, so that there is no loss to compare: give some that count")
     step = functools.partial(_step, loss=loss, counted=counted)
     before = _random_states(device)
-    with _around_ring(model, layout, mask, group, whole, score):
+    with _around_ring(model, layout, mask, group, whole, score), refusing_dropout(model):
         ours = step(model, score, inputs, autocast)
     if not all(map(torch.equal, before, _random_states(device))):
         raise ValueError("the step draws random numbers (dropout, noise), so no two steps are alike: call model.eval() first")
@@ -168,7 +184,8 @@ def verify(
                 _whole_step(step, model, copied, whole, everything, mask, score, precision)
                 for copied, precision in ((dense, autocast), (in_fp64(dense), None))
             )
-            rows = [[_distance(a, e), _distance(b, e)] for a, b, e in zip(ours, same, exact, strict=True)]
+            all_gradients = torch.stack([x.norm() for x in exact[1:]]).norm()
+            rows = [[_distance(x, e, all_gradients) for x in (a, b)] for a, b, e in zip(ours, same, exact, strict=True)]
             found = torch.tensor([*rows, [exact[0].item()] * 2], dtype=torch.float64)
     finally:
         found = _reduce(found.to(device), axes)
@@ -237,7 +254,8 @@ def _whole_step(
     """A step of a dense copy of the model, or of a copy of `whole`, with a whole batch."""
     own = None if score is None else score_of_copy(score, model, dense)
     inputs = whole_inputs(dense, batch, mask, add_mask=whole is None and of_transformers(model))
-    with contextlib.nullcontext() if own is None else DenseCalls(mask, own):
+    calls = contextlib.nullcontext() if own is None else DenseCalls(mask, own)
+    with OwnAttention(_SEED) if of_transformers(model) else calls:
         return step(dense, own, inputs, autocast)
 
 
@@ -245,7 +263,7 @@ def _prepared(score: ScoreMod, model: nn.Module) -> ScoreMod:
     """The score with a seed, and with leaves in the place of tensors that are not parameters of the model."""
     own = {id(parameter) for parameter in model.parameters()}
     found = score.mapped(lambda x: x if id(x) in own else x.detach().requires_grad_(x.requires_grad))
-    return replace(found, seed=0) if found.seed is None else found
+    return replace(found, seed=_SEED) if found.seed is None else found
 
 
 def _learned(score: ScoreMod | None, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -266,17 +284,12 @@ def _facts(score: ScoreMod | None) -> Facts:
     return Facts(facts)
 
 
-def _is_replaced(model: nn.Module, whole: nn.Module | None) -> bool:
-    """Whether verify replaces the attention of the model."""
-    return whole is None and not of_transformers(model)
-
-
 @contextlib.contextmanager
 def _around_ring(
     model: Any, layout: Layout, mask: Mask | None, group: Group | None, whole: nn.Module | None, score: ScoreMod | None
 ):
     """Run the model's attention around the ring within the block, unless the model does so by itself; afterwards it is as it was."""
-    if _is_replaced(model, whole):
+    if is_replaced(model, whole):
         replaced = replace_attention(model, layout=layout, mask=mask, group=group, score=score)
         try:
             yield
@@ -286,18 +299,18 @@ def _around_ring(
     if not of_transformers(model):
         yield
         return
-    from .integrations.huggingface import NAME, attach, detach
+    from .integrations.huggingface import NAME, attach, attach_seeded, detach
 
     part = attached_part(model)
     before = getattr(part, NAME, None)
-    attach(model, layout=layout, mask=mask, group=group, ignore=() if before is None else before.ignored)
+    attach_seeded(model, layout, mask, group, () if before is None else before.ignored, _SEED)
     try:
         yield
     finally:
         if part is not model:
             detach(model)
         if before is not None:
-            attach(part, layout=before.layout, mask=before.live.mask, group=before.group, ignore=before.ignored)
+            attach(part, layout=before.fixed_layout, mask=before.live.mask, group=before.group, ignore=before.ignored)
 
 
 def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -307,58 +320,6 @@ def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     if batch.get("input_ids") is None:
         raise ValueError(f"the batch has {sorted(batch)}, but neither labels nor input_ids to take them from: give labels")
     return {**batch, "labels": batch["input_ids"]}
-
-
-def _check_arguments(model: Any, batch: Any, layout: Any, mask: Any, loss: Any, whole: Any, score: Any) -> None:
-    check.instance("model", model, nn.Module, "pass the model itself")
-    check.instance("batch", batch, Mapping, "give a dict of whole sequences, such as {'input_ids': ...}")
-    if layout is not None:
-        check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
-    if mask is not None:
-        check.instance("mask", mask, Mask, check.BUILD_A_MASK)
-    if whole is not None:
-        check.instance("whole", whole, nn.Module, "pass a copy of the model that runs whole sequences")
-    if loss is not None:
-        check.function("loss", loss, "of a model and its inputs")
-    if score is not None:
-        check.instance("score", score, ScoreMod, "build one with score(softcap=...) and the like")
-
-
-def _check_comparable(model: nn.Module, whole: nn.Module | None, score: ScoreMod | None, autocast: torch.dtype | None) -> None:
-    """Raise ValueError if this model's steps cannot be compared."""
-    if score is not None and not _is_replaced(model, whole):
-        raise ValueError(
-            f"score is given, but {type(model).__name__} brings its own attention, which says by itself what happens to scores: "
-            "leave score out"
-        )
-    if _is_replaced(model, whole) and not attention_modules(model):
-        raise ValueError(
-            f"{type(model).__name__} is not a transformers model and calls no scaled_dot_product_attention, so it is unknown how it "
-            "runs whole sequences: give whole=, a copy of it with dense attention"
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
-            f"{type(model).__name__} has no parameter that requires gradients: there is nothing to compare but the loss"
-        )
-    if not torch.is_grad_enabled():
-        raise ValueError(
-            "gradients are off, and they are what is compared: call verify outside of torch.no_grad and inference_mode"
-        )
-    if autocast not in (None, torch.bfloat16, torch.float16):
-        raise ValueError(f"autocast is {autocast!r}, but must be torch.bfloat16 or torch.float16")
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.training and module.p:
-            raise ValueError(f"{name} drops {module.p} of its input at random, so no two steps are alike: call model.eval() first")
-
-
-def _check_unwrapped(model: nn.Module) -> None:
-    from torch.distributed.tensor import DTensor  # here, because its import takes a second
-
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError("the model is wrapped in DistributedDataParallel: verify it before, or pass its .module")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) or hasattr(parameter, "ds_id"):
-            raise ValueError(f"the weights are sharded, for one {name}: verify the model before FSDP2 or DeepSpeed shards it")
 
 
 def _check_batches(batch: Mapping[str, Any], axes: list[dist.ProcessGroup], device: torch.device) -> None:
@@ -391,6 +352,8 @@ def _reduce(value: torch.Tensor, axes: list[dist.ProcessGroup], operation: Any =
     return value
 
 
-def _distance(value: torch.Tensor, exact: torch.Tensor) -> float:
-    """The norm of the difference, relative to the exact value's; absolute if that is 0."""
-    return float((value - exact).norm() / (exact.norm() if exact.any() else 1.0))
+def _distance(value: torch.Tensor, exact: torch.Tensor, all_gradients: torch.Tensor) -> float:
+    """The norm of the difference, relative to the exact value's; or to that of all gradients, if the exact value is 0 but for rounding."""
+    own = exact.norm()
+    scale = own if own > _NOTHING * all_gradients else all_gradients
+    return float((value - exact).norm() / (scale if scale else 1.0))

@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from . import reference
 from .geometry.mask import Mask, causal, documents, full, sliding_window
-from .scores import ScoreMod, with_dropout
+from .scores import ScoreMod, score, with_dropout
+from .training.causal_lm import forward_names
 from .training.data import tokens_of
 
 
@@ -22,10 +23,10 @@ class DenseCalls(TorchFunctionMode):
     What a call may ask for was checked in the step around the ring.
     """
 
-    def __init__(self, mask: Mask | None, score: ScoreMod) -> None:
+    def __init__(self, mask: Mask | None, modified: ScoreMod) -> None:
         super().__init__()
         self.masks = {False: full() if mask is None else mask, True: causal() if mask is None else mask & causal()}
-        self.score = score
+        self.score = modified
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         run = self._attention if func is nn.functional.scaled_dot_product_attention else func
@@ -44,10 +45,68 @@ class DenseCalls(TorchFunctionMode):
     ) -> torch.Tensor:
         assert attn_mask is None
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        score = with_dropout(self.score, dropout_p) if dropout_p else self.score
-        out = reference.attention(q, k, v, mask=self.masks[is_causal], softmax_scale=scale, score=score)
+        modified = with_dropout(self.score, dropout_p) if dropout_p else self.score
+        out = reference.attention(q, k, v, mask=self.masks[is_causal], softmax_scale=scale, score=modified)
         assert isinstance(out, torch.Tensor)
         return out.transpose(1, 2)
+
+
+class OwnAttention(TorchFunctionMode):
+    """While it is on, a model's own attention drops the weights that the ring drops for a seed, and its softmax keeps fp64.
+
+    Weights (b, h, s, s) are the only input of `dropout`: any other was refused in the step around the ring.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        replaced = {
+            nn.functional.dropout: self._dropout,
+            nn.functional.scaled_dot_product_attention: self._attention,
+            nn.functional.softmax: self._softmax,
+        }
+        return replaced.get(func, func)(*args, **(kwargs or {}))
+
+    def _softmax(
+        self, input: torch.Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        # eager attention asks for fp32
+        return nn.functional.softmax(input, dim, dtype=None if input.dtype == torch.float64 else dtype)
+
+    def _dropout(self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        if not training or not p:
+            return input
+        assert input.dim() == 4
+        kept = reference.kept_pairs(score(dropout=p, seed=self.seed), input.shape)
+        return input * kept.to(input.device) / (1 - p)
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if not dropout_p:
+            return nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, float("-inf"))
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return self._dropout(scores.softmax(-1), dropout_p) @ value
 
 
 def of_transformers(model: nn.Module) -> bool:
@@ -63,12 +122,18 @@ def attached_part(model: nn.Module) -> Any:
 
 
 def dense_copy(model: Any) -> nn.Module:
-    """A copy that uses transformers' own attention, if it is of transformers."""
+    """A copy that uses transformers' own attention, if it is of transformers: SDPA, or eager attention where the model uses neither or caps
+    scores, which SDPA cannot."""
     dense = copy.deepcopy(model)
-    if of_transformers(dense) and attached_part(dense) is not None:
+    if not of_transformers(dense):
+        return dense
+    if attached_part(dense) is not None:
         from .integrations.huggingface import detach
 
         detach(dense)
+    caps = any(getattr(module, "attn_logit_softcapping", None) is not None for module in dense.modules())
+    if dense.config._attn_implementation not in ("eager", *(() if caps else ("sdpa",))):
+        dense.set_attn_implementation("eager")
     return dense
 
 
@@ -80,7 +145,7 @@ def in_fp64(model: Any) -> nn.Module:
     return model
 
 
-def score_of_copy(score: ScoreMod, model: nn.Module, other: nn.Module) -> ScoreMod:
+def score_of_copy(modified: ScoreMod, model: nn.Module, other: nn.Module) -> ScoreMod:
     """The score for a copy of the model: the copy's own parameters in the place of the model's, and other tensors in the copy's precision
     if that is fp64."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -92,7 +157,7 @@ def score_of_copy(score: ScoreMod, model: nn.Module, other: nn.Module) -> ScoreM
             return copied[names[id(x)]]
         return x.detach().to(torch.float64 if wide else x.dtype).requires_grad_(x.requires_grad)
 
-    return score.mapped(change)
+    return modified.mapped(change)
 
 
 def whole_inputs(model: Any, batch: Mapping[str, Any], mask: Mask | None, *, add_mask: bool) -> dict[str, Any]:
@@ -114,7 +179,7 @@ def _masked(model: Any, inputs: Mapping[str, Any], mask: Mask | None, seq_len: i
     inputs = {name: value for name, value in inputs.items() if not name.startswith("max_length_")}
     bounds = [inputs.pop(name, None) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     if bounds[0] is not None:
-        packed = documents(cu_seqlens=bounds[0], causal=mask is None)
+        packed = documents(cu_seqlens=bounds[0], causal=mask is None and _is_causal(model))
         mask = packed if mask is None else mask & packed
     inputs["use_cache"] = False
     if mask is None:
@@ -139,6 +204,18 @@ def _masked(model: Any, inputs: Mapping[str, Any], mask: Mask | None, seq_len: i
     else:
         inputs["attention_mask"] = added(within)
     return inputs
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Whether the model's attention is, as its modules say; those that do not say are."""
+    said = (getattr(part, "is_causal", None) for part in model.modules())
+    return next((x for x in said if isinstance(x, bool)), True)
+
+
+def takes_masks(model: nn.Module) -> bool:
+    """Whether a model of transformers takes a mask of any pairs. BLOOM and Falcon make ALiBi of their mask, so it has two dimensions."""
+    makers = (part for part in model.modules() if hasattr(part, "config") and "build_alibi_tensor" in forward_names(part))
+    return not any(getattr(part.config, "alibi", True) for part in makers)
 
 
 def _is_float(value: Any) -> bool:

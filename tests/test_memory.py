@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
-from ringattn.transport import Alone, run_ranks
+from ringattn.runtime import context
+from ringattn.runtime.groups import get_context
+from ringattn.transport import Alone, SilentTransport, run_ranks
 from tests.allocation import Peak, WithoutCopies
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,3 +94,32 @@ def test_a_thousand_steps_leave_nothing_behind(gloo):
         assert blocks <= 4000
         assert process < 4 << 20
         assert counts == [0, 0, 0]
+
+
+def test_hundreds_of_new_batches_leave_nothing_behind(monkeypatch):
+    """Each step has other documents, so that nothing is used again. Bytes are those of Python and NumPy."""
+    monkeypatch.setattr(context, "_KEPT_BYTES", 1 << 17)
+    generator, group = np.random.default_rng(0), SilentTransport(1, 4)
+    q, k, v = (torch.ones(1, 32, heads, 4, requires_grad=True) for heads in (2, 1, 1))
+
+    def steps(count):
+        for _ in range(count):
+            cuts = np.sort(generator.choice(127, 12, replace=False)) + 1
+            mask = ra.documents([0, *cuts.tolist(), 128])
+            layout = ra.balanced(mask, 128, 4)
+            ra.prepare(layout, mask, like=(q, k, v), group=group)
+            ra.ring_attention(q, k, v, layout=layout, mask=mask, group=group).sum().backward()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        # facts of calls are kept for 64 batches
+        before = steps(70)
+        kept = get_context(group)._attentions
+        assert 8 <= len(kept) < 40
+        of_a_batch = sum(one.nbytes for one in kept.values()) / len(kept)
+        # batches differ in size; all of these together would take ten times as much
+        assert steps(200) - before < 20 * of_a_batch
+    finally:
+        tracemalloc.stop()

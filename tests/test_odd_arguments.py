@@ -142,6 +142,41 @@ def ring_attention(layout: ra.Layout | None, mask: ra.Mask | None, softmax_scale
     return deepspeed.RingAttention(parallel, layout=layout, mask=mask, softmax_scale=softmax_scale, score=score)
 
 
+def cache(**options) -> ra.PagedCache:
+    return ra.PagedCache(pages=2, kv_heads=2, head_dim=8, **options)
+
+
+CACHE = cache()
+CACHED = CACHE.extend([CACHE.add()], 6)
+
+
+def extended(tokens: int) -> int:
+    found = cache()
+    return found.extend([found.add()], tokens).sequences[0].length
+
+
+def truncated(length: int) -> int:
+    found = cache()
+    (sequence,) = found.extend([found.add()], 6).sequences
+    found.truncate(sequence, length)
+    return sequence.length
+
+
+def evicted(before: int) -> tuple[int, ...]:
+    found = cache()
+    found.evict(found.extend([found.add()], 6).sequences[0], before)
+    return found.free_pages
+
+
+def of_sequences(sequences: Sequence[ra.CachedSequence]) -> ra.CacheBatch:
+    return cache().extend(sequences, 1)
+
+
+def extended_into(into: ra.CacheBatch | None) -> int:
+    found = cache()
+    return found.extend([found.add()], 1, into).tokens
+
+
 def with_rate(hbm_gbs: float) -> Machine:
     return H200.with_rates({"hbm_gbs": hbm_gbs})
 
@@ -159,9 +194,21 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]]]] = {
     "Mask.__or__": (MASK.__or__, {"other": lambda: MASK}),
     "Mask.__and__": (MASK.__and__, {"other": lambda: MASK}),
     "warm": (warm, {"head_dims": lambda: [4], "dtype": lambda: torch.float32, "device": lambda: "cpu"}),
+    "PagedCache": (ra.PagedCache, {"pages": lambda: 2, "kv_heads": lambda: 2, "head_dim": lambda: 8}),
+    "PagedCache.extend": (extended, {"tokens": lambda: 6}),
+    "PagedCache.extend of sequences": (of_sequences, {"sequences": lambda: [CACHED.sequences[0]]}),
+    "PagedCache.extend into": (extended_into, {"into": lambda: None}),
+    "PagedCache.truncate": (truncated, {"length": lambda: 6}),
+    "PagedCache.evict": (evicted, {"before": lambda: 6}),
+    "PagedCache.fork": (CACHE.fork, {"sequence": CACHE.add}),
+    "PagedCache.free": (CACHE.free, {"sequence": CACHE.add}),
+    "PagedCache.append": (CACHE.append, {"batch": lambda: CACHED, "k": x, "v": x}),
+    "PagedCache.fill": (CACHE.fill, {"batch": lambda: CACHED, "k": x, "v": x, "layout": lambda: LAYOUT}),
     "Plan.tiles": (PLAN.tiles, {"rank": lambda: 0, "owner": lambda: 1}),
     "Plan.needs": (PLAN.needs, {"rank": lambda: 0, "owner": lambda: 1}),
     "Plan.pairs_of": (PLAN.pairs_of, {"rank": lambda: 0, "owner": lambda: 1}),
+    "Plan.pairs_by_owner": (PLAN.pairs_by_owner, {"rank": lambda: 0}),
+    "Plan.needed_by_owner": (PLAN.needed_by_owner, {"rank": lambda: 0}),
     "Span": (span_in_layout, {}),
     "alibi_slopes": (ra.alibi_slopes, {"h": lambda: 2}),
     "attend": (ra.attend, {"q": x, "k": x, "v": x}),
@@ -172,6 +219,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]]]] = {
     "causal": (ra.causal, {}),
     "checkpoint_layers": (ra.checkpoint_layers, {"layers": lambda: [torch.nn.Linear(2, 2)]}),
     "contiguous": (ra.contiguous, {"seq_len": lambda: 6, "world_size": lambda: 2}),
+    "decode": (ra.decode, {"q": x, "cache": lambda: CACHE, "batch": lambda: CACHED}),
     "default_layout": (ra.default_layout, {"mask": lambda: MASK, "seq_len": lambda: 6, "world_size": lambda: 2}),
     "default_schedule": (ra.default_schedule, {"plan": lambda: PLAN}),
     "dilated_window": (ra.dilated_window, {"window": lambda: 2, "dilation": lambda: 2}),
@@ -185,10 +233,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]]]] = {
     "hybrid": (ra.hybrid, {"mesh": lambda: None}),
     "make_plan": (ra.make_plan, {"layout": lambda: LAYOUT, "mask": lambda: MASK}),
     "merge": (ra.merge, {"a": partial, "b": partial}),
+    "placed": (ra.placed, {"mask": lambda: MASK, "seq_len": lambda: 6, "world_size": lambda: 2}),
     "prefix": (ra.prefix, {"n": lambda: 2}),
     "process_group": (ra.process_group, {}),
     "relative_bias": (ra.relative_bias, {"table": lambda: x(2, 32), "buckets": lambda: ra.t5_buckets(bidirectional=False)}),
     "replace_attention": (ra.replace_attention, {"model": Attention}),
+    "prepare": (ra.prepare, {"layout": lambda: LAYOUT, "like": lambda: (x(), x(), x())}),
     "ring": (ra.ring, {}),
     "ring_attention": (ra.ring_attention, {"q": x, "k": x, "v": x}),
     "score": (ra.score, {}),
@@ -312,7 +362,7 @@ def test_every_public_function_is_tried():
     public = {name for name in ra.__all__ if callable(getattr(ra, name))}
     # abstract bases, results that functions return, and functions that torch calls
     untried = {"Mask", "Schedule", "Plan", "Partial", "Report", "Stats", "checkpoint_contexts", "checkpoint_policy"}
-    untried |= {"Buckets", "RelativeBias", "ScoreMod"}
+    untried |= {"Buckets", "RelativeBias", "ScoreMod", "CacheBatch", "CachedSequence", "OutOfPages"}
     assert public - set(CALLS) == untried
     for module in (causal_lm, data, loss, tiled, planner, huggingface, deepspeed):
         functions = {
@@ -327,6 +377,7 @@ def test_every_public_function_is_tried():
             "documents_of_positions",
             "packed_documents",
             "check_work",
+            "attach_seeded",
         }
         of_transformers = {"register", "ring_attention_forward"}
         assert functions <= set(CALLS) | called_within | of_transformers | {"averaged", "summed"}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -283,6 +285,17 @@ def checkpointed(group):
 
 def test_checkpointing_draws_the_same_again(gloo):
     assert all(gloo.run(2, checkpointed))
+
+
+def test_a_table_is_learned_after_a_call_in_inference_mode():
+    """What a call keeps for later ones must serve their backward pass."""
+    buckets = ra.buckets([-77, 3])
+    table = torch.zeros(4, 3, dtype=torch.float64, requires_grad=True)
+    q, k, v, *_ = tensors(20)
+    with torch.inference_mode():
+        ra.ring_attention(q, k, v, score=ra.score(bias=ra.relative_bias(table, buckets)))
+    ra.ring_attention(q, k, v, score=ra.score(bias=ra.relative_bias(table, buckets))).sum().backward()
+    assert table.grad is not None
 
 
 # T5's buckets and ALiBi's slopes
@@ -595,6 +608,108 @@ def test_a_gpu_drops_the_same_pairs(dtype, first):
     assert torch.equal(part.out.transpose(1, 2).cpu() != 0, wanted)
     dv = torch.autograd.grad(part.out, v, torch.eye(s, device="cuda")[None, :, None].expand(2, s, h, s))[0]
     assert torch.equal(dv.permute(0, 2, 3, 1).cpu() != 0, wanted)
+
+
+def captured(function):
+    """A CUDA graph of a function, and what each replay writes its results into."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    gc.collect()  # no graph may be freed while another is captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return graph, results
+
+
+class Step:
+    """Both passes of a call whose inputs change in place, checkpointed or not; `seed` and `offset` are those of dropout."""
+
+    def __init__(self, parts, dtype, checkpointed):
+        self.parts, self.checkpointed = parts, checkpointed
+        whole, (self.buckets, params) = tensors(333, d=64), parameters()
+        *leaves, self.dout = (x.cuda().to(dtype) for x in whole[:4])
+        self.leaves, self.params = [leaf(x) for x in leaves], [leaf(x.float().cuda()) for x in params]
+        self.seed, self.offset = 5 << 40 | 3, 7
+
+    def attend(self, q, k, v, *params):
+        score = replace(make_score(self.parts, self.buckets, *params), seed=self.seed, offset=self.offset)
+        return ra.ring_attention(q, k, v, score=score)
+
+    def __call__(self):
+        run = self.attend
+        if self.checkpointed:
+            # states of generators cannot be read in a capture
+            options = dict(use_reentrant=False, preserve_rng_state=False, context_fn=CONTEXTS[self.checkpointed])
+            run = functools.partial(torch.utils.checkpoint.checkpoint, run, **options)
+        out = run(*self.leaves, *self.params)
+        learned = [x for x, part in zip(self.params, ("alibi", "bias", "sinks")) if part in self.parts]
+        return [out.detach(), *torch.autograd.grad(out, [*self.leaves, *learned], self.dout)]
+
+    def change(self, number):
+        generator = torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            for x in (*self.leaves, self.dout):
+                x.copy_(torch.randn(x.shape, generator=generator))
+
+
+@pytest.fixture
+def same_bits():
+    """dq and the gradients of slopes and tables are sums in no fixed order without it."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+CONTEXTS = {"checkpointed": torch.utils.checkpoint.noop_context_fn, "attention runs once": ra.checkpoint_contexts}
+IN_GRAPHS = [(("dropout",), torch.bfloat16), (("alibi", "bias", "dropout"), torch.bfloat16), (PARTS, torch.float32)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("parts", "dtype"), IN_GRAPHS, ids=str)
+@pytest.mark.parametrize("checkpointed", [None, *CONTEXTS])
+def test_a_graph_draws_what_eager_calls_draw(parts, dtype, checkpointed, same_bits):
+    """Each replay draws with the seed and the offset of the capture, whatever the inputs are by then."""
+    step = Step(parts, dtype, checkpointed)
+    eager = Step(parts, dtype, None)
+    graphs = {}
+    for offset in (7, 8):
+        step.offset = offset
+        graphs[offset] = captured(step)
+    step.offset = 9  # a replay runs no Python
+    for number in range(3):
+        found = {}
+        for offset, (graph, results) in graphs.items():
+            for x in (step, eager):
+                x.change(number)
+            eager.offset = offset
+            wanted = eager()
+            for _ in range(2):
+                graph.replay()
+                assert all(map(torch.equal, results, wanted))
+            found[offset] = results[0].clone()
+        assert not torch.equal(found[7], found[8])
+
+
+@pytest.mark.gpu
+def test_a_graph_without_a_seed_keeps_that_of_the_capture(same_bits):
+    step = Step(("dropout",), torch.bfloat16, None)
+    step.seed = None
+    torch.manual_seed(4)
+    graph, results = captured(step)
+    state = torch.get_rng_state()
+    replayed = []
+    for _ in range(2):
+        graph.replay()
+        replayed.append([x.clone() for x in results])
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(4)
+    *_, wanted = (step() for _ in range(4))  # three calls before the capture
+    assert all(torch.equal(x, y) for found in replayed for x, y in zip(found, wanted, strict=True))
+    assert not torch.equal(step()[0], wanted[0])
 
 
 def ring_on_gpus(group):

@@ -23,7 +23,9 @@ from ringattn.scores import ScoreKind
 from ringattn.training.causal_lm import IGNORE, CausalLMLoss
 from ringattn.training.data import pack
 from ringattn.verification import Difference, gradient_limit
+from ringattn.whole_step import dense_copy
 from ringattn_kernels.modifiers import Dropout, ModifierSums
+from tests import scored_models
 
 SIZES = dict(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -395,6 +397,110 @@ def test_scores_of_models_with_their_own_attention_are_refused():
             ra.verify(model, dict(input_ids=tokens()), whole=whole, score=ra.score(softcap=1.0))
 
 
+def without_slopes(self, *given, modifiers=ScoreKind.modifiers):
+    return replace(modifiers(self, *given), slopes=None)
+
+
+def other_bias(self, slopes, values, *given, modifiers=ScoreKind.modifiers):
+    return modifiers(self, slopes, None if values is None else values.flip(1), *given)
+
+
+# models that drop weights in training, and what may be wrong in the ring
+OF_TRANSFORMERS = {
+    "llama": (blocked, "kept", other_offset),
+    "gpt2": (blocked, "kept", other_offset),
+    "bert": (blocked, "kept", other_offset),
+    "gemma2": (ScoreKind, "modifiers", without_softcap),
+    "gpt-oss": (local, "with_sinks", lambda out, row_max, row_sum, sinks: (out, row_max, row_sum)),
+    "bloom": (ScoreKind, "modifiers", without_slopes),
+    "mpt": (ScoreKind, "modifiers", without_slopes),
+    "falcon-alibi": (ScoreKind, "modifiers", without_slopes),
+    "t5": (ScoreKind, "modifiers", other_bias),
+    "umt5": (ScoreKind, "modifiers", other_bias),
+}
+
+
+def scored_by_the_model(group, name: str):
+    """Reports of a right ring and of a wrong one."""
+    torch.set_num_threads(1)
+    model = scored_models.build(name, dropout=0.3)
+    found = [ra.verify(model, dict(input_ids=tokens()), group=group, loss=scored_models.squares)]
+    assert not hasattr(model, huggingface.NAME) and model.training
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*OF_TRANSFORMERS[name])
+        found.append(ra.verify(model, dict(input_ids=tokens()), group=group, loss=scored_models.squares))
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(*x.values, marks=x.marks) for x in scored_models.EACH if x.values[0] in OF_TRANSFORMERS]
+)
+def test_scores_that_models_of_transformers_make_are_compared(gloo, name):
+    for right, wrong in gloo.run(2, scored_by_the_model, name, timeout=60):
+        assert right.passed, right
+        assert not wrong.passed, wrong
+
+
+def scored_on_gpus(group, name: str):
+    model = scored_models.build(name, 64, dropout=0.3).to("cuda", torch.bfloat16)
+    ids = torch.randint(61, (2, 255), generator=torch.Generator().manual_seed(1))
+    return ra.verify(model, dict(input_ids=ids), group=group, loss=scored_models.squares)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gemma2", *(pytest.param(x, marks=scored_models.makes_own_masks) for x in ("bloom", "t5"))]
+)
+def test_scores_that_models_of_transformers_make_are_compared_on_gpus(nccl, name):
+    """All gradients; the loss, one number, may be exact by chance."""
+    for report in nccl.run(torch.cuda.device_count(), scored_on_gpus, name, timeout=120):
+        assert all(row.passed for row in report.differences if row.name != "loss"), report
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "of_whole"),
+    [("llama", "sdpa", "sdpa"), ("llama", "eager", "eager"), ("llama", "flash_attention_2", "eager"), ("gemma2", "sdpa", "eager")],
+)
+def test_the_whole_step_has_an_attention_that_can_do_it(name, before, of_whole):
+    """SDPA caps no scores, and flash attention takes no fp64."""
+    model = scored_models.build(name)
+    model.config._attn_implementation = before
+    assert dense_copy(model).config._attn_implementation == of_whole
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "mask"])
+def test_scores_under_documents_are_compared(name, packed):
+    if name in scored_models.OWN_FORWARDS and scored_models.makes_own_masks.args[0]:
+        pytest.skip(scored_models.makes_own_masks.kwargs["reason"])
+    batch, mask = dict(input_ids=tokens()), ra.documents(lengths=[20, 17], causal=name == "gpt2")
+    if packed:
+        batch, mask = pack([tokens()[0, :11], tokens()[0, 11:30], tokens()[1, :7]]), None
+    report = ra.verify(scored_models.build(name, dropout=0.3), batch, mask=mask, loss=scored_models.squares)
+    assert report.passed, report
+
+
+@scored_models.makes_own_masks
+def test_whole_steps_that_cannot_be_are_refused():
+    for name in ("bloom", "falcon-alibi"):
+        for options in (dict(mask=ra.causal()), dict(batch=pack([tokens()[0]]))):
+            with pytest.raises(ValueError, match="makes ALiBi from its own mask, so its whole step takes no other"):
+                ra.verify(scored_models.build(name), **{"batch": dict(input_ids=tokens()), **options})
+    config = transformers.T5Config(vocab_size=61, d_model=24, d_kv=8, d_ff=32, num_layers=1, num_heads=3)
+    with pytest.raises(
+        ValueError, match="T5ForConditionalGeneration has an encoder and a decoder, but verify compares models of one"
+    ):
+        ra.verify(transformers.T5ForConditionalGeneration(config), dict(input_ids=tokens()))
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_compared_with_all():
+    """A bias of keys adds the same to all scores of a row, where no rotary embedding follows."""
+    report = ra.verify(scored_models.build("bert").bfloat16(), dict(input_ids=tokens()), loss=scored_models.squares)
+    rows = [row for row in report.differences if row.name.endswith("key.bias")]
+    assert len(rows) == 2
+    assert all(row.passed and 0 < row.sharded < 1e-4 and row.whole < 1e-4 for row in rows), report
+
+
 def test_a_report_is_a_table_whatever_the_names_lengths():
     rows = (Difference("loss", 0.0, 0.0, 1.0), Difference("layers.0." + 60 * "w", 0.0, 0.0, 1.0), Difference("b", 0.0, 0.0, 1.0))
     _, head, *lines, _ = str(ra.Report(ra.zigzag(8, 1), 1.0, 1.0, rows)).split("\n")
@@ -425,8 +531,10 @@ def test_a_batch_without_tokens_or_labels_is_refused(batch, message):
 
 def test_dropout_is_refused():
     model = transformers.PhiForCausalLM(transformers.PhiConfig(**{**SIZES, "resid_pdrop": 0.1})).train()
-    with pytest.raises(ValueError, match=r"resid_dropout drops 0\.1 of its input"):
+    with pytest.raises(ValueError, match=r"resid_dropout drops 0\.1 of its input at random.*set its p to 0"):
         ra.verify(model, dict(input_ids=tokens()))
+    assert not hasattr(model, huggingface.NAME)
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_random_numbers_other_than_a_dropout_modules_are_refused():

@@ -7,24 +7,54 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .ahead import TensorKind, prepare_backward, prepare_forward
     from .attention import backward, forward
+    from .page_table import PageTable
+    from .paged import attend_pages, merge_packed
+    from .pairs import add_pair, rounded_pair
     from .queries import Queries
     from .query_sums import QuerySums, ready_queries
     from .recordings import replay
     from .statistics import delta, with_sinks
     from .table import TileTable
 
-__all__ = ["Queries", "QuerySums", "TileTable", "backward", "delta", "forward", "ready_queries", "replay", "with_sinks"]
+__all__ = [
+    "PageTable",
+    "Queries",
+    "QuerySums",
+    "TensorKind",
+    "TileTable",
+    "add_pair",
+    "attend_pages",
+    "backward",
+    "delta",
+    "forward",
+    "merge_packed",
+    "prepare_backward",
+    "prepare_forward",
+    "ready_queries",
+    "replay",
+    "rounded_pair",
+    "with_sinks",
+]
 
 _MODULES = {
+    "PageTable": "page_table",
     "Queries": "queries",
     "QuerySums": "query_sums",
+    "TensorKind": "ahead",
     "TileTable": "table",
+    "add_pair": "pairs",
+    "attend_pages": "paged",
     "backward": "attention",
     "delta": "statistics",
     "forward": "attention",
+    "merge_packed": "paged",
+    "prepare_backward": "ahead",
+    "prepare_forward": "ahead",
     "ready_queries": "query_sums",
     "replay": "recordings",
+    "rounded_pair": "pairs",
     "with_sinks": "statistics",
 }
 

@@ -12,6 +12,8 @@ Backward (Dao et al. 2022, algorithm 4), from the statistics of the whole row, w
 Shapes: q, dq (b, sq, h, d), k, dk (b, sk, hk, d), v, dv (b, sk, hk, dv), out and dout (b, sq, h, dv), row_max, row_sum, delta (b, h, sq).
 """
 
+from typing import Any
+
 import torch
 
 from . import dispatch, hopper, plain_backward, plain_forward
@@ -20,7 +22,7 @@ from .dispatch import Kernels
 from .modifiers import Modifiers, ModifierSums
 from .queries import Queries
 from .query_sums import QuerySums
-from .splits import State, add_partials, key_splits, merge, partial_gradients, partials, query_splits
+from .splits import Splits, State, add_partials, key_splits, merge, partial_gradients, partials, query_splits
 from .table import TileTable
 
 
@@ -61,11 +63,8 @@ def forward(
         if final:
             out = torch.empty(out.shape, device=q.device, dtype=q.dtype)
     _check_places(modifiers, table)
-    if dispatch.forward_kernels(q, k, v, table, softmax_scale, kernels, modifiers) == Kernels.HOPPER:
-        config, launch = hopper.forward_config.config_for(q, v, table, splits, modifiers), hopper.forward.launch
-    else:
-        config, launch = launch_for("forward", architecture(q.device), max(q.shape[3], v.shape[3]), q.dtype), plain_forward.launch
-    how = query_splits(table, config.block, config.step, b * h, q.device, splits)
+    on_hopper, config, how = forward_choice(q, k, v, table, softmax_scale, kernels, splits, modifiers)
+    launch = hopper.forward.launch if on_hopper else plain_forward.launch
     if how.most > 1:
         # the state is merged with the splits' partials
         partial = partials(how, q, v.shape[3])
@@ -76,6 +75,25 @@ def forward(
         touched_only = state is not None and not final
         launch(q, k, v, table, out, row_max, row_sum, softmax_scale, state, touched_only, 1, config, modifiers=modifiers)
     return out, row_max, row_sum
+
+
+def forward_choice(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: TileTable,
+    softmax_scale: float,
+    kernels: Kernels | None = None,
+    splits: int | None = None,
+    modifiers: Modifiers | None = None,
+) -> tuple[bool, Any, Splits]:
+    """Whether the Hopper kernel runs, its configuration or that of the plain one, and how blocks are split."""
+    on_hopper = dispatch.forward_kernels(q, k, v, table, softmax_scale, kernels, modifiers) == Kernels.HOPPER
+    if on_hopper:
+        config = hopper.forward_config.config_for(q, v, table, splits, modifiers)
+    else:
+        config = launch_for("forward", architecture(q.device), max(q.shape[3], v.shape[3]), q.dtype)
+    return on_hopper, config, query_splits(table, config.block, config.step, q.shape[0] * q.shape[2], q.device, splits)
 
 
 def backward(

@@ -71,7 +71,6 @@ def architecture(device: torch.device) -> str:
 
 def launch_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> BlockConfig:
     """The entry for `kernel` ('forward', 'dkdv' or 'dq') at the larger of the two head dims."""
-    bucket = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
     if arch == "cpu":
         return _INTERPRETER[kernel]
     if arch.startswith("gfx"):
@@ -81,7 +80,12 @@ def launch_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> Blo
     else:
         major = int(arch[3:]) // 10
         table = {9: _SM90, 10: _SM100}.get(major, _SM80)
-    return table[kernel][bucket]
+    return table[kernel][bucket(head_dim)]
+
+
+def bucket(head_dim: int) -> int:
+    """The head dim of the tables' entry for this one."""
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
 def padded(head_dim: int) -> int:

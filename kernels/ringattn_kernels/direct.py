@@ -16,6 +16,7 @@ from triton.runtime import driver
 
 _KEPT = 64  # descriptors of an argument
 _STREAM = 3  # its place among the launcher's arguments
+FIRST = 13  # the place of the kernel's first
 
 
 class DirectLaunch:
@@ -26,6 +27,13 @@ class DirectLaunch:
     ) -> None:
         run = compiled.run
         self._launcher, metadata, indices = _unwrapped(run)
+        self.grid, self.function = grid, compiled.function
+        warps, programs_together, shared = compiled.packed_metadata
+        self.sizes = 32 * warps, shared  # threads, and bytes of shared memory
+        signature = list(compiled.src.signature.values())
+        self.kinds: list[str] = []  # Triton's names of the arguments' types
+        # whether nothing but sizes and arguments is said to the driver
+        self.plain = programs_together == 1 and not run.launch_cooperative_grid and not run.launch_pdl
         # the stream comes behind the grid; two sorts of scratch memory, what hooks are told, and two hooks: none
         head = *grid, 0, compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None
         self._arguments: list[Any] = [*head, compiled.packed_metadata, None, None, None]
@@ -39,8 +47,11 @@ class DirectLaunch:
                 about = next(described)
                 describe = _describer(argument, about)
                 self._arguments += _of_descriptor(argument, about)
+                dims = len(argument.shape)
+                self.kinds += ["nvTmaDesc", *["i32"] * dims, *["i64"] * dims]
             else:
                 self._arguments.append(argument.data_ptr() if isinstance(argument, torch.Tensor) else argument)
+                self.kinds.append(signature[index])
             if moves:
                 self._arguments[place] = None
                 self.places.append((name, place, describe))
@@ -66,10 +77,6 @@ class DirectLaunch:
         arguments[_STREAM] = stream
         self._launcher(*arguments)
 
-    def keep(self, x: torch.Tensor) -> None:
-        """Keep a tensor whose address is in arguments that are used again."""
-        self._kept.append(x)
-
 
 def direct_launch(
     compiled: Any, grid: tuple[int, int, int], names: list[str], arguments: list[Any], moving: frozenset[str]
@@ -79,6 +86,20 @@ def direct_launch(
         return DirectLaunch(compiled, grid, names, arguments, moving)
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError):
         return None
+
+
+def mover(argument: Any) -> Callable[[Any], Any] | None:
+    """What makes a descriptor of the same block of another tensor, which needs no check of its own; None for what is no descriptor."""
+    if not hasattr(argument, "block_shape"):
+        return None
+    kind, fields = type(argument), {**vars(argument), "base": None}
+
+    def move(base: Any) -> Any:
+        descriptor = object.__new__(kind)
+        descriptor.__dict__ = {**fields, "base": base}
+        return descriptor
+
+    return move
 
 
 def hooked() -> bool:
@@ -114,16 +135,15 @@ def _of_descriptor(descriptor: Any, metadata: Any) -> list[Any]:
 def _describer(descriptor: Any, metadata: Any) -> Callable[[int], Any]:
     """What makes the copy engine's descriptor of the same block at another address; the latest are kept."""
     known: dict[int, Any] = {}
-    kind, fields = type(descriptor), {**vars(descriptor), "base": None}
+    move = mover(descriptor)
+    assert move is not None
 
     def describe(address: int) -> Any:
         found = known.get(address)
         if found is None:
-            moved = object.__new__(kind)
-            moved.__dict__ = {**fields, "base": _Address(address)}
             if len(known) >= _KEPT:
                 known.clear()
-            found = known[address] = _of_descriptor(moved, metadata)[0]
+            found = known[address] = _of_descriptor(move(_Address(address)), metadata)[0]
         return found
 
     return describe

@@ -6,7 +6,6 @@ of the same kind use the same compiled kernel with new addresses.
 """
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,22 +13,15 @@ import torch
 import triton
 from triton.runtime import driver
 
-from .direct import DirectLaunch, direct_launch, hooked
+from .direct import FIRST, DirectLaunch, direct_launch, hooked, mover
+from .recorder import recorder
+from .submission import Argument, Submission
 from .table import TileTable, kind
 
 Moving = torch.Tensor | float | int | None
 Grid = int | tuple[int, ...]
 
 _KEPT = 256  # launches without a table
-
-
-class _Recorder(threading.local):
-    """where `recordings` wants to hear of this thread's launches: each, if it is a direct one, and what moves."""
-
-    made: list[tuple[DirectLaunch | None, dict[str, Any]]] | None = None
-
-
-recorder = _Recorder()
 
 
 def strides(**tensors: torch.Tensor) -> dict[str, int]:
@@ -106,37 +98,48 @@ class _Ready:
             self._launch = compiled[grid]
             self._direct = direct_launch(compiled, grid, names, [arguments[name] for name in names], frozenset(moving))
         self._fixed = [None if name in moving else arguments[name] for name in names]
-        self._gaps = [(name, names.index(name), _fields(arguments[name])) for name in moving]
+        self._gaps = [(name, names.index(name), mover(arguments[name])) for name in moving]
 
     def __call__(self, moving: dict[str, Moving]) -> None:
         if self._launch is None:
             return
-        if recorder.made is not None:
-            recorder.made.append((self._direct, dict(moving)))
+        if recorder.steps is not None:
+            recorder.note(
+                RecordedLaunch(self._direct, dict(moving), driver.active.get_current_stream(driver.active.get_current_device()))
+            )
         if self._direct is not None and not hooked():
             self._direct(moving)
             return
         arguments = self._fixed.copy()
-        for name, index, fields in self._gaps:
-            arguments[index] = moving[name] if fields is None else _descriptor(*fields, moving[name])
+        for name, index, move in self._gaps:
+            arguments[index] = moving[name] if move is None else move(moving[name])
         self._launch(*arguments)
+
+
+class RecordedLaunch:
+    """A launch that a pass has made, if it was a direct one, on a stream."""
+
+    def __init__(self, direct: DirectLaunch | None, moving: dict[str, Moving], stream: int) -> None:
+        self._direct, self._moving, self._stream = direct, moving, stream
+
+    def __call__(self, submission: Submission, find: Callable[[torch.Tensor], Any]) -> None:
+        direct = self._direct
+        if direct is None or not direct.plain:
+            raise ValueError("not every launch can be listed")
+        values, numbers = direct.template(self._moving)[FIRST:], {}
+        for name, place, _ in direct.places:
+            x = self._moving[name]
+            if isinstance(x, torch.Tensor):
+                numbers[place - FIRST] = find(x)
+        arguments = [
+            Argument(kind, value, numbers.get(i)) for i, (kind, value) in enumerate(zip(direct.kinds, values, strict=True))
+        ]
+        submission.launch(direct, arguments, self._stream)
 
 
 def check(arguments: dict[str, Any], moving: dict[str, Moving]) -> None:
     """Assert that `moving` names its values among the arguments, each tensor everywhere."""
-    bases = {name: x if _fields(x) is None else x.base for name, x in arguments.items()}
+    bases = {name: x if mover(x) is None else x.base for name, x in arguments.items()}
     tensors = [x for x in moving.values() if isinstance(x, torch.Tensor)]
     assert all(bases[name] is x or (not isinstance(x, torch.Tensor) and bases[name] == x) for name, x in moving.items())
     assert not any(bases[name] is x for x in tensors for name in bases.keys() - moving.keys())
-
-
-def _fields(argument: Any) -> tuple[type, dict[str, Any]] | None:
-    """The type of a tensor descriptor, and its fields besides the address."""
-    return (type(argument), {**vars(argument), "base": None}) if hasattr(argument, "block_shape") else None
-
-
-def _descriptor(kind: type, fields: dict[str, Any], base: Moving) -> Any:
-    """A descriptor with another address. It needs no check: what was checked holds for every address."""
-    descriptor = object.__new__(kind)
-    descriptor.__dict__ = {**fields, "base": base}
-    return descriptor

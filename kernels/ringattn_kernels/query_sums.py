@@ -85,6 +85,8 @@ def ready_queries(
     """
     b, sq, h, d = q.shape
     delta = torch.empty_like(row_max)
+    # the gradient of a sum is one number, seen as many
+    drow_sum = None if drow_sum is None else drow_sum.contiguous()
     if not ready or hopper.obstacle or not hopper.fused.may_run(q, out):
         launch_rows(out, dout, delta, sq, row_sum=row_sum, drow_sum=drow_sum)
         return Queries(q, dout, row_max, row_sum, delta)

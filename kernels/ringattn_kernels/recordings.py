@@ -1,33 +1,43 @@
-"""Passes that are recorded once and replayed: what they allocate and launch, without the Python that led there.
+"""Passes that are recorded once and replayed: what they allocate and queue, without the Python that led there.
 
-A pass over the same kinds of tensors makes the same launches each time, with other addresses. Finding them costs the host several times as
-long as the launches. So the first call of a kind runs as it is, and builds what is kept; the second one is recorded; the others are
-replayed: one allocation for all tensors that live inside the pass, one for each result, and the launches.
+A pass over the same kinds of tensors queues the same launches, copies and waits each time, with other addresses. Finding them costs the
+host several times as long as queueing them. So the first call of a kind runs as it is, and builds what is kept; the second one is recorded;
+the others are replayed: one allocation for all tensors that live inside the pass, one for each result, and one `Submission`.
 
-A recording holds only if it explains all that happened: nothing but allocations, views and direct launches, whose tensors are inputs,
-results, allocations of the pass, or tensors that were there before. Otherwise the pass runs as it is for good.
+A recording holds only if it explains all that happened: nothing but allocations, views, and steps that were noted (`recorder.py`), whose
+tensors are inputs, results, allocations of the pass, or tensors that were there before. Otherwise the pass runs as it is for good.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime import driver
 
-from . import launches
-from .direct import DirectLaunch, hooked
+from . import submission
+from .direct import hooked
+from .launches import RecordedLaunch
+from .recorder import recorder
+from .submission import Number, Submission
 from .table import kind
+
+if TYPE_CHECKING:
+    from .recorder import Later, Step
 
 Tensors = tuple[torch.Tensor, ...]
 
 _KEPT = 64  # recordings of one owner
 _ALIGNED = 512  # bytes, as torch's allocator aligns
+# bytes inside a pass, at most: larger passes hide the host's time, and need the memory that they let go of on the way
+_MOST = 512 << 20
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _VIEWS = {"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "t", "transpose", "unbind", "unsqueeze", "view"}
+_QUESTIONS = {"promote_types"}  # of no tensor
 
 
 def replay(found: dict[tuple, Any], facts: tuple, inputs: Tensors, work: Callable[[], Tensors]) -> Tensors:
@@ -48,7 +58,7 @@ def replay(found: dict[tuple, Any], facts: tuple, inputs: Tensors, work: Callabl
     if known is None or len(set(addresses)) < len(addresses) or hooked():
         return work()
     if isinstance(known, _Recording):
-        return known(addresses, stream)
+        return known(addresses)
     if len(found) >= _KEPT:
         found.clear()
     if known is _NEW:
@@ -61,44 +71,25 @@ def replay(found: dict[tuple, Any], facts: tuple, inputs: Tensors, work: Callabl
 _NEW, _SEEN = object(), object()
 
 
-class _Source(NamedTuple):
-    """Where the address of an argument comes from: `base` counts inputs, then results, and is -1 for the memory inside the pass."""
-
-    base: int
-    offset: int
-
-
-class _RecordedLaunch(NamedTuple):
-    """A launch: its arguments in the launcher's order, and those that move."""
-
-    launch: DirectLaunch
-    arguments: list[Any]
-    moving: list[tuple[int, Callable[[int], Any] | None, _Source]]
-
-
 class _Recording:
-    """A pass as allocations and launches."""
+    """A pass as allocations and a submission. Its numbers: addresses of inputs, of results, of the memory inside; then those of steps."""
 
-    def __init__(self, device: torch.device, nbytes: int, results: Tensors, made: list[_RecordedLaunch]) -> None:
-        self._device, self._nbytes, self._launches = device, nbytes, made
+    def __init__(self, device: torch.device, results: Tensors, nbytes: int, listed: Submission, later: list[Later]) -> None:
+        self._device, self._nbytes, self._submission, self._later = device, nbytes, listed, later
         self._results = [(tuple(x.shape), x.stride(), x.dtype) for x in results]
+        self._one_thread = threading.Lock()
 
-    def __call__(self, addresses: list[int], stream: int) -> Tensors:
+    def __call__(self, addresses: list[int]) -> Tensors:
         device = self._device
         results = tuple(
             [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self._results]
         )
-        bases = addresses + [x.data_ptr() for x in results]
-        inside = None
-        if self._nbytes:
-            inside = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
-            bases.append(inside.data_ptr())
-        for launch, template, moving in self._launches:
-            arguments = template.copy()
-            for place, describe, (base, offset) in moving:
-                address = bases[base] + offset
-                arguments[place] = address if describe is None else describe(address)
-            launch.queue(arguments, stream)
+        inside = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
+        numbers = [*addresses, *[x.data_ptr() for x in results], inside.data_ptr()]
+        with self._one_thread:
+            for later in self._later:
+                numbers += later()
+            self._submission(numbers)
         return results
 
 
@@ -110,12 +101,17 @@ class _Witness(TorchDispatchMode):
         self.allocated: dict[int, torch.Tensor] = {}
         self.plain = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would wrap what follows for torch.compile, and import a second's worth of modules in the first recorded pass."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name in _ALLOCATIONS:
             self.allocated[result.untyped_storage().data_ptr()] = result
-        elif name not in _VIEWS:
+        elif name not in _VIEWS | _QUESTIONS:
             self.plain = False
         return result
 
@@ -128,56 +124,71 @@ def _record(inputs: Tensors, addresses: list[int], work: Callable[[], Tensors]) 
         nonlocal counted
         counted += 1
 
-    made: list[tuple[DirectLaunch | None, dict[str, Any]]] = []
     watch, hook = _Witness(), knobs.runtime.launch_enter_hook
-    if not hasattr(hook, "add") or launches.recorder.made is not None:
+    module, functions = submission.load(), submission.driver_functions()
+    if module is None or functions is None or not hasattr(hook, "add") or recorder.steps is not None:
         return work(), None
+    steps: list[Step] = []
     hook.add(count)
-    launches.recorder.made = made
+    recorder.steps = steps
     try:
         with watch:
             results = work()
     finally:
-        launches.recorder.made = None
+        recorder.steps = None
         hook.remove(count)
-    if not watch.plain or counted != len(made):
+    if not watch.plain or counted != sum(isinstance(step, RecordedLaunch) for step in steps):
         return results, None
-    bases = dict(zip(addresses + [x.data_ptr() for x in results], range(len(addresses) + len(results))))
-    own = {x.untyped_storage().data_ptr() for x in results}
-    # each result is memory of its own, from its beginning on
-    if len(bases) < len(addresses) + len(results) or own != {x.data_ptr() for x in results} or not own <= watch.allocated.keys():
+    try:
+        places = _Places(inputs, addresses, results, watch.allocated)
+        listed = Submission(module, functions, len(inputs) + len(results) + 1)
+        later = [step(listed, places.find) for step in steps]
+    except ValueError:
         return results, None
-    memory, nbytes = {}, 0
-    for address, x in watch.allocated.items():
-        if address not in own and x.untyped_storage().nbytes():
-            memory[address] = nbytes
-            nbytes += -(-x.untyped_storage().nbytes() // _ALIGNED) * _ALIGNED
-    inside = {x.untyped_storage().data_ptr() for x in inputs}
+    listed.keep(places.before)
+    return results, _Recording(inputs[0].device, results, places.nbytes, listed, [x for x in later if x is not None])
 
-    def place_of(x: torch.Tensor) -> _Source | None:
+
+class _Places:
+    """Where the tensors of a pass are: in an input, a result, the memory inside the pass, or `before` it. Raises ValueError if unclear."""
+
+    def __init__(self, inputs: Tensors, addresses: list[int], results: Tensors, allocated: dict[int, torch.Tensor]) -> None:
+        self.before: list[torch.Tensor] = []
+        self._bases = dict(zip(addresses + [x.data_ptr() for x in results], range(len(addresses) + len(results))))
+        self._own = {x.untyped_storage().data_ptr() for x in results}
+        self._inputs = {x.untyped_storage().data_ptr() for x in inputs}
+        self._extents = [_extent(x) for x in inputs]
+        # each result is memory of its own, from its beginning on
+        if len(self._bases) < len(inputs) + len(results) or self._own != {x.data_ptr() for x in results}:
+            raise ValueError("results share memory")
+        if not self._own <= allocated.keys():
+            raise ValueError("a result was there before")
+        self._inside, self._memory, self.nbytes = len(self._bases), dict[int, int](), 0
+        for address, x in allocated.items():
+            if address not in self._own and x.untyped_storage().nbytes():
+                self._memory[address] = self.nbytes
+                self.nbytes += -(-x.untyped_storage().nbytes() // _ALIGNED) * _ALIGNED
+        if self.nbytes > _MOST:
+            raise ValueError("the pass needs much memory")
+
+    def find(self, x: torch.Tensor) -> Number | None:
+        """The number of a tensor's address, None if the tensor was there before."""
         begin, address = x.untyped_storage().data_ptr(), x.data_ptr()
-        if address in bases:
-            return _Source(bases[address], 0)
-        if begin in memory:
-            return _Source(-1, memory[begin] + address - begin)
-        if begin in own:
-            return _Source(bases[begin], address - begin)
+        if address in self._bases:
+            return Number(self._bases[address])
+        if begin in self._memory:
+            return Number(self._inside, self._memory[begin] + address - begin)
+        if begin in self._own:
+            return Number(self._bases[begin], address - begin)
+        if begin in self._inputs:
+            # rows of an input; of two that lie between each other, such as parts of one projection, it might be either's
+            (index,) = [index for index, (first, last) in enumerate(self._extents) if first <= address < last]
+            return Number(index, address - self._extents[index][0])
+        self.before.append(x)
         return None
 
-    found = []
-    for launch, moving in made:
-        if launch is None:
-            return results, None
-        arguments, places = launch.template(moving), []
-        for name, at, describe in launch.places:
-            x = moving[name]
-            if isinstance(x, torch.Tensor):
-                place = place_of(x)
-                if place is not None:
-                    places.append((at, describe, place))
-                elif x.untyped_storage().data_ptr() in inside:
-                    return results, None
-                else:
-                    launch.keep(x)
-        found.append(_RecordedLaunch(launch, arguments, places))
-    return results, _Recording(inputs[0].device, nbytes, results, found)
+
+def _extent(x: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's memory begins and ends."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()

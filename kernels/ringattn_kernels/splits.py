@@ -22,7 +22,7 @@ import triton.language as tl
 from . import launches
 from .config import padded
 from .launches import strides
-from .table import FIRST_SEGMENT, LAST_SEGMENT, ROW, TileTable, split, steps_of
+from .table import FIRST_SEGMENT, LAST_SEGMENT, ROW, TileTable, on_device, split, steps_of
 from .units import to_base2, to_natural
 
 # the cost, in steps, of a split beside its own steps, and of a launch that merges; measured on an H200
@@ -75,8 +75,8 @@ def _splits(table: TileTable, axis: str, block: int, step: int, heads: int, walk
         first_rows = np.arange(0, table.q_rows if axis == "q" else table.k_rows, block)
         rows = items[items[:, FIRST_SEGMENT] < items[:, LAST_SEGMENT], ROW]
         found = np.bincount(rows // block, minlength=len(first_rows))
-        blocks = np.stack([first_rows, found], axis=1)[np.argsort(found == 0, kind="stable")]
-        blocks = torch.from_numpy(blocks.astype(np.int32)).to(device)
+        blocks = np.array([first_rows, found], dtype=np.int32).T[(found == 0).argsort(kind="stable")]
+        (blocks,) = on_device((blocks,), device)
         return Splits(int(found.max(initial=1)), blocks, int((found > 0).sum()), block)
 
     return table.derived(("splits", axis, block, step, heads, walks, processors, device, most), build)

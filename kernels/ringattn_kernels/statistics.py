@@ -89,7 +89,8 @@ def weighted_pivot(row_max, row_sum):
     """The pivot by which P = exp2(scores * scale - pivot), with row_sum in it; inf for an empty row."""
     pivot, rest = to_base2(row_max)
     empty = row_sum == 0
-    return tl.where(empty, float("inf"), pivot + rest + tl.math.log2(tl.where(empty, 1.0, row_sum)))
+    # the small numbers first: pivot + rest would be rounded to pivot
+    return tl.where(empty, float("inf"), pivot + (rest + tl.math.log2(tl.where(empty, 1.0, row_sum))))
 
 
 def with_sinks(out: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor, sinks: torch.Tensor) -> State:
@@ -157,23 +158,27 @@ def pivots(row_max: torch.Tensor, row_sum: torch.Tensor, weighted: bool) -> tupl
     pivot = torch.empty_like(row_max)
     weight = torch.empty_like(row_sum) if weighted else None
     count, block = row_max.numel(), 1024
+    moving = dict(row_max_ptr=row_max, row_sum_ptr=row_sum, pivot_ptr=pivot, weight_ptr=weight)
+
+    def make() -> tuple[int, dict]:
+        return triton.cdiv(count, block), moving | dict(count=count, BLOCK=block)
+
     if count > 0:
-        pivot_kernel[(triton.cdiv(count, block),)](row_max, row_sum, pivot, weight, count, BLOCK=block)
+        launches.launch(pivot_kernel, None, (), moving, make, num_warps=4)
     return pivot, weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def pivot_kernel(row_max_ptr, row_sum_ptr, pivot_ptr, weight_ptr, count, BLOCK: tl.constexpr):
     """(pivot, weight) of the statistics; see `pivots`."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < count
     row_max = tl.load(row_max_ptr + offsets, mask=mask, other=0.0)
     row_sum = tl.load(row_sum_ptr + offsets, mask=mask, other=0.0)
-    pivot, rest = to_base2(row_max)
-    empty = row_sum == 0
     if weight_ptr is None:
-        pivot += rest + tl.math.log2(tl.where(empty, 1.0, row_sum))
+        tl.store(pivot_ptr + offsets, weighted_pivot(row_max, row_sum), mask=mask)
     else:
-        weight = tl.where(empty, 0.0, tl.math.exp2(-rest) / row_sum)
-        tl.store(weight_ptr + offsets, weight, mask=mask)
-    tl.store(pivot_ptr + offsets, tl.where(empty, float("inf"), pivot), mask=mask)
+        pivot, rest = to_base2(row_max)
+        empty = row_sum == 0
+        tl.store(weight_ptr + offsets, tl.where(empty, 0.0, tl.math.exp2(-rest) / row_sum), mask=mask)
+        tl.store(pivot_ptr + offsets, tl.where(empty, float("inf"), pivot), mask=mask)

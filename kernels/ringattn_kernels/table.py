@@ -8,8 +8,8 @@ other. `TileTable` cuts the tiles at the block boundaries on the host, so that a
 looks at a pair of blocks without a live pair in it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ ROW, FIRST_SEGMENT, LAST_SEGMENT, SPLIT = range(4)
 BEGIN, FULL_BEGIN, FULL_END, END, LO, HI, ROW_BEGIN, ROW_END = range(8)
 # a column of tiles
 BEGIN_OF_KEYS = 2
+# arrays that are copied together begin at multiples of so many numbers, aligned as separate ones are
+_APART = 128
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,11 @@ class TileTable:
         assert ((k_begin >= 0) & (k_begin < k_end) & (k_end <= k_rows)).all(), f"a tile leaves the {k_rows} key rows or is empty"
         assert (lo <= hi).all(), "a tile's band is empty: lo > hi"
         live = (lo < q_end - k_begin) & (hi > q_begin - k_end)
-        tiles, places = tiles[live], None if places is None else np.array(places, dtype=np.int64).reshape(-1, 2)[live]
+        places = None if places is None else np.array(places, dtype=np.int64).reshape(-1, 2)
+        if not live.all():
+            tiles, places = tiles[live], None if places is None else places[live]
         # every difference of rows lies within, and the kernels' row - lo must not overflow
-        tiles[:, LO:] = np.clip(tiles[:, LO:], -k_rows, q_rows)
+        tiles[:, LO:] = np.minimum(np.maximum(tiles[:, LO:], -k_rows), q_rows)
         tiles.setflags(write=False)
         self.tiles, self.q_rows, self.k_rows = tiles, int(q_rows), int(k_rows)
         self.places, self.stride = places, int(stride)
@@ -105,9 +109,9 @@ class TileTable:
         def build() -> tuple[np.ndarray, np.ndarray]:
             places = () if self.places is None else self.places.T
             if axis == "q":
-                return cut(np.stack([*self.tiles.T, *places], axis=1), self.q_rows, block, step, align)
+                return cut(np.array([*self.tiles.T, *places]).T, self.q_rows, block, step, align)
             q_begin, q_end, k_begin, k_end, lo, hi = self.tiles.T
-            return cut(np.stack([k_begin, k_end, q_begin, q_end, -hi, -lo, *places], axis=1), self.k_rows, block, step, align)
+            return cut(np.array([k_begin, k_end, q_begin, q_end, -hi, -lo, *places]).T, self.k_rows, block, step, align)
 
         return self.derived(("cut", axis, block, step, align), build)
 
@@ -117,18 +121,43 @@ class TileTable:
             self._derived[key] = build()
         return self._derived[key]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tiles and of all arrays and tensors that are kept with them."""
+        return _nbytes((self.tiles, self.places, *self._derived.copy().values()))
+
     def _blocks(self, axis: str, block: int, step: int, device: torch.device, splits: int) -> BlockTable:
         def build() -> BlockTable:
             items, segments = split(*self.cut(axis, block, step), step, splits)
             touched = int((items[:, FIRST_SEGMENT] < items[:, LAST_SEGMENT]).sum())
-            segments, places = (np.ascontiguousarray(x) for x in np.split(segments, [ROW_END + 1], axis=1))
-            items, segments, places = (torch.from_numpy(x).to(device) for x in (items, segments, places))
+            items, segments, places = on_device((items, *np.split(segments, [ROW_END + 1], axis=1)), device)
             return BlockTable(items, segments, touched, None if self.places is None else places)
 
         return self.derived(("blocks", axis, block, step, device, splits), build)
 
     def __repr__(self) -> str:
         return f"TileTable({len(self.tiles)} tiles, {self.q_rows} x {self.k_rows} rows)"
+
+
+def _nbytes(x: Any) -> int:
+    if isinstance(x, (np.ndarray, torch.Tensor)):
+        return x.nbytes
+    parts = x if isinstance(x, tuple) else vars(x).values() if is_dataclass(x) else ()
+    return sum(map(_nbytes, parts))
+
+
+def on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Arrays of one dtype on a device. A GPU gets all of them in one copy on its current stream, for which the host does not wait."""
+    arrays = [np.ascontiguousarray(x) for x in arrays]
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return [torch.from_numpy(x).to(device) for x in arrays]
+    ends = np.cumsum([-(-x.size // _APART) * _APART for x in arrays]).tolist()
+    begins = [0, *ends[:-1]]
+    packed = torch.empty(ends[-1], dtype=torch.from_numpy(arrays[0]).dtype, pin_memory=True)
+    for x, begin in zip(arrays, begins):
+        packed[begin : begin + x.size] = torch.from_numpy(x).flatten()
+    there = packed.to(device, non_blocking=True)
+    return [there[begin : begin + x.size].view(x.shape) for x, begin in zip(arrays, begins)]
 
 
 def kind(x: torch.Tensor) -> tuple:
@@ -145,17 +174,19 @@ def cut(tiles: np.ndarray, rows: int, block: int, step: int, align: int = 1) -> 
     # one row for each (tile, block that the tile meets)
     first = begin // block
     count = (end - 1) // block - first + 1
-    tile = np.repeat(np.arange(len(tiles)), count)
-    owner = np.arange(len(tile)) - np.repeat(np.cumsum(count) - count, count) + first[tile]
+    tile = np.arange(len(tiles)).repeat(count)
+    owner = np.arange(len(tile)) + (first - count.cumsum() + count)[tile]
     block_begin = owner * block
     block_end = np.minimum(block_begin + block, rows)
     row_begin = np.maximum(begin[tile], block_begin)
     row_end = np.minimum(end[tile], block_end)
-    lo, hi = lo[tile], hi[tile]
+    lo, hi, other_begin, other_end = lo[tile], hi[tile], other_begin[tile], other_end[tile]
 
     # columns live for some row: the band's steps overlap, so that this is one interval
-    live_begin = np.maximum(other_begin[tile], row_begin - hi) // align * align
-    live_end = np.minimum(other_end[tile], row_end - lo)
+    live_begin = np.maximum(other_begin, row_begin - hi)
+    if align > 1:
+        live_begin = live_begin // align * align
+    live_end = np.minimum(other_end, row_end - lo)
     # columns live for every row of the block, in whole steps from live_begin
     whole = (row_begin == block_begin) & (row_end == block_end)
     full_begin = np.maximum(live_begin, block_end - 1 - hi)
@@ -166,18 +197,21 @@ def cut(tiles: np.ndarray, rows: int, block: int, step: int, align: int = 1) -> 
     full_begin = live_begin + np.where(none, 0, first_step * step)
     full_end = live_begin + np.where(none, 0, last_step * step)
 
-    segments = np.stack([live_begin, full_begin, full_end, live_end, lo, hi, row_begin, row_end, *(x[tile] for x in more)], axis=1)
-    order = np.argsort(owner, kind="stable")
-    order = order[(live_begin < live_end)[order]]
-    segments, owner = segments[order], owner[order]
+    columns = [live_begin, full_begin, full_end, live_end, lo, hi, row_begin, row_end, *(x[tile] for x in more)]
+    # the smallest integer type, which numpy sorts fastest: by counting
+    order = owner.astype(np.min_scalar_type(rows // block + 1)).argsort(kind="stable")
+    live = live_begin < live_end
+    if not live.all():
+        order = order[live[order]]
+    segments, owner = np.array(columns, dtype=np.int32)[:, order].T, owner[order]
 
     blocks = -(-rows // block)
-    bounds = np.searchsorted(owner, np.arange(blocks + 1))
-    steps = _steps(segments, step)
-    work = np.bincount(owner, weights=steps, minlength=blocks)
-    items = np.stack([np.arange(blocks) * block, bounds[:-1], bounds[1:], np.zeros(blocks, np.int64)], axis=1)
-    items = items[np.argsort(-work, kind="stable")]
-    return np.ascontiguousarray(items, dtype=np.int32), np.ascontiguousarray(segments, dtype=np.int32)
+    bounds = owner.searchsorted(np.arange(blocks + 1))
+    work = np.bincount(owner, weights=_steps(segments, step), minlength=blocks)
+    items = np.zeros((4, blocks), dtype=np.int32)
+    items[:3] = np.arange(blocks) * block, bounds[:-1], bounds[1:]
+    items = items[:, (-work).argsort(kind="stable")].T
+    return np.ascontiguousarray(items), np.ascontiguousarray(segments)
 
 
 def split(items: np.ndarray, segments: np.ndarray, step: int, splits: int) -> tuple[np.ndarray, np.ndarray]:

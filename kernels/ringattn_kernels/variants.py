@@ -22,10 +22,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import plain_backward, plain_forward, splits, statistics
+from . import launches, paged, plain_backward, plain_forward, splits, statistics
 from .config import BlockConfig, launch_for, padded
 from .gradients import dkdv_kernel, dq_kernel
 from .modifiers import Bias, Dropout, Modifiers
+from .page_table import PageTable
 from .queries import Queries
 from .table import TileTable
 
@@ -33,9 +34,17 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 FORWARD = ("forward", "forward to state", "forward from state", "forward from state to state")
 MODIFIED = ("forward modified", "dkdv modified", "dq modified")
-KERNELS = (*FORWARD, "merge", "merge from state", "sum", "dkdv", "dq", "delta", "pivot", *MODIFIED)
+PAGED = ("paged", "paged scored", "merge pages", "merge ranks")
+KERNELS = (*FORWARD, "merge", "merge from state", "sum", "dkdv", "dq", "delta", "delta and pivot", "pivot", *MODIFIED, *PAGED)
+ABOUT = """\
+Written by `python -m ringattn_kernels.variants`. Registers are those of a thread; stack and shared memory are in bytes; `spills` counts
+local loads and stores on NVIDIA, registers on AMD. Kernels called modified have all parts of a score at once: softcap, ALiBi, bias and
+dropout. `delta` and `delta and pivot` are one kernel, `rows_kernel`, without and with what the Hopper backward reads of rows.
+
+On sm_90 no 16-bit `forward` spills up to head dim 128, and every modified kernel spills but the fp32 forward at head dim 64.
+"""
 HEAD_DIMS = (64, 128, 256)
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -110,15 +119,15 @@ def launch_arguments(
     k, v = torch.empty(b, s, hk, d, dtype=dtype), torch.empty(b, s, hk, d, dtype=dtype)
     rows = torch.empty(b, h, s)
     weight = rows if dtype == torch.float32 else None
-    if variant.kernel == "delta":
-        names = ("out_ptr", "dout_ptr", "delta_ptr", "stride_ob", "stride_os", "stride_oh", "stride_gb", "stride_gs")
-        values = (q, dout, rows, *q.stride()[:3], *dout.stride()[:2])
-        others = ("row_max_ptr", "row_sum_ptr", "drow_sum_ptr", "pivot_ptr", "negated_ptr", "sums_ptr")
-        sizes = {"stride_gh": d, "heads": h, "q_rows": s, "padded_rows": s, "V_DIM": d, "BLOCK_DV": padded(d), "BLOCK_Q": 64}
-        return statistics.rows_kernel, dict(zip(names, values)) | dict.fromkeys(others) | sizes | {
-            "HEAD_DIM": 1,
-            "BLOCK_D": padded(1),
-        }
+    if variant.kernel in PAGED:
+        return paged_arguments(variant)
+    if variant.kernel.startswith("delta"):
+        names = ("row_max_ptr", "row_sum_ptr", "drow_sum_ptr", "pivot_ptr", "negated_ptr", "sums_ptr")
+        all_asked, head_dim = (rows, d) if variant.kernel == "delta and pivot" else (None, 1)
+        sizes = dict(heads=h, q_rows=s, padded_rows=s, V_DIM=d, BLOCK_DV=padded(d), BLOCK_Q=64)
+        sizes |= dict(HEAD_DIM=head_dim, BLOCK_D=padded(head_dim))
+        tensors = dict(out_ptr=q, dout_ptr=dout, delta_ptr=rows) | dict.fromkeys(names, all_asked)
+        return statistics.rows_kernel, tensors | launches.strides(o=q, g=dout) | sizes
     if variant.kernel == "pivot":
         names = ("row_max_ptr", "row_sum_ptr", "pivot_ptr", "weight_ptr", "count", "BLOCK")
         return statistics.pivot_kernel, dict(zip(names, (rows, rows, rows, weight, b * h * s, 1024)))
@@ -154,6 +163,27 @@ def launch_arguments(
     )
 
 
+def paged_arguments(variant: Variant, config: paged.PagedConfig | None = None) -> tuple[triton.JITFunction, dict]:
+    """The same for keys in pages of 64 rows, with its configuration or another."""
+    b, t, h, hk, d, dtype, arch = 2, 1, 16, 4, variant.head_dim, variant.dtype, variant.arch
+    q, k = torch.empty(b, t, h, d, dtype=dtype), torch.empty(8, hk, 64, d, dtype=dtype)
+    sinks = torch.empty(h)
+    state = torch.empty_like(q), torch.empty(b, h, t), torch.empty(b, h, t)
+    if variant.kernel == "merge ranks":
+        packed = torch.empty(2, b * t * h * (d + 2))
+        return paged.merge_ranks_kernel, paged.ranks_launch(packed, q, d, sinks, state)[1]()[1] | {"num_warps": paged.MERGE_WARPS}
+    config = config or paged.paged_config(arch, d, dtype)
+    lengths = torch.empty(b, dtype=torch.int64)
+    table = PageTable(lengths, lengths, torch.empty(b, 48, dtype=torch.int32), 2)
+    partial = torch.empty(10 * 16 * (d + 2))
+    if variant.kernel == "merge pages":
+        launch = paged.merge_launch(q, k, table, partial, 16, 8, paged.NO_WINDOW, sinks, state, config)
+        return paged.merge_pages_kernel, launch[1]()[1] | {"num_warps": paged.MERGE_WARPS}
+    modifiers = Modifiers(30.0, torch.empty(b, h)) if variant.kernel.endswith("scored") else None
+    launch = paged.paged_launch(q, k, k, table, partial, 16, 8, 0.1, paged.NO_WINDOW, modifiers, config, arch)
+    return paged.paged_kernel, launch[1]()[1] | {"num_warps": config.num_warps}
+
+
 def amd_resources(binary) -> Resources:
     """Read off the assembly's own metadata."""
     registers, stack, spills = (
@@ -183,7 +213,7 @@ def main() -> None:
     arguments = parser.parse_args()
     columns = [*(field.name for field in fields(Variant)), *(field.name for field in fields(Resources))]
     print("# What the compiled kernels take\n")
-    print("Written by `python -m ringattn_kernels.variants`; `spills` counts local loads and stores on NVIDIA, registers on AMD.\n")
+    print(ABOUT)
     print("| " + " | ".join(columns) + " |")
     print("|" + " --- |" * len(columns))
     failed = 0

@@ -12,7 +12,22 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
-COMMANDS = ("cold", "curves", "fit", "kernels", "overhead", "pictures", "ring", "scores", "short", "steady", "sweep")
+COMMANDS = (
+    "batches",
+    "cold",
+    "curves",
+    "decode",
+    "fit",
+    "kernels",
+    "overhead",
+    "packed",
+    "pictures",
+    "ring",
+    "scores",
+    "short",
+    "steady",
+    "sweep",
+)
 
 
 def prepare_path() -> None:

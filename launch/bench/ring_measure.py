@@ -68,18 +68,19 @@ class Entry:
 def measure(entries: list[Entry], seconds: float | None) -> list[dict]:
     """A row for each entry, with peak memory and messages of the first round.
 
-    The first round warms up. Its times count only if no other round follows: if it took too long, or with `seconds` None.
+    The first round warms up, and so does another one, in which passes are recorded. The first one's times count only if no other round
+    follows: if it took too long, or with `seconds` None.
     """
     device = entries[0].case.device
     for entry in entries:
         entry.first_turn()
     rounds = rounds_after([entry.times[0] for entry in entries], seconds, device)
     order, shuffler = list(entries), random.Random(0)
-    for _ in range(rounds):
+    for _ in range(rounds + 1 if rounds else 0):
         shuffler.shuffle(order)
         for entry in order:
             entry.turn()
-    rows = [_row(entry, entry.times[1:] if rounds else entry.times) for entry in entries]
+    rows = [_row(entry, entry.times[2:] if rounds else entry.times) for entry in entries]
     for entry in entries:
         entry.method = None
     return rows

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ringattn_kernels.modifiers import ModifierSums
+from ringattn_kernels.page_table import PageTable
 from ringattn_kernels.table import TileTable
 
-from ..schedule.program import Pass
+from ..geometry.rows import Rows
+from ..schedule.instructions import Add, Exchange
+from ..schedule.program import Pass, Program
 from ..scores import Score
-from . import blocked
+from . import blocked, paged
 from .streams import InOrder, SideBySide, Streams
 
 if TYPE_CHECKING:
     import ringattn_kernels
+    from ringattn_kernels import TensorKind
 
     QuerySums = blocked.TorchQuerySums | ringattn_kernels.QuerySums
 
@@ -24,6 +28,19 @@ _NO_SUMS = ModifierSums(None, None)
 Queries = blocked.Queries
 State = blocked.State
 Tensors = tuple[torch.Tensor, ...]
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class RowShapes(NamedTuple):
+    """Of the tensors that launches get: batch size, heads of q, and of k and v, head dims of q and k, and of v."""
+
+    b: int
+    h: int
+    hk: int
+    d: int
+    d_v: int
+    dtype: torch.dtype
+    device: torch.device
 
 
 def forward(
@@ -81,6 +98,28 @@ def queries(
     return Queries(q, dout, row_max, row_sum, delta)
 
 
+def add(totals: Pair, more: Pair, rows: Rows) -> None:
+    """Add two contiguous tensors to these rows of two others, in place."""
+    if totals[0].is_cuda and rows.only is not None:
+        import ringattn_kernels
+
+        ringattn_kernels.add_pair((rows.take(totals[0]), rows.take(totals[1])), more)
+    else:
+        for total, x in zip(totals, more):
+            rows.add_to(total, x)
+
+
+def rounded(pair: Pair, dtype: torch.dtype) -> Pair:
+    """Two tensors of one dtype in another one, with their strides."""
+    if pair[0].dtype == dtype:
+        return pair
+    if pair[0].is_cuda:
+        import ringattn_kernels
+
+        return ringattn_kernels.rounded_pair(pair, dtype)
+    return pair[0].to(dtype), pair[1].to(dtype)
+
+
 def query_sums(queries: Queries, score: Score, dtype: torch.dtype) -> QuerySums:
     """The sums that the launches of one backward pass add dQ to; `finish(dtype)` gives dQ, once.
 
@@ -96,6 +135,49 @@ def query_sums(queries: Queries, score: Score, dtype: torch.dtype) -> QuerySums:
 def modifier_sums(score: Score, slopes_too: bool, values_too: bool) -> ModifierSums:
     """The sums that the launches of one backward pass add the gradients of slopes and values to, where they are asked for."""
     return _NO_SUMS if score.modifiers is None else ModifierSums.zeros(score.modifiers, slopes_too, values_too)
+
+
+def prepare(program: Program, shapes: RowShapes, softmax_scale: float, *, final: bool) -> None:
+    """Make what launches and messages of a program will read on their device: tables, and the indices of scattered rows."""
+    for one_pass in (program.forward, program.backward):
+        for x in one_pass.instructions:
+            if isinstance(x, Exchange):
+                scattered = [message.rows for message in x.sends if not message.whole]
+            else:
+                scattered = [x.rows] if isinstance(x, Add) else []
+            for rows in scattered:
+                if rows.only is None:
+                    rows.index(shapes.device)
+    if shapes.device.type == "cuda":
+        for launch in program.forward.launches:
+            first = launch is program.forward.launches[0]
+            _prepare_forward(launch.tiles, shapes, softmax_scale, first=first, final=final and launch.last)
+        for launch in program.backward.launches:
+            _prepare_backward(launch.tiles, shapes)
+
+
+def _prepare_forward(tiles: TileTable, shapes: RowShapes, softmax_scale: float, *, first: bool, final: bool) -> None:
+    import ringattn_kernels
+
+    q, k, v, _ = _kinds(tiles, shapes)
+    ringattn_kernels.prepare_forward(q, k, v, tiles, softmax_scale=softmax_scale, first=first, final=final)
+
+
+def _prepare_backward(tiles: TileTable, shapes: RowShapes) -> None:
+    import ringattn_kernels
+
+    ringattn_kernels.prepare_backward(*_kinds(tiles, shapes), tiles)
+
+
+def _kinds(tiles: TileTable, shapes: RowShapes) -> tuple[TensorKind, TensorKind, TensorKind, TensorKind]:
+    """q, k, v and dout of a launch; k and v have their rows first in memory."""
+    from ringattn_kernels import TensorKind
+
+    b, h, hk, d, d_v, dtype, device = shapes
+    queries = (TensorKind((b, tiles.q_rows, h, n), dtype, device) for n in (d, d_v))
+    keys = (TensorKind((b, tiles.k_rows, hk, n), dtype, device, (hk * n, b * hk * n, n, 1)) for n in (d, d_v))
+    (q, dout), (k, v) = queries, keys
+    return q, k, v, dout
 
 
 def with_sinks(out: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor, sinks: torch.Tensor) -> State:
@@ -164,3 +246,34 @@ def backward(
         ringattn_kernels.backward(
             queries, k, v, tiles, softmax_scale=scale, modifiers=modifiers, sums=sums, dq=dq, dk=dk, dv=dv, add=add
         )
+
+
+def attend_pages(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: PageTable,
+    score: Score,
+    window: int | None,
+    *,
+    sinks: torch.Tensor | None = None,
+    packed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out of the last t tokens of each sequence, q (b, t, h, d), over this rank's pages of keys; see `paged.attend_pages`."""
+    if q.is_cuda:
+        import ringattn_kernels
+
+        run = ringattn_kernels.attend_pages
+    else:
+        run = paged.attend_pages
+    scale, modifiers = score.softmax_scale, score.modifiers
+    return run(q, k, v, table, softmax_scale=scale, window=window, modifiers=modifiers, sinks=sinks, packed=packed)[0]
+
+
+def merge_packed(packed: torch.Tensor, q: torch.Tensor, d_v: int, sinks: torch.Tensor | None) -> torch.Tensor:
+    """out of all ranks' partials; see `paged.merge_packed`."""
+    if q.is_cuda:
+        import ringattn_kernels
+
+        return ringattn_kernels.merge_packed(packed, q, d_v, sinks)[0]
+    return paged.merge_packed(packed, q, d_v, sinks)[0]

@@ -11,10 +11,17 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ringattn_kernels.recorder import recorder
+
 from ..schedule.instructions import Stream
+
+if TYPE_CHECKING:
+    from ringattn_kernels.recorder import Find
+    from ringattn_kernels.submission import Submission
 
 
 class Streams(ABC):
@@ -69,13 +76,13 @@ class SideBySide(Streams):
         exchanges, *launches = self._streams
         self.exchanges = self._exchanges = _On(exchanges, self._caller)
         self._launch, self._next_launch = (_On(stream, self._caller) for stream in launches)
-        self._start, self._end = torch.cuda.Event(), torch.cuda.Event()
+        self._start, self._end = _Moment(), _Moment()
         self._joined = False
 
     def __enter__(self) -> Streams:
         self._start.record(self._caller)
         for stream in self._streams:
-            stream.wait_event(self._start)
+            self._start.before(stream)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -84,7 +91,7 @@ class SideBySide(Streams):
 
     def launch(self) -> AbstractContextManager:
         self._launch, self._next_launch = self._next_launch, self._launch
-        self._launch.stream.wait_event(self._start)
+        self._start.before(self._launch.stream)
         return self._launch
 
     def fence(self, stream: Stream) -> None:
@@ -100,7 +107,33 @@ class SideBySide(Streams):
 
     def _come_after(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
         self._end.record(other)
-        stream.wait_event(self._end)
+        self._end.before(stream)
+
+
+class _Moment:
+    """A point in a stream, noted where the pass is recorded."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+        self._listed: Any = None
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        """Now, in this stream."""
+        self._event.record(stream)
+        if recorder.steps is not None:
+            recorder.note(functools.partial(self._list_mark, stream.cuda_stream))
+
+    def before(self, stream: torch.cuda.Stream) -> None:
+        """What this stream does next comes after it."""
+        stream.wait_event(self._event)
+        if recorder.steps is not None:
+            recorder.note(functools.partial(self._list_wait, stream.cuda_stream))
+
+    def _list_mark(self, stream: int, submission: Submission, find: Find) -> None:
+        self._listed = submission.mark(stream)
+
+    def _list_wait(self, stream: int, submission: Submission, find: Find) -> None:
+        submission.after(stream, self._listed)
 
 
 class _On(AbstractContextManager):

@@ -10,10 +10,9 @@ Sources: zigzag, two opposite chunks a rank (Llama 3, Dubey et al. 2024, section
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -24,10 +23,13 @@ from ..digest import Digested, constant
 from .mask import Load, Mask
 from .region import Table, count_pairs
 from .region import common_stride as region_stride
-from .span import Span, Spans, common_stride, fold, refine, span_table
+from .span import Span, Spans, common_stride, fold, look, refine, spans_to_table, spread
 
 # up to this ratio of the busiest rank's work to the mean, `default_layout` takes contiguous chunks
 _EVEN = 1.25
+# `balanced` is content with this ratio, and cuts a rank's share into at most so many chunks
+_EVEN_ENOUGH = 1.01
+_MOST_CHUNKS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,10 +56,15 @@ class Layout(Digested):
             raise ValueError("spans is empty: a layout needs at least one rank")
         kept = tuple(tuple(span for span in map(_checked, _spans(spans)) if span.length) for spans in shards)
         object.__setattr__(self, "spans", kept)
-        problem = _coverage_problem(self.seq_len, kept)
+        problem = _coverage_problem(self.seq_len, self.table, len(kept))
         if problem:
             raise ValueError(f"spans do not hold each of {self.seq_len} positions exactly once: {problem}")
         super().__post_init__()
+
+    @cached_property
+    def table(self) -> Table:
+        """The spans of all ranks, an (n, 4) int64 table of rank, start, length and stride."""
+        return spans_to_table(self.spans)
 
     @property
     def world_size(self) -> int:
@@ -66,7 +73,9 @@ class Layout(Digested):
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Local tokens of each rank."""
-        return tuple(sum(span.length for span in spans) for spans in self.spans)
+        rank, _, length, _ = self.table.T
+        ends = np.concatenate([[0], length.cumsum()])[rank.searchsorted(np.arange(self.world_size + 1))]
+        return tuple((ends[1:] - ends[:-1]).tolist())
 
     def positions(self, rank: int) -> torch.Tensor:
         """The global position of each local row of a rank: (s_local,) int64, for RoPE and labels."""
@@ -77,15 +86,14 @@ class Layout(Digested):
     def work(self, mask: Mask) -> np.ndarray:
         """Live (query, key) pairs of each rank's queries: (world_size,) int64."""
         instance("mask", mask, Mask, BUILD_A_MASK)
-        return _work(self.spans, mask.regions(self.seq_len), self.seq_len)
+        return _work(self.table, self.world_size, mask.regions(self.seq_len), self.seq_len)
 
     def balance(self, mask: Mask) -> float:
         """The busiest rank's live pairs over the mean of all ranks: 1.0 if work is even, or if nothing is live."""
         return _balance(self.work(mask))
 
     def _key(self) -> bytes:
-        rows = [(rank, span.start, span.length, span.stride) for rank, spans in enumerate(self.spans) for span in spans]
-        return np.array([(self.seq_len, self.world_size, 0, 0), *rows], dtype=np.int64).tobytes()
+        return np.concatenate([np.array([[self.seq_len, self.world_size, 0, 0]]), self.table]).tobytes()
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -106,8 +114,8 @@ class Layout(Digested):
 @constant
 def contiguous(seq_len: int, world_size: int) -> Layout:
     """Rank r holds the r-th of `world_size` equal chunks. Raises ValueError for a negative length, or no ranks."""
-    bounds = _bounds(seq_len, world_size, chunks=1)
-    return Layout(seq_len, tuple((Span(a, b - a),) for a, b in bounds), "contiguous")
+    edges = _edges(seq_len, world_size, chunks=1)
+    return _of_chunks(np.arange(world_size)[:, None], edges, "contiguous")
 
 
 @constant
@@ -120,10 +128,9 @@ def zigzag(seq_len: int, world_size: int) -> Layout:
     >>> ra.zigzag(8, world_size=2).positions(0).tolist()
     [0, 1, 6, 7]
     """
-    bounds = _bounds(seq_len, world_size, chunks=2)
-    pairs = zip(bounds[:world_size], reversed(bounds[world_size:]), strict=True)
-    spans = tuple(_joined([Span(a, b - a), Span(c, d - c)]) for (a, b), (c, d) in pairs)
-    return Layout(seq_len, spans, "zigzag")
+    edges = _edges(seq_len, world_size, chunks=2)
+    ranks = np.arange(world_size)
+    return _of_chunks(np.array([ranks, 2 * world_size - 1 - ranks]).T, edges, "zigzag")
 
 
 @constant
@@ -132,7 +139,7 @@ def striped(seq_len: int, world_size: int) -> Layout:
 
     Source: Striped Attention (Brandon et al. 2023). Raises ValueError for a negative length, or no ranks.
     """
-    _bounds(seq_len, world_size, chunks=1)
+    _edges(seq_len, world_size, chunks=1)
     spans = tuple((Span(rank, len(range(rank, seq_len, world_size)), world_size),) for rank in range(world_size))
     return Layout(seq_len, spans, "striped")
 
@@ -152,19 +159,22 @@ def balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
     """
     instance("mask", mask, Mask, BUILD_A_MASK)
     regions = mask.regions(seq_len)
-    best: tuple[Spans, ...] = ()
-    best_balance = float("inf")
+    _edges(seq_len, world_size, chunks=1)
+    most = 1
+    while 2 * most <= _MOST_CHUNKS and 2 * most * world_size <= seq_len:
+        most *= 2
+    finest = _edges(seq_len, world_size, most)
+    work = _work_of_chunks(finest, regions, seq_len)
+    best, best_balance, edges = np.arange(world_size)[:, None], float("inf"), finest
     chunks = 1
-    while True:
-        bounds = _bounds(seq_len, world_size, chunks)
-        work = _work([_joined([Span(a, b - a)]) for a, b in bounds], regions, seq_len)
-        candidate = _deal(work, bounds, world_size)
-        balance = _balance(_work(candidate, regions, seq_len))
-        if not best or balance < best_balance - 1e-9:
-            best, best_balance = candidate, balance
+    while chunks <= most and best_balance > _EVEN_ENOUGH:
+        of_chunks = work.reshape(chunks * world_size, -1).sum(axis=1)
+        hands = _deal(of_chunks, world_size)
+        balance = _balance(of_chunks[hands].sum(axis=1))
+        if balance < best_balance - 1e-9:
+            best, best_balance, edges = hands, balance, finest[:: most // chunks]
         chunks *= 2
-        if best_balance <= 1.01 or chunks > 64 or chunks * world_size > seq_len:
-            return Layout(seq_len, best, "balanced")
+    return _of_chunks(best, edges, "balanced")
 
 
 @constant
@@ -210,7 +220,7 @@ def shard(x: torch.Tensor, layout: Layout, rank: int, dim: int = 1) -> torch.Ten
 
 def _spans(spans: object) -> Iterator[Span]:
     """The spans of a rank, as a user gave them."""
-    for span in spans if isinstance(spans, (tuple, list)) else (spans,):
+    for span in spans if isinstance(spans, (tuple, list)) and not isinstance(spans, Span) else (spans,):
         if not isinstance(span, Span) or span is spans:
             raise ValueError(f"spans holds {shown(span)}, but must hold a tuple of Spans for each rank")
         yield span
@@ -222,36 +232,68 @@ def _checked(span: Span) -> Span:
     return Span(*(integer(name, getattr(span, name), least=None, most=MAX_TOKENS) for name in names))
 
 
-def _bounds(seq_len: int, world_size: int, chunks: int) -> list[tuple[int, int]]:
-    """(start, stop) of `chunks * world_size` chunks whose lengths differ by at most one."""
+def _edges(seq_len: int, world_size: int, chunks: int) -> np.ndarray:
+    """The bounds of `chunks * world_size` chunks whose lengths differ by at most one. Those of twice as many are among them."""
     seq_len, world_size = integer("seq_len", seq_len, most=MAX_TOKENS), integer("world_size", world_size, least=1, most=MAX_RANKS)
     n = chunks * world_size
-    edges = [seq_len * i // n for i in range(n + 1)]
-    return list(pairwise(edges))
+    return seq_len * np.arange(n + 1) // n
 
 
-def _joined(spans: Sequence[Span]) -> Spans:
-    """Join neighbouring spans of stride 1, and drop empty spans."""
-    out: list[Span] = []
-    for span in spans:
-        if not span.length:
-            continue
-        if out and out[-1].stride == span.stride == 1 and out[-1].stop == span.start:
-            start = out.pop().start
-            span = Span(start, span.stop - start)
-        out.append(span)
-    return tuple(out)
+def _of_chunks(hands: np.ndarray, edges: np.ndarray, name: str) -> Layout:
+    """A layout from the (world_size, n) chunks that each rank holds, ascending, and the chunks' bounds."""
+    ranks = np.arange(len(hands)).repeat(hands.shape[1])
+    return layout_of_pieces(ranks, edges[hands].ravel(), edges[hands + 1].ravel(), len(hands), int(edges[-1]), name)
 
 
-def _work(shards: Sequence[Spans], regions: Table, seq_len: int) -> np.ndarray:
+def layout_of_pieces(rank: np.ndarray, start: np.ndarray, stop: np.ndarray, world_size: int, seq_len: int, name: str) -> Layout:
+    """A layout of pieces [start, stop) of ranks, in the order of ranks and, within a rank, of positions.
+
+    They hold each position once, which is not checked. Neighbouring pieces of a rank are one span.
+    """
+    live = start < stop
+    rank, start, stop = rank[live], start[live], stop[live]
+    fresh = np.ones(len(rank), dtype=bool)
+    fresh[1:] = (rank[1:] != rank[:-1]) | (start[1:] != stop[:-1])
+    first = fresh.nonzero()[0]
+    last = np.append(first[1:], len(rank))[: len(first)] - 1
+    rank, start, stop = rank[first], start[first], stop[last]
+    table = np.array([rank, start, stop - start, np.ones_like(rank)]).T
+    layout = object.__new__(Layout)
+    bounds = rank.searchsorted(np.arange(world_size + 1)).tolist()
+    spans = list(map(Span, *table[:, 1:3].T.tolist()))
+    kept = tuple(tuple(spans[a:b]) for a, b in zip(bounds, bounds[1:]))
+    layout.__dict__.update(seq_len=seq_len, spans=kept, name=name, table=table)
+    Digested.__post_init__(layout)
+    return layout
+
+
+def _work(table: Table, shards: int, regions: Table, seq_len: int) -> np.ndarray:
     """Live pairs of the queries of each shard with all keys."""
-    sequence = (Span(0, seq_len),) if seq_len else ()
-    stride = common_stride(*shards, sequence, at_least=region_stride(regions))
-    queries, shard_of = span_table([refine(spans, stride)[0] for spans in shards])
-    keys, _ = span_table([refine(sequence, stride)[0]])
-    tiles, span_of, *_ = fold(queries, keys, regions, stride)
-    out = np.zeros(len(shards), dtype=np.int64)
-    np.add.at(out, shard_of[span_of], count_pairs(*tiles.T))
+    sequence = np.array([[0, 0, seq_len, 1]])[: min(1, seq_len)]
+    stride = common_stride(table, sequence, at_least=region_stride(regions))
+    queries, _ = refine(table, shards, stride)
+    keys, _ = refine(sequence, 1, stride)
+    tiles, span_of, _ = fold(queries, keys, regions, look(queries, regions))
+    return _sums(queries.shard[span_of], count_pairs(*tiles.T), shards)
+
+
+def _work_of_chunks(edges: np.ndarray, regions: Table, seq_len: int) -> np.ndarray:
+    """Live pairs of the queries of each chunk with all keys."""
+    chunks = len(edges) - 1
+    if region_stride(regions) > 1:
+        table = np.array([np.arange(chunks), edges[:-1], edges[1:] - edges[:-1], np.ones(chunks, dtype=np.int64)]).T
+        return _work(table[table[:, 2] > 0], chunks, regions, seq_len)
+    q_start, q_stop, k_start, k_stop, lo, hi, _ = regions.T
+    region, chunk = spread(edges[1:].searchsorted(q_start, side="right"), edges[:-1].searchsorted(q_stop))
+    q_start, q_stop, k_start, k_stop, lo, hi = (x[region] for x in (q_start, q_stop, k_start, k_stop, lo, hi))
+    pairs = count_pairs(np.maximum(q_start, edges[chunk]), np.minimum(q_stop, edges[chunk + 1]), k_start, k_stop, lo, hi)
+    return _sums(chunk, pairs, chunks)
+
+
+def _sums(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    """The sum of the values with each index: (size,) int64."""
+    out = np.zeros(size, dtype=np.int64)
+    np.add.at(out, index, values)
     return out
 
 
@@ -259,33 +301,37 @@ def _balance(work: np.ndarray) -> float:
     return float(work.max() / work.mean()) if work.any() else 1.0
 
 
-def _deal(work: np.ndarray, bounds: list[tuple[int, int]], world_size: int) -> tuple[Spans, ...]:
-    """Deal the chunks, the heaviest first, to the least loaded rank that has room."""
-    room = len(bounds) // world_size
+def _deal(work: np.ndarray, world_size: int) -> np.ndarray:
+    """Deal the chunks, the heaviest first, to the least loaded rank that has room: (world_size, n) chunks of each rank, ascending."""
+    room = len(work) // world_size
     hands: list[list[int]] = [[] for _ in range(world_size)]
     heap = [(0, rank) for rank in range(world_size)]
-    for chunk in np.argsort(-work, kind="stable").tolist():
-        load, rank = heapq.heappop(heap)
-        hands[rank].append(chunk)
-        if len(hands[rank]) < room:
-            heapq.heappush(heap, (load + int(work[chunk]), rank))
+    heaviest_first = (-work).argsort(kind="stable")
+    for chunk, load in zip(heaviest_first.tolist(), work[heaviest_first].tolist()):
+        before, rank = heap[0]
+        hand = hands[rank]
+        hand.append(chunk)
+        if len(hand) < room:
+            heapq.heapreplace(heap, (before + load, rank))
+        else:
+            heapq.heappop(heap)
     # sort ranks by their first chunk, so that neighbours in the ring hold neighbouring text
-    hands = sorted(sorted(hand) for hand in hands)
-    return tuple(_joined([Span(bounds[c][0], bounds[c][1] - bounds[c][0]) for c in hand]) for hand in hands)
+    dealt = np.sort(np.array(hands), axis=1)
+    return dealt[dealt[:, 0].argsort()]
 
 
-def _coverage_problem(seq_len: int, shards: tuple[Spans, ...]) -> str | None:
+def _coverage_problem(seq_len: int, table: Table, shards: int) -> str | None:
     """Why the spans do not hold each of 0..seq_len - 1 exactly once; None if they do."""
-    spans = [span for spans in shards for span in spans]
-    for span in spans:
-        if span.length < 0 or span.stride < 1 or span.start < 0 or span.stop > seq_len:
-            return f"{span} is not inside the sequence"
-    total = sum(span.length for span in spans)
+    _, start, length, stride = table.T
+    odd = ((length < 0) | (stride < 1) | (start < 0) | (start + stride * (length - 1) >= seq_len)).nonzero()[0]
+    if len(odd):
+        return f"{Span(*table[odd[0], 1:].tolist())} is not inside the sequence"
+    total = int(length.sum())
     if total != seq_len:
         return f"they hold {total} in all"
-    stride = common_stride(*shards)
-    fine = [piece for part in shards for piece in refine(part, stride)[0]]
-    rows = np.array([(piece.start % stride, piece.start, piece.stop) for piece in fine], dtype=np.int64).reshape(-1, 3)
-    residue, start, stop = rows[np.lexsort((rows[:, 1], rows[:, 0]))].T
-    twice = (residue[1:] == residue[:-1]) & (start[1:] < stop[:-1])
+    fine, _ = refine(table, shards, common_stride(table))
+    residue = fine.start % fine.stride
+    order = np.lexsort((fine.start, residue))
+    residue, start, last = residue[order], fine.start[order], fine.last[order]
+    twice = (residue[1:] == residue[:-1]) & (start[1:] <= last[:-1])
     return f"position {start[1:][twice][0]} is held twice" if twice.any() else None

@@ -76,12 +76,18 @@ class Mask(Digested):
         raise NotImplementedError
 
     def regions(self, seq_len: int) -> Table:
-        """The live pairs of a sequence as disjoint regions, an (n, 7) int64 table with the fields of `Region`.
+        """The live pairs of a sequence as disjoint regions, an (n, 7) int64 table with the fields of `Region`; not to be changed.
 
         Raises ValueError if the mask does not fit `seq_len` tokens.
         """
         seq_len = self.check_length(seq_len)
-        return region.clip(self._table(seq_len), seq_len)
+        length, found = self.__dict__.get("_latest", (None, None))
+        if found is None or length != seq_len:
+            found = region.clip(self._table(seq_len), seq_len)
+            found.setflags(write=False)
+            # a layout and a plan ask for one length
+            object.__setattr__(self, "_latest", (seq_len, found))
+        return found
 
     def check_length(self, seq_len: int) -> int:
         """`seq_len` as an int. Raises ValueError if the mask does not fit a sequence of so many tokens."""

@@ -10,8 +10,7 @@ Where scores depend on positions, tables have two more columns, the places: in a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -26,60 +25,103 @@ from .mask import Mask
 from .region import Table, count_pairs, trim
 from .region import common_stride as region_stride
 from .rows import Order, Rows, joined
-from .span import Span, Spans, common_stride, fold, refine, span_table
+from .span import Sights, Span, Spans, SpanTable, common_stride, fold, look, refine, spans_to_table, spread
 
 # columns of a table of tiles
 _KEYS, _BAND, _K_PLACE = slice(2, 4), slice(4, 6), 7  # k_begin and k_end; lo and hi
 _TILE = 6  # columns without the places
 # gaps of up to so many rows between needed rows move too: leaving them out costs more, since a copy must then gather the needed rows
 _GAP = 64
+# numbers of keys whose pairs are counted together
+_AT_ONCE = 32
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All tiles of a layout and a mask, sorted by rank and owner, and the rows of each owner that each rank needs.
+    """All tiles of a layout and a mask, and the rows of each owner that each rank needs.
 
-    `order[rank]` is the order in which tiles count a rank's local rows; None if it is their own. It differs only if a dilated mask or
-    mixed strides make the plan sort rows by residue.
+    Tiles are made when they are asked for, those of a rank together: a rank computes with its own, and must know of the others only which
+    rows they need. `order[rank]` is the order in which tiles count a rank's local rows; None if it is their own. It differs only if a
+    dilated mask or mixed strides make the plan sort rows by residue. `placed` says whether launches need positions.
     """
 
     world_size: int
     lengths: tuple[int, ...]
     order: tuple[Order | None, ...]
-    table: Table  # (n, 6)
-    starts: np.ndarray  # (world_size * world_size + 1): tiles of (rank, owner) begin at starts[rank * world_size + owner]
-    places: Table  # (n, 2)
-    stride: int = 1
-    placed: bool = False  # whether launches need positions
+    queries: SpanTable
+    keys: SpanTable
+    regions: Table
+    placed: bool = False
+
+    @property
+    def stride(self) -> int:
+        """Of the positions of neighbouring rows."""
+        return self.queries.stride
 
     def tiles(self, rank: int, owner: int) -> Table:
         """The (n, 6) tiles of a rank's queries with an owner's keys."""
-        at = self._pair(rank, owner)
-        return self.table[self.starts[at] : self.starts[at + 1]]
+        self._pair(rank, owner)
+        found = self._of(rank)
+        return found.table[found.part(rank, owner)]
 
     def tiles_of_launch(self, rank: int, owner: int) -> Table:
         """`tiles`, with their places if launches need positions."""
-        at = self._pair(rank, owner)
-        part = slice(self.starts[at], self.starts[at + 1])
-        return np.concatenate([self.table[part], self.places[part]], axis=1) if self.placed else self.table[part]
+        self._pair(rank, owner)
+        found = self._of(rank)
+        part = found.part(rank, owner)
+        if not self.placed:
+            return found.table[part]
+        spans = (self.queries, found.query[part]), (self.keys, found.key[part])
+        # the positions that local row 0 of the queries and of the keys would have in the tile's spans
+        places = [table.start[of] - self.stride * table.row[of] for table, of in spans]
+        return np.concatenate([found.table[part].T, places]).T
 
     def needs(self, rank: int, owner: int) -> Rows:
         """The rows of an owner's K/V that a rank's queries see, and small gaps between them."""
-        return self._needs[self._pair(rank, owner)]
+        at = self._pair(rank, owner)
+        found = self._rows.get(at)
+        if found is None:
+            ranges, cuts = self._needs
+            found = self._rows[at] = Rows.disjoint(ranges[cuts[at] : cuts[at + 1]], self._counts[rank][owner])
+        return found
 
     @cached_property
-    def _needs(self) -> list[Rows]:
-        # one call for all (rank, owner) pairs: `base` moves their rows too far apart to be joined across pairs
-        apart = max(self.lengths) + _GAP + 1
-        pairs = len(self.starts) - 1
-        base = apart * np.repeat(np.arange(pairs), np.diff(self.starts))
-        ranges = joined(self.table[:, _KEYS] + base[:, None], _GAP)
-        cuts = np.searchsorted(ranges[:, 0], apart * np.arange(pairs + 1))
-        return [Rows(ranges[a:b] - apart * pair) for pair, (a, b) in enumerate(pairwise(cuts.tolist()))]
+    def needed(self) -> np.ndarray:
+        """How many rows of each owner's K/V each rank needs: (world_size, world_size) int64, [rank, owner]."""
+        ranges, cuts = self._needs
+        before = np.concatenate([[0], (ranges[:, 1] - ranges[:, 0]).cumsum()])[cuts]
+        return (before[1:] - before[:-1]).reshape(self.world_size, self.world_size)
+
+    @cached_property
+    def _counts(self) -> list[list[int]]:
+        return self.needed.tolist()
+
+    def needed_by_owner(self, rank: int) -> list[int]:
+        """How many rows of each owner's K/V a rank needs."""
+        self._pair(rank, 0)
+        return self._counts[rank]
 
     def pairs_of(self, rank: int, owner: int) -> int:
         """Live pairs of a rank's queries with an owner's keys."""
-        return self._pairs[self._pair(rank, owner)]
+        self._pair(rank, owner)
+        return self.pairs_by_owner(rank)[owner]
+
+    def pairs_by_owner(self, rank: int) -> list[int]:
+        """Live pairs of a rank's queries with each owner's keys."""
+        self._pair(rank, 0)
+        found = self._of(rank)
+        return found.pairs[rank - found.first]
+
+    def pairs(self) -> np.ndarray:
+        """Live pairs of each (rank, owner): (world_size, world_size) int64."""
+        return np.array(self._all.pairs, dtype=np.int64).reshape(self.world_size, self.world_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that have been made so far."""
+        made = [self.queries, *(self.__dict__.get(name) for name in ("_sights", "_all")), *self._of_rank.values()]
+        arrays = [value for one in made if one is not None for value in vars(one).values()]
+        return sum(x.nbytes for x in [self.regions, *arrays, *self.__dict__.get("_needs", ())] if isinstance(x, np.ndarray))
 
     def _pair(self, rank: int, owner: int) -> int:
         """The number of (rank, owner). Raises ValueError if one of them is no rank."""
@@ -88,21 +130,115 @@ class Plan:
             rank, owner = integer("rank", rank, most=n - 1), integer("owner", owner, most=n - 1)
         return rank * n + owner
 
-    @cached_property
-    def _pairs(self) -> list[int]:
-        return self.pairs().ravel().tolist()
+    def _of(self, rank: int) -> _Tiles:
+        """Tiles among which are those of a rank."""
+        found = self.__dict__.get("_all") or self._of_rank.get(rank)
+        if found is None:
+            found = self._of_rank[rank] = self._make_tiles(rank, rank + 1)
+        return found
 
-    def pairs(self) -> np.ndarray:
-        """Live pairs of each (rank, owner): (world_size, world_size) int64."""
-        total = np.concatenate([[0], np.cumsum(count_pairs(*self.table.T))])[self.starts]
-        return np.diff(total).reshape(self.world_size, self.world_size)
+    @cached_property
+    def _all(self) -> _Tiles:
+        return self._make_tiles(0, self.world_size)
+
+    @cached_property
+    def _of_rank(self) -> dict[int, _Tiles]:
+        return {}
+
+    @cached_property
+    def _rows(self) -> dict[int, Rows]:
+        return {}
+
+    @cached_property
+    def _sights(self) -> Sights:
+        return look(self.queries, self.regions)
+
+    def _make_tiles(self, first: int, end: int) -> _Tiles:
+        """The tiles of the ranks [first, end)."""
+        sights = self._sights
+        if end - first < self.world_size:
+            sights = sights.part(*self.queries.bounds[[first, end]].tolist())
+        table, query, key = fold(self.queries, self.keys, self.regions, sights)
+        n = self.world_size
+        pair = (self.queries.shard[query] - first) * n + self.keys.shard[key]
+        pairs = (end - first) * n
+        # the smallest integer type, which numpy sorts fastest: by counting
+        by_pair = pair.astype(np.min_scalar_type(pairs)).argsort(kind="stable")
+        starts = np.concatenate([[0], np.bincount(pair, minlength=pairs).cumsum()])
+        return _Tiles(first, n, table[by_pair], query[by_pair], key[by_pair], starts)
+
+    @cached_property
+    def _needs(self) -> tuple[Table, list[int]]:
+        """The rows that each (rank, owner) pair needs as an (n, 2) table of ranges, and where those of each pair begin in it."""
+        pair, begin, end = self._seen_rows()
+        # all pairs at once: `base` moves their rows too far apart to be joined across pairs
+        pairs = self.world_size**2
+        apart = max(self.lengths) + _GAP + 1
+        base = apart * pair
+        ranges = joined(np.array([begin + base, end + base]).T, _GAP)
+        cuts = ranges[:, 0].searchsorted(apart * np.arange(pairs + 1))
+        return ranges - (ranges[:, :1] // apart) * apart, cuts.tolist()
+
+    def _seen_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(number of a pair, begin, end) of ranges of an owner's rows that a rank sees."""
+        n, keys = self.world_size, self.keys
+        if self.stride > 1 or keys.ascending is None:
+            rank_of, owner_of = self.queries.shard[self._all.query], keys.shard[self._all.key]
+            return rank_of * n + owner_of, *self._all.table.T[_KEYS]
+        # runs of positions that each rank sees, far apart from those of other ranks
+        sights = self._sights
+        order, start, last = keys.ascending
+        apart = int(last[-1]) + 2 if len(last) else 2
+        base = apart * self.queries.shard[sights.query]
+        runs = joined(np.array([sights.k_min + base, sights.k_max + 1 + base]).T)
+        rank, begin = np.divmod(runs[:, 0], apart)
+        end = runs[:, 1] - rank * apart
+        run, at = spread(last.searchsorted(begin), start.searchsorted(end))
+        key, rank = order[at], rank[run]
+        shift = keys.row[key] - start[at]
+        rows_begin, rows_end = np.maximum(begin[run], start[at]) + shift, np.minimum(end[run], last[at] + 1) + shift
+        return rank * n + keys.shard[key], rows_begin, rows_end
+
+
+@dataclass(frozen=True, eq=False)
+class _Tiles:
+    """Tiles of the ranks from `first` on, sorted by rank and owner; those of the i-th pair begin at starts[i].
+
+    query, key: the span of each tile's queries, and of its keys.
+    """
+
+    first: int
+    owners: int
+    table: Table  # (n, 6)
+    query: np.ndarray
+    key: np.ndarray
+    starts: np.ndarray
+
+    def part(self, rank: int, owner: int) -> slice:
+        """Where the tiles of a rank and an owner are."""
+        at = (rank - self.first) * self.owners + owner
+        return slice(self.starts[at], self.starts[at + 1])
+
+    @cached_property
+    def pairs(self) -> list[list[int]]:
+        """Live pairs by rank and owner."""
+        total = np.concatenate([[0], count_pairs(*self.table.T).cumsum()])[self.starts]
+        return (total[1:] - total[:-1]).reshape(-1, self.owners).tolist()
 
 
 def make_plan(layout: Layout, mask: Mask) -> Plan:
     """The plan of a layout and a mask. Raises ValueError if the mask does not fit the layout's sequence."""
     instance("layout", layout, Layout, BUILD_A_LAYOUT)
     instance("mask", mask, Mask, BUILD_A_MASK)
-    return _plan(layout.spans, layout.spans, mask, layout.seq_len)
+    return make_placed_plan(layout, mask, placed=False)
+
+
+def make_placed_plan(layout: Layout, mask: Mask, placed: bool) -> Plan:
+    """A plan whose launches need positions, if they are `placed`."""
+    regions = mask.regions(layout.seq_len)
+    stride = common_stride(layout.table, at_least=region_stride(regions))
+    spans, orders = refine(layout.table, layout.world_size, stride)
+    return Plan(layout.world_size, layout.lengths, tuple(map(_order, orders)), spans, spans, regions, placed)
 
 
 def make_local_plan(
@@ -110,10 +246,17 @@ def make_local_plan(
 ) -> tuple[TileTable, Order | None, Order | None]:
     """Tiles of one device's queries and keys, and the order in which tiles count the rows of each (None: as given)."""
     (queries, q_rows), (keys, k_rows) = spans_of(q_positions), spans_of(k_positions)
-    plan = replace(_plan((queries,), (keys,), mask, seq_len), placed=placed)
-    q_order, k_order = (_then(rows, order) for rows, order in zip((q_rows, k_rows), plan.order))
-    tiles = make_tiles(plan.tiles_of_launch(0, 0), len(q_positions), len(k_positions), plan.stride)
-    return tiles, q_order, k_order
+    tables = [spans_to_table([spans]) for spans in (queries, keys)]
+    regions = mask.regions(seq_len)
+    stride = common_stride(*tables, at_least=region_stride(regions))
+    (q_spans, (q_order,)), (k_spans, (k_order,)) = (refine(table, 1, stride) for table in tables)
+    plan = Plan(1, (len(k_positions),), (None,), q_spans, k_spans, regions, placed)
+    tiles = make_tiles(plan.tiles_of_launch(0, 0), len(q_positions), len(k_positions), stride)
+    return tiles, _then(q_rows, _order(q_order)), _then(k_rows, _order(k_order))
+
+
+def _order(rows: np.ndarray | None) -> Order | None:
+    return None if rows is None else Order(rows)
 
 
 def _then(rows: np.ndarray | None, order: Order | None) -> Order | None:
@@ -123,57 +266,71 @@ def _then(rows: np.ndarray | None, order: Order | None) -> Order | None:
     return Order(rows if order is None else rows[order.rows])
 
 
-def _plan(query_shards: Sequence[Spans], key_shards: Sequence[Spans], mask: Mask, seq_len: int) -> Plan:
-    regions = mask.regions(seq_len)
-    stride = common_stride(*query_shards, *key_shards, at_least=region_stride(regions))
-    fine_queries = [refine(spans, stride) for spans in query_shards]
-    same = query_shards is key_shards
-    fine_keys = fine_queries if same else [refine(spans, stride) for spans in key_shards]
-    queries, rank_of = span_table([spans for spans, _ in fine_queries])
-    keys, owner_of = span_table([spans for spans, _ in fine_keys])
-    tiles, q_of, k_of, places = fold(queries, keys, regions, stride)
-    pair = rank_of[q_of] * len(key_shards) + owner_of[k_of]
-    pairs = len(query_shards) * len(key_shards)
-    # the smallest integer type, which numpy sorts fastest: by counting
-    by_pair = np.argsort(pair.astype(np.min_scalar_type(pairs)), kind="stable")
-    starts = np.concatenate([[0], np.cumsum(np.bincount(pair, minlength=pairs))])
-    fine = fine_queries if same else fine_queries + fine_keys
-    order = tuple(None if rows is None else Order(rows) for _, rows in fine)
-    lengths = tuple(sum(span.length for span in spans) for spans in key_shards)
-    return Plan(len(key_shards), lengths, order, tiles[by_pair], starts, places[by_pair], stride)
-
-
 def make_tiles(table: Table, q_rows: int, k_rows: int, stride: int = 1) -> TileTable:
     """The tiles of one launch over `q_rows` of Q and `k_rows` of a K/V buffer, in as few rows as can be. stride: of the places, if any."""
     table = merge_full(table)
     return TileTable(table[:, :_TILE], q_rows, k_rows, table[:, _TILE:] if table.shape[1] > _TILE else None, stride)
 
 
-def live_pairs(tiles: TileTable, keys: int | None = None) -> int:
-    """The number of live pairs; with `keys`, those of the first so many keys."""
-    q_begin, q_end, k_begin, k_end, lo, hi = tiles.tiles.T
-    return int(count_pairs(q_begin, q_end, k_begin, k_end if keys is None else np.minimum(k_end, keys), lo, hi).sum())
+def live_pairs(tiles: TileTable) -> int:
+    """The number of live pairs."""
+    return int(count_pairs(*tiles.tiles.T).sum())
+
+
+def half_of_pairs(tiles: TileTable, block: int) -> int:
+    """How many of the first keys have half of the live pairs, down to a multiple of `block`; 0 if the keys cannot be divided."""
+    columns = tiles.tiles.T
+    k_begin, k_end = columns[_KEYS]
+    pairs = count_pairs(*columns)
+    total = int(pairs.sum())
+    if not total:
+        return 0
+    # more keys than `low` have half of the pairs, and `high` have: all of a tile's pairs count from its last key on, none before its first
+    by_begin, by_end = k_begin.argsort(), k_end.argsort()
+    low = int(k_begin[by_begin[(2 * pairs[by_begin].cumsum()).searchsorted(total)]])
+    high = int(k_end[by_end[(2 * pairs[by_end].cumsum()).searchsorted(total)]])
+    missing = total - 2 * int(pairs[k_end <= low].sum())
+    columns = columns[:, (k_end > low) & (k_begin < high)]
+    while high - low > 1 and not (low + 1) // block == high // block > 0:
+        step = -(-(high - low) // _AT_ONCE)
+        if high - low <= block:
+            counts = np.arange(low + step, high, step)
+        else:
+            counts = (np.arange(low + max(step, block), high, max(step, block)) + 1) // block * block - 1
+        at = int((2 * _pairs_of_first(columns, counts)).searchsorted(missing))
+        low = low if at == 0 else int(counts[at - 1])
+        high = high if at == len(counts) else int(counts[at])
+    half = high - high % block if high > block else high
+    return half if half < tiles.k_rows else 0
+
+
+def _pairs_of_first(columns: Table, counts: np.ndarray) -> np.ndarray:
+    """The live pairs of the first so many keys, for several numbers of keys."""
+    q_begin, q_end, k_begin, k_end, lo, hi = columns.repeat(len(counts), axis=1)
+    k_end = np.minimum(k_end, np.tile(counts, columns.shape[1]))
+    return count_pairs(q_begin, q_end, k_begin, k_end, lo, hi).reshape(-1, len(counts)).sum(axis=0)
 
 
 def of_keys(tiles: TileTable, begin: int, end: int) -> TileTable:
     """The part of the tiles that lies in rows [begin, end) of the buffer, over these rows."""
     q_begin, q_end, k_begin, k_end, lo, hi = tiles.tiles.T
-    k_begin, k_end = (np.clip(x, begin, end) - begin for x in (k_begin, k_end))
+    k_begin, k_end = (np.minimum(np.maximum(x, begin), end) - begin for x in (k_begin, k_end))
     *table, live = trim(q_begin, q_end, k_begin, k_end, lo + begin, hi + begin)
     if tiles.places is not None:
         table += [tiles.places[:, 0], tiles.places[:, 1] + tiles.stride * begin]
-    return make_tiles(np.stack(table, axis=1)[live], tiles.q_rows, end - begin, tiles.stride)
+    found = np.array(table).T
+    return make_tiles(found if live.all() else found[live], tiles.q_rows, end - begin, tiles.stride)
 
 
-def move_keys(tiles: Table, rows: Rows, base: int, stride: int = 1) -> Table:
+def move_keys(tiles: Table, rows: Rows, base: int, stride: int = 1, apart: np.ndarray | int = 0) -> Table:
     """Tiles over an owner's rows, as tiles over a buffer that holds `rows` of that owner one after the other from row `base` on.
 
-    stride: of the places, if there are any.
+    stride: of the places, if there are any. apart: how far each tile's rows were moved in `rows`, which then hold several owners'.
     """
     if not len(tiles):
         return tiles
     k_begin = tiles[:, _KEYS][:, 0]
-    shift = base + rows.rank_of(k_begin) - k_begin
+    shift = base + rows.rank_of(k_begin + apart) - k_begin
     out = tiles.copy()
     out[:, _KEYS] += shift[:, None]
     out[:, _BAND] -= shift[:, None]
@@ -191,25 +348,27 @@ def is_full(tiles: Table) -> np.ndarray:
 def merge_full(tiles: Table) -> Table:
     """Join wholly live neighbours, first along the keys and then along the queries: fewer rows, the same pairs, at the same places."""
     full = is_full(tiles)
-    boxes = np.delete(tiles[full], _BAND, axis=1)
+    if not full.any():
+        return tiles
+    boxes = tiles.T[:, full]
     for axis in (2, 0):
         boxes = _join(boxes, axis)
-    q_begin, q_end, k_begin, k_end, *places = boxes.T
-    joined = np.stack([q_begin, q_end, k_begin, k_end, q_begin - k_end + 1, q_end - 1 - k_begin, *places], axis=1)
-    return np.concatenate([tiles[~full], joined])
+    q_begin, q_end, k_begin, k_end, *_ = boxes
+    boxes[_BAND] = q_begin - k_end + 1, q_end - 1 - k_begin
+    return np.concatenate([tiles.T[:, ~full], boxes], axis=1).T
 
 
 def _join(boxes: Table, axis: int) -> Table:
-    """Join boxes (q_begin, q_end, k_begin, k_end, ...) that touch along one axis (0 queries, 2 keys) and agree in all else."""
-    if len(boxes) < 2:
+    """Join boxes that touch along one axis (0 queries, 2 keys) and agree in all else but their bands. A column is a box."""
+    if boxes.shape[1] < 2:
         return boxes
-    same = [2 - axis, 3 - axis, *range(4, boxes.shape[1])]
-    boxes = boxes[np.lexsort((boxes[:, axis], *boxes.T[same[::-1]]))]
-    apart = (boxes[1:, axis] != boxes[:-1, axis + 1]) | (boxes[1:, same] != boxes[:-1, same]).any(axis=1)
-    first = np.flatnonzero(np.concatenate([[True], apart]))
-    last = np.append(first[1:], len(boxes)) - 1
-    out = boxes[first].copy()
-    out[:, axis + 1] = boxes[last, axis + 1]
+    same = [2 - axis, 3 - axis, *range(_TILE, len(boxes))]
+    boxes = boxes[:, np.lexsort((boxes[axis], *boxes[same[::-1]]))]
+    others = boxes[same]
+    apart = (boxes[axis, 1:] != boxes[axis + 1, :-1]) | (others[:, 1:] != others[:, :-1]).any(axis=0)
+    first = np.concatenate([[True], apart]).nonzero()[0]
+    out = boxes[:, first]
+    out[axis + 1] = boxes[axis + 1, np.concatenate([first[1:], [boxes.shape[1]]]) - 1]
     return out
 
 

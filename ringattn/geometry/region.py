@@ -140,14 +140,10 @@ def count(regions: Table) -> NDArray[np.int64]:
 
 def count_pairs(q_begin: Table, q_end: Table, k_begin: Table, k_end: Table, lo: Table, hi: Table) -> Table:
     """The number of pairs (i, j) in each box with `lo <= i - j <= hi`, in closed form."""
-
-    def at_least(low: Table) -> Table:
-        # sum over i of clip(i - low + 1 - k_begin, 0, k_end - k_begin): the keys j <= i - low
-        first = k_begin + low - 1
-        width = np.maximum(k_end - k_begin, 0)
-        return _ramp(q_end - first) - _ramp(q_begin - first) - _ramp(q_end - first - width) + _ramp(q_begin - first - width)
-
-    pairs = at_least(lo) - at_least(hi + 1)
+    # the sum over i of clip(i - low + 1 - k_begin, 0, k_end - k_begin) counts the keys j <= i - low: (2, 2, n), by low and by end of i
+    ends = np.array([q_end, q_begin]) - k_begin + 1 - np.array([lo, hi + 1])[:, None]
+    sums = _ramp(ends) - _ramp(ends - np.maximum(k_end - k_begin, 0))
+    pairs = sums[0, 0] - sums[0, 1] - sums[1, 0] + sums[1, 1]
     return np.where((q_begin < q_end) & (k_begin < k_end) & (lo <= hi), pairs, 0)
 
 

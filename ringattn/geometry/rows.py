@@ -8,7 +8,10 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from ringattn_kernels.table import on_device
+
 from .region import Table
+from .span import spread
 
 
 class Rows:
@@ -20,8 +23,18 @@ class Rows:
         self._index: dict[torch.device, torch.Tensor] = {}
 
     @classmethod
+    def disjoint(cls, ranges: Table, count: int | None = None) -> Rows:
+        """From ranges that ascend and neither overlap nor touch, with `count` rows in all, if that is known."""
+        rows = cls.__new__(cls)
+        rows.ranges, rows._index = ranges, {}
+        if count is not None:
+            rows.__dict__["_count"] = count
+        return rows
+
+    @classmethod
     def span(cls, begin: int, end: int) -> Rows:
-        return cls(np.array([[begin, end]], dtype=np.int64))
+        ranges = np.array([[begin, end]]) if begin < end else np.empty((0, 2), dtype=np.int64)
+        return cls.disjoint(ranges, max(0, end - begin))
 
     @property
     def _begins(self) -> Table:
@@ -36,7 +49,7 @@ class Rows:
         return int(self._sizes.sum())
 
     @cached_property
-    def _only(self) -> tuple[int, int] | None:
+    def only(self) -> tuple[int, int] | None:
         """(begin, end) if the rows are one range."""
         return tuple(self.ranges[0].tolist()) if len(self.ranges) == 1 else None
 
@@ -71,6 +84,11 @@ class Rows:
 
     def within(self, outer: Rows) -> Rows:
         """This set as rows of a buffer that holds the rows of `outer`, a superset, one after the other."""
+        if self is outer:
+            return Rows.span(0, len(self))
+        if outer.only is not None:
+            first = outer.only[0]
+            return self if first == 0 else Rows.disjoint(self.ranges - first)
         begin = outer.rank_of(self._begins)
         return Rows(np.stack([begin, begin + self._sizes], axis=1))
 
@@ -89,24 +107,24 @@ class Rows:
     def index(self, device: torch.device) -> torch.Tensor:
         """The rows as an int64 tensor, made once for each device."""
         if device not in self._index:
-            listed = np.concatenate([np.arange(begin, end) for begin, end in self.ranges]) if len(self.ranges) else np.empty(0, int)
-            self._index[device] = torch.from_numpy(listed).to(device)
+            (self._index[device],) = on_device((spread(*self.ranges.T)[1],), device)
         return self._index[device]
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """These rows of x along dim 0: x itself if they are all its rows, a view if they are one range, else a copy."""
-        if self._only is None:
+        if self.only is None:
             return x.index_select(0, self.index(x.device))
-        begin, end = self._only
+        begin, end = self.only
         return x if end - begin == x.shape[0] else x[begin:end]
 
     def add_to(self, x: torch.Tensor, values: torch.Tensor) -> None:
         """x[these rows] += values, in place."""
-        if self._only is None:
+        if self.only is None:
             index = self.index(x.device)
             x[index] = x.index_select(0, index).add_(values)
         else:
-            self.take(x).add_(values)
+            begin, end = self.only
+            x[begin:end].add_(values)
 
     def __repr__(self) -> str:
         return f"Rows({self.ranges.tolist()})"
@@ -121,16 +139,17 @@ class Order:
 
     def sort(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """x, which has the caller's order along `dim`, in the plan's order."""
-        return x.index_select(dim, self._indices(x.device)[0])
+        return x.index_select(dim, self.indices(x.device)[0])
 
     def restore(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """x, which has the plan's order along `dim`, in the caller's order."""
-        return x.index_select(dim, self._indices(x.device)[1])
+        return x.index_select(dim, self.indices(x.device)[1])
 
-    def _indices(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def indices(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The permutation and its inverse, made once for each device."""
         if device not in self._index:
-            there, back = torch.from_numpy(self.rows), torch.from_numpy(np.argsort(self.rows))
-            self._index[device] = there.to(device), back.to(device)
+            there, back = on_device((self.rows, np.argsort(self.rows)), device)
+            self._index[device] = there, back
         return self._index[device]
 
 

@@ -150,12 +150,9 @@ class RingAttention(nn.Module):
     ) -> None:
         super().__init__()
         check.instance("parallel", parallel, DeepSpeedParallel, "make one with DeepSpeedParallel(mesh)")
-        if layout is not None:
-            check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
-        if mask is not None:
-            check.instance("mask", mask, Mask, check.BUILD_A_MASK)
-        if score is not None:
-            check.instance("score", score, ScoreMod, "build one with score(softcap=...) and the like")
+        check.optional("layout", layout, Layout, check.BUILD_A_LAYOUT)
+        check.optional("mask", mask, Mask, check.BUILD_A_MASK)
+        check.optional("score", score, ScoreMod, check.BUILD_A_SCORE)
         self.group, self.layout, self.mask, self.score = parallel.ring, layout, mask, score
         self.softmax_scale = None if softmax_scale is None else check.softmax_scale(softmax_scale, 1)
         for name, x in ({} if score is None else score.given).items():

@@ -17,6 +17,7 @@ attention and attention weights as output raise ValueError, and so does any opti
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from .. import check
 from ..geometry.layout import Layout
 from ..geometry.mask import Mask
 from ..runtime.groups import Group, get_context
-from .huggingface_attachment import NAME, Attachment, LiveMask, LivePairs
+from .huggingface_attachment import NAME, Attachment, LiveMask, LivePairs, check_layout
 from .huggingface_checks import (
     check_head_dims,
     check_model,
@@ -61,14 +62,20 @@ def register() -> None:
 
 
 def attach(
-    model: PreTrainedModel, *, layout: Layout, mask: Mask | None = None, group: Group | None = None, ignore: Iterable[str] = ()
+    model: PreTrainedModel,
+    *,
+    layout: Layout | None = None,
+    mask: Mask | None = None,
+    group: Group | None = None,
+    ignore: Iterable[str] = (),
 ) -> None:
     """Run a transformers model's attention around a ring, from the next forward on. Call it again to change the layout.
 
     Args:
         model: a `PreTrainedModel` whose attention goes through `AttentionInterface`, or BLOOM, MPT, Falcon, and the encoder or the decoder
-            of T5, mT5 and UMT5 (with transformers 5.23).
-        layout: which positions each rank holds; its world size is the group's.
+            of T5, mT5 and UMT5 (with transformers 5.17 or 5.23).
+        layout: which positions each rank holds; its world size is the group's. None: each call brings its own, as
+            `model(**batch, layout=...)`, and may bring a `mask=`. They hold for this call and its backward pass, in all its layers.
         mask: which pairs are live, over global positions; None is causal for causal modules, full for the others.
             It is intersected with a module's own sliding window, and with the documents of a call. With ALiBi it must be causal.
         group: the ranks of the ring: a ProcessGroup, a DeviceMesh, a hybrid, or None for the default group.
@@ -92,6 +99,13 @@ def attach(
     attention, and if it would take a shard for the whole sequence: it mixes tokens by other means too, pools them, or has its own
     positions.
     """
+    attach_seeded(model, layout, mask, group, ignore, None)
+
+
+def attach_seeded(
+    model: PreTrainedModel, layout: Layout | None, mask: Mask | None, group: Group | None, ignore: Iterable[str], seed: int | None
+) -> None:
+    """`attach`, with one seed for the dropout of all calls."""
     rank = _check_arguments(layout, mask, group, ignore)
     parts = model.modules() if isinstance(model, nn.Module) else ()
     modules = [module for module in parts if _ATTENTION.search(type(module).__name__)]
@@ -100,15 +114,17 @@ def attach(
     if not modules:
         raise ValueError(f"{type(model).__name__} has no module with Attention or MLA in its class name")
     check_head_dims(modules)
-    if own:
+    if layout is None:
+        _check_taken_in_calls(model, bool(own))
+    elif own:
         check_forwards_of_own(model, own, mask, layout)
-    else:
+    if not own:
         check_positions_taken(model)
     register()
     rotary = dynamic_rotary(model)
     is_new = not hasattr(model, NAME)
     before, takes = _previous_attention(model), takes_positions(model)
-    attachment = Attachment(layout, LivePairs(mask), group, rank, frozenset(ignore), before, bool(rotary), takes, bool(own))
+    attachment = Attachment(layout, LivePairs(mask), group, rank, frozenset(ignore), before, bool(rotary), takes, bool(own), seed)
     _attach_models(model, attachment)
     for module in rotary:
         if not hasattr(module, NAME):
@@ -177,22 +193,29 @@ def ring_attention_forward(
     return out, None
 
 
-def _check_arguments(layout: Layout, mask: Mask | None, group: Group | None, ignore: Iterable[str]) -> int:
+def _check_arguments(layout: Layout | None, mask: Mask | None, group: Group | None, ignore: Iterable[str]) -> int:
     """This rank in the group. Raises ValueError for bad arguments of `attach`."""
-    check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
-    if mask is not None:
-        check.instance("mask", mask, Mask, check.BUILD_A_MASK)
+    check.optional("mask", mask, Mask, check.BUILD_A_MASK)
     if isinstance(ignore, str):
         raise ValueError(f"ignore is {ignore!r}, but must be a list of names: give [{ignore!r}]")
     ranks = get_context(group).ranks
-    if layout.world_size != ranks.size:
-        raise ValueError(f"layout is for {layout.world_size} ranks, but the group has {ranks.size}: make it for {ranks.size}")
-    if 0 in layout.lengths:
-        raise ValueError(
-            f"{layout!r} leaves rank {layout.lengths.index(0)} without tokens, which transformers' models cannot run on: "
-            "use fewer ranks or a longer sequence"
-        )
+    if layout is not None:
+        check_layout(layout, mask, ranks)
     return ranks.rank
+
+
+def _check_taken_in_calls(model: nn.Module, has_forwards: bool) -> None:
+    """Raise ValueError if calls of a model cannot bring its layout."""
+    if has_forwards:
+        raise ValueError(
+            f"{type(model).__name__} makes its scores itself, and its masks by the layout: attach(model, layout=...), again for another one"
+        )
+    taken = {"layout", "mask"} & inspect.signature(model.forward).parameters.keys()
+    if taken:
+        raise ValueError(
+            f"{type(model).__name__} has arguments of its own called {sorted(taken)}, so that calls cannot bring theirs: "
+            "attach(model, layout=...), again for another one"
+        )
 
 
 def _previous_attention(model: Any) -> str | None:
@@ -208,7 +231,7 @@ def _attach_models(model: nn.Module, attachment: Attachment) -> None:
         if not hasattr(part, NAME):
             hook_model(part)
         setattr(part, NAME, attachment)
-        guard_loss(part, attachment.layout)
+        guard_loss(part, attachment.ranks.size)
 
 
 def _switch_attention(model: PreTrainedModel, has_forwards: bool) -> None:

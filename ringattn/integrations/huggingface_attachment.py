@@ -11,13 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from .. import check
 from ..geometry.layout import Layout
 from ..geometry.mask import Documents, Mask, causal, documents, full, sliding_window
 from ..runtime.groups import Group, get_context
@@ -25,6 +26,7 @@ from ..transport import Ranks
 
 _Function = TypeVar("_Function", bound=Callable)
 
+_OF_CALLS = ("layout", "mask")  # arguments of calls, where they were not given to `attach`
 NAME = "ringattn"  # of the attention implementation, and of the attribute that holds an `Attachment`
 
 
@@ -103,9 +105,12 @@ def _as_tensor(name: str) -> ValueError:
 
 @dataclass(frozen=True, eq=False)
 class Attachment:
-    """What an attention module needs to know: the layout, what is live, the ranks, and the options to ignore."""
+    """What an attention module needs to know: the layout, what is live, the ranks, the options to ignore, and the seed of dropout.
 
-    layout: Layout
+    fixed_layout: of all calls; None if each call brings its own. of_call: what was attached, if this is that of such a call.
+    """
+
+    fixed_layout: Layout | None
     live: LivePairs
     group: Group | None
     rank: int
@@ -114,6 +119,46 @@ class Attachment:
     needs_last_position: bool  # rotary frequencies depend on the sequence's last position
     takes_positions: bool = True  # position_ids; without them, scores depend on distances, which the layout gives to attention
     has_forwards: bool = False  # attention has forward passes of our own (`huggingface_scores.py`)
+    seed: int | None = None  # of dropout; None: each call draws one
+    of_call: Attachment | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of this call. Raises ValueError where it is unknown."""
+        if self.fixed_layout is None:
+            raise ValueError(
+                "the model was attached without a layout, and a part of it runs where the call's is unknown: give layout= to the call of "
+                "the attached model, or attach(model, layout=...)"
+            )
+        return self.fixed_layout
+
+    @property
+    def attached(self) -> Attachment:
+        """What `attach` made, of which this may be a call's."""
+        return self if self.of_call is None else self.of_call
+
+    def take_layout(self, model: nn.Module, kwargs: dict[str, Any]) -> tuple[Attachment, dict[str, Any]]:
+        """The attachment of a call, and the call's arguments without its layout and mask. Raises ValueError if they do not fit."""
+        given = [name for name in _OF_CALLS if kwargs.get(name) is not None]
+        kind = type(model).__name__
+        if self.fixed_layout is not None:
+            # such an argument would be of the model itself, which says so if it has none
+            if "layout" in given and isinstance(kwargs["layout"], Layout):
+                raise ValueError(
+                    f"{kind} is called with layout={kwargs['layout']!r}, but was attached with {self.fixed_layout!r} for all calls: "
+                    "attach(model) without a layout, and give one to each call"
+                )
+            return self, kwargs
+        if "layout" not in given:
+            raise ValueError(
+                f"{kind} was attached without a layout, and is called without one: call model(**batch, layout=...), or "
+                "attach(model, layout=...)"
+            )
+        layout, mask = kwargs["layout"], kwargs.get("mask")
+        check_layout(layout, mask, self.ranks)
+        kwargs = {name: value for name, value in kwargs.items() if name not in _OF_CALLS}
+        live = self.live if mask is None else LivePairs(mask)
+        return replace(self, fixed_layout=layout, live=live, of_call=self), kwargs
 
     @property
     def ranks(self) -> Ranks:
@@ -142,6 +187,20 @@ class ModelCall:
     def holds(self, model: nn.Module) -> bool:
         """Whether a model is a part of this call's model, and not the model itself."""
         return model is not self.model and any(part is model for part in self.model.modules())
+
+
+def check_layout(layout: object, mask: object, ranks: Ranks) -> None:
+    """Raise ValueError for a layout that is none of these ranks, leaves one of them without tokens, or does not fit the mask."""
+    check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
+    assert isinstance(layout, Layout)
+    check.optional("mask", mask, Mask, check.BUILD_A_MASK)
+    if layout.world_size != ranks.size:
+        raise ValueError(f"layout is for {layout.world_size} ranks, but the group has {ranks.size}: make it for {ranks.size}")
+    if 0 in layout.lengths:
+        raise ValueError(
+            f"{layout!r} leaves rank {layout.lengths.index(0)} without tokens, which transformers' models cannot run on: "
+            "use fewer ranks or a longer sequence"
+        )
 
 
 def not_compiled(function: _Function) -> _Function:

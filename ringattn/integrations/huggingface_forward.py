@@ -34,10 +34,10 @@ class Asked:
     is_causal: bool | None = None
     scores: dict[str, Any] = field(default_factory=dict)
 
-    def score(self) -> ScoreMod | None:
-        """What happens to scores and weights; None if nothing does."""
+    def score(self, seed: int | None) -> ScoreMod | None:
+        """What happens to scores and weights; None if nothing does. seed: of dropout."""
         asked = {name: value for name, value in self.scores.items() if value is not None and (name != "dropout" or value)}
-        return score(**asked) if asked else None
+        return score(**asked, seed=seed) if asked else None
 
 
 def attend_around_ring(
@@ -93,7 +93,7 @@ def attend_to_whole(
     attachment = _attachment(module, mask)
     with refusing(attachment.ranks):
         check_attention(options, attachment.ignored)
-        modified = asked.score()
+        modified = asked.score(attachment.seed)
     q, k, v = _in_one_dtype(q, k, v)
     positions = attachment.layout.positions(attachment.rank)
     partial = attend(q, k, v, mask=full(), q_positions=positions, softmax_scale=asked.scaling, score=modified)
@@ -123,7 +123,7 @@ def _request(
 ) -> tuple[ScoreMod | None, bool, int | None]:
     """The score, whether tokens see none after them, and the window. Raises ValueError for what cannot be honoured."""
     check_attention(options, attachment.ignored)
-    modified = asked.score()
+    modified = asked.score(attachment.seed)
     return modified, *_causality_and_window(module, attachment, q, k, mask, asked.window, asked.is_causal)
 
 

@@ -103,14 +103,18 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
                 f"{type(model).__name__} is attached, but its attention was set to {model.config._attn_implementation!r} since, which "
                 "would attend within the shard: attach it again, or detach it"
             )
-        if is_inner and call is not None and call.attachment is not attachment:
+        if is_inner and call is not None and call.attachment is not None and call.attachment.attached is attachment:
+            attachment = call.attachment
+        elif is_inner and call is not None:
             raise ValueError(
                 f"{type(model).__name__} was attached by itself after {type(call.model).__name__}, which it is a part of: attach the "
                 f"{type(call.model).__name__} again, and it alone"
             )
+        else:
+            attachment, kwargs = attachment.take_layout(model, kwargs)
         tokens = check_inputs(model, args, kwargs, attachment.layout, attachment.rank)
         if not is_inner:
-            check_targets(model, kwargs, attachment.layout, attachment.ignored)
+            check_targets(model, kwargs, attachment.ranks.size, attachment.ignored)
             packed, kwargs = take_documents(kwargs)
             holders = [holder for holder in running_calls() if holder.live is None and holder.holds(model)]
             check_positions(model, kwargs, attachment.layout, holders)
@@ -158,7 +162,9 @@ def _around(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None
         check_head(model)
         if attachment.has_forwards:
             check_both_attached(model)
-        check_targets(model, kwargs, attachment.layout, attachment.ignored)
+        # the model within takes them
+        attachment, kwargs = attachment.take_layout(model, kwargs)
+        check_targets(model, kwargs, attachment.ranks.size, attachment.ignored)
         check_positions(model, kwargs, attachment.layout)
     agree_on_count(attachment.ranks, kwargs)
     has_positions = kwargs.get("position_ids") is not None

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..geometry.layout import Layout
 from ..runtime.agree import Facts, agree
 from ..training.causal_lm import forward_names
 from ..transport import Ranks
@@ -17,9 +16,9 @@ from ..transport import Ranks
 _TARGETS = ("labels", "start_positions", "end_positions", "next_sentence_label", "sentence_order_label")
 
 
-def check_targets(model: nn.Module, kwargs: dict[str, Any], layout: Layout, ignored: frozenset[str] = frozenset()) -> None:
+def check_targets(model: nn.Module, kwargs: dict[str, Any], ranks: int, ignored: frozenset[str] = frozenset()) -> None:
     """Raise ValueError for labels whose loss would be of the shard alone, and if only the shard's last logits would be kept."""
-    on_shards = layout.world_size > 1
+    on_shards = ranks > 1
     if on_shards:
         _check_kept_logits(kwargs)
     given = [name for name in _TARGETS if kwargs.get(name) is not None]
@@ -42,21 +41,21 @@ def agree_on_count(ranks: Ranks, kwargs: dict[str, Any]) -> None:
 class GuardedLoss:
     """A head's own loss function after `check_targets`, because PEFT before 0.21 calls a head's forward around its hooks."""
 
-    def __init__(self, model: Any, loss: Callable[..., Any], layout: Layout) -> None:
-        self.model, self.loss, self.layout = model, loss, layout
+    def __init__(self, model: Any, loss: Callable[..., Any], ranks: int) -> None:
+        self.model, self.loss, self.ranks = model, loss, ranks
         self.__name__ = getattr(loss, "__name__", "")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            check_targets(self.model, {**dict(zip(("logits", "labels"), args, strict=False)), **kwargs}, self.layout)
+            check_targets(self.model, {**dict(zip(("logits", "labels"), args, strict=False)), **kwargs}, self.ranks)
         return self.loss(*args, **kwargs)
 
 
-def guard_loss(model: Any, layout: Layout) -> None:
+def guard_loss(model: Any, ranks: int) -> None:
     """Replace a model's loss function, if it has one, by a `GuardedLoss`."""
     release_loss(model)
     if "loss_function" in forward_names(model):
-        model.loss_function = GuardedLoss(model, model.loss_function, layout)
+        model.loss_function = GuardedLoss(model, model.loss_function, ranks)
 
 
 def release_loss(model: Any) -> None:

@@ -94,12 +94,9 @@ def replace_attention(
     """
     get_context(group)
     check.instance("model", model, nn.Module, "pass the model itself")
-    if layout is not None:
-        check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
-    if mask is not None:
-        check.instance("mask", mask, Mask, check.BUILD_A_MASK)
-    if score is not None:
-        check.instance("score", score, ScoreMod, "build one with score(softcap=...) and the like")
+    check.optional("layout", layout, Layout, check.BUILD_A_LAYOUT)
+    check.optional("mask", mask, Mask, check.BUILD_A_MASK)
+    check.optional("score", score, ScoreMod, check.BUILD_A_SCORE)
     _check_model(model)
     chosen = _chosen(model, modules)
     if not chosen:

@@ -99,6 +99,8 @@ def check_work(work: Workload, gpus: int, gpus_per_node: int) -> None:
     if work.heads % work.kv_heads:
         raise ValueError(f"kv_heads is {work.kv_heads}, which does not divide the {work.heads} heads")
     instance("mask", work.mask, Mask, BUILD_A_MASK)
+    if not callable(work.layout):
+        raise ValueError(f"layout is {work.layout!r}, but must be a function of (mask, tokens, ranks), such as placed")
     work.mask.check_length(work.tokens)
 
 

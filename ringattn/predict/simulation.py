@@ -9,7 +9,7 @@ Shapes: n ranks of the ring, t steps; h query heads and hk key/value heads of a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,13 +31,14 @@ _SUM = 4  # bytes of an element of sums: states between steps, and gradients
 
 @dataclass(frozen=True)
 class Workload:
-    """A layer's attention over a whole sequence: batch 1, 16-bit inputs, the default layout of the mask."""
+    """A layer's attention over a whole sequence: batch 1, 16-bit inputs, the layout that `layout(mask, tokens, ranks)` returns."""
 
     tokens: int
     heads: int
     kv_heads: int
     head_dim: int
     mask: Mask
+    layout: Callable[[Mask, int, int], Layout] = default_layout
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def simulate(machine: Machine, work: Workload, gpus: int, gpus_per_node: int, op
 
 
 class Simulation:
-    """One option on some GPUs: what each rank computes, moves and holds in each step. `layout` is by default the mask's own default."""
+    """One option on some GPUs: what each rank computes, moves and holds in each step. `layout` is by default the workload's."""
 
     def __init__(
         self, machine: Machine, work: Workload, gpus: int, gpus_per_node: int, option: Option, layout: Layout | None = None
@@ -146,7 +147,7 @@ class Simulation:
         self.machine, self.option, self.u = machine, option, option.heads_axis
         self.gpus_per_node = gpus_per_node
         self.n = gpus // self.u
-        layout = default_layout(work.mask, work.tokens, gpus) if layout is None else layout
+        layout = work.layout(work.mask, work.tokens, gpus) if layout is None else layout
         plan = make_plan(ring_layout(layout, self.u), work.mask)
         self.pairs = plan.pairs()  # (n, n)
         self.rows = max(plan.lengths)

@@ -197,7 +197,8 @@ class RingCall(Call):
         check.fit(q, k, v)
         check.same_tokens(q, k)
         if layout is not None:
-            _check_layout(layout, mask, ranks, q.shape[1])
+            check_layout(layout, mask, ranks)
+            _check_tokens(layout, ranks, q.shape[1])
         softmax_scale = check.softmax_scale(softmax_scale, q.shape[3])
         if hybrid is not None:
             hybrid.check_heads(q.shape[2])
@@ -261,18 +262,22 @@ _numbers = itertools.count()
 _calls: WeakValueDictionary[int, Call] = WeakValueDictionary()
 
 
-def _check_layout(layout: Layout, mask: Mask, ranks: Ranks, tokens: int) -> None:
+def check_layout(layout: Layout, mask: Mask, ranks: Ranks) -> None:
+    """Raise ValueError if a layout is not for these ranks, or a mask not for its sequence."""
     if layout.world_size != ranks.size:
         raise ValueError(
             f"layout {layout!r} is for {layout.world_size} ranks, but the group has {ranks.size}: build it for the group"
         )
+    mask.check_length(layout.seq_len)
+
+
+def _check_tokens(layout: Layout, ranks: Ranks, tokens: int) -> None:
     held = layout.lengths[ranks.rank]
     if held != tokens:
         raise ValueError(
             f"q has {tokens} tokens, but rank {ranks.rank} of layout {layout!r} holds {held}: "
             "shard q, k and v with shard(x, layout, rank), or build the layout for this sequence length"
         )
-    mask.check_length(layout.seq_len)
 
 
 def _check_default_layout(layout: Layout, mask: Mask, tokens: tuple[int, ...]) -> None:

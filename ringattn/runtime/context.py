@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from threading import Lock
 from typing import TypeVar
 
 from ..geometry.layout import Layout, default_layout
 from ..geometry.mask import Mask
-from ..geometry.plan import make_plan
+from ..geometry.plan import make_placed_plan
 from ..schedule.memory import RowBytes, backward_bytes
 from ..schedule.program import compile_program
 from ..schedule.schedules import Schedule, default_schedule
@@ -24,6 +24,12 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 _KEPT = 64
+_PREPARED = 16
+_KEPT_BYTES = 256 << 20  # of tables of what ranks do, on the host and on the device
+_NEWEST = 8  # that are kept whatever their size
+
+# layout, mask, schedule, bytes of rows for schedules by memory, and whether scores depend on positions
+_AttentionKey = tuple[str, str, str | None, RowBytes | None, bool]
 
 
 class Context:
@@ -37,7 +43,11 @@ class Context:
         ranks.order = ranks.order or CallOrder()
         self.turn = ranks.order if ranks.size > 1 else nullcontext()  # what each pass of a call enters
         self._facts: OrderedDict[tuple, Facts] = OrderedDict()
-        self._attentions: OrderedDict[tuple[str, str, str | None, RowBytes | None, bool], RankAttention] = OrderedDict()
+        self._attentions: OrderedDict[_AttentionKey, RankAttention] = OrderedDict()
+        self._sizes: dict[_AttentionKey, int] = {}
+        self._lock = Lock()
+        # what is made ahead of a first call; in it the default schedule may depend on what the group's first call finds
+        self._prepared: OrderedDict[tuple[_AttentionKey, bool], RankAttention] = OrderedDict()
         self._layouts: OrderedDict[tuple[str, int], Layout] = OrderedDict()
         self.compiled: dict[int, object] = {}  # the calls of compiled graphs, which `calls.py` finds by number
 
@@ -57,8 +67,39 @@ class Context:
         `row_bytes` is for schedules by memory alone; `placed` says whether scores depend on positions. Raises ValueError if the schedule
         does not fit the group or its memory.
         """
-        key = (layout.digest, mask.digest, None if schedule is None else schedule.digest, row_bytes, placed)
-        return _kept(self._attentions, key, lambda: self._make_rank_attention(layout, mask, schedule, row_bytes, placed))
+        key = _key(layout, mask, schedule, row_bytes, placed)
+        found = self._attentions.pop(key, None)
+        if found is None:
+            self._make_room()
+            found = self._prepared.pop((key, self.transport.copy_engines), None)
+            if found is None:
+                found = self._make_rank_attention(layout, mask, schedule, row_bytes, placed)
+        self._attentions[key] = found
+        return found
+
+    def prepare(
+        self, layout: Layout, mask: Mask, schedule: Schedule | None, row_bytes: RowBytes | None = None, placed: bool = False
+    ) -> RankAttention:
+        """As `rank_attention`, for a call to come, from any thread."""
+        key = _key(layout, mask, schedule, row_bytes, placed)
+        found = self._attentions.get(key)
+        if found is not None:
+            return found
+        early = key, self.transport.copy_engines
+        return _kept(self._prepared, early, lambda: self._make_rank_attention(layout, mask, schedule, row_bytes, placed), _PREPARED)
+
+    def _make_room(self) -> None:
+        """Drop the least recently used until one more may come."""
+        kept, sizes = self._attentions, self._sizes
+        with self._lock:
+            # calls add tables to what they use: the newest may not have theirs yet
+            for key in list(kept)[: -_NEWEST + 1]:
+                if key not in sizes and (one := kept.get(key)) is not None:
+                    sizes[key] = one.nbytes
+            total = sum(sizes.values())
+            while len(kept) >= _KEPT or (total > _KEPT_BYTES and len(kept) >= _NEWEST):
+                key, _ = kept.popitem(last=False)
+                total -= sizes.pop(key, 0)
 
     def default_layout(self, mask: Mask, seq_len: int) -> Layout:
         """`layout.default_layout` for this group, made once."""
@@ -71,7 +112,7 @@ class Context:
         if self.hybrid is not None and self.hybrid.heads.size > 1:
             exchange = HeadExchange(self.hybrid.heads, self.hybrid.rows(layout))
             layout = ring_layout(layout, self.hybrid.heads.size)
-        plan = replace(make_plan(layout, mask), placed=placed)
+        plan = make_placed_plan(layout, mask, placed)
         ranks_per_node = self.transport.ranks_per_node
         chosen = default_schedule(plan, ranks_per_node, self.transport.copy_engines) if schedule is None else schedule
         chosen = chosen.resolve(
@@ -80,16 +121,21 @@ class Context:
         order = plan.order[self.transport.rank]
         order = order if exchange is None else exchange.own_order(order)
         program = compile_program(chosen, plan, self.transport.rank)
-        return RankAttention(self.transport, program, order, order, exchange)
+        replays = {} if exchange is None and order is None else None
+        return RankAttention(self.transport, program, order, order, exchange, replays, plan.nbytes)
 
 
-def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
+def _key(layout: Layout, mask: Mask, schedule: Schedule | None, row_bytes: RowBytes | None, placed: bool) -> _AttentionKey:
+    return layout.digest, mask.digest, None if schedule is None else schedule.digest, row_bytes, placed
+
+
+def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V], most: int = _KEPT) -> V:
     """The cache's value for a key, made if missing. A full cache drops its least recently used value."""
     # threads may share a cache (such as that of no group), so each line leaves it valid
     value = cache.pop(key, None)
     if value is None:
         value = make()
     cache[key] = value
-    if len(cache) > _KEPT:
+    if len(cache) > most:
         cache.popitem(last=False)
     return value

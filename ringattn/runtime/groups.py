@@ -6,6 +6,7 @@ A context is kept with its process group or transport, and is freed with it.
 from __future__ import annotations
 
 import hashlib
+from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,6 +36,7 @@ _contexts: WeakKeyDictionary[dist.ProcessGroup, Context] = WeakKeyDictionary()
 _hybrids: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[dist.ProcessGroup, Hybrid]] = WeakKeyDictionary()
 _channels: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], HostChannel]] = WeakKeyDictionary()
 _alone = Context(Alone())
+_making = RLock()  # of contexts: threads may ask for one at once
 
 
 def get_context(group: Group | None) -> Context:
@@ -50,10 +52,14 @@ def get_context(group: Group | None) -> Context:
         ranks = _ranks(group)
         if isinstance(ranks, dist.ProcessGroup):
             if ranks not in _contexts:
-                _contexts[ranks] = Context(_transport(ranks))
+                with _making:
+                    if ranks not in _contexts:
+                        _contexts[ranks] = Context(_transport(ranks))
             return _contexts[ranks]
     # kept with the ranks themselves: a context holds its ranks, and a weak dictionary never frees a key that its value holds
-    ranks.context = ranks.context or Context(ranks)
+    if ranks.context is None:
+        with _making:
+            ranks.context = ranks.context or Context(ranks)
     return ranks.context
 
 

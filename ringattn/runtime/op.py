@@ -10,6 +10,7 @@ whole sequence, the call's place in the group's order, and the identity of the c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -38,7 +39,7 @@ def attention(
     if torch.compiler.is_compiling() or _seen(q, k, v):
         out, row_max, row_sum, _ = FORWARD(q, k, v, *modifying, call, softmax_scale, needs_grad)
     elif needs_grad:
-        out, row_max, row_sum, _ = _Unseen.apply(q, k, v, *modifying, call, softmax_scale, True)
+        out, row_max, row_sum, _ = _Attention.apply(_forward, q, k, v, *modifying, call, softmax_scale, True)
     else:
         out, row_max, row_sum, _ = _forward(q, k, v, *modifying, call, softmax_scale, False)
     return out, row_max, row_sum
@@ -94,10 +95,9 @@ def _forward(
     with call.turn, _without_autocast(q.device.type):
         seq_len, place = call.begin(q, k, v, score, needs_grad)
         rank_attention = call.rank_attention(seq_len, q, k, v)
-        if call.alone and score.modifiers is None and rank_attention.takes_rows_as_they_come:
-            out, row_max, row_sum = local.replayed(
-                rank_attention.replays,
-                ("forward", score.softmax_scale, call.final),
+        if score.modifiers is None:
+            out, row_max, row_sum = rank_attention.replayed(
+                ("forward", score.softmax_scale),
                 (q, k, v),
                 lambda: rank_attention.forward(score, q, k, v, final=call.final),
             )
@@ -136,8 +136,8 @@ def _backward(
     number: int,
     softmax_scale: float,
     wanted: list[bool],
-) -> tuple[torch.Tensor, ...]:
-    # wanted: whether the gradients of slopes, values and sinks are asked for; others are empty
+) -> tuple[torch.Tensor | None, ...]:
+    # wanted: whether the gradients of slopes, values and sinks are asked for
     call = find_call(number)
     score = Score(softmax_scale) if call.kind is None else call.score(softmax_scale, q.shape[2], slopes, values, seed)
     seq_len, place, made_by = agreed.tolist()
@@ -156,23 +156,30 @@ def _backward(
         if dout.is_cuda:
             dout = dout.to(q.dtype)  # kernels multiply it by v; a partial's is fp32
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        if call.alone and score.modifiers is None and sinks is None and rank_attention.takes_rows_as_they_come:
-            given = (q, k, v, dout, out, row_max, row_sum) if drow_sum is None else (q, k, v, dout, out, row_max, row_sum, drow_sum)
-            dq, dk, dv = local.replayed(
-                rank_attention.replays,
-                ("backward", score.softmax_scale),
-                given,
-                lambda: rank_attention.backward(score, local.queries(q, out, dout, row_max, row_sum, drow_sum), k, v)[:3],
-            )
+        ready = rank_attention.takes_rows_as_they_come
+        if score.modifiers is None and sinks is None:
+
+            def gradients() -> local.Tensors:
+                queries = local.queries(q, out, dout, row_max, row_sum, drow_sum, ready=ready)
+                return rank_attention.backward(score, queries, k, v)[:3]
+
+            given = tuple(x for x in (q, k, v, dout, out, row_max, row_sum, drow_sum) if x is not None)
+            dq, dk, dv = rank_attention.replayed(("backward", score.softmax_scale), given, gradients)
             dslopes = dvalues = dsinks = None
         else:
-            ready = rank_attention.takes_rows_as_they_come
             queries = local.queries(q, out, dout, row_max, row_sum, drow_sum, ready=ready)
             dq, dk, dv, sums = rank_attention.backward(score, queries, k, v, slopes_too=wanted[0], values_too=wanted[1])
             dslopes, dvalues = sums.slopes, sums.values
             dsinks = local.sinks_gradient(row_max, row_sum, queries.delta, sinks) if sinks is not None and wanted[2] else None
     dq, dk, dv = (_with_strides(x, wanted) for x, wanted in zip((dq, dk, dv), strides, strict=True))
-    return dq, dk, dv, *(q.new_empty(0) if x is None else x for x in (dslopes, dvalues, dsinks))
+    return dq, dk, dv, dslopes, dvalues, dsinks
+
+
+def _backward_operator(
+    dout: torch.Tensor | None, drow_sum: torch.Tensor | None, q: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    # an operator returns tensors: what is not asked for is empty
+    return tuple(q.new_empty(0) if x is None else x for x in _backward(dout, drow_sum, q, *rest))
 
 
 def _backward_shapes(
@@ -193,9 +200,12 @@ def _backward_shapes(
 
 
 class _Attention(torch.autograd.Function):
+    """`run`, which is `_forward` or its operator, with a backward pass."""
+
     @staticmethod
     def forward(
         ctx: Any,
+        run: Callable[..., tuple[torch.Tensor, ...]],
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -207,9 +217,12 @@ class _Attention(torch.autograd.Function):
         softmax_scale: float,
         needs_grad: bool,
     ) -> tuple[torch.Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
-            output = FORWARD(q, k, v, slopes, values, sinks, seed, number, softmax_scale, needs_grad)
-        return _kept_for_backward(ctx, (q, k, v, slopes, values, sinks, seed), number, softmax_scale, output)
+        output = run(q, k, v, slopes, values, sinks, seed, number, softmax_scale, needs_grad)
+        ctx.save_for_backward(q, k, v, slopes, values, sinks, seed, *output)
+        ctx.call, ctx.softmax_scale, ctx.captured = find_call(number), softmax_scale, check.captured(q)
+        ctx.mark_non_differentiable(output[1], output[3])
+        ctx.set_materialize_grads(False)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -218,41 +231,10 @@ class _Attention(torch.autograd.Function):
         dout, _, drow_sum, _ = grads
         saved = ctx.saved_tensors
         ctx.call.check_backward(check.captured(saved[0]), ctx.captured)
-        wanted = ctx.needs_input_grad[3:6]
+        wanted = ctx.needs_input_grad[4:7]
         run: Any = BACKWARD if torch.compiler.is_compiling() or _seen(*saved[:3]) else _backward
         dq, dk, dv, *others = run(dout, drow_sum, *saved, ctx.call.number, ctx.softmax_scale, wanted)
-        return dq, dk, dv, *(x if asked else None for x, asked in zip(others, wanted)), None, None, None, None
-
-
-class _Unseen(_Attention):
-    """The same where torch need not see the operators."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slopes: torch.Tensor | None,
-        values: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        seed: torch.Tensor | None,
-        number: int,
-        softmax_scale: float,
-        needs_grad: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        output = _forward(q, k, v, slopes, values, sinks, seed, number, softmax_scale, needs_grad)
-        return _kept_for_backward(ctx, (q, k, v, slopes, values, sinks, seed), number, softmax_scale, output)
-
-
-def _kept_for_backward(
-    ctx: Any, tensors: tuple[torch.Tensor | None, ...], number: int, softmax_scale: float, output: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    ctx.save_for_backward(*tensors, *output)
-    ctx.call, ctx.softmax_scale, ctx.captured = find_call(number), softmax_scale, check.captured(output[0])
-    ctx.mark_non_differentiable(output[1], output[3])
-    ctx.set_materialize_grads(False)
-    return output
+        return None, dq, dk, dv, *(x if asked else None for x, asked in zip(others, wanted)), None, None, None, None
 
 
 def _forward_autograd(
@@ -260,14 +242,18 @@ def _forward_autograd(
 ) -> tuple[torch.Tensor, ...]:
     # does what torch.library.register_autograd would, in a third of its time a call
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(slopes, values, sinks)):
-        return _Attention.apply(q, k, v, slopes, values, sinks, *rest)  # pyright: ignore[reportReturnType]
+        return _Attention.apply(_below_autograd, q, k, v, slopes, values, sinks, *rest)  # pyright: ignore[reportReturnType]
+    return _below_autograd(q, k, v, slopes, values, sinks, *rest)
+
+
+def _below_autograd(*arguments: Any) -> tuple[torch.Tensor, ...]:
     with torch._C._AutoDispatchBelowAutograd():
-        return FORWARD(q, k, v, slopes, values, sinks, *rest)
+        return FORWARD(*arguments)
 
 
 _library.impl("forward", _forward, "CompositeExplicitAutograd")
 _library.impl("forward", _forward_autograd, "Autograd")
-_library.impl("backward", _backward, "CompositeExplicitAutograd")
+_library.impl("backward", _backward_operator, "CompositeExplicitAutograd")
 torch.library.register_fake("ringattn::forward", _forward_shapes, lib=_library)
 torch.library.register_fake("ringattn::backward", _backward_shapes, lib=_library)
 
@@ -279,7 +265,10 @@ def _without_autocast(device_type: str) -> AbstractContextManager:
 def _gradient_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alone: bool) -> list[tuple[int, ...]]:
     """The strides of the gradients as the passes return them: dq like q; dk and dv contiguous, with their rows first if there are other
     ranks."""
-    strides = [(torch.empty_like(q, device="meta") if q.stride(-1) == 1 else q.new_empty(q.shape, device="meta")).stride()]
+    like_q = q
+    if not q.is_contiguous():
+        like_q = torch.empty_like(q, device="meta") if q.stride(-1) == 1 else q.new_empty(q.shape, device="meta")
+    strides = [like_q.stride()]
     for b, s, hk, d in (k.shape, v.shape):
         strides.append((s * hk * d, hk * d, d, 1) if alone else (hk * d, b * hk * d, d, 1))
     return strides

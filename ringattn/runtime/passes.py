@@ -107,7 +107,7 @@ def backward(
                     buffers.zero(x)
     dk, dv = buffers.part(program.sums, 0, program.sums.rows)
     del buffers
-    return dq.finish(q.dtype), dk.to(kv_dtype), dv.to(kv_dtype)
+    return dq.finish(q.dtype), *local.rounded((dk, dv), kv_dtype)
 
 
 class _Buffers:
@@ -172,8 +172,7 @@ class _Buffers:
         return peers
 
     def add(self, x: Add) -> None:
-        for total, received in zip(self._rows[x.buffer], self._rows[x.staging]):
-            x.rows.add_to(total, received)
+        local.add(self._rows[x.buffer], self._rows[x.staging], x.rows)
 
     def zero(self, x: Zero) -> None:
         for total in self._rows[x.buffer]:

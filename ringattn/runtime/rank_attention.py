@@ -8,7 +8,8 @@ Shapes: b batch, s local tokens, h query heads, hk key/value heads, d head dim, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -28,8 +29,8 @@ class RankAttention:
     """What one rank does in both passes.
 
     transport: the ring's. program: the rank's instructions. q_order, k_order: the orders in which the plan counts the rows of q, and of k
-    and v; None if they come so. exchange: the all-to-all to heads, on a grid. replays: see
-    `local.replayed`.
+    and v; None if they come so. exchange: the all-to-all to heads, on a grid. replays: the recordings that
+    `local.replayed` keeps; None where passes are not replayed. plan_bytes: of the plan that the program holds.
     """
 
     transport: Transport
@@ -37,7 +38,15 @@ class RankAttention:
     q_order: Order | None = None
     k_order: Order | None = None
     exchange: HeadExchange | None = None
-    replays: dict = field(default_factory=dict)
+    replays: dict | None = None
+    plan_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the plan, and of the tables of its launches that have been made, on the host and on the device."""
+        launches = (*self.program.forward.launches, *self.program.backward.launches)
+        tables = {id(table): table for table in (launch.made for launch in launches) if table is not None}
+        return self.plan_bytes + sum(table.nbytes for table in tables.values())
 
     def forward(self, score: Score, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, final: bool) -> local.State:
         """out (b, s, h, d_v), row_max and row_sum (b, h, s); with `final`, out in q's dtype."""
@@ -93,6 +102,13 @@ class RankAttention:
             dk, dv = _summed(dk, copies, k.dtype), _summed(dv, copies, v.dtype)
         dq, dk, dv = _restored(dq, self.q_order), _restored(dk, self.k_order), _restored(dv, self.k_order)
         return dq, dk, dv, sums if score.modifiers is None else self._sums_of_all_heads(sums, heads)
+
+    def replayed(self, facts: tuple, inputs: local.Tensors, work: Callable[[], local.Tensors]) -> local.Tensors:
+        """`work()`, a pass over the inputs with these facts, or its replay."""
+        of_transport = self.transport.recorded_with
+        if self.replays is None or of_transport is None:
+            return work()
+        return local.replayed(self.replays, (*facts, of_transport), inputs, work)
 
     @property
     def takes_rows_as_they_come(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 from ringattn_kernels.table import TileTable
 
@@ -41,8 +42,7 @@ class Buffer:
     holds: Holds
 
 
-@dataclass(frozen=True, eq=False)
-class Message:
+class Message(NamedTuple):
     """Rows of a buffer that go to a peer, or come from it. `whole`: these are all rows of the buffer, in order."""
 
     peer: int
@@ -117,6 +117,11 @@ class Launch:
     def tiles(self) -> TileTable:
         """The live pairs. They are made at their first use, because counting does not need them."""
         return self.make_tiles()
+
+    @property
+    def made(self) -> TileTable | None:
+        """The live pairs, if they have been made."""
+        return self.__dict__.get("tiles")
 
 
 @dataclass(frozen=True, eq=False)

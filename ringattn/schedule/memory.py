@@ -25,8 +25,13 @@ class RowBytes(NamedTuple):
     @classmethod
     def of(cls, k: torch.Tensor, v: torch.Tensor, heads: int) -> RowBytes:
         """For this number of heads of k (b, s, hk, d) and v (b, s, hk, d_v), with dK and dV in fp32 (fp64 for fp64)."""
-        elements = k.shape[0] * heads * (k.shape[3] + v.shape[3])
-        return cls(elements * k.element_size(), elements * max(4, k.element_size()))
+        return cls.of_shapes(k.shape[0], heads, k.shape[3] + v.shape[3], k.element_size())
+
+    @classmethod
+    def of_shapes(cls, b: int, heads: int, head_dims: int, itemsize: int) -> RowBytes:
+        """For this many batches and heads, the head dims of K and V together, and bytes of a number."""
+        elements = b * heads * head_dims
+        return cls(elements * itemsize, elements * max(4, itemsize))
 
 
 def peak_bytes(program: Pass, row_bytes: RowBytes, *, beside_launch: int = 0, gathered: bool = False) -> int:

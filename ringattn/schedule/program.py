@@ -14,7 +14,9 @@ The backward pass has one step more, for the last gradients on their way. Each s
     Fence     the next launch comes after the exchange
     Close     sums that have left
 
-So a launch may begin while the launch before it still computes: it writes to no memory that the earlier launch reads, or that an Add
+A step in which a rank has nothing to do holds no instructions, so no rank waits in the steps of others.
+
+A launch may begin while the launch before it still computes: it writes to no memory that the earlier launch reads, or that an Add
 between them changes. If the last step adds to the rank's own sums, a Zero comes before all other instructions. After the last step, a
 Fence makes the caller's stream wait, and the remaining Add instructions follow.
 
@@ -23,9 +25,8 @@ A step of the forward pass is Open, Exchange, Launch, Wait, Close.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -33,10 +34,10 @@ import numpy as np
 
 from ringattn_kernels.table import TileTable
 
-from ..geometry.plan import Plan, live_pairs, make_tiles, move_keys, of_keys
+from ..geometry.plan import Plan, half_of_pairs, live_pairs, make_tiles, move_keys, of_keys
 from ..geometry.rows import Rows
 from .instructions import Add, Buffer, Close, Exchange, Fence, Holds, Instruction, Launch, Message, Open, Stream, Wait, Zero
-from .schedules import WAITING, Schedule, Transfer, gradient_transfers
+from .schedules import WAITING, Schedule, Traffic, Transfer, gradient_transfers
 
 # rows of long shards are divided at multiples of what kernels take at once
 _BLOCK = 128
@@ -91,20 +92,19 @@ class Program:
 
 def compile_program(schedule: Schedule, plan: Plan, rank: int) -> Program:
     """A rank's program."""
-    return compile_programs(schedule, plan, [rank])[0]
+    return _Compiler(schedule, plan, lambda kind: kind.traffic(plan, rank)).program(rank)
 
 
 def compile_programs(schedule: Schedule, plan: Plan, ranks: Iterable[int]) -> list[Program]:
     """The programs of some ranks."""
-    kv, gradients = _kv_and_gradients(schedule, plan)
-    forward = kv if schedule.in_forward is schedule else _Transfers(schedule.in_forward.transfers(plan))
-    return [Program(_forward(plan, rank, forward), _backward(plan, rank, kv, gradients)) for rank in ranks]
+    compiler = _Compiler(schedule, plan, lambda kind: Traffic.whole(kind.transfers(plan)))
+    return [compiler.program(rank) for rank in ranks]
 
 
 def backward_passes(schedule: Schedule, plan: Plan, ranks: Iterable[int]) -> list[Pass]:
     """The backward passes of some ranks."""
-    kv, gradients = _kv_and_gradients(schedule, plan)
-    return [_backward(plan, rank, kv, gradients) for rank in ranks]
+    compiler = _Compiler(schedule, plan, lambda kind: Traffic.whole(kind.transfers(plan)))
+    return [compiler.backward(rank) for rank in ranks]
 
 
 def local_program(tiles: TileTable) -> Program:
@@ -114,15 +114,44 @@ def local_program(tiles: TileTable) -> Program:
     return Program(Pass((launch,), 1, own), Pass((replace(launch, sums=sums),), 1, own, sums))
 
 
-class _Transfers:
-    """All ranks' transfers of a kind."""
+class _Compiler:
+    """Compiles a schedule's programs. traffic: gives the transfers of a schedule that are needed for them."""
 
-    def __init__(self, transfers: Sequence[Transfer]) -> None:
-        self.steps = 1 + max((t.into for t in transfers), default=0)
-        # the same on all ranks: if several messages come to one rank in the first step, less time hides each of them
-        self.crowded = max(Counter(t.dst for t in transfers if t.step == 0).values(), default=0) > 1
+    def __init__(self, schedule: Schedule, plan: Plan, traffic: Callable[[Schedule], Traffic]) -> None:
+        self._schedule, self._plan, self._traffic = schedule, plan, traffic
+
+    @cached_property
+    def _kv(self) -> _Transfers:
+        """Of a backward pass."""
+        return _Transfers(self._traffic(self._schedule))
+
+    @cached_property
+    def _forward_kv(self) -> _Transfers:
+        schedule = self._schedule.in_forward
+        return self._kv if schedule is self._schedule else _Transfers(self._traffic(schedule))
+
+    @cached_property
+    def _gradients(self) -> _Transfers:
+        found = gradient_transfers(self._schedule, self._plan, self._kv.traffic.transfers, self._kv.traffic.last)
+        return _Transfers(replace(self._kv.traffic, transfers=found))
+
+    def program(self, rank: int) -> Program:
+        held = _Held(self._plan, rank, self._kv)
+        # where both passes hold the same, their launches share tiles
+        same = self._forward_kv is self._kv
+        return Program(_forward(held if same else _Held(self._plan, rank, self._forward_kv)), _backward(held, self._gradients))
+
+    def backward(self, rank: int) -> Pass:
+        return _backward(_Held(self._plan, rank, self._kv), self._gradients)
+
+
+class _Transfers:
+    """Transfers of a kind, by rank."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.traffic = traffic
         self._of_rank: defaultdict[int, list[Transfer]] = defaultdict(list)
-        for t in transfers:
+        for t in traffic.transfers:
             self._of_rank[t.src].append(t)
             self._of_rank[t.dst].append(t)
 
@@ -131,19 +160,12 @@ class _Transfers:
         return self._of_rank[rank]
 
 
-def _kv_and_gradients(schedule: Schedule, plan: Plan) -> tuple[_Transfers, _Transfers]:
-    """The transfers of a backward pass."""
-    transfers = schedule.transfers(plan)
-    return _Transfers(transfers), _Transfers(gradient_transfers(schedule, plan, transfers))
-
-
-def _forward(plan: Plan, rank: int, transfers: _Transfers) -> Pass:
-    held = _Held(plan, rank, transfers.of(rank))
-    kv = _Messages(held, Holds.KV, transfers.of(rank))
+def _forward(held: _Held) -> Pass:
+    kv = held.messages
     found: list[Instruction] = []
-    for t in range(transfers.steps):
+    for t in range(held.steps):
         found += [Open(t, held.buffer(number)) for number in kv.first[t]]
-        exchange = _exchange(t, kv.out[t], kv.into[t], t == 0 and transfers.crowded)
+        exchange = _exchange(t, kv.out[t], kv.into[t], t == 0 and held.crowded)
         found += exchange
         if held.pairs(t):
             found.append(held.launch(t))
@@ -154,19 +176,19 @@ def _forward(plan: Plan, rank: int, transfers: _Transfers) -> Pass:
         found.insert(next((i for i, x in enumerate(found) if isinstance(x, Wait)), len(found)), held.launch(0))
     last = max(i for i, x in enumerate(found) if isinstance(x, Launch))
     found[last] = replace(found[last], last=True)
-    return Pass(_reuse_memory(found), transfers.steps, held.buffer(0))
+    return Pass(_reuse_memory(found), held.steps, held.buffer(0))
 
 
-def _backward(plan: Plan, rank: int, transfers: _Transfers, gradient_transfers: _Transfers) -> Pass:
-    held = _Held(plan, rank, transfers.of(rank))
-    kv = _Messages(held, Holds.KV, transfers.of(rank))
-    gradients = _Messages(held, Holds.SUMS, gradient_transfers.of(rank))
-    steps = transfers.steps + (transfers.steps > 1)
+def _backward(held: _Held, gradient_transfers: _Transfers) -> Pass:
+    kv = held.messages
+    gradients = _Messages(held, Holds.SUMS, gradient_transfers.of(held.rank))
+    steps = held.steps + (held.steps > 1)
     came = [[(message, Buffer(len(message.rows), Holds.SUMS)) for message in gradients.into[t]] for t in range(steps)]
     adds = _adds(held, came)
     launches = _backward_launches(held, gradients, steps, adds)
     found: list[Instruction] = []
     for t in range(steps):
+        before = len(found)
         if t in gradients.last and t:
             found.append(Open(t, held.sums(t)))
         found.append(Fence(t, Stream.EXCHANGES))
@@ -176,12 +198,15 @@ def _backward(plan: Plan, rank: int, transfers: _Transfers, gradient_transfers: 
         found += [Open(t, held.buffer(number)) for number in kv.first[t]]
         found += [Open(t, staging) for _, staging in came[t]]
         receives = [Message(message.peer, staging, Rows.span(0, staging.rows), whole=True) for message, staging in came[t]]
-        exchange = _exchange(t, kv.out[t] + gradients.out[t], kv.into[t] + receives, t == 0 and transfers.crowded)
+        exchange = _exchange(t, kv.out[t] + gradients.out[t], kv.into[t] + receives, t == 0 and held.crowded)
         found += exchange
         found += launches[t]
         found += [Wait(t) for _ in exchange]
         found.append(Fence(t, Stream.LAUNCHES))
         found += _close(t, [held.sums(number) for number in gradients.leave(t) if number])
+        if all(isinstance(x, Fence) for x in found[before:]):
+            # other ranks' step: this one has nothing to wait for
+            del found[before:]
     if adds[steps]:
         found += [Fence(steps - 1, Stream.CALLER), *adds[steps]]
     elif not any(isinstance(x, Exchange) for x in found):
@@ -268,7 +293,7 @@ def _reuse_memory(instructions: Iterable[Instruction]) -> tuple[Instruction, ...
             reuse = next((old for old in closed if (old.rows, old.holds) == (x.buffer.rows, x.buffer.holds)), None)
             if reuse is not None:
                 del closed[reuse]
-            opens.append(replace(x, reuse=reuse))
+            opens.append(x if reuse is None else replace(x, reuse=reuse))
         else:
             flush()
             found.append(x)
@@ -292,14 +317,17 @@ class _Piece:
         """Some of the owner's rows as rows of the buffer."""
         if rows is self.rows:
             return Rows.span(self.begin, self.end)
-        return Rows(rows.within(self.rows).ranges + self.begin)
+        found = rows.within(self.rows)
+        return Rows.disjoint(found.ranges + self.begin, len(found)) if self.begin else found
 
 
 class _Held:
     """What a rank holds in the buffer of each step: its own shard in buffer 0, and what transfers bring."""
 
-    def __init__(self, plan: Plan, rank: int, transfers: Iterable[Transfer]) -> None:
+    def __init__(self, plan: Plan, rank: int, kv: _Transfers) -> None:
         self.rank, self._plan = rank, plan
+        self.steps, self.crowded = kv.traffic.last + 1, kv.traffic.crowded
+        transfers = kv.of(rank)
         owners: defaultdict[int, dict[int, Rows]] = defaultdict(dict)
         for t in transfers:
             if t.dst == rank:
@@ -309,7 +337,11 @@ class _Held:
         for number, held in owners.items():
             ends = np.cumsum([len(rows) for rows in held.values()]).tolist()
             self._pieces[number] = tuple(_Piece(owner, rows, end - len(rows)) for (owner, rows), end in zip(held.items(), ends))
-        self._buffers: dict[tuple[int, Holds], Buffer] = {}
+        self._piece_of = {(number, piece.owner): piece for number, pieces in self._pieces.items() for piece in pieces}
+        self._buffers: dict[tuple[int, bool], Buffer] = {}  # by number, and whether it holds sums
+        self._tiles: dict[int, TileTable] = {}
+        self._pairs = plan.pairs_by_owner(rank)
+        self.messages = _Messages(self, Holds.KV, transfers)
 
     @property
     def numbers(self) -> Iterable[int]:
@@ -318,10 +350,11 @@ class _Held:
 
     def buffer(self, number: int, holds: Holds = Holds.KV) -> Buffer:
         """The buffer of a step's K/V, or of their sums."""
-        key = number, holds
-        if key not in self._buffers:
-            self._buffers[key] = Buffer(self._pieces[number][-1].end if number in self._pieces else 0, holds)
-        return self._buffers[key]
+        key = number, holds is Holds.SUMS
+        found = self._buffers.get(key)
+        if found is None:
+            found = self._buffers[key] = Buffer(self._pieces[number][-1].end if number in self._pieces else 0, holds)
+        return found
 
     def sums(self, number: int) -> Buffer:
         """The buffer of the sums of dK/dV of a step's K/V."""
@@ -329,17 +362,24 @@ class _Held:
 
     def pairs(self, number: int) -> int:
         """Live pairs of the rank's queries with the K/V of a step's buffer."""
-        return sum(self._plan.pairs_of(self.rank, piece.owner) for piece in self._pieces.get(number, ()))
+        return sum([self._pairs[piece.owner] for piece in self._pieces.get(number, ())])
 
     def launch(self, number: int, sums: bool = False) -> Launch:
         """The launch over all of a step's buffer."""
         keys = self.buffer(number)
-        tiles = partial(_tiles, self._plan, self.rank, self._pieces.get(number, ()))
+        tiles = partial(self.tiles, number)
         return Launch(number, keys, 0, keys.rows, self.pairs(number), tiles, self.sums(number) if sums else None)
+
+    def tiles(self, number: int) -> TileTable:
+        """What the rank computes with the rows in a step's buffer."""
+        found = self._tiles.get(number)
+        if found is None:
+            found = self._tiles[number] = _tiles(self._plan, self.rank, self._pieces.get(number, ()))
+        return found
 
     def message(self, peer: int, number: int, holds: Holds, transfer: Transfer) -> Message:
         """A transfer's rows in a buffer, to a peer or from it."""
-        piece = next(piece for piece in self._pieces[number] if piece.owner == transfer.owner)
+        piece = self._piece_of[number, transfer.owner]
         rows, buffer = piece.rows_of_buffer(transfer.rows), self.buffer(number, holds)
         return Message(peer, buffer, rows, len(rows) == buffer.rows)
 
@@ -375,16 +415,17 @@ class _Messages:
 
 def _tiles(plan: Plan, rank: int, pieces: Sequence[_Piece]) -> TileTable:
     """What a rank computes with the rows in a buffer."""
-    tiles = [move_keys(plan.tiles_of_launch(rank, piece.owner), piece.rows, piece.begin, plan.stride) for piece in pieces]
-    rows = pieces[-1].end if pieces else 0
-    table = np.concatenate(tiles) if tiles else plan.tiles_of_launch(rank, rank)[:0]
-    return make_tiles(table, plan.lengths[rank], rows, plan.stride)
+    if not pieces:
+        return make_tiles(plan.tiles_of_launch(rank, rank)[:0], plan.lengths[rank], 0, plan.stride)
+    tables = [plan.tiles_of_launch(rank, piece.owner) for piece in pieces]
+    # the rows of all pieces as one set, in which those of different owners lie apart
+    apart = (max(plan.lengths) + 1) * np.arange(len(pieces))
+    held = Rows.disjoint(np.concatenate([piece.rows.ranges + begin for piece, begin in zip(pieces, apart.tolist())]))
+    moved = apart.repeat([len(table) for table in tables])
+    table = move_keys(np.concatenate([table.T for table in tables], axis=1).T, held, 0, plan.stride, moved)
+    return make_tiles(table, plan.lengths[rank], pieces[-1].end, plan.stride)
 
 
 def _half(launch: Launch) -> int:
     """How many of the first keys have about half of the live pairs; 0 if the keys cannot be divided."""
-    tiles = launch.tiles
-    half = bisect_left(range(tiles.k_rows), launch.pairs / 2, key=lambda keys: live_pairs(tiles, keys))
-    if half > _BLOCK:
-        half -= half % _BLOCK
-    return half if 0 < half < tiles.k_rows else 0
+    return half_of_pairs(launch.tiles, _BLOCK)

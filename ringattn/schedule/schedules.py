@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,10 +34,11 @@ WAITING = 1
 _SHORT = 8192
 # unevenness (see below) from which waves of two owners are faster than a ring: predicted
 _UNEVEN = 1.25
+# the most shards that a rank may need if ranks with unequal work gather
+_GATHERED = 8
 
 
-@dataclass(frozen=True, eq=False)
-class Transfer:
+class Transfer(NamedTuple):
     """`rows` of an owner's K/V, or of its dK/dV, move from rank `src` to rank `dst` in step `step`.
 
     Buffers are numbered by step; buffer 0 is a rank's own shard. K/V leave src's buffer `held` <= step for dst's buffer `into` > step.
@@ -52,6 +54,24 @@ class Transfer:
     into: int
     step: int
     followed: bool = False  # K/V: dK/dV of these rows leave src for dst too
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """K/V transfers, ordered by the buffer they go into, and what each rank knows of those of all ranks.
+
+    last: the largest number of a buffer. crowded: whether several messages come to one rank in the first step.
+    """
+
+    transfers: list[Transfer]
+    last: int
+    crowded: bool
+
+    @classmethod
+    def whole(cls, transfers: list[Transfer]) -> Traffic:
+        """Of the transfers of all ranks."""
+        first = Counter(t.dst for t in transfers if t.step == 0)
+        return cls(transfers, max((t.into for t in transfers), default=0), max(first.values(), default=0) > 1)
 
 
 CountBytes = Callable[["Schedule"], int]
@@ -83,6 +103,10 @@ class Schedule(Digested, ABC):
     @abstractmethod
     def transfers(self, plan: Plan) -> list[Transfer]:
         """All K/V transfers of all ranks, ordered by the buffer they go into."""
+
+    def traffic(self, plan: Plan, rank: int) -> Traffic:
+        """At least the transfers of which the K/V, or their dK/dV, leave a rank or come to it."""
+        return Traffic.whole(self.transfers(plan))
 
     def return_steps(self, plan: Plan, holder: int, owner: int, buffer: int) -> int:
         """Over how many steps dK/dV of an owner's rows in a holder's `buffer` go home, if that many are left."""
@@ -140,12 +164,22 @@ class Waves(Schedule):
         return Waves(bisect_right(widths, self.memory, key=lambda width: backward_bytes(Waves(width))))
 
     def transfers(self, plan: Plan) -> list[Transfer]:
-        found = []
-        for rank in range(plan.world_size):
-            for i, owner in enumerate(_owners(plan, rank)):
+        return _in_time([t for rank in range(plan.world_size) for t in self._into(plan, rank)])
+
+    def traffic(self, plan: Plan, rank: int) -> Traffic:
+        others = (plan.needed > 0) & ~np.eye(plan.world_size, dtype=bool)
+        most = int(others.sum(axis=1).max())  # owners of which a rank needs rows
+        # K/V, and so dK/dV, go between a rank and an owner alone
+        askers = others[:, rank].nonzero()[0].tolist()
+        found = [t for dst in sorted([rank, *askers]) for t in self._into(plan, dst, None if dst == rank else rank)]
+        return Traffic(_in_time(found), -(-most // self.width) if self.width else min(1, most), min(most, self.width or most) > 1)
+
+    def _into(self, plan: Plan, rank: int, only: int | None = None) -> Iterator[Transfer]:
+        """The transfers that come to a rank; `only`: those of this owner."""
+        for i, owner in enumerate(_owners(plan, rank)):
+            if only is None or owner == only:
                 wave = 1 + (i // self.width if self.width else 0)
-                found.append(Transfer(owner, rank, owner, plan.needs(rank, owner), 0, wave, wave - 1))
-        return _in_time(found)
+                yield Transfer(owner, rank, owner, plan.needs(rank, owner), 0, wave, wave - 1)
 
     def __repr__(self) -> str:
         if self.memory is not None:
@@ -263,6 +297,8 @@ def default_schedule(plan: Plan, ranks_per_node: int | None = None, copy_engines
     """The schedule that suits a plan.
 
     - `gather` if no rank needs more rows of other ranks than three shards hold: few ranks, windows, documents.
+    - `gather`, too, if ranks have unequal work in each step and need no more than three shards on average, and eight at most, as with
+      documents that are `placed`: a few ranks need much, and waves or hops would make the others wait for them.
     - else `double_ring` over several nodes with several ranks each (`ranks_per_node`; None for one node).
     - else `ring`: long causal sequences over many ranks.
     - `waves(2)` instead of `gather` of more than two shards of at most 8,192 rows where `copy_engines` move messages: there is too little
@@ -275,12 +311,17 @@ def default_schedule(plan: Plan, ranks_per_node: int | None = None, copy_engines
     ranks_per_node = None if ranks_per_node is None else integer("ranks_per_node", ranks_per_node, least=1)
     n = plan.world_size
     shard = max(plan.lengths)
-    needed = max(sum(len(plan.needs(rank, owner)) for owner in range(n) if owner != rank) for rank in range(n))
-    if needed <= 3 * shard:
-        return Waves(2 if copy_engines and shard <= _SHORT and needed > 2 * shard else None)
+    needed = (plan.needed.sum(axis=1) - plan.needed.diagonal()).tolist()
+    if max(needed) <= 2 * shard:
+        return Waves(None)
+    uneven = _unevenness(plan) > _UNEVEN
+    if uneven and sum(needed) <= 3 * shard * n and max(needed) <= _GATHERED * shard:
+        return Waves(None)
+    if max(needed) <= 3 * shard:
+        return Waves(2 if copy_engines and shard <= _SHORT else None)
     if ranks_per_node is not None and 1 < ranks_per_node < n:
         return DoubleRing(ranks_per_node)
-    return Waves(2) if _unevenness(plan) > _UNEVEN else Ring()
+    return Waves(2) if uneven else Ring()
 
 
 def _unevenness(plan: Plan) -> float:
@@ -291,15 +332,15 @@ def _unevenness(plan: Plan) -> float:
     return float(steps.max(axis=1).sum() / steps.sum(axis=0).max())
 
 
-def gradient_transfers(schedule: Schedule, plan: Plan, transfers: Sequence[Transfer]) -> list[Transfer]:
-    """The transfers of dK/dV that K/V transfers lead to, by step."""
+def gradient_transfers(schedule: Schedule, plan: Plan, transfers: Sequence[Transfer], last: int | None = None) -> list[Transfer]:
+    """The transfers of dK/dV that K/V transfers lead to, by step. last: see `Traffic`, if these are not all transfers."""
     came: dict[tuple[int, int, int], list[Transfer]] = defaultdict(list)
     onward: dict[tuple[int, int, int], list[Transfer]] = defaultdict(list)
     for t in transfers:
         came[t.dst, t.into, t.owner].append(t)
         if t.followed:
             onward[t.src, t.held, t.owner].append(t)
-    last = max((t.into for t in transfers), default=0)
+    last = max((t.into for t in transfers), default=0) if last is None else last
     found = []
     for (rank, buffer, owner), arrivals in came.items():
         rows = plan.needs(rank, owner)
@@ -322,8 +363,9 @@ def bytes_sent(schedule: Schedule, plan: Plan, rank: int, row_bytes: int) -> int
 
 def _owners(plan: Plan, rank: int) -> list[int]:
     """The other ranks of which a rank needs rows; the nearest one before it comes first."""
+    needed = plan.needed_by_owner(rank)
     before = [(rank - distance) % plan.world_size for distance in range(1, plan.world_size)]
-    return [owner for owner in before if len(plan.needs(rank, owner))]
+    return [owner for owner in before if needed[owner]]
 
 
 def _needed_from(plan: Plan, owner: int, path: list[int]) -> list[Rows]:

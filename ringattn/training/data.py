@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 
 from .. import check
 from ..geometry.layout import Layout, shard
-from ..geometry.mask import Documents, documents
+from ..geometry.mask import Documents, Mask, documents
 from ..runtime.agree import Facts, agree, refusing
 from ..transport import Ranks
 from .causal_lm import IGNORE, shift_labels
@@ -135,18 +137,60 @@ def shard_batch(batch: Mapping[str, Any], layout: Layout, rank: int) -> Batch:
 class ShardedBatches:
     """A data loader's batches, each cut to this rank's rows with `shard_batch`. Every rank of a ring iterates over the same loader.
 
-    `layouts` returns the layout for a number of tokens: `lambda tokens: ra.zigzag(tokens, world_size)`. Iteration yields each
-    batch with its layout, for `attach`.
+    Args:
+        layouts: returns the layout for a number of tokens: `lambda tokens: ra.zigzag(tokens, world_size)`.
+        of_documents: returns the layout of a batch with document bounds, from its mask and its number of tokens:
+            `lambda mask, tokens: ra.balanced(mask, tokens, world_size)`. By default `layouts` does.
+        prepare: called with the layout and the mask (None without bounds) of each batch before it is needed, such as
+            `functools.partial(ra.prepare, like=(q, k, v))`. With it, a thread loads, cuts and prepares the next batch while this one is
+            computed.
+
+    Iteration yields each batch with its layout, for `attach`, in the order of the loader, whose workers start on the thread that iterates;
+    with `prepare`, its own code runs on the other: give it a generator of its own where it draws numbers. An error comes in the place of
+    its batch. A dropped iterator ends its thread, after the batch under way. On GPUs, `prepare` runs on the stream that was current at the
+    first batch.
     """
 
     loader: Iterable[Mapping[str, Any]]
     layouts: Callable[[int], Layout]
     rank: int
+    of_documents: Callable[[Mask, int], Layout] | None = None
+    prepare: Callable[[Layout, Mask | None], object] | None = None
+
+    def __post_init__(self) -> None:
+        check.function("layouts", self.layouts, "of a number of tokens")
+        if self.of_documents is not None:
+            check.function("of_documents", self.of_documents, "of a mask and a number of tokens")
+        if self.prepare is not None:
+            check.function("prepare", self.prepare, "of a layout and a mask")
 
     def __iter__(self) -> Iterator[tuple[Layout, Batch]]:
-        for batch in self.loader:
-            layout = self.layouts(tokens_of(batch).shape[1])
-            yield layout, shard_batch(batch, layout, self.rank)
+        loader = iter(self.loader)
+        if self.prepare is None:
+            while (found := self._following(loader)) is not None:
+                yield found
+            return
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        with ThreadPoolExecutor(1, "ringattn-batches") as worker:
+            following = worker.submit(self._following, loader, stream)
+            while (found := following.result()) is not None:
+                following = worker.submit(self._following, loader, stream)
+                yield found
+
+    def _following(
+        self, loader: Iterator[Mapping[str, Any]], stream: torch.cuda.Stream | None = None
+    ) -> tuple[Layout, Batch] | None:
+        """The loader's next batch, cut and prepared; None after the last."""
+        batch = next(loader, None)
+        if batch is None:
+            return None
+        tokens, mask = tokens_of(batch).shape[1], packed_documents(batch)
+        layout = self.layouts(tokens) if mask is None or self.of_documents is None else self.of_documents(mask, tokens)
+        rows = shard_batch(batch, layout, self.rank)
+        if self.prepare is not None:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                self.prepare(layout, mask)
+        return layout, rows
 
 
 def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:

@@ -63,6 +63,11 @@ class Transport(Ranks):
         """Whether copy engines move the messages, so that no multiprocessors are needed; known once `connect` has returned."""
         return False
 
+    @property
+    def recorded_with(self) -> tuple | None:
+        """What a recorded exchange (`ringattn_kernels.recordings`) depends on besides its messages; None if exchanges are not recorded."""
+        return None
+
     @abstractmethod
     def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
         """Start sending and receiving contiguous tensors, all at once; leave the tensors alone until the handle's `wait`.
@@ -98,6 +103,10 @@ class Alone(Transport):
 
     rank = 0
     size = 1
+
+    @property
+    def recorded_with(self) -> tuple | None:
+        return ()
 
     def exchange(self, sends: Sequence[Peer], receives: Sequence[Peer], *, at_rest: bool = False) -> Handle:
         assert not sends

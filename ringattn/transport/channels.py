@@ -6,9 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
-from .memory import Count, Part, PlacedChunk
+from .memory import Addressed, Count, Part, PlacedChunk
 
 ALIGNMENT = 512  # bytes
 
@@ -54,7 +52,14 @@ class Channel:
         self._head = 0
         self._occupied: deque[tuple[int, int, int]] = deque()  # (number, begin, end), oldest first
 
-    def place(self, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> PlacedChunk:
+    def has_to_await(self, must_be_read: int) -> bool:
+        """Whether the sender still has to wait until so many chunks are read; it does so now."""
+        if must_be_read <= self.awaited:
+            return False
+        self.awaited = must_be_read
+        return True
+
+    def place(self, chunk: Chunk, tensors: Sequence[Addressed]) -> PlacedChunk:
         """The next chunk's place."""
         must_be_read, occupied, first = 0, self._occupied, self._head
         if first + chunk.nbytes > self._capacity:

@@ -16,35 +16,25 @@ import itertools
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
+from ringattn_kernels.cuda_structs import MEMORY_OPERATION, CopyAttributes, copy_options
+
 from .meeting import Meeting, MeetingStore
 from .memory import Count, Mark, Memory, PlacedChunk, Queue, Values
+
+if TYPE_CHECKING:
+    from ringattn_kernels.submission import Submission
 
 _LINE = 128  # bytes between two counts
 _NUMBERS = itertools.count()
 _kept: list[tuple] = []  # memory whose owner is gone and that could not be unmapped then
 
-# CUstreamBatchMemOpParams, of a wait or a write: operation, address, value, flags
-_OPERATION = struct.Struct("=I4xQQI20x")
 WAIT, WRITE = 1, 2
 # for a wait: until the number there is >= value, cyclically; for a write: after all earlier memory operations
 _FLAGS = 0
-
-
-class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes."""
-
-    _fields_ = (
-        ("source_order", ctypes.c_uint32),
-        ("source_hint", ctypes.c_uint32 * 2),
-        ("target_hint", ctypes.c_uint32 * 2),
-        ("flags", ctypes.c_uint32),
-    )
-
-    STREAM_ORDER = 1
-    PREFER_OVERLAP_WITH_COMPUTE = 1
 
 
 class Driver:
@@ -55,21 +45,17 @@ class Driver:
         self._operate = self._library.cuStreamBatchMemOp_v2
         self._operate.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_char_p, ctypes.c_uint)
         self._copy = self._library.cuMemcpyBatchAsync  # of CUDA 12.8; later versions have other names
-        numbers, sizes, attributes = ctypes.c_char_p, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(_CopyAttributes)
+        numbers, sizes, attributes = ctypes.c_char_p, ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(CopyAttributes)
         self._copy.argtypes = (
             *(numbers, numbers, numbers, ctypes.c_size_t, attributes, sizes, ctypes.c_size_t, sizes, ctypes.c_void_p),
         )
-        self._attributes = (_CopyAttributes * 1)(
-            _CopyAttributes(_CopyAttributes.STREAM_ORDER, flags=_CopyAttributes.PREFER_OVERLAP_WITH_COMPUTE)
-        )
+        self._attributes, self._first, self._failed = copy_options()
         self._copy_one = self._library.cuMemcpyAsync
         self._copy_one.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
-        self._first = (ctypes.c_size_t * 1)(0)
-        self._failed = (ctypes.c_size_t * 1)(0)
 
     def operate(self, stream: int, operation: int, values: Sequence[tuple[int, int]]) -> None:
         """The stream waits until the 32 bits at each address have reached a value (`WAIT`), or writes the value there (`WRITE`)."""
-        packed = b"".join([_OPERATION.pack(operation, address, value & 0xFFFFFFFF, _FLAGS) for address, value in values])
+        packed = b"".join([MEMORY_OPERATION.pack(operation, address, value & 0xFFFFFFFF, _FLAGS) for address, value in values])
         result = self._operate(stream, len(values), packed, 0)
         if result:
             raise self._error(result, "cuStreamBatchMemOp")
@@ -188,21 +174,27 @@ class CudaMemory(Memory):
     def queue(self) -> CudaQueue:
         return CudaQueue(self, torch.cuda.Stream(self.device, priority=-1))
 
+    def listed(self, queue: Queue, submission: Submission) -> Queue:
+        assert isinstance(queue, CudaQueue)
+        return ListedQueue(self, queue.stream, submission)
+
 
 class CudaQueue(Queue):
     """A CUDA stream as a queue."""
 
+    _driver: Driver | Submission
+
     def __init__(self, memory: CudaMemory, stream: torch.cuda.Stream) -> None:
         self._memory = memory
         self._driver = memory.driver
-        self._stream = stream
+        self.stream = stream
         self._handle = stream.cuda_stream
 
     def mark(self) -> Mark:
-        return self._stream.record_event()
+        return self.stream.record_event()
 
     def after(self, mark: Mark) -> None:
-        mark.wait(self._stream)
+        mark.wait(self.stream)
 
     def wait(self, values: Values) -> None:
         own = self._memory.own
@@ -231,5 +223,21 @@ class CudaQueue(Queue):
         ]
 
     def _copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        copy = self._driver.copy_captured if self._memory.capturing else self._driver.copy
-        copy(self._handle, copies)
+        if isinstance(self._driver, Driver) and self._memory.capturing:
+            self._driver.copy_captured(self._handle, copies)
+        else:
+            self._driver.copy(self._handle, copies)
+
+
+class ListedQueue(CudaQueue):
+    """A CUDA stream whose operations are listed in a submission."""
+
+    def __init__(self, memory: CudaMemory, stream: torch.cuda.Stream, submission: Submission) -> None:
+        super().__init__(memory, stream)
+        self._driver = self._submission = submission
+
+    def mark(self) -> Mark:
+        return self._submission.mark(self._handle)
+
+    def after(self, mark: Mark) -> None:
+        self._submission.after(self._handle, mark)

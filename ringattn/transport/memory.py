@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
+if TYPE_CHECKING:
+    from ringattn_kernels.submission import Submission
 
 Mark = Any  # a point in a queue
+
+
+class Addressed(Protocol):
+    """A tensor, or what stands for one."""
+
+    def data_ptr(self) -> Any: ...
 
 
 class Part(NamedTuple):
@@ -26,7 +33,7 @@ class PlacedChunk(NamedTuple):
     The sender may write there once the reader has read the channel's first `must_be_read` chunks.
     """
 
-    tensors: Sequence[torch.Tensor]
+    tensors: Sequence[Addressed]
     parts: tuple[Part, ...]
     keeper: int
     offset: int
@@ -101,3 +108,7 @@ class Memory(ABC):
     @abstractmethod
     def queue(self) -> Queue:
         """A new queue."""
+
+    def listed(self, queue: Queue, submission: Submission) -> Queue:
+        """A queue that lists in a submission what it is given, instead of doing it. Only where passes are recorded."""
+        raise NotImplementedError

@@ -27,13 +27,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ringattn_kernels.recorder import recorder
+
 from .base import Done, Handle, Peer, Ranks, Transport
 from .channels import Channel, Channels, Chunk
-from .exchange_plan import Stage, make_exchange_plan
-from .memory import Mark, Memory, Queue
+from .exchange_plan import ExchangePlan, Stage, make_exchange_plan
+from .listed_channels import FoundAddress, ListedChannels
+from .memory import Addressed, Mark, Memory, Queue
+
+if TYPE_CHECKING:
+    from ringattn_kernels.recorder import Find, Later
+    from ringattn_kernels.submission import Submission
 
 
 class _StagedHandle(Handle):
@@ -46,6 +54,7 @@ class _StagedHandle(Handle):
         # keeps this handle, and so its tensors, alive until the current queue waits for the transfer, even if the caller drops it
         self._outstanding = outstanding
         outstanding.add(self)
+        self.recorded: RecordedExchange | None = None
 
     def wait(self) -> None:
         if self in self._outstanding:
@@ -53,6 +62,8 @@ class _StagedHandle(Handle):
                 self._current.after(mark)
             self._outstanding.remove(self)
             self._tensors = ()
+            if self.recorded is not None:
+                recorder.note(self.recorded.wait)
 
 
 class StagedTransport(Transport):
@@ -74,6 +85,10 @@ class StagedTransport(Transport):
     @property
     def ranks_per_node(self) -> int | None:
         return self._control.ranks_per_node
+
+    @property
+    def recorded_with(self) -> tuple | None:
+        return (self._captured,)
 
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
         return self._control.all_gather_control(record, patience)
@@ -97,41 +112,87 @@ class StagedTransport(Transport):
         captured = memory.capturing
         self._captured |= captured
         channels = Channels(self.rank, self.size, memory.capacity, captured=True) if captured else self._channels
-        current, stages, near = memory.current, self._stages, self._near
-        pulls = self._pulls if captured else [self._pulls[index] for index in plan.pull_queues]
-        used = [*pulls, *([near] if plan.near or captured else []), *([stages] if plan.first or captured else [])]
-        _follow(used, [current])
-        for staged in plan.near:
-            _stage(near, channels, staged, sent, captured, self._pulls)
-        if plan.near:
-            _follow([current], [near])
-        for staged, pulled in plan.rounds:
-            if staged:
-                _stage(stages, channels, staged, sent, captured, self._pulls)
-            if captured:
-                _follow(self._pulls, [near, stages])
-            for src, is_near, chunk, index, last in pulled:
-                _pull(self._pulls[index], channels.into[src][is_near], chunk, received, captured and last)
-        if self._captured:
-            for queue, firsts in ((near, plan.first_near), (stages, plan.first)):
-                _drain(queue, [channels.out[dst][is_near] for dst, is_near, _ in firsts], captured, self._pulls)
-        else:
-            # the current queue already waits for the near stages
-            used = [queue for queue in used if queue is not near]
-        return _StagedHandle(current, [queue.mark() for queue in used], sent + received, self._outstanding)
+        queues = _Queues(memory.current, self._stages, self._near, self._pulls)
+        marks = _queue(queues, channels, plan, sent, received, captured, self._captured)
+        handle = _StagedHandle(queues.current, marks, sent + received, self._outstanding)
+        if recorder.steps is not None:
+            handle.recorded = RecordedExchange(memory, queues, channels, plan, sent, received, self._captured)
+            recorder.note(handle.recorded)
+        return handle
+
+
+class _Queues(NamedTuple):
+    """The queues of an exchange: the one that computes, those that stage into far and near channels, and those that pull."""
+
+    current: Queue
+    stages: Queue
+    near: Queue
+    pulls: list[Queue]
+
+
+def _queue(
+    queues: _Queues, channels: Channels, plan: ExchangePlan, sent: Sequence[Addressed], received: Sequence[Addressed],
+    captured: bool, drained: bool,
+) -> list[Mark]:  # fmt: skip
+    """Queue all that a rank does in an exchange; the marks after which its messages have gone and come."""
+    current, stages, near, all_pulls = queues
+    pulls = all_pulls if captured else [all_pulls[index] for index in plan.pull_queues]
+    used = [*pulls, *([near] if plan.near or captured else []), *([stages] if plan.first or captured else [])]
+    _follow(used, [current])
+    for staged in plan.near:
+        _stage(near, channels, staged, sent, captured, all_pulls)
+    if plan.near:
+        _follow([current], [near])
+    for staged, pulled in plan.rounds:
+        if staged:
+            _stage(stages, channels, staged, sent, captured, all_pulls)
+        if captured:
+            _follow(all_pulls, [near, stages])
+        for src, is_near, chunk, index, last in pulled:
+            _pull(all_pulls[index], channels.into[src][is_near], chunk, received, captured and last)
+    if drained:
+        for queue, firsts in ((near, plan.first_near), (stages, plan.first)):
+            _drain(queue, [channels.out[dst][is_near] for dst, is_near, _ in firsts], captured, all_pulls)
+    else:
+        # the current queue already waits for the near stages
+        used = [queue for queue in used if queue is not near]
+    return [queue.mark() for queue in used]
+
+
+class RecordedExchange:
+    """An exchange of a pass that is recorded: it lists what it has queued in a submission, whose runs have other places and counts."""
+
+    def __init__(
+        self, memory: Memory, queues: _Queues, channels: Channels, plan: ExchangePlan, sent: list[torch.Tensor],
+        received: list[torch.Tensor], drained: bool,
+    ) -> None:  # fmt: skip
+        self._memory, self._queues, self._channels, self._plan = memory, queues, channels, plan
+        self._sent, self._received, self._drained = sent, received, drained
+
+    def __call__(self, submission: Submission, find: Find) -> Later:
+        current, stages, near, pulls = self._queues
+        current, stages, near, *pulls = (self._memory.listed(x, submission) for x in (current, stages, near, *pulls))
+        listed = _Queues(current, stages, near, pulls)
+        channels = ListedChannels(self._channels, submission)
+        sent, received = ([FoundAddress(x, find) for x in tensors] for tensors in (self._sent, self._received))
+        self._current = listed.current
+        self._marks = _queue(listed, channels, self._plan, sent, received, False, self._drained)
+        self._sent = self._received = []
+        return channels.next_places
+
+    def wait(self, submission: Submission, find: Find) -> None:
+        """The step in which the queue that computes waits for this exchange."""
+        for mark in self._marks:
+            self._current.after(mark)
 
 
 def _stage(
-    queue: Queue, channels: Channels, staged: Sequence[Stage], sent: list[torch.Tensor], captured: bool, pulls: Sequence[Queue]
+    queue: Queue, channels: Channels, staged: Sequence[Stage], sent: Sequence[Addressed], captured: bool, pulls: Sequence[Queue]
 ) -> None:
     """Wait until the places of chunks are free, copy the chunks there, and say that they are ready."""
     used = [channels.out[dst][is_near] for dst, is_near, _ in staged]
     placed = [channel.place(stage.chunk, sent) for channel, stage in zip(used, staged)]
-    waits = []
-    for channel, chunk in zip(used, placed):
-        if chunk.must_be_read > channel.awaited:
-            channel.awaited = chunk.must_be_read
-            waits.append((channel.read, chunk.must_be_read))
+    waits = [(channel.read, chunk.must_be_read) for channel, chunk in zip(used, placed) if channel.has_to_await(chunk.must_be_read)]
     if waits:
         if captured:
             _follow([queue], pulls)
@@ -140,7 +201,7 @@ def _stage(
     queue.raise_to([(channel.ready, channel.count) for channel in used])
 
 
-def _pull(queue: Queue, channel: Channel, chunk: Chunk, received: list[torch.Tensor], set_back: bool) -> None:
+def _pull(queue: Queue, channel: Channel, chunk: Chunk, received: Sequence[Addressed], set_back: bool) -> None:
     """Wait until a chunk is ready, copy it to its targets, and say that it is read."""
     placed = channel.place(chunk, received)
     queue.wait([(channel.ready, channel.count)])

@@ -109,6 +109,10 @@ class AutomaticTransport(Transport):
     def copy_engines(self) -> bool:
         return self._gpu is not None and self._gpu.copy_engines
 
+    @property
+    def recorded_with(self) -> tuple | None:
+        return None if self._gpu is None else self._gpu.recorded_with
+
     def check_device(self, device: torch.device) -> None:
         self._process_group.check_device(device)
 

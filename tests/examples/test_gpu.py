@@ -34,6 +34,24 @@ def on_gpus(text, tmp_path_factory):
     jobs = {
         "hybrid": [[*ranks, EXAMPLES / "hybrid_mesh.py"]],
         "packed": [[*ranks, EXAMPLES / "train_packed.py"]],
+        "gpt2": [
+            [
+                *ranks,
+                EXAMPLES / "gpt2.py",
+                "--size",
+                "tiny",
+                "--context",
+                256,
+                "--tokens",
+                1024,
+                "--steps",
+                60,
+                "--seconds",
+                200,
+                "--lr",
+                0.01,
+            ]
+        ],
         **{name: [[*ranks, EXAMPLES / f"train_{name}.py"]] for name in ("torch", "module", "huggingface", "fsdp2")},
         # how fast it is, beside all others, is no matter
         "doctor": [
@@ -65,6 +83,11 @@ def test_a_grid_and_packed_documents_on_gpus(on_gpus):
     assert max(errors) < 1e-5
     first, last = (float(line.split("loss ")[1].split()[0]) for line in printed("packed").splitlines() if line.startswith("step"))
     assert last < first / 5
+
+
+def test_gpt2_learns_with_dropout_on_gpus(on_gpus):
+    (line,) = [line for line in on_gpus[0]("gpt2").splitlines() if "mean loss of the last 20" in line]
+    assert float(line.split()[-1]) < 3.5  # 5.5 at first
 
 
 @pytest.mark.parametrize(

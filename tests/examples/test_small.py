@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 
 import pytest
+import torch
 
 from tests.examples.programs import EXAMPLES, TORCHRUN, run, succeed
 
@@ -28,17 +31,54 @@ def test_hybrid_mesh():
     assert max(errors(printed, 4)) < 1e-5
 
 
+GPT2 = [EXAMPLES / "gpt2.py", "--size", "tiny", "--tokens", 122, "--lr", 0.01, "--seconds", 100]
+
+
+def gpt2_losses(out, *options, ranks=1):
+    """Losses by length of sequences and attention."""
+    printed = run(*GPT2, *options, "--out", out, ranks=ranks)
+    cells = json.loads(out.read_text())
+    assert printed.count("| tiny |") == len({cell["context"] for cell in cells})
+    assert all(cell["steps_a_second"] > 0 and cell["batch"] == max(1, 122 // cell["context"]) for cell in cells)
+    return {(cell["context"], cell["attention"]): cell["losses"] for cell in cells}
+
+
 def test_gpt2(tmp_path):
     """Without dropout a ring has the losses of eager attention; with it, it learns."""
-    tiny = ["--size", "tiny", "--context", 61, "--batch", 2, "--lr", 0.01]
-    found = {}
-    for name, ranks, *more in (("ring", 2), ("eager", 1), ("ring", 1, "--dropout", 0.1, "--steps", 30)):
-        more = more or ["--dropout", 0.0, "--steps", 4]
-        out = tmp_path / "out.json"
-        run(EXAMPLES / "gpt2.py", "--attention", name, *tiny, *more, "--out", out, ranks=ranks)
-        found[name, ranks] = json.loads(out.read_text())["losses"]
-    assert found["ring", 2] == pytest.approx(found["eager", 1], rel=2e-5)
-    assert found["ring", 1][-1] < found["ring", 1][0] - 1.0
+    out = tmp_path / "out.json"
+    exact = ["--dropout", 0.0, "--steps", 4, "--context", 61, 128]
+    whole = gpt2_losses(out, *exact)
+    assert set(whole) == {(context, attention) for context in (61, 128) for attention in ("ring", "sdpa", "eager")}
+    for (context, attention), losses in [*whole.items(), *gpt2_losses(out, *exact, ranks=2).items()]:
+        assert losses == pytest.approx(whole[context, "eager"], rel=2e-5), (context, attention)
+    (learned,) = gpt2_losses(out, "--attention", "ring", "--context", 61, "--steps", 30).values()
+    assert learned[-1] < learned[0] - 1.0
+
+
+def test_gpt2_stops_when_the_time_is_over_on_all_ranks(tmp_path):
+    # shards of one length: on a CPU all dropout draws from one generator
+    (losses,) = gpt2_losses(tmp_path / "out.json", "--context", 60, "--seconds", 0, ranks=2).values()
+    assert 5 < len(losses) < 300
+
+
+def test_gpt2_shows_what_ran_out_of_memory(monkeypatch, capsys):
+    program = runpy.run_path(str(EXAMPLES / "gpt2.py"))
+
+    def train(cell, given, device):
+        cell.losses.append(1.0)
+        cell.steps_a_second = 2.0
+        if (cell.context, cell.attention) == (4096, "eager"):
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setitem(program["main"].__globals__, "train", train)
+    monkeypatch.setattr(sys, "argv", ["gpt2.py"])
+    monkeypatch.delenv("RANK", raising=False)
+    program["main"]()
+    printed = capsys.readouterr().out
+    assert "medium, 2 x 4096 tokens, eager: out of memory" in printed
+    assert "| small | 8 x 1,024 | 2.00 (1.00) | 2.00 (1.00) | 2.00 (1.00) |" in printed
+    assert "| small | 2 x 4,096 | 2.00 (1.00) | 2.00 (1.00) | out of memory |" in printed
+    assert "| medium | 1 x 16,384 | 2.00 (2.00) | 2.00 (2.00) | 2.00 (2.00) |" in printed
 
 
 def test_drawing(tmp_path):

@@ -259,3 +259,40 @@ def test_wide_windows_are_even_by_default(make, world_size):
         layout = ra.default_layout(mask, n, world_size)
         assert layout.balance(mask) <= 1.25
         assert layout.name == "contiguous" or (window >= n // 2 and ra.contiguous(n, world_size).balance(mask) > 1.25)
+
+
+# `balanced` counts the work of the finest chunks once; here each layout is made and counted by itself
+
+
+def plainly_balanced(mask, live, seq_len, world_size):
+    """The rule of `balanced`, from a boolean matrix."""
+    best, best_balance, chunks = None, float("inf"), 1
+    while True:
+        n = chunks * world_size
+        bounds = [(seq_len * i // n, seq_len * (i + 1) // n) for i in range(n)]
+        work = [int(live[a:b].sum()) for a, b in bounds]
+        hands = [[] for _ in range(world_size)]
+        for chunk in sorted(range(n), key=lambda chunk: -work[chunk]):
+            room = [rank for rank in range(world_size) if len(hands[rank]) < chunks]
+            min((sum(work[c] for c in hands[rank]), rank, hands[rank]) for rank in room)[2].append(chunk)
+        hands = sorted(sorted(hand) for hand in hands)
+        of_ranks = np.array([sum(work[c] for c in hand) for hand in hands])
+        balance = of_ranks.max() / of_ranks.mean() if of_ranks.any() else 1.0
+        if best is None or balance < best_balance - 1e-9:
+            best, best_balance = [[position for c in hand for position in range(*bounds[c])] for hand in hands], balance
+        chunks *= 2
+        if best_balance <= 1.01 or chunks > 64 or chunks * world_size > seq_len:
+            return best
+
+
+@given(st.data(), st.integers(0, 60), st.integers(1, 6))
+def test_balanced_is_the_first_even_deal(mask_strategy, data, seq_len, world_size):
+    mask, live = data.draw(mask_strategy(seq_len))
+    layout = ra.balanced(mask, seq_len, world_size)
+    assert [layout.positions(rank).tolist() for rank in range(world_size)] == plainly_balanced(mask, live, seq_len, world_size)
+    assert layout.work(mask).tolist() == [int(live[layout.positions(rank)].sum()) for rank in range(world_size)]
+    again = Layout(seq_len, layout.spans)
+    assert again == layout
+    assert again.lengths == layout.lengths
+    for spans in layout.spans:
+        assert all(a.stop < b.start for a, b in zip(spans, spans[1:]))

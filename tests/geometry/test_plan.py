@@ -11,7 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
-from ringattn.geometry.plan import is_full, live_pairs, make_local_plan, make_tiles, merge_full, move_keys, spans_of
+from ringattn.geometry.plan import (
+    _GAP,
+    half_of_pairs,
+    is_full,
+    live_pairs,
+    make_local_plan,
+    make_tiles,
+    merge_full,
+    move_keys,
+    spans_of,
+)
+from ringattn.geometry.rows import Rows, joined
 from ringattn.runtime.context import Context
 from ringattn.schedule.program import compile_program
 from ringattn.transport import Alone, LoopbackTransport
@@ -82,7 +93,55 @@ def test_every_live_pair_once_and_no_dead_pair(cases, data):
             assert np.array_equal(covered(merge_full(tiles), len(queries), len(keys)), wanted)
             assert_trimmed(tiles)
             assert plan.pairs()[rank, owner] == wanted.sum()
-            assert set(listed(plan.needs(rank, owner))) >= set(np.flatnonzero(wanted.any(axis=0)).tolist())
+            needed = np.flatnonzero(wanted.any(axis=0))
+            assert plan.needs(rank, owner) == Rows(joined(np.array([needed, needed + 1]).T, _GAP))
+            assert len(plan.needs(rank, owner)) == plan.needed[rank, owner] == plan.needed_by_owner(rank)[owner]
+            assert plan.pairs_of(rank, owner) == wanted.sum()
+
+
+@given(st.data())
+def test_a_ranks_own_tiles_are_those_of_all(cases, data):
+    """A rank makes its own tiles alone; asked for all pairs, a plan makes them together."""
+    layout, mask, _ = data.draw(cases)
+    alone, together = ra.make_plan(layout, mask), ra.make_plan(layout, mask)
+    together.pairs()
+    for rank in range(layout.world_size):
+        for owner in range(layout.world_size):
+            assert np.array_equal(alone.tiles(rank, owner), together.tiles(rank, owner))
+    assert "_all" not in vars(alone) or alone.stride > 1
+    assert not together._of_rank
+
+
+@given(st.data(), st.integers(1, 40))
+def test_half_of_the_pairs(cases, data, block):
+    layout, mask, _ = data.draw(cases)
+    rank = data.draw(st.integers(0, layout.world_size - 1))
+    tiles = compile_program(ra.gather(), ra.make_plan(layout, mask), rank).forward.launches[0].tiles
+    counts = [count_of_first(tiles, keys) for keys in range(tiles.k_rows + 1)]
+    half = next(keys for keys, count in enumerate(counts) if 2 * count >= counts[-1])
+    half -= half % block if half > block else 0
+    assert half_of_pairs(tiles, block) == (half if counts[-1] and half < tiles.k_rows else 0)
+
+
+def count_of_first(tiles, keys):
+    return int(covered(tiles.tiles, tiles.q_rows, tiles.k_rows)[:, :keys].sum())
+
+
+def test_half_of_the_pairs_of_long_tables():
+    """Found in rounds of a few numbers of keys; here by counting the pairs of all."""
+    for seed in range(20):
+        generator = np.random.default_rng(seed)
+        bounds = np.unique(generator.integers(0, 40_000, 12))
+        mask = ra.documents([0, *bounds.tolist()], causal=bool(seed % 2))
+        layout = ra.balanced(mask, 40_000, 3)
+        tiles = compile_program(ra.gather(), ra.make_plan(layout, mask), 1).forward.launches[0].tiles
+        q_begin, q_end, k_begin, k_end, lo, hi = tiles.tiles.T[:, :, None]
+        keys = np.arange(tiles.k_rows)
+        seen = np.minimum(q_end, keys + hi + 1) - np.maximum(q_begin, keys + lo)
+        total = np.where((k_begin <= keys) & (keys < k_end), np.maximum(seen, 0), 0).sum(axis=0).cumsum()
+        half = 1 + int((2 * total).searchsorted(total[-1]))
+        assert half_of_pairs(tiles, 128) == half - half % 128
+        assert half_of_pairs(tiles, 1) == half
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)

@@ -866,7 +866,7 @@ def test_losses_of_other_heads_are_refused_on_several_ranks():
     model = transformers.BertForMaskedLM(transformers.BertConfig(**BERT))
     for name in ("labels", "start_positions"):
         with pytest.raises(ValueError, match=f"{name} is given to BertForMaskedLM, whose loss would be of this rank's tokens"):
-            check_targets(model, {**inputs, name: sequence(6)}, layout)
+            check_targets(model, {**inputs, name: sequence(6)}, layout.world_size)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["attached", "attached again"])
@@ -982,18 +982,18 @@ def test_models_own_kinds_of_losses_are_refused_on_several_ranks():
     config, layout, ids = transformers.LlamaConfig(**SIZES), ra.zigzag(12, 2), sequence(6)
     all_of_it = dict(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=22)
     with pytest.raises(ValueError, match="labels is given to OwnLoss, whose loss would be of this rank's tokens alone"):
-        check_targets(OwnLoss(config), all_of_it, layout)
+        check_targets(OwnLoss(config), all_of_it, layout.world_size)
     model = LossOfShiftedLabels(config)
     with pytest.raises(ValueError, match="shift_labels are given without num_items_in_batch"):
-        check_targets(model, dict(input_ids=ids, shift_labels=ids), layout)
-    check_targets(model, dict(input_ids=ids, shift_labels=ids, num_items_in_batch=22), layout)
+        check_targets(model, dict(input_ids=ids, shift_labels=ids), layout.world_size)
+    check_targets(model, dict(input_ids=ids, shift_labels=ids, num_items_in_batch=22), layout.world_size)
     model = build("llama")
-    check_targets(model, dict(input_ids=ids, shift_labels=ids), layout)
-    check_targets(model, all_of_it, layout)
+    check_targets(model, dict(input_ids=ids, shift_labels=ids), layout.world_size)
+    check_targets(model, all_of_it, layout.world_size)
     for settings in (dict(output_router_logits=True), dict(output_router_logits=None)):
         model.config.output_router_logits = settings["output_router_logits"] is None
         with pytest.raises(ValueError, match="output_router_logits is True, and the routers' loss would be a mean over this rank"):
-            check_targets(model, {**all_of_it, **settings}, layout)
+            check_targets(model, {**all_of_it, **settings}, layout.world_size)
 
 
 def shards_taken_for_the_sequence(group):

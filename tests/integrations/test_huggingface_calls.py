@@ -118,3 +118,126 @@ def test_a_part_that_was_attached_by_itself_later_is_refused():
     with pytest.raises(ValueError, match="LlamaModel was attached by itself after LlamaForCausalLM, which it is a part of"):
         model(input_ids=tokens())
     model.model(input_ids=tokens())
+
+
+def own_layouts(number: int, ranks: int) -> tuple[ra.Layout, ra.Mask | None, dict]:
+    """The layout, the mask and the further arguments of one of several calls, of whole sequences."""
+    bounds = torch.tensor([0, 5, N], dtype=torch.int32)
+    return [
+        (ra.zigzag(N, ranks), None, {}),
+        (ra.balanced(ra.documents([5, 7]), N, ranks), None, dict(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)),
+        (ra.contiguous(N, ranks), ra.sliding_window(3), {}),
+    ][number]
+
+
+def gradients_of_calls_with_layouts_of_their_own(group, checkpointed: bool) -> float:
+    """How far the logits and the gradients of three calls are from those of models that were attached for each."""
+    rank = group.rank()
+    one, other = make(), make()
+    worst, losses = 0.0, []
+    attach(one, group=group)
+    if checkpointed:
+        one.gradient_checkpointing_enable({"use_reentrant": False})
+    for number in range(3):
+        layout, mask, further = own_layouts(number, group.size())
+        ids = ra.shard(tokens(number), layout, rank)
+        attach(other, layout=layout, mask=mask, group=group)
+        wanted = other(input_ids=ids, **further).logits
+        wanted.square().sum().backward()
+        found = one(input_ids=ids, layout=layout, mask=mask, **further).logits
+        losses.append(found.square().sum())
+        worst = max(worst, float((found - wanted).abs().max()))
+    # all backward passes after all forward passes
+    sum(losses).backward()
+    return max([worst, *(float((a.grad - b.grad).abs().max()) for a, b in zip(one.parameters(), other.parameters(), strict=True))])
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_each_call_brings_its_layout(gloo, checkpointed):
+    assert max(gloo.run(2, gradients_of_calls_with_layouts_of_their_own, checkpointed, timeout=60)) < 1e-10
+
+
+def test_the_mask_of_attach_holds_for_calls_without_one():
+    model, other = make(), make()
+    attach(model, mask=ra.sliding_window(2))
+    attach(other, layout=TURNED, mask=ra.sliding_window(2))
+    assert torch.equal(model(input_ids=tokens(), layout=TURNED).logits, other(input_ids=tokens()).logits)
+    attach(other, layout=TURNED, mask=ra.full())
+    assert torch.equal(model(input_ids=tokens(), layout=TURNED, mask=ra.full()).logits, other(input_ids=tokens()).logits)
+    # positions are those of the call's layout
+    straight = ra.contiguous(N, 1)
+    assert not torch.equal(model(input_ids=tokens(), layout=TURNED).logits, model(input_ids=tokens(), layout=straight).logits)
+
+
+class Holder(nn.Module):
+    """Holds an attached model, as a user's own module does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch):
+        return self.model(**batch).logits
+
+
+def test_layouts_reach_models_inside_others_and_inner_models_follow():
+    model, other = make(), make()
+    attach(model)
+    attach(other, layout=TURNED)
+    wanted = other(input_ids=tokens()).logits
+    assert torch.equal(Holder(model)(input_ids=tokens(), layout=TURNED), wanted)
+    states = model.model(input_ids=tokens(), layout=TURNED).last_hidden_state
+    assert torch.equal(model.lm_head(states), wanted)
+
+
+REFUSED = {
+    "none": ({}, "LlamaForCausalLM was attached without a layout, and is called without one"),
+    "type": (dict(layout=N), "layout is 12, but must be a Layout"),
+    "mask": (dict(layout=TURNED, mask=3), "mask is 3, but must be a Mask"),
+    "ranks": (dict(layout=ra.zigzag(N, 2)), "layout is for 2 ranks, but the group has 1"),
+    "tokens": (dict(layout=ra.contiguous(N + 1, 1)), "the input has 12 tokens, but rank 0 of contiguous"),
+    "empty": (dict(layout=ra.Layout(0, ((),))), "leaves rank 0 without tokens"),
+    "mask-too-long": (dict(layout=TURNED, mask=ra.documents([N + 1])), "needs at least 13 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_calls_without_a_fitting_layout_are_refused(case):
+    options, message = REFUSED[case]
+    model = make()
+    attach(model)
+    with pytest.raises(ValueError, match=message):
+        model(input_ids=tokens(), **options)
+    assert model(input_ids=tokens(), layout=TURNED).logits.isfinite().all()
+
+
+def test_a_layout_for_all_calls_leaves_none_to_a_call():
+    model = make()
+    attach(model, layout=TURNED)
+    with pytest.raises(ValueError, match=r"but was attached with custom\(seq_len=12, world_size=1\) for all calls"):
+        model(input_ids=tokens(), layout=ra.contiguous(N, 1))
+    attach(model)
+    with pytest.raises(ValueError, match="is called without one"):
+        model(input_ids=tokens())
+
+
+def test_models_that_make_their_scores_themselves_need_one_layout():
+    config = transformers.BloomConfig(vocab_size=31, hidden_size=16, n_layer=1, n_head=2)
+    with pytest.raises(ValueError, match="BloomForCausalLM makes its scores itself, and its masks by the layout"):
+        attach(transformers.BloomForCausalLM(config))
+
+
+def test_models_with_a_layout_of_their_own_need_one_layout(monkeypatch):
+    model = make()
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda input_ids=None, layout=None: forward(input_ids))
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has arguments of its own called \['layout'\]"):
+        attach(model)
+
+
+def test_a_layer_by_itself_knows_no_layout():
+    model = make()
+    attach(model)
+    states, positions = torch.zeros(1, N, 16).double(), torch.arange(N)[None]
+    with pytest.raises(ValueError, match="a part of it runs where the call's is unknown"):
+        model.model.layers[0](states, position_embeddings=model.model.rotary_emb(states, positions))

@@ -22,12 +22,10 @@ import ringattn as ra
 from ringattn.integrations import huggingface_scores
 from ringattn.integrations.huggingface import NAME, attach, detach
 from ringattn.integrations.huggingface_attachment import Attachment
-from ringattn.training.causal_lm import CausalLMLoss, forward_names, shift_labels, sum_gradients
+from ringattn.training.causal_lm import CausalLMLoss, shift_labels, sum_gradients
+from tests.scored_models import drop_weights, make_distinct, makes_own_masks
 
-pytestmark = pytest.mark.skipif(
-    "create_causal_mask" not in forward_names(modeling_bloom.BloomModel),
-    reason="this version of transformers makes their masks itself",
-)
+pytestmark = makes_own_masks
 N, ANSWER, VOCAB, P = 23, 13, 31, 0.25
 LAYOUTS = {"zigzag": ra.zigzag, "contiguous": ra.contiguous, "striped": ra.striped}
 DOCUMENTS = (7, 1, 15)
@@ -68,28 +66,10 @@ MODELS = {
 BOTH = {"t5-both": lambda: t5("T5", "ForConditionalGeneration"), "umt5-both": lambda: t5("UMT5", "ForConditionalGeneration")}
 
 
-class Norm(nn.Module):
-    """T5's norm in fp64: transformers' own rounds to fp32 inside."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.weight, self.eps = norm.weight, norm.variance_epsilon
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-
-
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     model = {**MODELS, **BOTH}[name]().double()
-    for parent in list(model.modules()):
-        for child_name, child in list(parent.named_children()):
-            if type(child).__name__.endswith("T5LayerNorm"):
-                setattr(parent, child_name, Norm(child))
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() > 1:  # weights of attention that differ from each other
-                parameter.copy_(torch.randn(parameter.shape) * (1.0 if "relative" in parameter_name else 0.2))
+    make_distinct(model, std=0.2)
     return model.train()
 
 
@@ -237,13 +217,7 @@ def test_packed_documents_equal_documents_by_themselves(gloo, name, how):
 def dropping(group, name: str):
     """Outputs of models that drop weights of attention alone, in training and not."""
     model = build(name)
-    for module in model.modules():
-        if type(module).__name__.endswith("T5Attention"):
-            module.dropout = P
-        elif type(module).__name__ == "MptAttention":
-            module.attn_dropout_p = P
-        elif type(module).__name__ in ("BloomAttention", "FalconAttention"):
-            module.attention_dropout.p = P
+    drop_weights(model, P)
     layout, answer = ra.zigzag(N, group.size()), ra.contiguous(ANSWER, group.size())
     for part, of_part in [(model.encoder, layout), (model.decoder, answer)] if name in BOTH else [(model, layout)]:
         attach(part, layout=of_part, group=group)

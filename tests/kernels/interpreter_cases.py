@@ -255,6 +255,34 @@ def test_sinks():
     assert wanted[1][0, 1, 4] == 20 and wanted[2][0, 1, 4] == 1 and wanted[2][0, 2, 4] == 0
 
 
+@pytest.mark.parametrize("counts", [(300, 64), (1, 65), (0, 130)])
+def test_pairs_are_added_and_rounded_in_one_launch(counts):
+    generator = torch.Generator().manual_seed(0)
+    totals, more = (tuple(torch.randn(n, 2, generator=generator) for n in counts) for _ in range(2))
+    wanted = [x + y for x, y in zip(totals, more)]
+    rk.add_pair(totals, more)
+    assert all(map(torch.equal, totals, wanted))
+    turned = tuple(x.t() for x in totals)
+    rounded = rk.rounded_pair(turned, torch.float16)
+    assert all(torch.equal(x, y.half()) and x.stride() == y.stride() for x, y in zip(rounded, turned))
+
+
+@pytest.mark.parametrize("drow_sum", [None, "each its own", "one for all"])
+def test_what_a_backward_pass_reads_of_its_rows(drow_sum):
+    """The gradient of a sum of row_sum is one number, which autograd gives as a view of many."""
+    generator = torch.Generator().manual_seed(0)
+    q, out, dout = (torch.randn(2, 63, 3, 16, generator=generator) for _ in range(3))
+    row_max, row_sum = torch.randn(2, 3, 63, generator=generator), torch.rand(2, 3, 63, generator=generator)
+    given = {
+        None: None,
+        "each its own": torch.randn(2, 3, 63, generator=generator),
+        "one for all": torch.tensor(0.5).expand(2, 3, 63),
+    }
+    queries = rk.ready_queries(q, out, dout, row_max, row_sum, given[drow_sum])
+    expected = (out * dout).sum(-1).transpose(1, 2) - (0.0 if drow_sum is None else given[drow_sum] * row_sum)
+    torch.testing.assert_close(queries.delta, expected, atol=3e-6, rtol=0)
+
+
 def test_launches_of_random_tables_as_on_a_gpu():
     fuzz.launch_many(range(2), fuzz.INTERPRETER, seconds=60)
 

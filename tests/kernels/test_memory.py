@@ -18,9 +18,10 @@ import torch
 import triton
 
 import ringattn_kernels as rk
-from ringattn_kernels import attention, dispatch, hopper, plain_backward, plain_forward
+from ringattn_kernels import attention, dispatch, hopper, paged, plain_backward, plain_forward
 from ringattn_kernels import launches as kernel_launches
 from ringattn_kernels.dispatch import Kernels
+from ringattn_kernels.modifiers import Modifiers
 from tests.kernels import fuzz
 from tests.kernels.test_hopper_backward import launch_anew
 
@@ -89,6 +90,9 @@ def run(form: Form, launches: int, splits: int, sums: bool, device: str) -> list
         for n, table in enumerate(tables):
             options = dict(dq=dq, dk=dk, dv=dv, add=n > 0, kernels=form.kernels, deterministic=False, splits=splits)
             rk.backward(queries, k, v, table, softmax_scale=softmax_scale, **options)
+        if launches > 1:
+            # as behind the launches of a ring
+            dk, dv = rk.rounded_pair((dk, dv), form.dtype)
         return [out, row_sum, dq.finish(form.dtype) if sums else dq, dk, dv]
 
 
@@ -96,6 +100,39 @@ def run_all(form: Form, device: str) -> list[torch.Tensor]:
     """One launch, which overwrites, and three, which add; with whole blocks and with splits."""
     ways = itertools.product((1, 3), (1, 3), (False, True))
     return [x for launches, splits, sums in ways for x in run(form, launches, splits, sums, device)]
+
+
+PAGED = [(d, dv, dtype) for d, dv in ((64, 64), (128, 128), (256, 256), (96, 40)) for dtype in (BF16, FP16)] + [(64, 40, FP32)]
+
+
+def run_paged(d: int, dv: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Attention to pages, of one rank and of two, with pages of 16 and 128 tokens, of 1 and 16 queries, plain and modified."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for page_size, tokens, modified in itertools.product((16, 128), (1, 16), (False, True)):
+        columns = -(-300 // page_size)
+        pool = [torch.randn(3 * columns, 2, page_size, dim, generator=generator).to(device, dtype) for dim in (d, dv)]
+        q = torch.randn(3, tokens, 8, d, generator=generator).to(device, dtype)
+        pages = torch.arange(3 * columns, dtype=torch.int32, device=device).view(3, columns)
+        lengths = torch.tensor([300, 16, 129], device=device)
+        modifiers = Modifiers(5.0, torch.rand(3, 8, generator=generator).to(device)) if modified else None
+        options = dict(softmax_scale=d**-0.5, window=100 if modified else None, modifiers=modifiers)
+        sinks = torch.zeros(8, device=device)
+        with fuzz.memory_of_nan():
+            found += rk.attend_pages(q, *pool, rk.PageTable(lengths, 0 * lengths, pages, 1), **options, sinks=sinks)
+            packed = torch.empty(2, q[..., 0].numel() * (dv + 2), device=device)
+            for rank in range(2):
+                table = rk.PageTable(lengths, 0 * lengths + rank, pages[:, : -(-columns // 2)].contiguous(), 2)
+                rk.attend_pages(q, *pool, table, **options, packed=packed[rank])
+            found += rk.merge_packed(packed, q, dv, sinks)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("form", PAGED, ids=str)
+def test_paged_kernels_leave_nothing_unwritten(form):
+    assert all(x.isfinite().all() for x in run_paged(*form, "cuda"))
 
 
 @pytest.mark.gpu
@@ -121,10 +158,11 @@ def test_the_forms_launch_every_kernel_there_is(monkeypatch):
     monkeypatch.setattr(triton.JITFunction, "run", launch)
     monkeypatch.setattr(kernel_launches, "launch", launch_anew)
     monkeypatch.setattr(hopper.forward, "work_counter", lambda device: None)
-    for module in (attention, dispatch, plain_backward, plain_forward):
+    for module in (attention, dispatch, paged, plain_backward, plain_forward):
         monkeypatch.setattr(module, "architecture", lambda device: "sm_90")
     for form in PLAIN + HOPPER:
         run(form, launches=3, splits=3, sums=True, device="cpu")
+    run_paged(*PAGED[0], "cpu")
     modules = [importlib.import_module(module.name) for module in pkgutil.walk_packages(rk.__path__, "ringattn_kernels.")]
     kernels = {name for module in modules for name, x in vars(module).items() if isinstance(x, triton.JITFunction)}
     assert launched == {name for name in kernels if name.endswith("_kernel")}

@@ -10,7 +10,8 @@ from triton import knobs
 
 import ringattn as ra
 from ringattn.runtime.groups import get_context
-from ringattn_kernels import direct, launches, recordings
+from ringattn_kernels import direct, launches, recordings, submission
+from ringattn_kernels.recorder import recorder
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -24,24 +25,40 @@ def host(monkeypatch):
     monkeypatch.setattr(recordings, "driver", driver)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
+    def compute(addresses, factor):
+        x, y, out = (np.ctypeslib.as_array((ctypes.c_float * 4).from_address(address)) for address in addresses)
+        out[:] = x + y * factor
+
     class Launcher:
         def __call__(self, *arguments):
-            assert arguments[:5] == (1, 1, 1, 7, "function")
-            x, y, out = (np.ctypeslib.as_array((ctypes.c_float * 4).from_address(address)) for address in arguments[13:16])
-            out[:] = x + y * arguments[16]
+            assert arguments[:5] == (1, 1, 1, 7, 99)
+            compute(arguments[13:16], arguments[16])
 
+    def queue(config, function, parameters, extra):
+        assert function == 99
+        compute(
+            [ctypes.c_uint64.from_address(parameters[i]).value for i in range(3)], ctypes.c_float.from_address(parameters[3]).value
+        )
+        return 0
+
+    callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(
+        queue
+    )
+    functions = submission.Functions((ctypes.cast(callback, ctypes.c_void_p).value, *[0] * 8), callback)
+    monkeypatch.setattr(submission, "driver_functions", lambda: functions)
     run = SimpleNamespace(
         global_scratch_size=0, profile_scratch_size=0, launch=Launcher(), launch_cooperative_grid=False, launch_pdl=False
     )
-    compiled = SimpleNamespace(run=run, function="function", packed_metadata=())
     names = ["x_ptr", "y_ptr", "out_ptr", "factor"]
+    source = SimpleNamespace(signature=dict(zip(names, ("*fp32", "*fp32", "*fp32", "fp32"))))
+    compiled = SimpleNamespace(run=run, function=99, packed_metadata=(4, 1, 0), src=source)
     launch = direct.direct_launch(compiled, (1, 1, 1), names, [None, None, None, 1.0], frozenset(names[:3]))
     assert launch is not None
 
     def add(x, y, out):
         moving = dict(x_ptr=x, y_ptr=y, out_ptr=out)
-        if launches.recorder.made is not None:
-            launches.recorder.made.append((launch, moving))
+        if recorder.steps is not None:
+            recorder.note(launches.RecordedLaunch(launch, moving, 7))
             for hook in knobs.runtime.launch_enter_hook.calls:
                 hook(None)
         launch(moving)
@@ -54,7 +71,7 @@ def pass_of(host, x, y, *, also=lambda inside: None, kept=None):
 
     def work():
         host.passes += 1
-        (first, second), out = x.new_empty(2, 4).unbind(), torch.empty_like(x)
+        first, second, out = x.new_empty(2, 4)[1], x.new_empty(2, 4)[1], torch.empty_like(x)
         host.add(x, y, first)
         host.add(first, x, second)
         also(second)
@@ -83,6 +100,11 @@ def test_a_pass_runs_twice_and_is_replayed_from_then_on(host):
     host.device.number = 1
     pass_of(host, torch.zeros(4), torch.zeros(4))
     assert host.passes == 6
+
+
+def test_recording_imports_no_compiler():
+    """Torch's wrapper around dispatch modes would import Dynamo, for a second, in the middle of a training step."""
+    assert not hasattr(recordings._Witness.__torch_dispatch__, "__wrapped__")
 
 
 def test_an_operation_of_torch_is_never_left_out(host):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ringattn_kernels.modifiers import Bias, Dropout, Modifiers
+from ringattn_kernels.paged import paged_config
 from ringattn_kernels.variants import (
     ARCHITECTURES,
     FORWARD,
@@ -27,15 +28,16 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def chosen(arch: str, thorough: bool) -> list[Variant]:
-    """On every architecture the largest head dim of each large kernel, and on sm_90, or if thorough, more."""
-    forms = [(kernel, 256, BF16) for kernel in ("forward", "dkdv", "dq")]
+    """On every architecture each large kernel in a large head dim; more on sm_90, or if thorough. The backward of 256 takes longest."""
+    most = 256 if thorough or arch == "sm_90" else 128
+    forms = [("forward", 256, BF16), ("dkdv", most, BF16), ("dq", most, BF16), ("paged", 256, BF16)]
     if thorough or arch == "sm_90":
         forms += [("forward from state to state", 128, BF16)]
     if arch == "gfx942":
         forms += [("forward", 64, FP32), ("merge", 128, BF16)]
     if thorough or arch == "sm_90":
         forms += [(kernel, 128, BF16) for kernel in KERNELS]
-        forms += [(kernel, 64, BF16) for kernel in ("forward", "dkdv", "dq")]
+        forms += [(kernel, 64, BF16) for kernel in ("forward", "dkdv", "dq", "paged")]
     if arch == "sm_90":
         forms += [("forward", 128, FP16), ("forward", 64, FP32), ("dq", 64, FP32)]
     if thorough and arch == "sm_90":
@@ -70,6 +72,12 @@ def test_compiles_within_the_limits_of_the_architecture(variant, compiled):
     assert resources.shared <= SHARED_LIMIT[variant.arch]
     if variant.arch == "sm_90" and variant.kernel in FORWARD and variant.head_dim <= 128 and variant.dtype != FP32:
         assert resources.stack == resources.spills == 0
+    if variant.arch == "sm_90" and variant.kernel.startswith("paged"):
+        # all of a multiprocessor's programs at once
+        config = paged_config("sm_90", variant.head_dim, variant.dtype)
+        assert config.programs * 32 * config.num_warps * resources.registers <= 1 << 16
+        assert config.programs * (resources.shared + 1024) <= 228 << 10
+        assert resources.stack == resources.spills == 0
     if variant.kernel.startswith(("merge", "sum")):
         assert resources.stack == resources.spills == 0
 
@@ -89,3 +97,9 @@ def test_each_part_of_a_score_compiles_alone(kernel):
 def test_the_chosen_variants_are_some_of_all():
     assert set(CHOSEN) < set(MORE) < set(all_variants())
     assert {variant.kernel for variant in CHOSEN} == set(KERNELS)
+
+
+def test_keys_of_pages_are_loaded_ahead():
+    """Two steps' keys and values are under way while a third is computed: buffers of three steps fill the shared memory."""
+    found = compile_variant(Variant("paged", 128, BF16, "sm_90"))
+    assert found.shared >= 3 * 2 * 64 * 128 * 2

@@ -295,8 +295,10 @@ ERRORS = {
     "too many tokens": (["--tokens", "5000000000"], "tokens is 5000000000, but must be at most 3000000000"),
     "head_dim": (["--head-dim", "257"], "head_dim is 257, but must be at most 256"),
     "heads": (["--kv-heads", "5"], "kv_heads is 5, which does not divide the 32 heads"),
-    "mask": (["--mask", "windows:3"], "mask is 'windows:3', but must be causal, full or window:TOKENS"),
+    "mask": (["--mask", "windows:3"], "mask is 'windows:3', but must be causal, full, window:TOKENS or documents:MEAN"),
     "window": (["--mask", "window:0"], "mask is 'window:0', but must be causal"),
+    "documents": (["--mask", "documents:0"], "mask is 'documents:0', but must be causal"),
+    "long documents": (["--mask", "documents:9", "--tokens", "0"], "tokens is 0, but must be at least 1"),
     "rate": (["--rates", "speed=3"], "rate 'speed' is unknown: a machine has forward_tflops"),
     "rate's form": (["--rates", "node_gbs"], "--rates has 'node_gbs', but takes NAME=VALUE"),
     "rate's value": (["--rates", "node_gbs=0"], "node_gbs is 0.0, but must be more than 0"),
@@ -341,6 +343,27 @@ def test_nothing_fits(capsys):
     printed = capsys.readouterr().out
     assert "(recommended)" not in printed
     assert "Nothing fits in 0.0 GiB a GPU beyond inputs, output and gradients: take more GPUs." in printed
+
+
+def best(capsys, *given):
+    command_line.main(["plan", "--gpus", "8", "--tokens", "65536", "--json", *given])
+    (world,) = json.loads(capsys.readouterr().out)
+    return min(world["schedules"], key=lambda each: each["total"])
+
+
+def test_layouts_of_documents(capsys):
+    """Of documents of 2,048 tokens, placed ones move less than balanced ones, and take less time; the default is balanced."""
+    found = {
+        name: best(capsys, "--mask", "documents:2048", "--layout", name) for name in ("placed", "balanced", "zigzag", "contiguous")
+    }
+    assert best(capsys, "--mask", "documents:2048") == found["balanced"]
+    assert min(found, key=lambda name: found[name]["total"]) == "placed"
+    assert found["placed"]["sent"] < 0.5 * found["balanced"]["sent"]
+
+
+def test_a_layout_that_is_no_function():
+    with pytest.raises(ValueError, match="layout is 'placed', but must be a function of"):
+        predict(H200, replace(CAUSAL, layout="placed"), 8, 8, Option(ra.ring()))
 
 
 def test_several_worlds_are_a_table_of_the_best(capsys):

@@ -120,6 +120,50 @@ def test_a_rank_alone_exchanges_nothing():
             assert launch.pairs == live_pairs(launch.tiles) == 16 * 17 // 2
 
 
+# 3 documents on 8 ranks: one on the ranks 0 to 4, one on rank 5 alone, one on the ranks 6 and 7
+UNEQUAL = ra.make_plan(ra.contiguous(800, 8), ra.documents(lengths=[500, 100, 200]))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_nobody_waits_for_a_rank_that_has_nothing_for_it(schedule):
+    """A rank of whole documents launches and does nothing else; messages stay among the ranks of a document."""
+    programs = compile_programs(fitting(SCHEDULES[schedule], 8), UNEQUAL, range(8))
+    for each in (programs[5].forward, programs[5].backward):
+        (launch,) = each.instructions
+        assert isinstance(launch, Launch)
+    for rank, program in enumerate(programs):
+        together = range(5) if rank < 5 else (6, 7) if rank > 5 else ()
+        for each in (program.forward, program.backward):
+            exchanges = [x for x in each.instructions if isinstance(x, Exchange)]
+            messages = [message for x in exchanges for message in (*x.sends, *x.receives)]
+            assert all(x.sends or x.receives for x in exchanges)
+            assert all(len(message.rows) and message.peer in together for message in messages)
+            assert sum(isinstance(x, Wait) for x in each.instructions) == len(exchanges)
+
+
+@pytest.mark.parametrize("schedule", [ra.waves(1), ra.ring()], ids=repr)
+def test_steps_of_others_hold_no_instructions(schedule):
+    """Ranks 6 and 7 swap in the first steps; the longer document of ranks 0 to 4 takes more."""
+    programs = compile_programs(schedule, UNEQUAL, range(8))
+    assert programs[7].backward.steps == programs[0].backward.steps == 6
+    # rank 7 computes with rank 6's rows in step 1, and returns their gradients in step 2; rank 6 adds them in step 4
+    for rank, wanted in ((6, {0, 2, 4}), (7, {0, 1, 2})):
+        assert {x.step for x in programs[rank].backward.instructions} == wanted
+
+
+def test_messages_of_placed_documents_are_few():
+    """64 documents of about 1,000 tokens on 8 ranks: most ranks send and receive nothing in either pass."""
+    lengths = np.random.default_rng(0).lognormal(6.5, 0.7, 64).astype(int).tolist()
+    mask, n = ra.documents(lengths=lengths), sum(lengths)
+    counts = []
+    for layout in (ra.placed(mask, n, 8), ra.balanced(mask, n, 8)):
+        programs = compile_programs(ra.gather(), ra.make_plan(layout, mask), range(8))
+        instructions = [x for program in programs for each in (program.forward, program.backward) for x in each.instructions]
+        counts.append(sum(len(x.sends) for x in instructions if isinstance(x, Exchange)))
+    assert counts[0] <= 12
+    assert counts[0] < counts[1] / 4
+
+
 def test_waves_as_wide_as_memory_allows():
     """A rank's bytes in the backward pass: K/V of this wave and the next, dK/dV of this wave, of the last, and of two received ones."""
     plan = ra.make_plan(ra.contiguous(80, 8), ra.full())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn.geometry.rows import Rows
-from ringattn.schedule.schedules import DoubleRing, bytes_sent
+from ringattn.schedule.schedules import DoubleRing, Traffic, bytes_sent, gradient_transfers
 from ringattn.transport import run_ranks
 from tests.schedule.cases import SCHEDULES, fitting
 
@@ -266,7 +266,51 @@ def test_the_default_for_unequal_steps_is_waves_instead_of_a_ring(layout, mask, 
     assert repr(ra.default_schedule(plan, ranks_per_node, copy_engines=True)) == wanted
 
 
+GIANT = ra.documents(lengths=[30_000, *[500] * 70])
+# the last rank needs all, the others next to nothing; the first rank is busiest with its own rows
+LAST = ra.documents(lengths=[640], causal=False) | ra.global_tokens(range(7680 - 64, 7680))
+
+
+@pytest.mark.parametrize(
+    ("layout", "mask", "most", "wanted"),
+    [
+        (ra.placed(GIANT, 65_000, 8), GIANT, 3, "gather()"),
+        (ra.contiguous(7680, 12), LAST, 8, "waves(2)"),
+        (ra.contiguous(7680, 8), LAST, 3, "gather()"),
+    ],
+    ids=["documents", "too-much", "one-rank"],
+)
+def test_where_few_ranks_need_much_they_gather(layout, mask, most, wanted):
+    plan, n = ra.make_plan(layout, mask), layout.world_size
+    needed = [sum(len(plan.needs(rank, owner)) for owner in range(n) if owner != rank) for rank in range(n)]
+    assert max(needed) > most * max(plan.lengths)
+    assert sum(needed) <= 3 * n * max(plan.lengths)
+    assert repr(ra.default_schedule(plan)) == repr(ra.default_schedule(plan, copy_engines=True)) == wanted
+
+
 def test_schedules_are_values():
     assert ra.double_ring(2) == ra.double_ring(2) != ra.double_ring(3)
     assert ra.ring() == ra.ring() != ra.gather()
     assert len({ra.ring(), ra.ring(), ra.gather()}) == 2
+
+
+@pytest.mark.parametrize("schedule", [ra.gather(), *(ra.waves(width) for width in (1, 2, 3, 7))], ids=repr)
+@given(st.data())
+def test_the_traffic_of_a_rank_is_all_that_concerns_it(layout_strategy, mask_strategy, schedule, data):
+    """Transfers of K/V and of dK/dV that leave a rank or come to it, in order; and what it knows of the others."""
+    seq_len, world_size = data.draw(st.integers(0, 30)), data.draw(st.integers(1, 6))
+    mask, _ = data.draw(mask_strategy(seq_len))
+    plan = ra.make_plan(data.draw(layout_strategy(seq_len, world_size)), mask)
+    whole = Traffic.whole(schedule.transfers(plan))
+    for rank in range(world_size):
+        own = schedule.traffic(plan, rank)
+        assert (own.last, own.crowded) == (whole.last, whole.crowded)
+
+        def of_rank(transfers, rank=rank):
+            return [t for t in transfers if rank in (t.src, t.dst)]
+
+        assert of_rank(own.transfers) == of_rank(whole.transfers)
+        gradients = [gradient_transfers(schedule, plan, traffic.transfers, traffic.last) for traffic in (own, whole)]
+        assert of_rank(gradients[0]) == of_rank(gradients[1])
+        # and none of pairs of other ranks
+        assert len(own.transfers) == len(of_rank(own.transfers))

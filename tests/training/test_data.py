@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
+import itertools
+import threading
+
 import numpy as np
 import pytest
 import torch
 
 import ringattn as ra
+from ringattn.runtime.context import Context
 from ringattn.runtime.groups import get_context
 from ringattn.training.causal_lm import IGNORE
 from ringattn.training.data import ShardedBatches, documents_of_positions, pack, packed_positions, shard_batch
+from ringattn.transport import SilentTransport
 
 LAYOUTS = {"zigzag": ra.zigzag, "contiguous": ra.contiguous, "striped": ra.striped}
 
@@ -90,6 +98,153 @@ def test_a_loaders_batches_come_with_their_layouts():
     assert [layout.seq_len for layout, _ in seen] == [7, 4]
     assert [batch["input_ids"].tolist() for _, batch in seen] == [[[3, 4, 5, 6]], [[2, 3]]]
     assert len(list(ShardedBatches(loader, lambda tokens: ra.contiguous(tokens, 2), rank=0))) == 2
+
+
+def packed_batches(count):
+    return [pack([list(range(first + 3)), list(range(20 - first))]) for first in range(count)]
+
+
+def ahead(loader, prepare, **options):
+    """The loader's batches for rank 1 of 2, prepared on a thread."""
+    return ShardedBatches(loader, lambda tokens: ra.contiguous(tokens, 2), rank=1, prepare=prepare, **options)
+
+
+def threads_of_batches():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("ringattn-batches")]
+
+
+def test_batches_prepared_ahead_are_the_same_in_the_same_order():
+    loader, prepared = packed_batches(9), []
+    options = dict(of_documents=lambda mask, tokens: ra.balanced(mask, tokens, 2))
+    plain = list(ShardedBatches(loader, lambda tokens: ra.contiguous(tokens, 2), rank=1, **options))
+    seen = list(ahead(loader, lambda layout, mask: prepared.append((layout, mask, threading.current_thread())), **options))
+    assert [layout for layout, _ in seen] == [layout for layout, _ in plain] == [layout for layout, *_ in prepared]
+    assert [mask for _, mask, _ in prepared] == [ra.documents(b["cu_seq_lens_q"]) for b in loader]
+    assert [layout for layout, _ in seen] == [ra.balanced(mask, 23, 2) for _, mask, _ in prepared]
+    assert all(thread is not threading.current_thread() for *_, thread in prepared)
+    for (_, one), (_, other) in zip(seen, plain, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
+    assert not threads_of_batches()
+
+
+def test_the_next_batch_is_prepared_while_one_is_computed():
+    events = [threading.Event() for _ in range(3)]
+    calls = iter(events)
+    batches = iter(ahead(packed_batches(3), lambda layout, mask: next(calls).set()))
+    next(batches)
+    assert events[1].wait(60)
+    # one ahead, no more
+    assert not events[2].is_set()
+    next(batches)
+    assert events[2].wait(60)
+    batches.close()
+
+
+def test_batches_without_documents_have_no_mask():
+    masks = []
+    loader = [dict(input_ids=torch.arange(8)[None])]
+    list(ahead(loader, lambda layout, mask: masks.append(mask), of_documents=lambda mask, tokens: ra.striped(tokens, 2)))
+    assert masks == [None]
+    assert not threads_of_batches()
+
+
+@pytest.mark.parametrize("how", ["del", "close", "break", "error"])
+def test_a_dropped_iterator_leaves_no_thread(how):
+    batches = ahead(packed_batches(9), lambda layout, mask: None)
+    if how == "break":
+        for _ in batches:
+            break
+    elif how == "error":
+        with contextlib.suppress(KeyError):
+            for _ in batches:
+                raise KeyError
+    else:
+        iterator = iter(batches)
+        next(iterator)
+        assert threads_of_batches()
+        iterator.close() if how == "close" else None
+        del iterator
+    gc.collect()
+    assert not threads_of_batches()
+
+
+def failing(where, at):
+    """(loader, prepare) of which one fails at a batch."""
+
+    def loader():
+        for number, batch in enumerate(packed_batches(5)):
+            if where == "loader" and number == at:
+                raise OSError("the disk is gone")
+            if where == "batch" and number == at:
+                del batch["input_ids"]
+            yield batch
+
+    count = itertools.count()
+
+    def prepare(layout, mask):
+        if next(count) == at and where == "prepare":
+            raise RuntimeError("no plan") from KeyError("the cause")
+
+    return loader(), prepare
+
+
+@pytest.mark.parametrize(("where", "kind"), [("loader", OSError), ("batch", ValueError), ("prepare", RuntimeError)])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_an_error_comes_in_the_place_of_its_batch(where, kind, at):
+    batches = iter(ahead(*failing(where, at)))
+    for _ in range(at):
+        next(batches)
+    with pytest.raises(kind) as caught:
+        next(batches)
+    if where == "prepare":
+        assert isinstance(caught.value.__cause__, KeyError)
+    assert "_following" in [entry.name for entry in caught.traceback]
+    del caught, batches
+    gc.collect()
+    assert not threads_of_batches()
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return torch.arange(index + 1, index + 9)
+
+
+def test_loaders_with_forked_workers():
+    loader = torch.utils.data.DataLoader(
+        Numbers(), batch_size=None, num_workers=2, multiprocessing_context="fork", collate_fn=lambda ids: {"input_ids": ids[None]}
+    )
+    for _ in range(2):
+        seen = [batch["input_ids"].tolist() for _, batch in ahead(loader, lambda layout, mask: None)]
+        assert seen == [[list(range(first + 5, first + 9))] for first in range(6)]
+    assert not threads_of_batches()
+
+
+def test_batches_prepared_for_a_group_take_the_path_of_seen_ones(monkeypatch):
+    group, threads = SilentTransport(1, 2), []
+    made = Context._make_rank_attention
+
+    def make(*arguments):
+        threads.append(threading.current_thread())
+        return made(*arguments)
+
+    monkeypatch.setattr(Context, "_make_rank_attention", make)
+    q = torch.zeros(1, 4, 2, 8)
+    prepare = functools.partial(ra.prepare, like=(q, q, q), group=group)
+    for layout, batch in ahead(packed_batches(6), prepare, of_documents=lambda mask, tokens: ra.balanced(mask, tokens, 2)):
+        x = torch.zeros(1, layout.lengths[1], 2, 8)
+        ra.ring_attention(x, x, x, layout=layout, mask=ra.documents(batch["cu_seq_lens_q"]), group=group)
+    assert len(threads) == 6
+    assert threading.current_thread() not in threads
+
+
+@pytest.mark.parametrize("name", ["layouts", "of_documents", "prepare"])
+def test_functions_of_batches_are_checked(name):
+    options = dict(layouts=lambda tokens: ra.contiguous(tokens, 2)) | {name: 3}
+    with pytest.raises(ValueError, match=f"{name} is 3, but must be a function"):
+        ShardedBatches([], rank=0, **options)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from ringattn.transport.base import Ranks
 from ringattn.transport.memory import Count, Mark, Memory, Part, PlacedChunk, Queue, Values
 from ringattn.transport.staged import StagedTransport
+from ringattn_kernels.submission import Number
 
 _TIMEOUT = 60.0
 
@@ -193,6 +195,70 @@ class SimulatedQueue(Queue):
         self.run(lambda: target[:middle].copy_(source[:middle]))
 
 
+class Listing:
+    """Operations that are listed once and then queued as often as wanted: what a `Submission` is on a GPU."""
+
+    def __init__(self) -> None:
+        self.numbers = 0
+        self._steps: list[Callable[[list[int]], object]] = []
+
+    def more_numbers(self, count: int) -> list[Number]:
+        self.numbers += count
+        return [Number(index) for index in range(self.numbers - count, self.numbers)]
+
+    def add(self, step: Callable[[list[int]], object]) -> None:
+        self._steps.append(step)
+
+    def __call__(self, numbers: list[int]) -> None:
+        assert len(numbers) == self.numbers
+        for step in self._steps:
+            step(numbers)
+
+
+class _ListedQueue(Queue):
+    """A queue whose operations go into a listing."""
+
+    def __init__(self, queue: Queue, listing: Listing) -> None:
+        self._queue = queue
+        self._listing = listing
+
+    def mark(self) -> Mark:
+        mark: list[Mark] = []
+        self._listing.add(lambda numbers: mark.append(self._queue.mark()))
+        return mark
+
+    def after(self, mark: Mark) -> None:
+        self._listing.add(lambda numbers: self._queue.after(mark[-1]))
+
+    def wait(self, values: Values) -> None:
+        self._listing.add(lambda numbers: self._queue.wait(_known(values, numbers)))
+
+    def stage(self, chunks: Sequence[PlacedChunk]) -> None:
+        self._listing.add(lambda numbers: self._queue.stage([_placed(chunk, numbers) for chunk in chunks]))
+
+    def pull(self, chunks: Sequence[PlacedChunk]) -> None:
+        self._listing.add(lambda numbers: self._queue.pull([_placed(chunk, numbers) for chunk in chunks]))
+
+    def raise_to(self, values: Values) -> None:
+        self._listing.add(lambda numbers: self._queue.raise_to(_known(values, numbers)))
+
+    def set_back(self, counts: Sequence[Count]) -> None:
+        raise AssertionError("captured exchanges are not listed")
+
+
+def _known(values: Values, numbers: list[int]) -> Values:
+    return [(count, _value(value, numbers)) for count, value in values]
+
+
+def _placed(chunk: PlacedChunk, numbers: list[int]) -> PlacedChunk:
+    """A chunk where this run has it; its tensors' addresses are the tensors themselves."""
+    return chunk._replace(tensors=[x.data_ptr() for x in chunk.tensors], offset=_value(chunk.offset, numbers))
+
+
+def _value(value: Number | int, numbers: list[int]) -> int:
+    return numbers[value.index] + value.offset if isinstance(value, Number) else value
+
+
 class _Host(SimulatedQueue):
     """The queue that computes, as a host thread: it runs its operations at once, and those of other queues while it waits."""
 
@@ -227,6 +293,9 @@ class SimulatedMemory(Memory):
                 self._operations = deque()
                 self.world.queues.append(self._operations)
         return SimulatedQueue(self, self._operations)
+
+    def listed(self, queue: Queue, submission: Any) -> Queue:
+        return _ListedQueue(queue, submission)
 
     @property
     def capturing(self) -> bool:

@@ -15,7 +15,9 @@ from ringattn.transport import Peer, run_ranks
 from ringattn.transport import staged as staged_module
 from ringattn.transport.channels import Channel, make_chunks, split_at, usable
 from ringattn.transport.exchange_plan import make_exchange_plan
-from tests.transport.simulated import Deadlock, SimulatedQueue, SimulatedTransport, World
+from ringattn.transport.listed_channels import ListedChannels
+from ringattn_kernels.recorder import recorder
+from tests.transport.simulated import Deadlock, Listing, SimulatedQueue, SimulatedTransport, World
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,8 +79,11 @@ def program(transport, case, turn=lambda: 0):
 
     Their content depends on `turn()` when the write runs.
     """
-    run = transport.memory.current.run
     waiting = []
+
+    def run(action):
+        transport.memory.current.run(action)
+        recorder.note(lambda listing, find: listing.add(lambda numbers: transport.memory.current.run(action)))
 
     def finish():
         handle, checks, sent = waiting.pop(0)
@@ -292,6 +297,51 @@ def test_operations_queued_before_a_wait_precede_it_in_a_graph(monkeypatch):
     kept = staged_module._follow
     monkeypatch.setattr(staged_module, "_follow", follow)
     assert any_found(SERIAL, replay)
+
+
+def play(case, order):
+    """Run the case once a turn, with other content each turn. A rank runs it as it is in turn 0, and then plays what it recorded there.
+
+    order: for each later turn, which ranks run it as it is again.
+    """
+    world = World(case.size, case.capacity, policy(case.seed), serial=case.serial)
+    transports = [SimulatedTransport(Rank(rank, case.size), world) for rank in range(case.size)]
+    turns, plays = [0] * case.size, []
+    for rank, transport in enumerate(transports):
+        recorder.steps = []
+        program(transport, case, lambda rank=rank: turns[rank])
+        steps, recorder.steps = recorder.steps, None
+        listing = Listing()
+        plays.append((listing, [later for later in [step(listing, lambda x: x) for step in steps] if later is not None]))
+    for turn, as_it_is in enumerate(order, 1):
+        for rank, transport in enumerate(transports):
+            transport.memory.current.run(lambda rank=rank, turn=turn: turns.__setitem__(rank, turn))
+            listing, later = plays[rank]
+            if rank in as_it_is:
+                program(transport, case, lambda rank=rank: turns[rank])
+            else:
+                listing([number for numbers in later for number in numbers()])
+    world.finish()
+    assert not any(transport._outstanding for transport in transports)
+
+
+@settings(max_examples=80)
+@given(cases(), st.lists(st.sets(st.integers(0, 3), max_size=2), min_size=1, max_size=4))
+@example(Case(2, 2048, 1, [{(0, 1): [3000]}, {(1, 0): [512, 512, 512]}], serial=True), [set(), {1}, {0}, set()])
+def test_recorded_exchanges_are_those_of_their_ranks(case, order):
+    play(case, order)
+
+
+@busy
+def test_recorded_exchanges_have_places_and_counts_of_their_own(monkeypatch, cases):
+    def stale(channels):
+        found = kept(channels)
+        return first.setdefault(id(channels), found) if len(found) else found
+
+    first, kept, order = {}, ListedChannels.next_places, [set()] * 4
+    assert found(cases[:5], lambda case: play(case, order)) == 0
+    monkeypatch.setattr(ListedChannels, "next_places", stale)
+    assert found(cases[:5], lambda case: play(case, order)) == 5
 
 
 def test_a_deadlock_is_found():

@@ -99,7 +99,7 @@ def key_arguments(
     assert not add or dk.dtype == dv.dtype == torch.float32
     (b, _, h, d), hk = q.shape, k.shape[2]
     config = config or KEY_CONFIGS[d]
-    blocks = key_blocks_of(table, k, dk, config, block)
+    blocks = key_blocks_of(table, k.device, dk.shape[0] // k.shape[0], config, block)
     count = blocks.touched if add else len(blocks)
     return b * hk * count, dict(
         q_desc=main_descriptor(q, config.step),
@@ -129,12 +129,17 @@ def key_arguments(
 
 
 def key_blocks_of(
-    table: TileTable, k: torch.Tensor, dk: torch.Tensor, config: BackwardConfig, block: int = BLOCK.value
+    table: TileTable, device: torch.device, splits: int, config: BackwardConfig, block: int = BLOCK.value
 ) -> BlockTable:
-    """The blocks of `block` key rows of a launch that writes dk, with n times as many batches as k for n splits."""
-    splits = dk.shape[0] // k.shape[0]
+    """The blocks of `block` key rows of a launch, the longest in so many splits."""
     # in steps of one row: the kernel aligns its steps itself, and wants to know exactly which queries need no mask
-    return table.key_blocks(block, 1 if splits == 1 else config.step, k.device, splits)
+    return table.key_blocks(block, 1 if splits == 1 else config.step, device, splits)
+
+
+def make_blocks(table: TileTable, d: int, device: torch.device) -> None:
+    """Make the blocks that `backward` takes from a table."""
+    key_blocks_of(table, device, 1, KEY_CONFIGS[d], ROWS.value if d == 256 else BLOCK.value)
+    table.query_blocks(BLOCK.value, QUERY_CONFIGS[d].step, device)
 
 
 def wide_key_arguments(

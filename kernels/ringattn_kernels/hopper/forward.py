@@ -11,7 +11,7 @@ from .. import launches
 from ..modifiers import Modifiers
 from ..score_arguments import ALIGNED, facts_of, fixed_arguments, moving_arguments, unmodified
 from ..splits import multiprocessors
-from ..table import ROW_END, TileTable, split
+from ..table import ROW_END, TileTable, on_device, split
 from ..units import LOG2_E
 from .descriptors import halves_layout, swizzled_layout
 from .forward_config import REGISTERS, WARPGROUP_ROWS, ForwardConfig, block_dim, chunks, panels
@@ -48,23 +48,10 @@ def launch(
     score = moving_arguments(modifiers, table, softmax_scale, q.shape[0], q.device)
 
     def make() -> tuple[int, dict]:
-        (b, _, h, d), (_, sk, hk, dv) = q.shape, v.shape
+        (_, _, h, d), (_, sk, hk, _) = q.shape, v.shape
         assert q.dtype == k.dtype == v.dtype and q.stride(3) == k.stride(3) == v.stride(3) == 1
         assert (q.shape[1], k.shape[1], sk) == (table.q_rows, table.k_rows, table.k_rows) and h % hk == 0 and k.shape[2:] == (hk, d)
-        together = max(1, L2_SHARE // (sk * (d + dv) * k.element_size())) * (h // hk)
-
-        align = ALIGNED if modifiers is not None and modifiers.dropout is not None else 1
-
-        def build() -> WorkQueue:
-            items, segments = split(*table.cut("q", config.block, config.step, align), config.step, splits)
-            segments, places = np.split(segments, [ROW_END + 1], axis=1)
-            works, segments = order_works(items, segments, config.step, b * h, together, touched_only, multiprocessors(q.device))
-            # a place for the empty segment, too
-            arrays = works, segments, np.pad(places, ((0, 1), (0, 0)))
-            return WorkQueue(*(torch.from_numpy(x).to(q.device) for x in arrays))
-
-        key = ("hopper forward", config.block, config.step, align, splits, b * h, together, touched_only, q.device)
-        queue = table.derived(key, build)
+        queue = work_queue(q, k, v, table, config, splits, touched_only, modifiers)
         arguments = kernel_arguments(q, k, v, out, row_max, row_sum, queue, counter, softmax_scale, state, config)
         arguments |= fixed_arguments(modifiers, table, queue.places) | score
         return min(programs or multiprocessors(q.device), len(queue.works)), arguments
@@ -82,6 +69,26 @@ def launch(
     )
     facts = state is None, touched_only, splits, config, programs, *facts_of(modifiers)
     launches.launch(hopper_forward_kernel, table, facts, moving, make, num_warps=4)
+
+
+def work_queue(
+    q, k, v, table: TileTable, config: ForwardConfig, splits: int, touched_only: bool, modifiers: Modifiers | None = None
+) -> WorkQueue:
+    """The works of a launch, made once a table. Of q, k and v shapes, dtypes and the device count."""
+    (b, _, h, d), (_, sk, hk, dv) = q.shape, v.shape
+    together = max(1, L2_SHARE // (sk * (d + dv) * k.element_size())) * (h // hk)
+    align = ALIGNED if modifiers is not None and modifiers.dropout is not None else 1
+
+    def build() -> WorkQueue:
+        items, segments = split(*table.cut("q", config.block, config.step, align), config.step, splits)
+        segments, places = np.split(segments, [ROW_END + 1], axis=1)
+        works, segments = order_works(items, segments, config.step, b * h, together, touched_only, multiprocessors(q.device))
+        # a place for the empty segment, too
+        places = np.concatenate([places, np.zeros((1, places.shape[1]), dtype=np.int32)])
+        return WorkQueue(*on_device((works, segments, places), q.device))
+
+    key = ("hopper forward", config.block, config.step, align, splits, b * h, together, touched_only, q.device)
+    return table.derived(key, build)
 
 
 def kernel_arguments(

@@ -26,6 +26,7 @@ from .language import async_load, barrier, reinterpret, wait_for_products
 from .panels import part_panels, start_each, start_sum, zero_block, zeros
 from .score_steps import ScoreSteps, load_head, load_places, modified, position
 from .tables import END, load_segment, load_work
+from .threads import THREADS_OF_ROWS
 
 
 class Blocks(NamedTuple):
@@ -168,10 +169,6 @@ def attend_rows(
     BLOCK_K: gl.constexpr = blocks.k.shape[1]
     BLOCK_DV: gl.constexpr = blocks.v.shape[2]
     SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
-    # [ROWS, 4]: a column for each of the four threads that share a row of scores
-    SUMS: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
-    )
     NEXT: gl.constexpr = (WARPGROUP + 1) % WARPGROUPS
     # rows of 16 bits leave through the place of their queries, if no other copy waits for that place
     STAGED: gl.constexpr = (
@@ -201,14 +198,15 @@ def attend_rows(
             statistics = head_index.to(gl.int64) * q_rows + rows
             row_max, rest = to_base2(gl.load(result.row_max_ptr + statistics, mask=rows < q_rows, other=float("-inf")))
             old_sum = gl.load(result.row_sum_ptr + statistics, mask=rows < q_rows, other=0.0) * gl.exp2(rest)
-            thread = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, SUMS)), 0)
-            row_sum = gl.where(thread == 0, as_column(old_sum, SUMS), 0.0)
+            # [ROWS, 4]: a column for each of the four threads that share a row of scores
+            thread = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, THREADS_OF_ROWS)), 0)
+            row_sum = gl.where(thread == 0, as_column(old_sum, THREADS_OF_ROWS), 0.0)
             if DROPPED:
                 # what a weight that is kept is divided by, is divided by at the end
                 old_sum *= score.kept_share
         else:
             row_max = gl.full([ROWS], float("-inf"), gl.float32, SCORE_ROWS)
-            row_sum = gl.zeros([ROWS, 4], gl.float32, SUMS)
+            row_sum = gl.zeros([ROWS, 4], gl.float32, THREADS_OF_ROWS)
         pivot = row_max
         # [ROWS, columns] for each panel
         acc = zeros(ROWS, part_panels(blocks.v.index(0), PANELS))

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .tables import HI, LO, ROW_BEGIN, ROW_END
+from .threads import FIRST_COLUMN
 
 # a row is rescaled when its maximum is more than LAG base-2 units above its pivot: weights stay within 2^LAG
 LAG = gl.constexpr(8.0)
@@ -36,7 +37,7 @@ def unpack(pairs, dtype: gl.constexpr, layout: gl.constexpr):
 def mask_assembly(count):
     """-inf for scores whose column is not in [first, last] of their row, as one thread holds them: two columns of two rows, then again
     from 8 columns on. In one piece, so that the columns are constants and take no registers."""
-    lines = ["{ .reg .pred p; .reg .b32 t, f<2>, l<2>; mov.u32 t, %laneid; and.b32 t, t, 3; shl.b32 t, t, 1;"]
+    lines = ["{ .reg .pred p; .reg .b32 t, f<2>, l<2>;", FIRST_COLUMN]
     lines.extend(f"sub.s32 f{row}, ${2 * count + 2 * row}, t; sub.s32 l{row}, ${3 * count + 2 * row}, t;" for row in range(2))
     for i in range(count):
         row, column = i // 2 % 2, i % 2 + i // 4 * 8

@@ -173,12 +173,19 @@ def backward(
 
     asked = tuple(x is not None for x in found.values())
     launches.launch(fused_kernel, table, (add, ordered, *asked, *facts_of(modifiers)), moving, make, num_warps=4)
-    slopes, biases = found.values()
-    if modifier_sums is not None and slopes is not None:
-        modifier_sums.add_distances(slopes.double())
-    if modifier_sums is not None and modifier_sums.values is not None and biases is not None:
-        pieces = pieces_of_distances(modifiers.bias, table, biases.device)
-        modifier_sums.values.index_add_(1, pieces, biases)
+    if modifier_sums is not None and modifiers is not None:
+        _add(modifier_sums, *found.values(), modifiers, table)
+
+
+def _add(
+    sums: ModifierSums, slopes: torch.Tensor | None, biases: torch.Tensor | None, modifiers: Modifiers, table: TileTable
+) -> None:
+    """Add what a launch has found (see `gradient_sums`)."""
+    if slopes is not None:
+        sums.add_distances(slopes.double())
+    if biases is not None:
+        assert sums.values is not None
+        sums.values.index_add_(1, pieces_of_distances(modifiers.bias, table, biases.device), biases)
 
 
 def fused_arguments(
@@ -193,7 +200,7 @@ def fused_arguments(
     b, q_rows, h, d = q.shape
     assert sums.shape == (b * h, whole_blocks(q_rows), d) and sums.is_contiguous()
     grid, arguments = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add, CONFIGS[d])
-    places = key_blocks_of(table, k, dk, CONFIGS[d]).places
+    places = key_blocks_of(table, k.device, dk.shape[0] // k.shape[0], CONFIGS[d]).places
     if turns is not None:
         arguments |= dict(items_ptr=turns.items, segments_ptr=turns.segments)
         places = turns.places

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from ..modifiers import LEVELS, ROUNDS
 from .forward_softmax import in_place
+from .threads import THREADS_OF_ROWS
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -73,13 +74,10 @@ def kept_bits(stream, dropped, q_position, k_position, COLUMNS: gl.constexpr, DI
     block's first query and key, multiples of 16.
     """
     ASM: gl.constexpr = draw_assembly(COLUMNS, DIRECTION)
-    BITS: gl.constexpr = gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
-    )
     numbers = (q_position >> 1, k_position >> 2, stream[0], stream[1], dropped)
     arguments = ()
     for i in gl.static_range(5):
-        arguments += (gl.full([64, 4], numbers[i], gl.int32, BITS),)
+        arguments += (gl.full([64, 4], numbers[i], gl.int32, THREADS_OF_ROWS),)
     CONSTRAINTS: gl.constexpr = "=&r,=&r" + ",r" * 10
     # not pure: the compiler would move it to where the bits are used, where registers are few
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, arguments, dtype=gl.int32, is_pure=False, pack=2)

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from ..score_steps import stream_of
 from ..units import LOG2_E
 from .forward_softmax import in_place
+from .threads import FIRST_COLUMN
 
 # tanh(x) / x as a polynomial of x * x up to 1 / 2, to 7e-6 of itself: a hundredth of the error of rounding a weight to 16 bits
 _TANH = (0.9999928, -0.33286613, 0.12847962, -0.03702936)
@@ -127,8 +128,8 @@ def softcap_assembly(count):
 def alibi_assembly(count):
     """Registers less slope * |distance|, as one thread holds them: two columns of two rows, then again from 8 columns on."""
     base, step, slope = 2 * count, 3 * count, 4 * count
-    lines = ["{ .reg .f32 d, t, b<2>; .reg .b32 n; mov.u32 n, %laneid; and.b32 n, n, 3; shl.b32 n, n, 1; cvt.rn.f32.u32 t, n;"]
-    lines.extend(f"fma.rn.f32 b{row}, ${step}, t, ${base + 2 * row};" for row in range(2))
+    lines = ["{ .reg .f32 d, f, b<2>; .reg .b32 t;", FIRST_COLUMN, "cvt.rn.f32.u32 f, t;"]
+    lines.extend(f"fma.rn.f32 b{row}, ${step}, f, ${base + 2 * row};" for row in range(2))
     for i in range(count):
         row, column = i // 2 % 2, i % 2 + i // 4 * 8
         lines.append(f"fma.rn.f32 d, ${step}, {hexadecimal(column)}, b{row}; abs.f32 d, d; fma.rn.f32 ${i}, d, ${slope}, ${i};")
@@ -140,7 +141,7 @@ def bias_assembly(count):
     """Registers plus what memory holds for their distances, in the order of `alibi_assembly`. One after another: all numbers at once would
     take as many registers."""
     base, step, last, unit, pointer = (n * count for n in range(2, 7))
-    lines = ["{ .reg .b32 n, t, b<2>; .reg .b64 at; .reg .f32 x; mov.u32 t, %laneid; and.b32 t, t, 3; shl.b32 t, t, 1;"]
+    lines = ["{ .reg .b32 n, t, b<2>; .reg .b64 at; .reg .f32 x;", FIRST_COLUMN]
     lines.extend(f"mad.lo.s32 b{row}, ${step}, t, ${base + 2 * row};" for row in range(2))
     for i in range(count):
         row, column = i // 2 % 2, i % 2 + i // 4 * 8

@@ -12,11 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from .fences import hide_uniform
 from .score_steps import hexadecimal
-
-# of [64, 4]: for each row of a product, a number of each of the four threads that share it
-THREADS = gl.constexpr(
-    gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
-)
+from .threads import FIRST_COLUMN, THREADS_OF_ROWS
 
 
 class SumPointers(NamedTuple):
@@ -62,7 +58,7 @@ def distances_assembly(count):
     """$0 and $1 plus numbers times their |distance|. Arguments: the distance of column 0, and what a column adds, in fp32."""
     registers = _operands(count, 1, "ff")[1]
     base, step, first = registers[0], registers[1], registers[2]
-    lines = ["{ .reg .f32 d, f, b<2>; .reg .b32 t; mov.u32 t, %laneid; and.b32 t, t, 3; shl.b32 t, t, 1; cvt.rn.f32.u32 f, t;"]
+    lines = ["{ .reg .f32 d, f, b<2>; .reg .b32 t;", FIRST_COLUMN, "cvt.rn.f32.u32 f, t;"]
     lines.extend(f"fma.rn.f32 b{row}, ${step}, f, ${base + row};" for row in range(2))
     for register, row, column in _pairs(count, first):
         lines.append(f"fma.rn.f32 d, ${step}, {hexadecimal(column)}, b{row}; abs.f32 d, d;")
@@ -78,7 +74,7 @@ def scatter_assembly(count):
     """
     registers = _operands(count, 2, "rrrl")[1]
     base, step, last, address, first = registers[0], registers[1], registers[2], registers[3], registers[4]
-    lines = ["{ .reg .pred near, far; .reg .b64 at; .reg .b32 n, t, b<2>; mov.u32 t, %laneid; and.b32 t, t, 3; shl.b32 t, t, 1;"]
+    lines = ["{ .reg .pred near, far; .reg .b64 at; .reg .b32 n, t, b<2>;", FIRST_COLUMN]
     lines.extend(f"mad.lo.s32 b{row}, ${step}, t, ${base + row};" for row in range(2))
     for register, row, column in _pairs(count, first):
         lines.append(f"mad.lo.s32 n, ${step}, {column}, b{row}; setp.le.s32 near, n, 0; setp.ge.and.s32 far, n, ${last}, !near;")
@@ -99,7 +95,7 @@ def columns_of_threads(x):
         found = halves
     columns = ()
     for j in gl.static_range(len(found)):
-        columns += (gl.convert_layout(found[j].reshape([64, 4]), THREADS, assert_trivial=True),)
+        columns += (gl.convert_layout(found[j].reshape([64, 4]), THREADS_OF_ROWS, assert_trivial=True),)
     return columns
 
 
@@ -111,7 +107,7 @@ def _log2(number):
 @gluon.jit
 def no_sums(pointers):
     """Zeros for what is asked for."""
-    zero = gl.zeros([64, 4], gl.float32, THREADS)
+    zero = gl.zeros([64, 4], gl.float32, THREADS_OF_ROWS)
     distances = 0
     biases = 0
     if pointers.slopes is not None:
@@ -132,10 +128,10 @@ def add_to_sums(sums, pointers, ds, score, head_index, q_position, k_position, k
     # hidden, so that distances found for the scores are not held until here
     away = hide_uniform(k_position - q_position, k_rows)
     stride = score.place_stride
-    rows = gl.expand_dims(stride * gl.arange(0, 64, gl.SliceLayout(1, THREADS)), 1)
+    rows = gl.expand_dims(stride * gl.arange(0, 64, gl.SliceLayout(1, THREADS_OF_ROWS)), 1)
     if pointers.slopes is not None:
         start = (away + rows).to(gl.float32).broadcast_to([64, 4])
-        step = gl.full([64, 4], (-stride).to(gl.float32), gl.float32, THREADS)
+        step = gl.full([64, 4], (-stride).to(gl.float32), gl.float32, THREADS_OF_ROWS)
         DISTANCES: gl.constexpr = distances_assembly(COUNT)
         OF_DISTANCES: gl.constexpr = _constraints(COUNT, 1, "ff")
         of_distances = (distances, start, step) + columns  # noqa: RUF005, which Triton does not know
@@ -151,10 +147,10 @@ def add_to_sums(sums, pointers, ds, score, head_index, q_position, k_position, k
                 farthest += columns[i]
         else:
             index = (away - score.nearest + rows).broadcast_to([64, 4])
-            addend = gl.full([64, 4], -stride, gl.int32, THREADS)
-            most_index = gl.full([64, 4], score.biases_count - 1, gl.int32, THREADS)
+            addend = gl.full([64, 4], -stride, gl.int32, THREADS_OF_ROWS)
+            most_index = gl.full([64, 4], score.biases_count - 1, gl.int32, THREADS_OF_ROWS)
             of_head = pointers.biases + head_index % score.heads * score.biases_count
-            to = gl.full([64, 4], of_head.to(gl.int64), gl.int64, THREADS)
+            to = gl.full([64, 4], of_head.to(gl.int64), gl.int64, THREADS_OF_ROWS)
             SCATTER: gl.constexpr = scatter_assembly(COUNT)
             OF_SCATTER: gl.constexpr = _constraints(COUNT, 2, "rrrl")
             of_scatter = (nearest, farthest, index, addend, most_index, to) + columns  # noqa: RUF005

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..table import BEGIN, END, FIRST_SEGMENT, FULL_BEGIN, LAST_SEGMENT, LO, ROW_END, TileTable
+from ..table import BEGIN, END, FIRST_SEGMENT, FULL_BEGIN, LAST_SEGMENT, LO, ROW_END, TileTable, on_device
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def key_turns(table: TileTable, block: int, step: int, device: torch.device) -> 
     def build() -> Turns:
         items, segments, *others = take_turns(*table.cut("k", block, 1), -(-table.q_rows // block) * block, step)
         arrays = items, *np.split(segments, [ROW_END + 1], axis=1), *others
-        return Turns(*(torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays))
+        return Turns(*on_device(arrays, device))
 
     return table.derived(("turns", block, step, device), build)
 

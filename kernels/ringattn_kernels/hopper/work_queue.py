@@ -38,13 +38,13 @@ def order_works(
     first = np.where(steps > 0, items[:, FIRST_SEGMENT], len(segments))
     segments = np.concatenate([segments, np.array([[0, 0, 0, 1, 0, 0, 0, 0]], dtype=np.int32)])
     # (items, 3): first row, first segment, steps; longest first, as they come
-    blocks = np.stack([items[:, ROW], first, np.maximum(steps, 1)], axis=1)
+    blocks = np.array([items[:, ROW], first, np.maximum(steps, 1)], dtype=np.int32).T
 
     def works_of(part: slice, group: np.ndarray) -> np.ndarray:
-        rows = np.repeat(blocks[part], len(group), axis=0)
-        return np.concatenate(
-            [(items[part, SPLIT, None] * heads + group).reshape(-1, 1), rows], axis=1, dtype=np.int32, casting="same_kind"
-        )
+        found = np.empty((len(blocks[part]), len(group), 4), dtype=np.int32)
+        found[:, :, 0] = items[part, SPLIT, None] * heads + group
+        found[:, :, 1:] = blocks[part, None]
+        return found.reshape(-1, 4)
 
     kept = len(items) - _held_back(steps, heads, processors)
     groups = [np.arange(max(0, end - together), end) for end in range(heads, 0, -together)][::-1]

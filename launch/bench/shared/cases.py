@@ -100,6 +100,7 @@ def parse_mask(text: str, tokens: int) -> ra.Mask:
 # name -> layout of (mask, tokens, ranks)
 LAYOUTS: dict[str, Callable[[ra.Mask, int, int], ra.Layout]] = {
     "balanced": ra.balanced,
+    "placed": ra.placed,
     "zigzag": lambda _, *sizes: ra.zigzag(*sizes),
     "striped": lambda _, *sizes: ra.striped(*sizes),
     "contiguous": lambda _, *sizes: ra.contiguous(*sizes),

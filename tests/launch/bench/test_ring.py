@@ -163,7 +163,7 @@ ERRORS = {
     "method": (["--methods", "rng"], "method 'rng' is not one of default, ring, gather"),
     "number": (["--methods", "waves-x"], "method 'waves-x': only waves and double_ring take a number, such as waves-2"),
     "width": (["--methods", "waves-0"], "width is 0, but must be at least 1"),
-    "layout": (["--methods", "ring@tiled"], "layout 'tiled' of method 'ring@tiled' is not one of balanced, zigzag"),
+    "layout": (["--methods", "ring@tiled"], "layout 'tiled' of method 'ring@tiled' is not one of balanced, placed, zigzag"),
     "transport": (["--methods", "ring+ipc"], "method 'ring+ipc' has the transport 'ipc', but must have none"),
     "GPUs": (["--methods", "ring+symmetric"], "method 'ring+symmetric' needs GPUs"),
     "peer's mask": (["--methods", "ulysses", "--mask", "full"], "method 'ulysses' is measured with a causal mask only"),

@@ -1,0 +1,85 @@
+"""Tables of launches made ahead of their first call: `prepare_forward` and `prepare_backward` leave with a `TileTable` what launches read.
+
+They choose as `attention.forward` and `attention.backward` do, from shapes alone, and launch nothing. They know of no modified scores.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import dispatch, hopper
+from .attention import forward_choice
+from .config import architecture, launch_for
+from .dispatch import Kernels
+from .queries import Queries
+from .splits import key_splits, query_splits
+from .table import TileTable
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """What launches ask of a tensor besides its values: rows (b, s, h, d) at aligned addresses. strides: contiguous by default."""
+
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, int, int, int] | None = None
+
+    def stride(self, dim: int | None = None) -> Any:
+        _, s, h, d = self.shape
+        strides = self.strides or (s * h * d, h * d, d, 1)
+        return strides if dim is None else strides[dim]
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+
+def prepare_forward(q: Any, k: Any, v: Any, table: TileTable, *, softmax_scale: float, first: bool, final: bool) -> None:
+    """Make what `attention.forward` makes of a table in its first call. q, k, v: `TensorKind`, or tensors.
+
+    first: no state comes in. final: as in `attention.forward`.
+    """
+    if not q.numel():
+        return
+    on_hopper, config, how = forward_choice(q, k, v, table, softmax_scale)
+    if on_hopper:
+        touched_only = how.most > 1 or not (first or final)
+        hopper.forward.work_queue(q, k, v, table, config, how.most, touched_only)
+    else:
+        table.query_blocks(config.block, config.step, q.device, how.most)
+
+
+def prepare_backward(q: Any, k: Any, v: Any, dout: Any, table: TileTable) -> None:
+    """Make what `attention.backward` makes of a table in its first call. q, k, v, dout: `TensorKind`, or tensors."""
+    if not q.numel() or not len(table):
+        return
+    statistics: Any = None
+    chosen = dispatch.backward_kernels(Queries(q, dout, statistics, statistics, statistics), k, v, table)
+    (b, _, h, d), hk = q.shape, k.shape[2]
+    if chosen in (Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED):
+        ordered = chosen == Kernels.HOPPER_ORDERED
+        block, step = hopper.fused.block_and_step(d)
+        how = key_splits(table, block, step, b * hk, h // hk, q.device, 1 if ordered else None)
+        hopper.backward.key_blocks_of(table, k.device, how.most, hopper.fused.CONFIGS[d])
+        if ordered:
+            hopper.turns.key_turns(table, block, step, q.device)
+    elif chosen == Kernels.HOPPER:
+        hopper.backward.make_blocks(table, d, q.device)
+    else:
+        arch, head_dim = architecture(q.device), max(d, v.shape[3])
+        config = launch_for("dkdv", arch, head_dim, q.dtype)
+        how = key_splits(table, config.block, config.step, b * hk, h // hk, q.device)
+        table.key_blocks(config.block, config.step, q.device, how.most)
+        config = launch_for("dq", arch, head_dim, q.dtype)
+        how = query_splits(table, config.block, config.step, b * h, q.device)
+        table.query_blocks(config.block, config.step, q.device, how.most)

@@ -1,0 +1,208 @@
+"""Attention of a few queries of each sequence to keys in pages: its configurations, launches and memory; `paged_kernels` has the kernels.
+
+It is split-KV flash-decoding (Dao et al. 2023) over block tables (Kwon et al. 2023).
+
+Shapes: b sequences, t query tokens of each, h query heads, hk K/V heads, q (b, t, h, d), k (pages, hk, page_size, d), v (pages, hk,
+page_size, dv), out (b, t, h, dv), row_max and row_sum (b, h, t).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from . import launches
+from .config import architecture, bucket, descriptor, padded, precision
+from .launches import strides
+from .modifiers import Modifiers
+from .page_table import NO_WINDOW, PageTable
+from .paged_kernels import merge_pages_kernel, merge_ranks_kernel, paged_kernel
+from .splits import State, multiprocessors
+from .units import LOG2_E
+
+MERGE_WARPS, TOGETHER = 4, 16  # of a program that merges: its warps, and the partials that it reads at a time
+
+
+@dataclass(frozen=True)
+class PagedConfig:
+    """A program holds up to `rows` query rows, loads `keys` keys at a time, and shares its multiprocessor with others, `programs` in all.
+
+    copy_engine: whether it loads keys by TMA where it can.
+    """
+
+    rows: int
+    keys: int
+    programs: int
+    num_warps: int
+    num_stages: int
+    copy_engine: bool = False
+
+
+# by head-dim bucket, for 16-bit keys. A multiprocessor holds all its programs at once, by registers and shared memory, with BLOCK_Q = 16.
+_SM90 = {64: PagedConfig(64, 64, 3, 4, 4), 128: PagedConfig(64, 64, 2, 4, 4), 256: PagedConfig(32, 32, 2, 4, 4)}
+_SM80 = {64: PagedConfig(64, 64, 2, 4, 4), 128: PagedConfig(64, 32, 2, 4, 4), 256: PagedConfig(32, 32, 1, 4, 4)}
+_GFX942 = {64: PagedConfig(64, 64, 2, 4, 1), 128: PagedConfig(64, 32, 2, 4, 1), 256: PagedConfig(32, 32, 1, 4, 1)}
+_FP32 = {64: PagedConfig(32, 32, 2, 4, 3), 128: PagedConfig(32, 32, 1, 4, 3), 256: PagedConfig(16, 16, 1, 4, 3)}
+_FP32_GFX942 = {64: PagedConfig(32, 32, 2, 4, 1), 128: PagedConfig(32, 16, 1, 4, 1), 256: PagedConfig(16, 16, 1, 4, 1)}
+_INTERPRETER = PagedConfig(32, 32, 5, 1, 1)
+
+
+def paged_config(arch: str, head_dim: int, dtype: torch.dtype) -> PagedConfig:
+    """The configuration at the larger of the two head dims."""
+    if arch == "cpu":
+        return _INTERPRETER
+    if arch.startswith("gfx"):
+        table = _FP32_GFX942 if dtype == torch.float32 else _GFX942
+    elif dtype == torch.float32:
+        table = _FP32
+    else:
+        table = _SM80 if int(arch[3:]) < 90 else _SM90
+    return table[bucket(head_dim)]
+
+
+def attend_pages(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: PageTable,
+    *,
+    softmax_scale: float,
+    window: int | None = None,
+    modifiers: Modifiers | None = None,
+    sinks: torch.Tensor | None = None,
+    packed: torch.Tensor | None = None,
+    config: PagedConfig | None = None,
+) -> State:
+    """Attention of the last t tokens of each sequence to the tokens in this rank's pages up to each: (out, row_max, row_sum).
+
+    window: how many tokens before itself a query sees; None: all. modifiers: a softcap and slopes. sinks: (h,), fp32, as in `with_sinks`.
+    packed: (b * t * h * (dv + 2),), fp32, to leave the three tensors in, in fp32; without it out is in q's dtype.
+    """
+    b, t, h, d = q.shape
+    hk, page_size, dv = v.shape[1:]
+    assert q.dtype == k.dtype == v.dtype and q.stride(3) == k.stride(3) == v.stride(3) == 1 and page_size >= 16 and h % hk == 0
+    assert (
+        table.pages.shape[0] == b and table.lengths.is_contiguous() and table.first.is_contiguous() and table.pages.is_contiguous()
+    )
+    assert modifiers is None or (modifiers.bias is None and modifiers.dropout is None)
+    arch = architecture(q.device)
+    config = config or paged_config(arch, max(d, dv), q.dtype)
+    rows = min(config.rows, padded(t * (h // hk)))
+    programs = config.programs * multiprocessors(q.device)
+    slots = programs + b * hk * triton.cdiv(t * (h // hk), rows)
+    partial = torch.empty(slots * rows * (dv + 2), device=q.device, dtype=torch.float32)
+    window = NO_WINDOW if window is None else min(window, NO_WINDOW)
+    moving, make = paged_launch(q, k, v, table, partial, rows, programs, softmax_scale, window, modifiers, config, arch)
+    launches.launch(paged_kernel, None, (config, rows, table.ranks), moving, make, num_warps=config.num_warps)
+    state = _unpacked(packed, q, dv) if packed is not None else (q.new_empty(b, t, h, dv), *_statistics(q))
+    moving, make = merge_launch(q, v, table, partial, rows, programs, window, sinks, state, config)
+    facts = config, rows, programs, table.ranks, hk, page_size
+    launches.launch(merge_pages_kernel, None, facts, moving, make, num_warps=MERGE_WARPS)
+    return state
+
+
+def merge_packed(packed: torch.Tensor, q: torch.Tensor, dv: int, sinks: torch.Tensor | None = None) -> State:
+    """(out, row_max, row_sum) of all ranks' partials, merged in the order of ranks; out is in q's dtype.
+
+    packed: (ranks, b * t * h * (dv + 2)), what `attend_pages` left on each rank for queries of the shape of q.
+    """
+    b, t, h, _ = q.shape
+    assert packed.is_contiguous() and packed.shape[1] == b * t * h * (dv + 2)
+    state = q.new_empty(b, t, h, dv), *_statistics(q)
+    moving, make = ranks_launch(packed, q, dv, sinks, state)
+    launches.launch(merge_ranks_kernel, None, (tuple(q.shape),), moving, make, num_warps=MERGE_WARPS)
+    return state
+
+
+def _statistics(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for row_max and row_sum."""
+    b, t, h, _ = q.shape
+    row_max, row_sum = torch.empty(2, b, h, t, device=q.device, dtype=torch.float32)
+    return row_max, row_sum
+
+
+def _unpacked(packed: torch.Tensor, q: torch.Tensor, dv: int) -> State:
+    """out, row_max and row_sum as views of one buffer."""
+    b, t, h, _ = q.shape
+    assert packed.dtype == torch.float32 and packed.shape == (b * t * h * (dv + 2),) and packed.is_contiguous()
+    out, row_max, row_sum = packed.split([b * t * h * dv, b * t * h, b * t * h])
+    return out.view(b, t, h, dv), row_max.view(b, h, t), row_sum.view(b, h, t)
+
+
+def _sizes(q: torch.Tensor, v: torch.Tensor, rows: int, config: PagedConfig) -> dict[str, int]:
+    """Arguments that both kernels of a call take."""
+    _, t, h, _ = q.shape
+    hk, page_size, dv = v.shape[1:]
+    keys = min(config.keys, page_size)
+    blocks = triton.cdiv(t * (h // hk), rows)
+    counts = dict(sequences=q.shape[0], tokens=t, group=h // hk, kv_heads=hk, row_blocks=blocks)
+    return counts | dict(V_DIM=dv, BLOCK_DV=padded(dv), BLOCK_Q=rows, BLOCK_K=keys, PAGE=page_size, BLOCK_B=padded(q.shape[0]))
+
+
+def paged_launch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: PageTable, partial: torch.Tensor, rows: int, programs: int,
+    softmax_scale: float, window: int, modifiers: Modifiers | None, config: PagedConfig, arch: str,
+) -> tuple:  # fmt: skip
+    """What moves, and the function that makes the grid and all arguments, of a launch of `paged_kernel`."""
+    slopes = None if modifiers is None else modifiers.slopes
+    sizes = _sizes(q, v, rows, config)
+    moving = dict(
+        q_ptr=q, k_ptr=k, v_ptr=v, partial_ptr=partial, slopes_ptr=slopes, scale=softmax_scale * LOG2_E.value, window=window
+    )
+    moving |= dict(pages_ptr=table.pages, lengths_ptr=table.lengths, first_ptr=table.first)
+    moving |= dict(cap=None if modifiers is None or modifiers.softcap is None else float(modifiers.softcap))
+    # (pages, page_size, hk, d), as tensors of (b, s, h, d)
+    keys, values = k.transpose(1, 2), v.transpose(1, 2)
+    found = [descriptor(x, sizes["BLOCK_K"], arch) if config.copy_engine else None for x in (keys, values)]
+    moving |= {name: None if x is None else x.base for name, x in zip(("k_desc", "v_desc"), found)}
+
+    def make() -> tuple:
+        arguments = dict(
+            k_desc=found[0],
+            v_desc=found[1],
+            **strides(q=q, k=keys, v=values),
+            slots=partial.numel() // (rows * (sizes["V_DIM"] + 2)),
+            width=table.pages.shape[1],
+            ranks=table.ranks,
+            slopes_stride=0 if slopes is None or len(slopes) == 1 else slopes.stride(0),
+            HEAD_DIM=q.shape[3],
+            BLOCK_D=padded(q.shape[3]),
+            PRECISION=precision(q.dtype, arch),
+            MODIFIED=modifiers is not None,
+            num_stages=config.num_stages,
+        )
+        return programs, moving | sizes | arguments
+
+    return moving, make
+
+
+def merge_launch(
+    q: torch.Tensor, v: torch.Tensor, table: PageTable, partial: torch.Tensor, rows: int, programs: int, window: int,
+    sinks: torch.Tensor | None, state: State, config: PagedConfig,
+) -> tuple:  # fmt: skip
+    """The same of a launch of `merge_pages_kernel`."""
+    moving = dict(partial_ptr=partial, out_ptr=state[0], row_max_ptr=state[1], row_sum_ptr=state[2], sinks_ptr=sinks, window=window)
+    moving |= dict(lengths_ptr=table.lengths, first_ptr=table.first)
+    b, t, h, _ = q.shape
+    sizes = _sizes(q, v, rows, config)
+
+    def make() -> tuple:
+        slots = partial.numel() // (rows * (sizes["V_DIM"] + 2))
+        arguments = dict(slots=slots, programs=programs, ranks=table.ranks, TOGETHER=TOGETHER)
+        return b * t * h, moving | sizes | arguments
+
+    return moving, make
+
+
+def ranks_launch(packed: torch.Tensor, q: torch.Tensor, dv: int, sinks: torch.Tensor | None, state: State) -> tuple:
+    """The same of a launch of `merge_ranks_kernel`."""
+    moving = dict(packed_ptr=packed, out_ptr=state[0], row_max_ptr=state[1], row_sum_ptr=state[2], sinks_ptr=sinks)
+    b, t, h, _ = q.shape
+
+    def make() -> tuple:
+        sizes = dict(ranks=len(packed), tokens=t, heads=h, V_DIM=dv, BLOCK_DV=padded(dv), TOGETHER=TOGETHER)
+        return b * t * h, moving | sizes
+
+    return moving, make

@@ -1,0 +1,219 @@
+"""CUDA driver calls that are listed once and then queued together, as often as wanted, by one call into C.
+
+From Python, the driver's calls of a pass take the host longer than short passes take the GPU: each goes through a launcher that reads its
+arguments anew, or through ctypes. Here they lie as the driver takes them, and `submission.c` queues them. Triton compiles it as it compiles
+its own launchers, with the same compiler and cache. Where that fails, passes run call by call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from .cuda_structs import ADDRESS, MEMORY_OPERATION, VALUE, copy_options
+from .direct import DirectLaunch
+
+logger = logging.getLogger(__name__)
+
+_LAUNCH, _MARK, _AFTER, _OPERATE, _COPY = range(5)
+_WORD, _HALF_WORD, _TENSOR_MAP = range(3)
+_ALIGNED = 128  # bytes: the driver wants descriptors at multiples of 64
+_MAP_BYTES = 128
+# a kernel's parameters by Triton's names of types, as `struct` packs them; pointers are "Q"
+_FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
+_FORMATS |= {"fp32": "f", "f32": "f", "fp64": "d"}
+
+
+@dataclass(frozen=True)
+class Number:
+    """An integer that each run has anew: `numbers[index] + offset`."""
+
+    index: int
+    offset: int = 0
+
+    def __add__(self, more: int) -> Number:
+        return Number(self.index, self.offset + more)
+
+    __radd__ = __add__
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The driver's functions, by address: launch, mark, after, operate, copy and replace an address; then what batched copies take besides.
+
+    kept: memory at these addresses.
+    """
+
+    addresses: tuple[int, ...]
+    kept: Any = None
+
+
+class Argument(NamedTuple):
+    """A kernel's argument as its launcher takes it: Triton's name of its type, its value, and the number that replaces its address."""
+
+    kind: str
+    value: Any
+    number: Number | None = None
+
+
+class Submission:
+    """A list of driver calls, to which methods add; calling it queues all of them.
+
+    numbers: how many integers each run is given, until `more_numbers` asks for others.
+    """
+
+    def __init__(self, module: ModuleType, functions: Functions, numbers: int) -> None:
+        self._module = module
+        self._functions = array("q", functions.addresses)
+        self._steps, self._patches, self._parameters = array("q"), array("q"), array("q")
+        self._arguments = bytearray()
+        self._kept: list[Any] = [functions]  # and events, and memory
+        self._program: array | None = None
+        self.numbers = numbers
+
+    def keep(self, what: Any) -> None:
+        """Keep what the calls' arguments point to."""
+        self._kept.append(what)
+
+    def more_numbers(self, count: int) -> list[Number]:
+        """Further numbers that each run is given."""
+        self.numbers += count
+        return [Number(index) for index in range(self.numbers - count, self.numbers)]
+
+    def launch(self, direct: DirectLaunch, arguments: Sequence[Argument], stream: int) -> None:
+        """A kernel. Raises ValueError for arguments of types that are not known here."""
+        first = len(self._parameters)
+        for kind, value, number in arguments:
+            if kind == "constexpr":
+                continue
+            if kind == "nvTmaDesc":
+                self._parameters.append(self._tensor_map(value, number))
+            else:
+                form = "Q" if kind.startswith("*") else _FORMATS.get(kind)
+                if form is None or isinstance(value, tuple):
+                    raise ValueError(kind)
+                self._parameters.append(self._packed(form, [0 if value is None else value if number is None else number]))
+        for _ in range(2):  # scratch memory, of which there is none
+            self._parameters.append(self._packed("Q", [0]))
+        self._step(_LAUNCH, stream, direct.function, *direct.grid, *direct.sizes, first, len(self._parameters) - first)
+
+    def mark(self, stream: int) -> int:
+        """A point in a stream, for `after`."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.ExternalStream(stream))  # the event is made when it is first recorded
+        self._kept.append(event)
+        self._step(_MARK, stream, event.cuda_event)
+        return event.cuda_event
+
+    def after(self, stream: int, mark: int) -> None:
+        """What the stream does next comes after a point in another stream."""
+        self._step(_AFTER, stream, mark)
+
+    def operate(self, stream: int, operation: int, values: Sequence[tuple[int | Number, int | Number]]) -> None:
+        """As `Driver.operate` of the transports: waits for, or writes, values at addresses."""
+        place = self._room(MEMORY_OPERATION.size * len(values))
+        for number, (address, value) in enumerate(values):
+            begin = place + number * MEMORY_OPERATION.size
+            MEMORY_OPERATION.pack_into(self._arguments, begin, operation, 0, 0, 0)
+            self._write("Q", begin + ADDRESS, address)
+            self._write("I", begin + VALUE, value)
+        self._step(_OPERATE, stream, place, len(values))
+
+    def copy(self, stream: int, copies: Sequence[tuple[int | Number, int | Number, int]]) -> None:
+        """Copies, each (target, source, bytes), in any order."""
+        place = self._packed("Q", [x for column in zip(*copies) for x in column])
+        self._step(_COPY, stream, place, len(copies))
+
+    def __call__(self, numbers: list[int]) -> None:
+        """Queue all calls. Raises RuntimeError if the driver refuses one. Not for two threads at once."""
+        if self._program is None:
+            self._program = self._finished()
+        assert len(numbers) == self.numbers
+        failed = self._module.submit(self._program.buffer_info()[0], numbers)
+        if failed is not None:
+            raise RuntimeError(f"the CUDA driver refused call {failed[0]} of a recorded pass with error {failed[1]}")
+
+    def _finished(self) -> array:
+        size = len(self._arguments)
+        memory = ctypes.create_string_buffer(size + _ALIGNED)
+        begin = -(-ctypes.addressof(memory) // _ALIGNED) * _ALIGNED
+        ctypes.memmove(begin, bytes(self._arguments), size)
+        self._kept.append(memory)
+        steps, patches = len(self._steps) // 10, len(self._patches) // 4
+        addresses = [x.buffer_info()[0] for x in (self._functions, self._steps, self._patches, self._parameters)]
+        return array("q", [*addresses[:2], steps, addresses[2], patches, addresses[3], begin])
+
+    def _step(self, kind: int, stream: int, *values: int) -> None:
+        self._steps.extend([kind, stream, *values, *[0] * (8 - len(values))])
+
+    def _room(self, nbytes: int, aligned: int = 8) -> int:
+        place = -(-len(self._arguments) // aligned) * aligned
+        self._arguments.extend(bytes(place + nbytes - len(self._arguments)))
+        return place
+
+    def _packed(self, form: str, values: Sequence[Any]) -> int:
+        size = struct.calcsize(form)
+        place = self._room(size * len(values))
+        for index, value in enumerate(values):
+            self._write(form, place + size * index, value)
+        return place
+
+    def _write(self, form: str, place: int, value: Any) -> None:
+        if isinstance(value, Number):
+            kind = {8: _WORD, 4: _HALF_WORD}[struct.calcsize(form)]
+            self._patches.extend([kind, place, value.index, value.offset])
+        else:
+            struct.pack_into("=" + form, self._arguments, place, value & 0xFFFFFFFF if form == "I" else value)
+
+    def _tensor_map(self, value: Any, number: Number | None) -> int:
+        place = self._room(_MAP_BYTES, _ALIGNED)
+        self._arguments[place : place + _MAP_BYTES] = _descriptor(value)
+        if number is not None:
+            self._patches.extend([_TENSOR_MAP, place, number.index, number.offset])
+        return place
+
+
+def _descriptor(value: Any) -> bytes:
+    """The copy engine's descriptor in an object of Triton's: its last bytes, at a multiple of their alignment."""
+    begin = -(-(id(value) + object.__basicsize__) // _ALIGNED) * _ALIGNED
+    if begin + _MAP_BYTES != id(value) + type(value).__basicsize__:
+        raise ValueError(f"{type(value)} holds its descriptor elsewhere")
+    return ctypes.string_at(begin, _MAP_BYTES)
+
+
+@functools.cache
+def load() -> ModuleType | None:
+    """`submission.c`, compiled; None where that is impossible."""
+    try:
+        import triton
+        from triton.runtime.build import compile_module_from_src
+
+        headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+        source = Path(__file__).with_suffix(".c").read_text()
+        return compile_module_from_src(source, "ringattn_submission", include_dirs=[str(headers)])
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        logger.info("short calls take the host longer, because a part in C could not be compiled: %s", error)
+        return None
+
+
+@functools.cache
+def driver_functions() -> Functions | None:
+    """Those of this machine's driver; None if it lacks one: batched copies came with CUDA 12.8."""
+    names = "cuLaunchKernelEx", "cuEventRecord", "cuStreamWaitEvent", "cuStreamBatchMemOp_v2", "cuMemcpyBatchAsync"
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        found = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in (*names, "cuTensorMapReplaceAddress")]
+    except (OSError, AttributeError):
+        return None
+    kept = copy_options()
+    return Functions((*(x or 0 for x in found), *map(ctypes.addressof, kept)), kept)

@@ -1,0 +1,98 @@
+"""Times what a batch of packed documents that was never seen costs the host of one rank, part by part. It needs no GPU.
+
+Each batch has other documents, of lengths drawn at random, and is used once. Milliseconds of the process's own CPU time, medians:
+
+    mask      ra.documents of the lengths
+    layout    ra.balanced
+    plan      the plan, and the rows that ranks need of each other
+    schedule  the choice of the default schedule
+    program   the rank's instructions
+    tiles     the tiles of its launches that the program did not need yet
+    tables    what the Hopper kernels read of them, for 32 query and 8 K/V heads of 128 in bf16, without the copy to the GPU
+    all       the sum; this is what `ra.prepare` does ahead of a call, and the mask and the layout
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median
+
+import numpy as np
+import torch
+
+import ringattn as ra
+from ringattn.schedule.program import Program, compile_program
+from ringattn_kernels import TensorKind, TileTable, hopper
+from ringattn_kernels.hopper.forward_config import configs_for
+
+_HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
+_CASES = ("16:32768:4", "128:131072:8", "128:1048576:8", "2000:1048576:8", "500:1048576:64")
+PARTS = ("mask", "layout", "plan", "schedule", "program", "tiles", "tables")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cases", nargs="+", default=list(_CASES), metavar="DOCUMENTS:TOKENS:RANKS", help=f"(default: {' '.join(_CASES)})"
+    )
+    parser.add_argument("--batches", type=int, default=30, help="batches of each case (default: %(default)s)")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    print(
+        f"{'documents':>9} {'tokens':>9} {'ranks':>5}  " + " ".join(f"{part:>8}" for part in (*PARTS, "all")) + "  ms on the host"
+    )
+    for case in arguments.cases:
+        documents, tokens, ranks = map(int, case.split(":"))
+        generator = np.random.default_rng(0)
+        batch(generator, documents, tokens, ranks)  # the first one imports what is needed
+        rows = [batch(generator, documents, tokens, ranks) for _ in range(arguments.batches)]
+        found = [*map(median, zip(*rows)), median(map(sum, rows))]
+        print(f"{documents:>9} {tokens:>9} {ranks:>5}  " + " ".join(f"{1e3 * seconds:>8.3f}" for seconds in found), flush=True)
+
+
+def batch(generator: np.random.Generator, documents: int, tokens: int, ranks: int) -> list[float]:
+    """Seconds of each of PARTS for a new batch, on the rank in the middle."""
+    cuts = np.sort(generator.choice(tokens - 1, documents - 1, replace=False)) + 1
+    bounds, rank = [0, *cuts.tolist(), tokens], ranks // 2
+    times = [time.process_time()]
+
+    def done() -> None:
+        times.append(time.process_time())
+
+    mask = ra.documents(bounds)
+    done()
+    layout = ra.balanced(mask, tokens, ranks)
+    done()
+    plan = ra.make_plan(layout, mask)
+    plan.needs(rank, 0)
+    done()
+    schedule = ra.default_schedule(plan, ranks, copy_engines=True)
+    done()
+    program = compile_program(schedule, plan, rank)
+    done()
+    launches = [launch.tiles for one_pass in (program.forward, program.backward) for launch in one_pass.launches]
+    done()
+    make_tables(program)
+    done()
+    assert launches
+    return [b - a for a, b in zip(times, times[1:])]
+
+
+def make_tables(program: Program) -> None:
+    """The arrays that the Hopper kernels read in both passes."""
+    config = configs_for(_HEAD_DIM, _HEAD_DIM)[0]
+    for number, launch in enumerate(program.forward.launches):
+        q, kv = (_kind(rows, heads) for rows, heads in ((launch.tiles.q_rows, _HEADS), (launch.tiles.k_rows, _KV_HEADS)))
+        hopper.forward.work_queue(q, kv, kv, launch.tiles, config, 1, touched_only=number > 0 and not launch.last)
+    for launch in program.backward.launches:
+        _key_blocks(launch.tiles)
+
+
+def _key_blocks(tiles: TileTable) -> None:
+    hopper.backward.key_blocks_of(tiles, torch.device("cpu"), 1, hopper.fused.CONFIGS[_HEAD_DIM])
+
+
+def _kind(rows: int, heads: int) -> TensorKind:
+    return TensorKind((1, rows, heads, _HEAD_DIM), torch.bfloat16, torch.device("cpu"))

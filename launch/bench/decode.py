@@ -1,0 +1,269 @@
+"""Times decoding over a paged cache: the rate at which it reads keys and values, beside the rate of a copy in the same run.
+
+A step decodes a token of each sequence in every layer, with so many layers that no step finds its keys in a cache of the chip; on a GPU
+it is replayed as a CUDA graph. Bytes are those of all keys and values. Contestants on one rank:
+
+    pages      pages of --page-size tokens, in random order
+    in order   the same pages in the order of their memory
+    SDPA       torch's scaled_dot_product_attention over contiguous keys and values
+
+On several ranks, which share the sequences, the step is timed with and without the exchange of partials between ranks: the difference is
+what the exchange costs. `--sweep` times forms of the kernel instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
+
+import ringattn as ra
+from ringattn.transport import SilentTransport
+
+from .shared.ranks import add_ranks, group_of, slowest, start_ranks
+
+_LEAST = 256 << 20  # bytes of keys and values that a step reads, on a GPU
+_COPIED = 1 << 30  # bytes of the tensor that is copied
+
+Step = Callable[[], list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class DecodeLoad:
+    """`batch` sequences, with `tokens` tokens in all, and the sizes of a layer."""
+
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.tokens // self.batch
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of all keys and values of a layer."""
+        return self.batch * self.length * self.kv_heads * self.head_dim * 2 * self.dtype.itemsize
+
+    @property
+    def layers(self) -> int:
+        return max(1, -(-_LEAST // self.layer_bytes)) if self.device == "cuda" else 2
+
+    def queries(self) -> torch.Tensor:
+        return torch.randn(self.batch, 1, self.heads, self.head_dim, device=self.device, dtype=self.dtype)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64], help="sequences (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[8192, 65536, 262144, 1048576], help="of all sequences (default: %(default)s)"
+    )
+    parser.add_argument("--heads", type=int, default=32, help="query heads (default: %(default)s)")
+    parser.add_argument("--kv-heads", type=int, default=8, help="K/V heads (default: %(default)s)")
+    parser.add_argument("--head-dim", type=int, default=128, help="(default: %(default)s)")
+    parser.add_argument("--page-size", type=int, default=64, help="(default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=10, help="steps of each contestant (default: %(default)s)")
+    parser.add_argument("--sweep", action="store_true", help="time forms of the kernel, on one GPU")
+    add_ranks(parser)
+    parser.set_defaults(world_size=1)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    start_ranks(run_rank, arguments)
+
+
+@torch.no_grad()
+def run_rank(arguments: argparse.Namespace) -> None:
+    """One rank; the first one prints."""
+    on_gpu, size = arguments.device == "cuda", dist.get_world_size()
+    bandwidth = copy_bandwidth(arguments.device, arguments.repeats)
+    first = dist.get_rank() == 0
+    if first:
+        print(f"copies: {bandwidth / 1e9:.0f} GB/s, read and written", flush=True)
+    for batch, tokens in itertools.product(arguments.batches, arguments.tokens):
+        torch.manual_seed(0)
+        sizes = arguments.heads, arguments.kv_heads, arguments.head_dim, arguments.page_size
+        load = DecodeLoad(batch, tokens, *sizes, torch.bfloat16 if on_gpu else torch.float32, arguments.device)
+        name = f"{batch:3} x {load.length:7} tokens"
+        if arguments.sweep:
+            for form, step in forms(load).items():
+                print(f"{name}  {form}: {rate(step, load, arguments.repeats) / 1e9:7.1f} GB/s", flush=True)
+        elif size == 1:
+            steps = contestants(load)
+            compare(steps)
+            rates = {each: rate(step, load, arguments.repeats) for each, step in steps.items()}
+            print(name + "".join(f"   {each} {x / 1e9:7.1f} GB/s ({x / bandwidth:4.0%})" for each, x in rates.items()), flush=True)
+        else:
+            seconds = slowest([timed(step, load.device, arguments.repeats) for step in over_ranks(load, arguments)], load.device)
+            whole, alone = (1e6 * x / load.layers for x in seconds)
+            if first:
+                print(f"{name}   on {size} ranks {whole:8.1f} us a layer, {alone:8.1f} without the exchange", flush=True)
+
+
+def contestants(load: DecodeLoad) -> dict[str, Step]:
+    """What decodes a token of each sequence in every layer, by name. All have the same keys and values."""
+    q, layers = load.queries(), load.layers
+    caches = {"pages": filled(load, None), "in order": filled(load, None)}
+    for cache, _ in caches.values():
+        torch.nn.init.normal_(cache.pool.k)
+        torch.nn.init.normal_(cache.pool.v)
+    scatter(*caches["pages"])
+    whole = [[], []]
+    cache, batch = caches["pages"]
+    for layer, (kept, pool) in itertools.product(range(layers), zip(whole, (cache.pool.k, cache.pool.v))):
+        kept.append(gathered(pool[layer], batch))
+    ordered, table = caches["in order"]
+    for pool, kept in zip((ordered.pool.k, ordered.pool.v), whole):
+        for layer in range(layers):
+            put(pool[layer], table, kept[layer])
+    steps = {name: decoding(q, *each, layers) for name, each in caches.items()}
+    queries = q.transpose(1, 2)
+
+    def contiguous() -> list[torch.Tensor]:
+        pairs = zip(*whole)
+        return [
+            scaled_dot_product_attention(queries, k, v, enable_gqa=load.heads != load.kv_heads).transpose(1, 2) for k, v in pairs
+        ]
+
+    return steps | {"SDPA": contiguous}
+
+
+def over_ranks(load: DecodeLoad, arguments: argparse.Namespace) -> list[Step]:
+    """A step of all ranks, and the same of this rank without what comes from the others."""
+    ranks = group_of(dist.get_world_size(), arguments)
+    q = load.queries()
+    groups = ranks.group, SilentTransport(dist.get_rank(), dist.get_world_size())
+    return [decoding(q, *filled(load, group), load.layers) for group in groups]
+
+
+def forms(load: DecodeLoad) -> dict[str, Step]:
+    """The kernel with other numbers of programs, warps and stages, with and without the copy engine."""
+
+    from ringattn_kernels.paged import PagedConfig, attend_pages
+
+    cache, batch = filled(load, None)
+    scatter(cache, batch)
+    q, found = load.queries(), {}
+    for programs, warps, stages, engine in itertools.product((1, 2, 3), (4, 8), (3, 4, 5), (False, True)):
+        config = PagedConfig(64, min(64, load.page_size), programs, warps, stages, engine)
+
+        def step(config: PagedConfig = config) -> list[torch.Tensor]:
+            options = dict(softmax_scale=load.head_dim**-0.5, config=config)
+            return [attend_pages(q, cache.pool.k[n], cache.pool.v[n], batch.table, **options)[0] for n in range(load.layers)]
+
+        try:
+            step()
+        except Exception as error:
+            print(f"{config}: {type(error).__name__}")
+            continue
+        found[f"{programs} programs, {warps} warps, {stages} stages{', copy engine' * engine}"] = step
+    return found
+
+
+def filled(load: DecodeLoad, group: object) -> tuple[ra.PagedCache, ra.CacheBatch]:
+    """A cache of these sequences, and their batch. The keys are zeros."""
+    ranks = 1 if group is None else dist.get_world_size()
+    pages = load.batch * (-(-load.length // (load.page_size * ranks)) + 1)
+    sizes = dict(kv_heads=load.kv_heads, head_dim=load.head_dim, layers=load.layers, page_size=load.page_size)
+    cache = ra.PagedCache(pages=pages, **sizes, dtype=load.dtype, device=load.device, group=group)
+    sequences = [cache.add() for _ in range(load.batch)]
+    cache.extend(sequences, load.length)
+    return cache, cache.extend(sequences, 0)
+
+
+def scatter(cache: ra.PagedCache, batch: ra.CacheBatch) -> None:
+    """Give the sequences their pages in random order, as those of a busy cache come to lie."""
+    pages = batch.table.pages
+    order = torch.randperm(cache.pool.k.shape[1] - 1, device=pages.device)[: pages.numel()]
+    used = -(-int(batch.table.lengths[0]) // cache.pool.page_size)
+    pages[:, :used] = order[: len(pages) * used].view(len(pages), used).to(pages.dtype)
+
+
+def gathered(pool: torch.Tensor, batch: ra.CacheBatch) -> torch.Tensor:
+    """(b, hk, s, d): the rows of each sequence, contiguous."""
+    length = int(batch.table.lengths[0])
+    used = -(-length // pool.shape[2])
+    rows = pool[batch.table.pages[:, :used].long()]  # (b, n, hk, page_size, d)
+    return rows.transpose(1, 2).flatten(2, 3)[:, :, :length].contiguous()
+
+
+def put(pool: torch.Tensor, batch: ra.CacheBatch, rows: torch.Tensor) -> None:
+    """The inverse of `gathered`."""
+    b, hk, length, d = rows.shape
+    used = -(-length // pool.shape[2])
+    padded = rows.new_zeros(b, hk, used * pool.shape[2], d)
+    padded[:, :, :length] = rows
+    pool[batch.table.pages[:, :used].long()] = padded.unflatten(2, (used, -1)).transpose(1, 2)
+
+
+def decoding(q: torch.Tensor, cache: ra.PagedCache, batch: ra.CacheBatch, layers: int) -> Step:
+    return lambda: [ra.decode(q, cache, batch, layer=layer) for layer in range(layers)]
+
+
+def compare(steps: dict[str, Step]) -> None:
+    """Stop unless all contestants compute the same."""
+    (first, results), *others = [(name, step()) for name, step in steps.items()]
+    for name, found in others:
+        if not all(torch.allclose(x.float(), y.float(), atol=2e-2, rtol=2e-2) for x, y in zip(results, found)):
+            raise SystemExit(f"{name} does not compute what {first} does")
+
+
+def rate(step: Step, load: DecodeLoad, repeats: int) -> float:
+    """Bytes of keys and values that a step reads in a second."""
+    return load.layers * load.layer_bytes / timed(step, load.device, repeats)
+
+
+def copy_bandwidth(device: str, repeats: int) -> float:
+    """Bytes that are read and written in a second by a copy from tensor to tensor."""
+    x = torch.zeros(_COPIED if device == "cuda" else 1 << 20, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    # not as a graph, which would copy by other means
+    return 2 * x.numel() / timed(lambda: [y.copy_(x)], device, repeats, graph=False)
+
+
+def timed(step: Step, device: str, repeats: int, graph: bool = True) -> float:
+    """Seconds of a step; the median. On a GPU between events of the device, as a `graph` or as it is."""
+    if device != "cuda":
+        times = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - began)
+        return median(times)
+    replay = graph_of(step) if graph else step
+    events = []
+    for _ in range(repeats + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        replay()
+        end.record()
+        events.append((begin, end))
+    torch.cuda.synchronize()
+    return median([begin.elapsed_time(end) for begin, end in events[2:]]) * 1e-3
+
+
+def graph_of(step: Step) -> Callable[[], None]:
+    """A CUDA graph of a step, to be replayed."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay

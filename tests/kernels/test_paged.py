@@ -1,0 +1,112 @@
+"""The kernels for pages: `paged_cases.py` through Triton's interpreter, and on a GPU accuracy, repeatability and CUDA graphs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ringattn as ra
+from ringattn_kernels.paged import paged_config
+from tests.serving.twin import reference
+
+ROOT = Path(__file__).resolve().parents[2]
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+
+
+@pytest.mark.timeout(1200)
+def test_kernels_through_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([*command, "tests/kernels/paged_cases.py"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 192, 256])
+def test_there_is_a_configuration_for_each_size(arch, dtype, head_dim):
+    config = paged_config(arch, head_dim, dtype)
+    assert config.keys >= 16 and config.rows >= 16 and config.programs >= 1
+
+
+def filled(lengths, heads, dims, page_size, dtype):
+    """A cache on the GPU, its sequences' keys and values, and their batch."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    cache = ra.PagedCache(
+        pages=sum(lengths) // page_size + 64, kv_heads=heads[1], head_dim=dims[0], v_head_dim=dims[1], page_size=page_size,
+        dtype=dtype, device="cuda",
+    )  # fmt: skip
+    sequences, kept = [cache.add() for _ in lengths], []
+    for sequence, length in zip(sequences, lengths):
+        pair = [torch.randn(1, length, heads[1], dim, generator=generator, device="cuda").to(dtype) for dim in dims]
+        cache.append(cache.extend([sequence], length), *pair)
+        kept.append([x[0] for x in pair])
+    return cache, cache.extend(sequences, 0), kept, generator
+
+
+@pytest.mark.parametrize("page_size", [16, 64, 256], ids="page{}".format)
+@pytest.mark.parametrize("tokens", [1, 4, 16], ids="{}tokens".format)
+@pytest.mark.parametrize(
+    ("heads", "dims", "dtype"),
+    [
+        ((32, 8), (128, 128), torch.bfloat16),
+        ((8, 8), (64, 64), torch.float16),
+        ((16, 1), (128, 128), torch.bfloat16),
+        ((6, 2), (96, 40), torch.bfloat16),
+        ((4, 2), (256, 256), torch.bfloat16),
+        ((48, 1), (192, 128), torch.bfloat16),
+        ((4, 2), (64, 64), torch.float32),
+    ],
+    ids=str,
+)
+class TestOnAGpu:
+    pytestmark = on_gpu
+
+    def test_error_is_within_the_contract(self, heads, dims, dtype, tokens, page_size):
+        """Against dense attention in fp64, at most twice the error of dense attention in the same dtype; and the same bits again."""
+        cache, batch, kept, generator = filled((1000, 16, 65, 3001), heads, dims, page_size, dtype)
+        q = torch.randn(4, tokens, heads[0], dims[0], generator=generator, device="cuda").to(dtype)
+        for score in (None, ra.score(softcap=20.0, sinks=torch.linspace(-2, 2, heads[0], device="cuda"))):
+            for mask in (ra.causal(), ra.sliding_window(100)):
+                out = ra.decode(q, cache, batch, mask=mask, score=score)
+                assert torch.equal(out, ra.decode(q, cache, batch, mask=mask, score=score))
+                exact, same = (
+                    torch.stack(
+                        [reference(q[i].to(kind), *(x.to(kind) for x in kept[i]), mask=mask, score=score) for i in range(4)]
+                    )
+                    for kind in (torch.float64, dtype)
+                )
+                allowed = (same.double() - exact).norm()
+                assert (out.double() - exact).norm() <= 2 * allowed
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_a_cuda_graph_goes_on_as_sequences_grow():
+    heads, dims, dtype = (32, 8), (128, 128), torch.bfloat16
+    cache, batch, _, generator = filled((4000, 100, 63), heads, dims, 64, dtype)
+    sequences = batch.sequences
+    batch = cache.extend(sequences, 1)
+    q, k, v = (torch.zeros(3, 1, h, 128, device="cuda", dtype=dtype) for h in (32, 8, 8))
+
+    def step():
+        cache.append(batch, k, v)
+        return ra.decode(q, cache, batch)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(200):  # pages fill up, and others begin
+        cache.extend(sequences, 1, into=batch)
+        for x in (q, k, v):
+            x.copy_(torch.randn(x.shape, generator=generator, device="cuda"))
+        graph.replay()
+        assert torch.equal(out, ra.decode(q, cache, batch))

@@ -1,0 +1,155 @@
+"""Lists of driver calls: what the driver is given, in which order, with which numbers; on a driver that notes its calls."""
+
+import ctypes
+import struct
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ringattn_kernels import submission
+from ringattn_kernels.submission import Argument, Functions, Number, Submission
+
+ADDRESS, INT, SIZE = ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t
+SIGNATURES = {
+    "launch": (ADDRESS, ADDRESS, ctypes.POINTER(ADDRESS), ADDRESS),
+    "mark": (ADDRESS, ADDRESS),
+    "after": (ADDRESS, ADDRESS, INT),
+    "operate": (ADDRESS, INT, ADDRESS, INT),
+    "copy": (ADDRESS, ADDRESS, ADDRESS, SIZE, ADDRESS, ADDRESS, SIZE, ADDRESS, ADDRESS),
+    "replace_address": (ADDRESS, ADDRESS),
+}
+DIRECT = SimpleNamespace(function=5, grid=(6, 1, 2), sizes=(128, 4096))
+
+
+class Driver:
+    """Notes calls in `calls`; `failing` gives an error for calls of one function."""
+
+    def __init__(self):
+        self.calls, self.failing, self.parameters = [], None, ()
+        self._callbacks = [
+            ctypes.CFUNCTYPE(ctypes.c_int, *types)(lambda *given, name=name: self._called(name, given))
+            for name, types in SIGNATURES.items()
+        ]
+        addresses = [ctypes.cast(callback, ADDRESS).value for callback in self._callbacks]
+        self.functions = Functions((*addresses, 101, 102, 103), self)
+
+    def _called(self, name, given):
+        if name == "launch":
+            config = struct.unpack("7I", ctypes.string_at(given[0], 28))
+            stream = struct.unpack("Q", ctypes.string_at(given[0] + 32, 8))[0]
+            values = [ctypes.string_at(given[2][i], size) for i, size in enumerate(self.parameters)]
+            given = given[1], config, stream, *values
+        elif name == "operate":
+            given = given[0], ctypes.string_at(given[2], 48 * given[1])
+        elif name == "copy":
+            columns = [list(struct.unpack(f"{given[3]}Q", ctypes.string_at(x, 8 * given[3]))) for x in given[:3]]
+            given = *columns, *given[3:]
+        elif name == "replace_address":
+            ctypes.memmove(given[0], struct.pack("Q", given[1]), 8)
+            assert given[0] % 64 == 0
+            given = (given[1],)
+        self.calls.append((name, *given))
+        return 700 if name == self.failing else 0
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    class Event:
+        made = 0
+
+        def __init__(self):
+            Event.made += 1
+            self.cuda_event = 900 + Event.made
+
+        def record(self, stream):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream: stream)
+    return Driver()
+
+
+def listed(driver, numbers):
+    module = submission.load()
+    assert module is not None, "submission.c does not compile"
+    return Submission(module, driver.functions, numbers)
+
+
+def operation(kind, address, value):
+    return struct.pack("=I4xQQI20x", kind, address, value, 0)
+
+
+def test_calls_come_in_order_with_the_numbers_of_each_run(driver):
+    calls = listed(driver, 2)
+    mark = calls.mark(7)
+    calls.after(8, mark)
+    offset, count = calls.more_numbers(2)
+    calls.operate(8, 1, [(1 << 47, count), (4096 + offset, 3)])
+    calls.copy(9, [(Number(0, 16), 1 << 46, 100), (64, Number(1, 3) + 5, 200)])
+    for numbers in ([1 << 45, 2000, 512, 6], [1 << 44, 3000, 1024, (1 << 32) + 7]):
+        driver.calls.clear()
+        calls(numbers)
+        words = operation(1, 1 << 47, numbers[3] % 2**32) + operation(1, 4096 + numbers[2], 3)
+        copies = [numbers[0] + 16, 64], [1 << 46, numbers[1] + 8], [100, 200]
+        assert driver.calls == [
+            ("mark", mark, 7),
+            ("after", 8, mark, 0),
+            ("operate", 8, words),
+            ("copy", *copies, 2, 101, 102, 1, 103, 9),
+        ]
+
+
+def test_a_launch_has_its_parameters_as_the_kernel_reads_them(driver):
+    arguments = [
+        Argument("*fp32", 1 << 47),
+        Argument("constexpr", None),
+        Argument("*bf16", 1 << 46, Number(0, 256)),
+        Argument("i32", -5),
+        Argument("i64", 1 << 40),
+        Argument("fp32", 0.5),
+        Argument("u1", True),
+        Argument("*fp32", None),
+    ]
+    calls = listed(driver, 1)
+    calls.launch(DIRECT, arguments, 7)
+    driver.parameters = 8, 8, 4, 8, 4, 1, 8, 8, 8
+    calls([1 << 45])
+    values = [struct.pack("Q", 1 << 47), struct.pack("Q", (1 << 45) + 256), struct.pack("i", -5), struct.pack("q", 1 << 40)]
+    values += [struct.pack("f", 0.5), b"\1", bytes(8), bytes(8), bytes(8)]
+    assert driver.calls == [("launch", 5, (6, 1, 2, 128, 1, 1, 4096), 7, *values)]
+
+
+def test_a_descriptor_gets_the_address_of_each_run(driver, monkeypatch):
+    monkeypatch.setattr(submission, "_descriptor", lambda value: bytes(range(128)))
+    calls = listed(driver, 1)
+    calls.launch(DIRECT, [Argument("nvTmaDesc", None, Number(0, 64)), Argument("i32", 3)], 7)
+    driver.parameters = 128, 4, 8, 8
+    for address in (1 << 45, 1 << 44):
+        driver.calls.clear()
+        calls([address])
+        replaced, launch = driver.calls
+        assert replaced == ("replace_address", address + 64)
+        assert launch[4:6] == (struct.pack("Q", address + 64) + bytes(range(8, 128)), struct.pack("i", 3))
+
+
+def test_an_object_that_holds_no_descriptor_is_refused():
+    with pytest.raises(ValueError, match="holds its descriptor elsewhere"):
+        submission._descriptor(object())
+
+
+@pytest.mark.parametrize("argument", [Argument("fp16", 1.0), Argument("i32", (1, 2))], ids=["type", "tuple"])
+def test_arguments_of_unknown_types_are_not_listed(driver, argument):
+    with pytest.raises(ValueError):
+        listed(driver, 0).launch(DIRECT, [argument], 7)
+
+
+def test_a_refused_call_is_an_error_and_ends_the_run(driver):
+    calls = listed(driver, 0)
+    calls.mark(7)
+    calls.copy(7, [(1, 2, 3)])
+    calls.mark(7)
+    driver.failing = "copy"
+    with pytest.raises(RuntimeError, match="the CUDA driver refused call 1 of a recorded pass with error 700"):
+        calls([])
+    assert [name for name, *_ in driver.calls] == ["mark", "copy"]

@@ -1,0 +1,63 @@
+"""What a batch that was never seen costs the host, counted."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import ringattn as ra
+from ringattn.runtime.context import Context
+from ringattn.transport import SilentTransport
+from tests.counting import calls_of
+
+# by documents, tokens and ranks: the most function calls, Python's and built-in ones, of a layout and of what a rank does with it; and the
+# most bytes of arrays at a time
+NEW_BATCH = {
+    (16, 1 << 15, 4): (650, 2150, 80000),
+    (128, 1 << 17, 8): (1500, 2900, 190000),
+    (2000, 1 << 20, 8): (4850, 2950, 800000),
+    (2000, 1 << 20, 64): (18300, 8150, 1770000),
+}
+
+
+def peak_of(function):
+    """The most bytes that a function holds at a time, beside what was there before."""
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def first_use(group, layout, mask):
+    """What the first call does with a layout and a mask besides the tables of its kernels."""
+    found = Context(group).rank_attention(layout, mask, None)
+    for one_pass in (found.program.forward, found.program.backward):
+        for launch in one_pass.launches:
+            assert launch.tiles is not None
+    return found
+
+
+@pytest.mark.parametrize("case", NEW_BATCH, ids=str)
+def test_what_a_new_batch_costs_the_host(case):
+    """It rises if a rank makes other ranks' part of a plan, or compares all spans with all documents."""
+    documents, tokens, ranks = case
+    generator = np.random.default_rng(0)
+    group = SilentTransport(ranks // 2, ranks)
+
+    def fresh():
+        cuts = np.sort(generator.choice(tokens - 1, documents - 1, replace=False)) + 1
+        return ra.documents([0, *cuts.tolist(), tokens])
+
+    mask = fresh()
+    first_use(group, ra.balanced(mask, tokens, ranks), mask)
+    mask = fresh()
+    of_layout, layout = calls_of(lambda: ra.balanced(mask, tokens, ranks))
+    of_use, _ = calls_of(lambda: first_use(group, layout, mask))
+    mask = fresh()
+    peak = peak_of(lambda: first_use(group, ra.balanced(mask, tokens, ranks), mask))
+    for found, most in zip((of_layout, of_use, peak), NEW_BATCH[case]):
+        assert found <= most, (of_layout, of_use, peak)
