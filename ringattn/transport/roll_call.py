@@ -143,9 +143,9 @@ class _Unreachable(RuntimeError):
 def _connect(host: str, port: int, until: float) -> Any:
     """A connection of one's own to a store, which serves one call at a time: the job's other threads use the job's connection.
 
-    A store's `clone` would try for five minutes to connect, whatever the store's timeout.
+    A store's `clone` would try for five minutes to connect, whatever the store's timeout. Torch tries twice, for as long each time.
     """
-    left = timedelta(seconds=max(0.1, until - time.monotonic()))
+    left = timedelta(seconds=max(0.1, (until - time.monotonic()) / 2))
     try:
         return _TCP(host, port, is_master=False, wait_for_workers=False, timeout=left)
     except RuntimeError as error:

@@ -316,7 +316,7 @@ class Stage:
 def perform(scenes: list[Scene], control: Connection) -> list[Outcome]:
     """All scenes, several at once.
 
-    On a busy machine torch may not make a group within its timeout. Such a scene, which has not begun, is set up again.
+    On a busy machine ranks may not connect within their timeout. A scene in which nothing has happened yet is set up again.
     """
     files = shared_files()
     waiting, stages, outcomes, again = list(enumerate(scenes)), {}, {}, 3 * len(scenes)
@@ -331,7 +331,7 @@ def perform(scenes: list[Scene], control: Connection) -> list[Outcome]:
             stage = stages.pop(number)
             outcomes[number] = stage.close()
             outcomes[number].files = sorted(shared_files() - files)
-            if stage.ready < stage.scene.world and again:
+            if (stage.ready < stage.scene.world or not outcomes[number].happened) and again:
                 again -= 1
                 waiting.append((number, stage.scene))
     return [outcomes[number] for number in range(len(scenes))]
