@@ -1,27 +1,19 @@
 """The kernels for pages: `paged_cases.py` through Triton's interpreter, and on a GPU accuracy, repeatability and CUDA graphs."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 import ringattn as ra
 from ringattn_kernels.paged import paged_config
+from tests.kernels import interpreted
 from tests.serving.twin import reference
 
-ROOT = Path(__file__).resolve().parents[2]
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
 
 
 @pytest.mark.timeout(1200)
 def test_kernels_through_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([*command, "tests/kernels/paged_cases.py"], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    interpreted.run("paged_cases.py")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
