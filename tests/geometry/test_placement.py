@@ -77,7 +77,7 @@ def test_odd_lengths(lengths, causal, world_size):
     assert is_even(layout, mask, max(lengths))
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     st.lists(st.one_of(st.integers(0, 6), st.integers(0, 90), st.integers(90, 700)), min_size=1, max_size=40),
     st.integers(1, 9),
