@@ -33,7 +33,7 @@ from .partial import Partial, Stats, finish, merge
 from .predict import planner
 from .preparation import prepare
 from .runtime.groups import hybrid, process_group, symmetric
-from .schedule.schedules import Schedule, default_schedule, double_ring, gather, ring, waves
+from .schedule.schedules import Schedule, default_schedule, double_ring, gather, pass_q, ring, waves
 from .scores import Buckets, RelativeBias, ScoreMod, alibi_slopes, buckets, relative_bias, score, t5_buckets
 from .serving.batch import CacheBatch
 from .serving.cache import PagedCache
@@ -85,6 +85,7 @@ __all__ = [
     "hybrid",
     "make_plan",
     "merge",
+    "pass_q",
     "placed",
     "prefix",
     "prepare",

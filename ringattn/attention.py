@@ -15,7 +15,7 @@ from .geometry.mask import Mask, causal
 from .geometry.plan import make_local_plan
 from .partial import Partial, Stats
 from .runtime.agree import refusing
-from .runtime.calls import LocalCall, RingCall, compiled_call
+from .runtime.calls import LocalCall, RingCall, compiled_call, keys_of
 from .runtime.groups import Group, get_context, group_names
 from .runtime.op import attention
 from .runtime.order import label
@@ -36,6 +36,8 @@ def ring_attention(
     v: torch.Tensor,
     *,
     layout: Layout | None = ...,
+    kv_layout: Layout | None = ...,
+    q_offset: int = ...,
     mask: Mask | None = ...,
     group: Group | None = ...,
     softmax_scale: float | None = ...,
@@ -53,6 +55,8 @@ def ring_attention(
     v: torch.Tensor,
     *,
     layout: Layout | None = ...,
+    kv_layout: Layout | None = ...,
+    q_offset: int = ...,
     mask: Mask | None = ...,
     group: Group | None = ...,
     softmax_scale: float | None = ...,
@@ -69,6 +73,8 @@ def ring_attention(
     v: torch.Tensor,
     *,
     layout: Layout | None = None,
+    kv_layout: Layout | None = None,
+    q_offset: int = 0,
     mask: Mask | None = None,
     group: Group | None = None,
     softmax_scale: float | None = None,
@@ -84,18 +90,23 @@ def ring_attention(
 
     Args:
         q: (b, s_local, h, d), bf16, fp16 or fp32, or fp64 on CPU; d up to 256.
-        k: (b, s_local, hk, d) with h % hk == 0 (MHA, GQA, MQA).
-        v: (b, s_local, hk, d_v), d_v up to 256.
+        k: (b, sk_local, hk, d) with h % hk == 0 (MHA, GQA, MQA); sk_local is s_local unless there is a kv_layout.
+        v: (b, sk_local, hk, d_v), d_v up to 256.
         layout: which rank holds which positions; by default `default_layout` of the mask (zigzag for causal), with the sequence
             length taken from the shards.
+        kv_layout: the layout of k and v, if they are other tokens than q: an encoder's states, or all tokens so far of a document
+            whose latest chunk q is. `layout` is then that of q, and must be given.
+        q_offset: with a kv_layout, the position of q's first token among the keys, for masks and scores: with `causal()`, query i
+            sees the keys up to q_offset + i.
         mask: which pairs are live; causal by default.
         group: a ProcessGroup, a 1-D DeviceMesh, or None for the default group (one rank if none is initialised); or a 2-D
             DeviceMesh with the axes "ring" and "heads", or `hybrid(...)`: an all-to-all to heads along one axis, a ring along the other;
             or a transport, `symmetric(...)` or `process_group(...)`.
         softmax_scale: 1/sqrt(d) by default.
         score: what else happens to scores and weights, from `score(...)`: a softcap, ALiBi, a relative bias, sinks, dropout.
-        schedule: `ring()`, `gather()`, `waves(width)` or `double_ring(ranks_per_node)`; by default `default_schedule` of the plan. The
-            result is the same up to rounding.
+        schedule: `ring()`, `gather()`, `waves(width)` or `double_ring(ranks_per_node)`; by default `default_schedule` of the plan. With
+            a kv_layout the default may be `pass_q()`, which moves queries, if that moves fewer bytes. The result is the same up to
+            rounding.
         name: what this call is called on every rank, such as its layer. Ranks that make calls of equal options in different orders get an
             error if the names differ; without names, if the lines that call differ.
         return_stats: also return `Stats`: row_max, row_sum and lse, (b, h, s_local), fp32 (fp64 for fp64).
@@ -119,7 +130,9 @@ def ring_attention(
         check.instance("return_stats", return_stats, bool, _STATS)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         options = [None if x is None else x.digest for x in (layout, mask, schedule, score)]
-        results = _modified(q, k, v, compiled_call(group_names(group), *options, name=name), scale, score)
+        keys = None if kv_layout is None else kv_layout.digest
+        number = compiled_call(group_names(group), *options, name=name, kv_layout=keys, q_offset=q_offset)
+        results = _modified(q, k, v, number, scale, score)
         return (results[0], Stats(*results[1:])) if return_stats else results[0]
     context = get_context(group)
     mask = _DEFAULT_MASK if mask is None else mask
@@ -130,6 +143,7 @@ def ring_attention(
         check.instance("mask", mask, Mask, check.BUILD_A_MASK)
         if layout is not None:
             check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
+        keys = keys_of(layout, kv_layout, q_offset)
         if schedule is not None:
             check.instance("schedule", schedule, Schedule, check.BUILD_A_SCHEDULE)
         if name is not None:
@@ -137,7 +151,7 @@ def ring_attention(
         scale = check.softmax_scale(softmax_scale, q.shape[3])
         if score is not None:
             _check_score(score, q)
-    call = RingCall(context, layout, mask, schedule, label(name), None if score is None else score.kind)
+    call = RingCall(context, layout, mask, schedule, label(name), None if score is None else score.kind, keys=keys)
     results = attention(q, k, v, call.number, scale) if score is None else _modified(q, k, v, call.number, scale, score)
     return (results[0], Stats(*results[1:])) if return_stats else results[0]
 

@@ -208,11 +208,11 @@ def shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def same_tokens(q: torch.Tensor, k: torch.Tensor) -> None:
-    """Refuse different numbers of tokens: in self-attention over a ring, a rank's Q, K and V hold the same tokens."""
+    """Refuse different numbers of tokens: where K and V have no layout of their own, a rank's Q, K and V hold the same tokens."""
     if q.shape[1] != k.shape[1]:
         raise ValueError(
             f"q has {q.shape[1]} tokens and k has {k.shape[1]}: a rank's q, k and v must hold the same tokens; "
-            "for queries and keys at other positions use attend with q_positions and k_positions"
+            "for other keys pass kv_layout (to reference.attention: q_offset), or use attend with q_positions and k_positions"
         )
 
 

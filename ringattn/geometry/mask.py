@@ -245,6 +245,37 @@ class Documents(Mask):
 
 
 @dataclass(frozen=True, eq=False)
+class CrossDocuments(Mask):
+    """Documents whose queries and keys differ in number: the last query of each has the position of its last key."""
+
+    cu_seqlens: tuple[int, ...]
+    kv_cu_seqlens: tuple[int, ...]
+    causal: bool
+    left: int | None
+    right: int | None
+
+    @property
+    def min_length(self) -> int:
+        return max(self.cu_seqlens[-1], self.kv_cu_seqlens[-1])
+
+    def _table(self, seq_len: int) -> Table:
+        (start, stop), (k_start, k_stop) = (
+            (bounds[:-1], bounds[1:]) for bounds in (np.array(x, dtype=np.int64) for x in (self.cu_seqlens, self.kv_cu_seqlens))
+        )
+        lo, hi = _band(self.left, self.right, seq_len)
+        shift = stop - k_stop
+        out = np.stack(
+            [start, stop, k_start, k_stop, shift + (max(lo, 0) if self.causal else lo), shift + hi, 0 * start + 1], axis=1
+        )
+        return out[(start < stop) & (k_start < k_stop)]
+
+    def __repr__(self) -> str:
+        window = "" if self.left is None and self.right is None else f", window=({self.left}, {self.right})"
+        many = f"{len(self.cu_seqlens) - 1} documents, {self.cu_seqlens[-1]} queries, {self.kv_cu_seqlens[-1]} keys"
+        return f"documents(<{many}>, causal={self.causal}{window})"
+
+
+@dataclass(frozen=True, eq=False)
 class Prefix(Mask):
     n: int
 
@@ -380,6 +411,7 @@ def documents(
     window: Window | None = None,
     *,
     lengths: Sequence[int] | torch.Tensor | None = None,
+    kv_lengths: Sequence[int] | torch.Tensor | None = None,
 ) -> Mask:
     """Packed documents: a query sees only keys of its own document.
 
@@ -389,6 +421,8 @@ def documents(
         causal: whether a query sees only keys at or before its own position.
         window: `(left, right)`, how many keys on each side a query sees besides itself, or one integer for both; None means no limit.
         lengths: the documents' lengths, instead of `cu_seqlens`; here the first may be 0.
+        kv_lengths: how many keys each document has, if these are others than its queries (`ring_attention` with a `kv_layout`). Then the
+            last query of a document is at the position of its last key for `causal` and `window`, as in chunks of a longer document.
 
     Positions after the last document (padding) see no key, and no query sees them.
     Raises ValueError for bounds that are empty, negative, decreasing or not integers.
@@ -402,22 +436,17 @@ def documents(
     if (cu_seqlens is None) == (lengths is None):
         raise ValueError("documents takes either cu_seqlens or lengths, and got " + ("neither" if lengths is None else "both"))
     name = "lengths" if cu_seqlens is None else "cu_seqlens"
-    values = integers(name, lengths if cu_seqlens is None else cu_seqlens)
-    if not len(values):
-        raise ValueError(f"{name} is empty: documents needs at least one length")
-    if cu_seqlens is None or values[0] != 0:
-        if (values < 0).any():
-            raise ValueError(f"{name} has the negative length {values.min()}: a document has 0 or more tokens")
-        if (total := sum(values.tolist())) > MAX_POSITION:
-            raise ValueError(f"{name} adds up to {total} tokens, but documents hold at most {MAX_POSITION}")
-        values = np.concatenate([[0], np.cumsum(values)])
-    if (np.diff(values) < 0).any():
-        at = int(np.argmax(np.diff(values) < 0))
-        raise ValueError(f"cu_seqlens decreases from {values[at]} to {values[at + 1]} at index {at + 1}: it must be non-decreasing")
-    if values[-1] > MAX_POSITION:
-        raise ValueError(f"cu_seqlens ends with {values[-1]}, but documents hold at most {MAX_POSITION} tokens")
+    bounds = _bounds(name, lengths if cu_seqlens is None else cu_seqlens, cumulative=lengths is None)
     left, right = check.window("window", window)
-    return Documents(tuple(values.tolist()), check.flag("causal", causal), _side("window", left), _side("window", right))
+    rest = check.flag("causal", causal), _side("window", left), _side("window", right)
+    if kv_lengths is None:
+        return Documents(bounds, *rest)
+    kv_bounds = _bounds("kv_lengths", kv_lengths, cumulative=False)
+    if len(kv_bounds) != len(bounds):
+        raise ValueError(
+            f"kv_lengths has {len(kv_bounds) - 1} documents and {name} has {len(bounds) - 1}: each document needs both, of any length"
+        )
+    return CrossDocuments(bounds, kv_bounds, *rest)
 
 
 @constant
@@ -501,6 +530,25 @@ def bigbird(
         dead = np.flatnonzero(~row)
         row[generator.choice(dead, size=min(random_blocks, len(dead)), replace=False)] = True
     return block_sparse(live, size)
+
+
+def _bounds(name: str, given: Any, cumulative: bool) -> tuple[int, ...]:
+    """Where documents begin, and where the last one ends. cumulative: numbers that start with 0 are these already."""
+    values = integers(name, given)
+    if not len(values):
+        raise ValueError(f"{name} is empty: documents needs at least one length")
+    if not cumulative or values[0] != 0:
+        if (values < 0).any():
+            raise ValueError(f"{name} has the negative length {values.min()}: a document has 0 or more tokens")
+        if (total := sum(values.tolist())) > MAX_POSITION:
+            raise ValueError(f"{name} adds up to {total} tokens, but documents hold at most {MAX_POSITION}")
+        values = np.concatenate([[0], np.cumsum(values)])
+    if (np.diff(values) < 0).any():
+        at = int(np.argmax(np.diff(values) < 0))
+        raise ValueError(f"cu_seqlens decreases from {values[at]} to {values[at + 1]} at index {at + 1}: it must be non-decreasing")
+    if values[-1] > MAX_POSITION:
+        raise ValueError(f"cu_seqlens ends with {values[-1]}, but documents hold at most {MAX_POSITION} tokens")
+    return tuple(values.tolist())
 
 
 def _wholly_live(rectangles: Table, seq_len: int) -> Table:

@@ -1,4 +1,4 @@
-"""The plan of a layout and a mask: the tiles that each rank computes with each owner's keys, and the K/V rows it needs for them.
+"""The plan of layouts and a mask: the tiles that each rank computes with each owner's keys, and the K/V rows it needs for them.
 
 A tile is six integers, `(q_begin, q_end, k_begin, k_end, lo, hi)`: rows i of a rank's Q and rows j of an owner's K/V are live where
 `lo <= i - j <= hi`. The starts and strides of spans are folded into `lo` and `hi`, so nothing after the plan needs positions to know
@@ -19,10 +19,10 @@ import torch
 
 from ringattn_kernels.table import TileTable
 
-from ..check import BUILD_A_LAYOUT, BUILD_A_MASK, instance, integer
+from ..check import BUILD_A_LAYOUT, BUILD_A_MASK, MAX_TOKENS, instance, integer
 from .layout import Layout
 from .mask import Mask
-from .region import Table, count_pairs, trim
+from .region import K_STOP, Q_STOP, Table, count_pairs, tighten, trim
 from .region import common_stride as region_stride
 from .rows import Order, Rows, joined
 from .span import Sights, Span, Spans, SpanTable, common_stride, fold, look, refine, spans_to_table, spread
@@ -41,13 +41,16 @@ class Plan:
     """All tiles of a layout and a mask, and the rows of each owner that each rank needs.
 
     Tiles are made when they are asked for, those of a rank together: a rank computes with its own, and must know of the others only which
-    rows they need. `order[rank]` is the order in which tiles count a rank's local rows; None if it is their own. It differs only if a
-    dilated mask or mixed strides make the plan sort rows by residue. `placed` says whether launches need positions.
+    rows they need. `q_lengths` and `lengths` are the rows of Q, and of K/V, of each rank. `order[rank]` and `k_order[rank]` are the
+    orders in which tiles count them; None if it is their own. They differ only if a dilated mask or mixed strides make the plan sort rows
+    by residue. `placed` says whether launches need positions.
     """
 
     world_size: int
+    q_lengths: tuple[int, ...]
     lengths: tuple[int, ...]
     order: tuple[Order | None, ...]
+    k_order: tuple[Order | None, ...]
     queries: SpanTable
     keys: SpanTable
     regions: Table
@@ -96,6 +99,14 @@ class Plan:
     def _counts(self) -> list[list[int]]:
         return self.needed.tolist()
 
+    @cached_property
+    def transposed(self) -> Plan:
+        """The same pairs with queries and keys in each other's place: which rows of Q each owner of keys needs."""
+        q_start, q_stop, k_start, k_stop, lo, hi, stride = self.regions.T
+        regions = np.stack([k_start, k_stop, q_start, q_stop, -hi, -lo, stride], axis=1)
+        lengths, order = (self.lengths, self.q_lengths), (self.k_order, self.order)
+        return Plan(self.world_size, *lengths, *order, self.keys, self.queries, regions, self.placed)
+
     def needed_by_owner(self, rank: int) -> list[int]:
         """How many rows of each owner's K/V a rank needs."""
         self._pair(rank, 0)
@@ -119,9 +130,17 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays that have been made so far."""
-        made = [self.queries, *(self.__dict__.get(name) for name in ("_sights", "_all")), *self._of_rank.values()]
+        made = [
+            self.queries,
+            *(() if self.keys is self.queries else (self.keys,)),
+            *(self.__dict__.get(name) for name in ("_sights", "_all")),
+            *self._of_rank.values(),
+        ]
         arrays = [value for one in made if one is not None for value in vars(one).values()]
-        return sum(x.nbytes for x in [self.regions, *arrays, *self.__dict__.get("_needs", ())] if isinstance(x, np.ndarray))
+        other = self.__dict__.get("transposed")
+        return (0 if other is None else other.nbytes) + sum(
+            x.nbytes for x in [self.regions, *arrays, *self.__dict__.get("_needs", ())] if isinstance(x, np.ndarray)
+        )
 
     def _pair(self, rank: int, owner: int) -> int:
         """The number of (rank, owner). Raises ValueError if one of them is no rank."""
@@ -226,19 +245,87 @@ class _Tiles:
         return (total[1:] - total[:-1]).reshape(-1, self.owners).tolist()
 
 
-def make_plan(layout: Layout, mask: Mask) -> Plan:
-    """The plan of a layout and a mask. Raises ValueError if the mask does not fit the layout's sequence."""
+def make_plan(layout: Layout, mask: Mask, kv_layout: Layout | None = None, q_offset: int = 0) -> Plan:
+    """The plan of a layout and a mask. Raises ValueError if the mask does not fit the sequence.
+
+    kv_layout, q_offset: of keys that have a layout of their own, and the position of the first query among them, as for
+    `ring_attention`.
+
+    >>> import ringattn as ra
+    >>> ra.make_plan(ra.contiguous(4, 2), ra.causal(), kv_layout=ra.contiguous(10, 2), q_offset=6).pairs().tolist()
+    [[10, 5], [10, 9]]
+    """
     instance("layout", layout, Layout, BUILD_A_LAYOUT)
     instance("mask", mask, Mask, BUILD_A_MASK)
-    return make_placed_plan(layout, mask, placed=False)
+    if kv_layout is None:
+        check_q_offset_alone(q_offset)
+        return make_placed_plan(layout, mask, placed=False)
+    return make_cross_plan(layout, mask, Keys(kv_layout, q_offset), placed=False)
 
 
 def make_placed_plan(layout: Layout, mask: Mask, placed: bool) -> Plan:
     """A plan whose launches need positions, if they are `placed`."""
     regions = mask.regions(layout.seq_len)
     stride = common_stride(layout.table, at_least=region_stride(regions))
-    spans, orders = refine(layout.table, layout.world_size, stride)
-    return Plan(layout.world_size, layout.lengths, tuple(map(_order, orders)), spans, spans, regions, placed)
+    spans, found = refine(layout.table, layout.world_size, stride)
+    lengths, order = layout.lengths, tuple(map(_order, found))
+    return Plan(layout.world_size, lengths, lengths, order, order, spans, spans, regions, placed)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys that have a layout of their own, and the position of the first query among them. Raises ValueError if they are none."""
+
+    layout: Layout
+    q_offset: int = 0
+
+    def __post_init__(self) -> None:
+        instance("kv_layout", self.layout, Layout, BUILD_A_LAYOUT)
+        object.__setattr__(self, "q_offset", integer("q_offset", self.q_offset, most=MAX_TOKENS))
+
+    @property
+    def digest(self) -> str:
+        return f"{self.layout.digest} {self.q_offset}"
+
+    def seq_len(self, q_layout: Layout) -> int:
+        """The length of a sequence that holds all keys, and all queries of a layout, for masks."""
+        return max(self.q_offset + q_layout.seq_len, self.layout.seq_len)
+
+    def check(self, q_layout: Layout, mask: Mask) -> None:
+        """Raise ValueError if the layout of the queries, or the mask, does not fit."""
+        if q_layout.world_size != self.layout.world_size:
+            raise ValueError(
+                f"kv_layout {self.layout!r} is for {self.layout.world_size} ranks, but layout {q_layout!r} is for "
+                f"{q_layout.world_size}: build both for the group"
+            )
+        if self.q_offset + q_layout.seq_len > MAX_TOKENS:
+            raise ValueError(
+                f"q_offset is {self.q_offset} and q has {q_layout.seq_len} tokens, but positions must be less than {MAX_TOKENS}"
+            )
+        mask.check_length(self.seq_len(q_layout))
+
+
+def check_q_offset_alone(q_offset: object) -> None:
+    """Raise ValueError for a q_offset without keys of their own layout, unless it is 0."""
+    if integer("q_offset", q_offset, most=MAX_TOKENS):
+        raise ValueError(
+            f"q_offset is {q_offset}, but without kv_layout a rank's q, k and v hold the same positions: pass kv_layout too"
+        )
+
+
+def make_cross_plan(layout: Layout, mask: Mask, keys: Keys, placed: bool) -> Plan:
+    """The plan of queries with a layout, and of keys with their own."""
+    keys.check(layout, mask)
+    regions = mask.regions(keys.seq_len(layout)).copy()
+    for column, stop in ((Q_STOP, keys.q_offset + layout.seq_len), (K_STOP, keys.layout.seq_len)):
+        regions[:, column] = np.minimum(regions[:, column], stop)
+    regions = tighten(regions)
+    tables = layout.table.copy(), keys.layout.table
+    tables[0][:, 1] += keys.q_offset
+    stride = common_stride(*tables, at_least=region_stride(regions))
+    (q_spans, q_order), (k_spans, k_order) = (refine(table, layout.world_size, stride) for table in tables)
+    lengths, order = (layout.lengths, keys.layout.lengths), (tuple(map(_order, x)) for x in (q_order, k_order))
+    return Plan(layout.world_size, *lengths, *order, q_spans, k_spans, regions, placed)
 
 
 def make_local_plan(
@@ -250,7 +337,8 @@ def make_local_plan(
     regions = mask.regions(seq_len)
     stride = common_stride(*tables, at_least=region_stride(regions))
     (q_spans, (q_order,)), (k_spans, (k_order,)) = (refine(table, 1, stride) for table in tables)
-    plan = Plan(1, (len(k_positions),), (None,), q_spans, k_spans, regions, placed)
+    lengths = (len(q_positions),), (len(k_positions),)
+    plan = Plan(1, *lengths, (None,), (None,), q_spans, k_spans, regions, placed)
     tiles = make_tiles(plan.tiles_of_launch(0, 0), len(q_positions), len(k_positions), stride)
     return tiles, _then(q_rows, _order(q_order)), _then(k_rows, _order(k_order))
 
@@ -264,6 +352,13 @@ def _then(rows: np.ndarray | None, order: Order | None) -> Order | None:
     if rows is None:
         return order
     return Order(rows if order is None else rows[order.rows])
+
+
+def transpose(tiles: TileTable) -> TileTable:
+    """The same pairs with queries and keys in each other's place."""
+    q_begin, q_end, k_begin, k_end, lo, hi = tiles.tiles.T
+    places = None if tiles.places is None else tiles.places[:, ::-1]
+    return TileTable(np.stack([k_begin, k_end, q_begin, q_end, -hi, -lo], axis=1), tiles.k_rows, tiles.q_rows, places, tiles.stride)
 
 
 def make_tiles(table: Table, q_rows: int, k_rows: int, stride: int = 1) -> TileTable:

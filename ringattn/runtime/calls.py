@@ -18,8 +18,9 @@ from .. import check
 from ..digest import constant, find
 from ..geometry.layout import Layout
 from ..geometry.mask import Mask, causal
+from ..geometry.plan import Keys, check_q_offset_alone
 from ..schedule.memory import RowBytes
-from ..schedule.schedules import Schedule
+from ..schedule.schedules import RowTraffic, Schedule
 from ..scores import MOST_PLACES, Score, ScoreKind
 from ..transport import Ranks
 from .agree import Facts, agree, agree_backward, refusing
@@ -96,7 +97,10 @@ class LocalCall(Call):
 
 
 class RingCall(Call):
-    """A group's ranks, a mask, a layout and a schedule (None: the default); and what tells the call from others."""
+    """A group's ranks, a mask, a layout and a schedule (None: the default); and what tells the call from others.
+
+    keys: of K/V with a layout of their own; None if they have that of q.
+    """
 
     final = True
 
@@ -110,6 +114,7 @@ class RingCall(Call):
         kind: ScoreKind | None = None,
         *,
         number: int | None = None,
+        keys: Keys | None = None,
     ) -> None:
         super().__init__(number)
         self.context = context
@@ -118,7 +123,11 @@ class RingCall(Call):
         self.schedule = schedule
         self.kind = kind
         self._placed = kind is not None and kind.placed
-        self._named = layout and layout.digest, mask.digest, schedule and schedule.digest, kind and kind.digest
+        self.keys = keys
+        self._named = (
+            *(layout and layout.digest, mask.digest, schedule and schedule.digest, kind and kind.digest),
+            keys and keys.digest,
+        )
         self._label = label
         self._compiled = number is not None
         self.alone = context.ranks.size == 1
@@ -139,8 +148,9 @@ class RingCall(Call):
             ranks.connect(q.device)
         if self.layout is None:
             _check_default_layout(self.context.default_layout(self.mask, sum(tokens)), self.mask, tokens)
-        if self._placed and sum(tokens) > MOST_PLACES:
-            raise ValueError(f"the sequence has {sum(tokens)} tokens, but scores that depend on positions take at most 2**31")
+        length = sum(tokens) if self.keys is None or self.layout is None else self.keys.seq_len(self.layout)
+        if self._placed and length > MOST_PLACES:
+            raise ValueError(f"the sequence has {length} tokens, but scores that depend on positions take at most 2**31")
         return sum(tokens), place
 
     def identity(self, score: Score) -> int:
@@ -156,11 +166,15 @@ class RingCall(Call):
 
     def rank_attention(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> RankAttention:
         layout = self.context.default_layout(self.mask, seq_len) if self.layout is None else self.layout
-        row_bytes = None
+        row_bytes = traffic = None
+        hybrid = self.context.hybrid
+        if self.keys is not None and self.schedule is None:
+            h, hk = q.shape[2], k.shape[2]
+            heads = (h, hk) if hybrid is None else (h // hybrid.heads.size, hybrid.kv_heads(h, hk))
+            traffic = RowTraffic.of(*heads, q.shape[3], v.shape[3], q.element_size(), backward=True)
         if self.schedule is not None and self.schedule.by_memory:
-            hybrid = self.context.hybrid
             row_bytes = RowBytes.of(k, v, k.shape[2] if hybrid is None else hybrid.kv_heads(q.shape[2], k.shape[2]))
-        return self.context.rank_attention(layout, self.mask, self.schedule, row_bytes, self._placed)
+        return self.context.rank_attention(layout, self.mask, self.schedule, row_bytes, self._placed, self.keys, traffic)
 
     def check_backward(self, captured: bool, forward_captured: bool) -> None:
         if captured != forward_captured and self.context.ranks.size > 1:
@@ -195,10 +209,13 @@ class RingCall(Call):
         layout, mask = self.layout, self.mask
         ranks, hybrid = self.context.ranks, self.context.hybrid
         check.fit(q, k, v)
-        check.same_tokens(q, k)
-        if layout is not None:
-            check_layout(layout, mask, ranks)
-            _check_tokens(layout, ranks, q.shape[1])
+        if self.keys is None:
+            check.same_tokens(q, k)
+            if layout is not None:
+                check_layout(layout, mask, ranks)
+                _check_tokens(layout, ranks, q.shape[1])
+        else:
+            _check_keys(self.keys, layout, mask, ranks, q.shape[1], k.shape[1])
         softmax_scale = check.softmax_scale(softmax_scale, q.shape[3])
         if hybrid is not None:
             hybrid.check_heads(q.shape[2])
@@ -218,6 +235,8 @@ class RingCall(Call):
             "captured in a CUDA graph": captured,
             "mask": mask,
             "layout": "the default" if layout is None else layout,
+            "kv_layout": "that of q" if self.keys is None else self.keys.layout,
+            "q_offset": 0 if self.keys is None else self.keys.q_offset,
             "ranks per node": ranks.ranks_per_node,
             "score": "none" if self.kind is None else self.kind,
         }
@@ -232,6 +251,8 @@ def compiled_call(
     schedule: str | None,
     kind: str | None = None,
     name: str | None = None,
+    kv_layout: str | None = None,
+    q_offset: int = 0,
 ) -> int:
     """The number of the `RingCall` of a group's names, of digests (None: the defaults), and of a name. It is kept as long as the group.
 
@@ -240,11 +261,12 @@ def compiled_call(
     """
     context = named_context(group)
     label = traced_label(name)
-    text = repr((group, layout, mask, schedule, label, kind)).encode()
+    keys = keys_of(find(layout), find(kv_layout), q_offset)
+    text = repr((group, layout, mask, schedule, label, kind, keys and keys.digest)).encode()
     # above all numbers of other calls, and within int64
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2 | 1 << 62
     live = causal() if mask is None else find(mask)
-    context.compiled[number] = RingCall(context, find(layout), live, find(schedule), label, find(kind), number=number)
+    context.compiled[number] = RingCall(context, find(layout), live, find(schedule), label, find(kind), number=number, keys=keys)
     return number
 
 
@@ -260,6 +282,36 @@ def find_call(number: int) -> Call:
 
 _numbers = itertools.count()
 _calls: WeakValueDictionary[int, Call] = WeakValueDictionary()
+
+
+def keys_of(layout: Layout | None, kv_layout: Layout | None, q_offset: int) -> Keys | None:
+    """The keys of a call with these arguments; None if they have the layout of q, and its positions. Raises ValueError for bad ones."""
+    if kv_layout is None:
+        check_q_offset_alone(q_offset)
+        return None
+    found = Keys(kv_layout, q_offset)
+    if layout is None:
+        raise ValueError(
+            "kv_layout is given, but layout is None: pass the layout of q too, which has no default beside a kv_layout"
+        )
+    return None if layout == kv_layout and found.q_offset == 0 else found
+
+
+def _check_keys(keys: Keys, layout: Layout | None, mask: Mask, ranks: Ranks, q_tokens: int, k_tokens: int) -> None:
+    """Raise ValueError if q's layout or that of the keys is not for these ranks, the mask, or this rank's shards."""
+    assert layout is not None
+    for name, x, argument, one, tokens in (
+        ("layout", layout, "q", "q", q_tokens),
+        ("kv_layout", keys.layout, "k", "k and v", k_tokens),
+    ):
+        if x.world_size != ranks.size:
+            raise ValueError(f"{name} {x!r} is for {x.world_size} ranks, but the group has {ranks.size}: build it for the group")
+        if x.lengths[ranks.rank] != tokens:
+            raise ValueError(
+                f"{argument} has {tokens} tokens, but rank {ranks.rank} of {name} {x!r} holds {x.lengths[ranks.rank]}: "
+                f"shard {one} with shard(x, {name}, rank), or build the layout for this sequence length"
+            )
+    keys.check(layout, mask)
 
 
 def check_layout(layout: Layout, mask: Mask, ranks: Ranks) -> None:

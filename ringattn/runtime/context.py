@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from ..geometry.layout import Layout, default_layout
 from ..geometry.mask import Mask
-from ..geometry.plan import make_placed_plan
+from ..geometry.plan import Keys, make_cross_plan, make_placed_plan
 from ..schedule.memory import RowBytes, backward_bytes
 from ..schedule.program import compile_program
-from ..schedule.schedules import Schedule, default_schedule
+from ..schedule.schedules import RowTraffic, Schedule, cross_schedule, default_schedule
 from ..transport import Ranks, Transport
 from .agree import Facts
 from .order import CallOrder
@@ -28,8 +28,9 @@ _PREPARED = 16
 _KEPT_BYTES = 256 << 20  # of tables of what ranks do, on the host and on the device
 _NEWEST = 8  # that are kept whatever their size
 
-# layout, mask, schedule, bytes of rows for schedules by memory, and whether scores depend on positions
-_AttentionKey = tuple[str, str, str | None, RowBytes | None, bool]
+# layout, mask, schedule, bytes of rows for schedules by memory, whether scores depend on positions, and keys of their own layout with
+# the bytes that choose what moves
+_AttentionKey = tuple[str, str, str | None, RowBytes | None, bool, str | None, RowTraffic | None]
 
 
 class Context:
@@ -60,20 +61,27 @@ class Context:
         return key in self._facts
 
     def rank_attention(
-        self, layout: Layout, mask: Mask, schedule: Schedule | None, row_bytes: RowBytes | None = None, placed: bool = False
+        self,
+        layout: Layout,
+        mask: Mask,
+        schedule: Schedule | None,
+        row_bytes: RowBytes | None = None,
+        placed: bool = False,
+        keys: Keys | None = None,
+        traffic: RowTraffic | None = None,
     ) -> RankAttention:
         """What this rank does for a layout, a mask and a schedule (None: chosen by the plan), made once.
 
-        `row_bytes` is for schedules by memory alone; `placed` says whether scores depend on positions. Raises ValueError if the schedule
-        does not fit the group or its memory.
+        `row_bytes` is for schedules by memory alone; `placed` says whether scores depend on positions. `keys` have a layout of their own;
+        `traffic` then chooses what moves. Raises ValueError if the schedule does not fit the group or its memory.
         """
-        key = _key(layout, mask, schedule, row_bytes, placed)
+        key = _key(layout, mask, schedule, row_bytes, placed, keys, traffic)
         found = self._attentions.pop(key, None)
         if found is None:
             self._make_room()
             found = self._prepared.pop((key, self.transport.copy_engines), None)
             if found is None:
-                found = self._make_rank_attention(layout, mask, schedule, row_bytes, placed)
+                found = self._make_rank_attention(layout, mask, schedule, row_bytes, placed, keys, traffic)
         self._attentions[key] = found
         return found
 
@@ -106,27 +114,54 @@ class Context:
         return _kept(self._layouts, (mask.digest, seq_len), lambda: default_layout(mask, seq_len, self.ranks.size))
 
     def _make_rank_attention(
-        self, layout: Layout, mask: Mask, schedule: Schedule | None, row_bytes: RowBytes | None, placed: bool
+        self,
+        layout: Layout,
+        mask: Mask,
+        schedule: Schedule | None,
+        row_bytes: RowBytes | None,
+        placed: bool,
+        keys: Keys | None = None,
+        traffic: RowTraffic | None = None,
     ) -> RankAttention:
-        exchange = None
+        exchange = k_exchange = None
         if self.hybrid is not None and self.hybrid.heads.size > 1:
-            exchange = HeadExchange(self.hybrid.heads, self.hybrid.rows(layout))
-            layout = ring_layout(layout, self.hybrid.heads.size)
-        plan = make_placed_plan(layout, mask, placed)
-        ranks_per_node = self.transport.ranks_per_node
-        chosen = default_schedule(plan, ranks_per_node, self.transport.copy_engines) if schedule is None else schedule
+            u = self.hybrid.heads.size
+            exchange = k_exchange = HeadExchange(self.hybrid.heads, self.hybrid.rows(layout))
+            layout = ring_layout(layout, u)
+            if keys is not None:
+                k_exchange = HeadExchange(self.hybrid.heads, self.hybrid.rows(keys.layout))
+                keys = Keys(ring_layout(keys.layout, u), keys.q_offset)
+        plan = make_placed_plan(layout, mask, placed) if keys is None else make_cross_plan(layout, mask, keys, placed)
+        ranks_per_node, copy_engines = self.transport.ranks_per_node, self.transport.copy_engines
+        if schedule is not None:
+            chosen = schedule
+        elif traffic is None:
+            chosen = default_schedule(plan, ranks_per_node, copy_engines)
+        else:
+            chosen = cross_schedule(plan, traffic, ranks_per_node, copy_engines)
         chosen = chosen.resolve(
             plan, ranks_per_node, None if row_bytes is None else lambda candidate: backward_bytes(candidate, plan, row_bytes)
         )
-        order = plan.order[self.transport.rank]
-        order = order if exchange is None else exchange.own_order(order)
+        order, k_order = plan.order[self.transport.rank], plan.k_order[self.transport.rank]
+        if exchange is not None and k_exchange is not None:
+            order, k_order = exchange.own_order(order), k_exchange.own_order(k_order)
         program = compile_program(chosen, plan, self.transport.rank)
-        replays = {} if exchange is None and order is None else None
-        return RankAttention(self.transport, program, order, order, exchange, replays, plan.nbytes)
+        # what is recorded on a GPU takes q, k and v of one layout
+        replays = {} if exchange is None and order is None and keys is None and not program.queries_move else None
+        return RankAttention(self.transport, program, order, k_order, exchange, k_exchange, replays, plan.nbytes)
 
 
-def _key(layout: Layout, mask: Mask, schedule: Schedule | None, row_bytes: RowBytes | None, placed: bool) -> _AttentionKey:
-    return layout.digest, mask.digest, None if schedule is None else schedule.digest, row_bytes, placed
+def _key(
+    layout: Layout,
+    mask: Mask,
+    schedule: Schedule | None,
+    row_bytes: RowBytes | None,
+    placed: bool,
+    keys: Keys | None = None,
+    traffic: RowTraffic | None = None,
+) -> _AttentionKey:
+    options = None if schedule is None else schedule.digest, row_bytes, placed
+    return layout.digest, mask.digest, *options, keys and keys.digest, traffic
 
 
 def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V], most: int = _KEPT) -> V:

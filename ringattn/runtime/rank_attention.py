@@ -20,7 +20,7 @@ from ..geometry.rows import Order
 from ..schedule.program import Program
 from ..scores import Score
 from ..transport import Transport
-from . import passes
+from . import passes, query_passes
 from .ulysses import HeadExchange, kv_copies
 
 
@@ -29,8 +29,8 @@ class RankAttention:
     """What one rank does in both passes.
 
     transport: the ring's. program: the rank's instructions. q_order, k_order: the orders in which the plan counts the rows of q, and of k
-    and v; None if they come so. exchange: the all-to-all to heads, on a grid. replays: the recordings that
-    `local.replayed` keeps; None where passes are not replayed. plan_bytes: of the plan that the program holds.
+    and v; None if they come so. exchange, k_exchange: on a grid, the all-to-all to heads of the rows of q, and of k and v. replays:
+    the recordings that `local.replayed` keeps; None where passes are not replayed. plan_bytes: of the plan that the program holds.
     """
 
     transport: Transport
@@ -38,6 +38,7 @@ class RankAttention:
     q_order: Order | None = None
     k_order: Order | None = None
     exchange: HeadExchange | None = None
+    k_exchange: HeadExchange | None = None
     replays: dict | None = None
     plan_bytes: int = 0
 
@@ -55,8 +56,9 @@ class RankAttention:
             score = self._score_here(score, q.shape[2])
         if self.exchange is not None:
             copies = self._kv_copies(q, k)
-            q, k, v = self.exchange.to_heads(q, _repeated(k, copies), _repeated(v, copies))
-        out, row_max, row_sum = passes.forward(self.transport, self.program.forward, score, q, k, v, final=final)
+            (q,), (k, v) = self._to_heads((q,), (_repeated(k, copies), _repeated(v, copies)))
+        run = query_passes.forward if self.program.queries_move else passes.forward
+        out, row_max, row_sum = run(self.transport, self.program.forward, score, q, k, v, final=final)
         if self.exchange is not None:
             out, stats = self.exchange.to_rows(out, _as_rows(row_max, row_sum))
             row_max, row_sum = _as_stats(stats)
@@ -90,15 +92,20 @@ class RankAttention:
             copies = self._kv_copies(q, k)
             # the gradients of a head's copies are added before they are rounded
             kv_dtype = k.dtype if copies == 1 else queries.row_sum.dtype
-            found = self.exchange.to_heads(q, _repeated(k, copies), _repeated(v, copies), dout, _as_rows(*stats))
-            stats = _as_stats(found.pop())
-            q, k, v, dout = found
+            rows = (q, dout, _as_rows(*stats)), (_repeated(k, copies), _repeated(v, copies))
+            (q, dout, packed), (k, v) = self._to_heads(*rows)
+            stats = _as_stats(packed)
         if not (self.takes_rows_as_they_come and q is queries.q and dout is queries.dout):
             row_max, row_sum, delta = stats
             queries = local.Queries(q, dout, row_max, row_sum, delta)
-        dq, dk, dv = passes.backward(self.transport, self.program.backward, score, queries, k, v, kv_dtype=kv_dtype, sums=sums)
+        run = query_passes.backward if self.program.queries_move else passes.backward
+        dq, dk, dv = run(self.transport, self.program.backward, score, queries, k, v, kv_dtype=kv_dtype, sums=sums)
         if self.exchange is not None:
-            dq, dk, dv = self.exchange.to_rows(dq, dk, dv)
+            if self._one_exchange:
+                dq, dk, dv = self.exchange.to_rows(dq, dk, dv)
+            else:
+                assert self.k_exchange is not None
+                (dq,), (dk, dv) = self.exchange.to_rows(dq), self.k_exchange.to_rows(dk, dv)
             dk, dv = _summed(dk, copies, k.dtype), _summed(dv, copies, v.dtype)
         dq, dk, dv = _restored(dq, self.q_order), _restored(dk, self.k_order), _restored(dv, self.k_order)
         return dq, dk, dv, sums if score.modifiers is None else self._sums_of_all_heads(sums, heads)
@@ -114,6 +121,20 @@ class RankAttention:
     def takes_rows_as_they_come(self) -> bool:
         """Whether the rows of q are attended in the order, and with the heads, in which they come."""
         return self.q_order is None and self.exchange is None
+
+    @property
+    def _one_exchange(self) -> bool:
+        return self.k_exchange is self.exchange
+
+    def _to_heads(
+        self, of_queries: tuple[torch.Tensor, ...], of_keys: tuple[torch.Tensor, ...]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Rows of queries, and of keys, as all rows of the heads axis for this rank's heads: in one exchange, if they are the same rows."""
+        assert self.exchange is not None and self.k_exchange is not None
+        if self._one_exchange:
+            found = self.exchange.to_heads(*of_queries, *of_keys)
+            return found[: len(of_queries)], found[len(of_queries) :]
+        return self.exchange.to_heads(*of_queries), self.k_exchange.to_heads(*of_keys)
 
     def _heads_here(self, heads: int) -> tuple[int, int]:
         """The first query head that this rank computes, and one past the last."""

@@ -34,10 +34,10 @@ import numpy as np
 
 from ringattn_kernels.table import TileTable
 
-from ..geometry.plan import Plan, half_of_pairs, live_pairs, make_tiles, move_keys, of_keys
+from ..geometry.plan import Plan, half_of_pairs, live_pairs, make_tiles, move_keys, of_keys, transpose
 from ..geometry.rows import Rows
 from .instructions import Add, Buffer, Close, Exchange, Fence, Holds, Instruction, Launch, Message, Open, Stream, Wait, Zero
-from .schedules import WAITING, Schedule, Traffic, Transfer, gradient_transfers
+from .schedules import WAITING, PassQ, Schedule, Traffic, Transfer, gradient_transfers
 
 # rows of long shards are divided at multiples of what kernels take at once
 _BLOCK = 128
@@ -84,27 +84,44 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What a rank does in a call: the instructions of its two passes."""
+    """What a rank does in a call: the instructions of its two passes. `queries_move`: their buffers hold queries, see `query_passes`."""
 
     forward: Pass
     backward: Pass
+    queries_move: bool = False
 
 
 def compile_program(schedule: Schedule, plan: Plan, rank: int) -> Program:
     """A rank's program."""
+    if isinstance(schedule, PassQ):
+        over, plan = schedule.moving, plan.transposed
+        return _program_of_queries(_Compiler(over, plan, lambda kind: kind.traffic(plan, rank)), rank)
     return _Compiler(schedule, plan, lambda kind: kind.traffic(plan, rank)).program(rank)
 
 
 def compile_programs(schedule: Schedule, plan: Plan, ranks: Iterable[int]) -> list[Program]:
     """The programs of some ranks."""
-    compiler = _Compiler(schedule, plan, lambda kind: Traffic.whole(kind.transfers(plan)))
-    return [compiler.program(rank) for rank in ranks]
+    over, plan = (schedule.moving, plan.transposed) if isinstance(schedule, PassQ) else (schedule, plan)
+    compiler = _Compiler(over, plan, lambda kind: Traffic.whole(kind.transfers(plan)))
+    return [_program_of_queries(compiler, rank) if over is not schedule else compiler.program(rank) for rank in ranks]
 
 
 def backward_passes(schedule: Schedule, plan: Plan, ranks: Iterable[int]) -> list[Pass]:
     """The backward passes of some ranks."""
     compiler = _Compiler(schedule, plan, lambda kind: Traffic.whole(kind.transfers(plan)))
     return [compiler.backward(rank) for rank in ranks]
+
+
+def _program_of_queries(compiler: _Compiler, rank: int) -> Program:
+    """The program of a compiler over a transposed plan: in both passes, something comes back for each row that moves."""
+    found = compiler.backward(rank)
+    instructions = (_of_queries(x) if isinstance(x, Launch) else x for x in found.instructions)
+    both = replace(found, instructions=tuple(instructions))
+    return Program(both, both, queries_move=True)
+
+
+def _of_queries(launch: Launch) -> Launch:
+    return replace(launch, make_tiles=lambda: transpose(launch.tiles))
 
 
 def local_program(tiles: TileTable) -> Program:
@@ -416,14 +433,14 @@ class _Messages:
 def _tiles(plan: Plan, rank: int, pieces: Sequence[_Piece]) -> TileTable:
     """What a rank computes with the rows in a buffer."""
     if not pieces:
-        return make_tiles(plan.tiles_of_launch(rank, rank)[:0], plan.lengths[rank], 0, plan.stride)
+        return make_tiles(plan.tiles_of_launch(rank, rank)[:0], plan.q_lengths[rank], 0, plan.stride)
     tables = [plan.tiles_of_launch(rank, piece.owner) for piece in pieces]
     # the rows of all pieces as one set, in which those of different owners lie apart
     apart = (max(plan.lengths) + 1) * np.arange(len(pieces))
     held = Rows.disjoint(np.concatenate([piece.rows.ranges + begin for piece, begin in zip(pieces, apart.tolist())]))
     moved = apart.repeat([len(table) for table in tables])
     table = move_keys(np.concatenate([table.T for table in tables], axis=1).T, held, 0, plan.stride, moved)
-    return make_tiles(table, plan.lengths[rank], pieces[-1].end, plan.stride)
+    return make_tiles(table, plan.q_lengths[rank], pieces[-1].end, plan.stride)
 
 
 def _half(launch: Launch) -> int:

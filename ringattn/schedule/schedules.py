@@ -255,6 +255,53 @@ class DoubleRing(Schedule):
         return f"double_ring({'' if self.ranks_per_node is None else self.ranks_per_node})"
 
 
+@dataclass(frozen=True)
+class PassQ(Schedule):
+    """Queries move to the keys that they see, and their partials come back: K/V stay. `over`: how they move, as K/V would.
+
+    All is said of the transposed plan, in which queries and keys have each other's place.
+    """
+
+    over: Schedule | None = None
+
+    def resolve(self, plan: Plan, ranks_per_node: int | None, backward_bytes: CountBytes | None = None) -> Schedule:
+        over = default_schedule(plan.transposed, ranks_per_node) if self.over is None else self.over
+        return PassQ(over.resolve(plan.transposed, ranks_per_node))
+
+    @property
+    def moving(self) -> Schedule:
+        """How queries move."""
+        return Waves(None) if self.over is None else self.over
+
+    def transfers(self, plan: Plan) -> list[Transfer]:
+        """Those of queries."""
+        return self.moving.transfers(plan.transposed)
+
+    def __repr__(self) -> str:
+        return "pass_q()"
+
+
+class RowTraffic(NamedTuple):
+    """Bytes that cross between ranks, in all passes of a call, for each row of K/V that moves, and for each row of Q."""
+
+    kv: int
+    q: int
+
+    @classmethod
+    def of(cls, h: int, hk: int, d: int, d_v: int, itemsize: int, backward: bool) -> RowTraffic:
+        """For h heads of q, hk of k and v, and their head dims. backward: also count the backward pass."""
+        exact = max(4, itemsize)
+        kv, q = hk * (d + d_v) * itemsize, h * (d * itemsize + (d_v + 2) * exact)
+        if backward:
+            kv += hk * (d + d_v) * (itemsize + exact)
+            q += h * ((d + d_v) * itemsize + 3 * exact + d * exact)
+        return cls(kv, q)
+
+    def moved(self, schedule: Schedule, plan: Plan) -> int:
+        """Bytes of all messages of all ranks."""
+        return (self.q if isinstance(schedule, PassQ) else self.kv) * sum(len(t.rows) for t in schedule.transfers(plan))
+
+
 @constant
 def ring() -> Schedule:
     """K/V go around the ring, one hop a step, while the rank computes with the K/V of the hop before."""
@@ -291,6 +338,25 @@ def double_ring(ranks_per_node: int | None = None) -> Schedule:
         Ranks of a node are next to each other in the group. A call raises ValueError if it does not divide.
     """
     return DoubleRing(None if ranks_per_node is None else integer("ranks_per_node", ranks_per_node, least=1))
+
+
+@constant
+def pass_q() -> Schedule:
+    """Queries move, and partials of their attention come back to be merged; K/V stay: for few queries and many keys.
+
+    In the backward pass queries move with the gradients of their outputs, and dQ comes back. Gradients of the tensors of a score are then
+    those of a rank's keys, and not of its queries; their sum over the ranks is the same.
+
+    Source: pass-Q (Yang et al. 2024, section 3.5).
+    """
+    return PassQ()
+
+
+def cross_schedule(plan: Plan, traffic: RowTraffic, ranks_per_node: int | None = None, copy_engines: bool = False) -> Schedule:
+    """`default_schedule`, or `pass_q` if that moves fewer bytes."""
+    keys, queries = default_schedule(plan, ranks_per_node, copy_engines), PassQ()
+    keys, queries = (x.resolve(plan, ranks_per_node) for x in (keys, queries))
+    return queries if traffic.moved(queries, plan) < traffic.moved(keys, plan) else keys
 
 
 def default_schedule(plan: Plan, ranks_per_node: int | None = None, copy_engines: bool = False) -> Schedule:
