@@ -39,6 +39,7 @@ from .serving.batch import CacheBatch
 from .serving.cache import PagedCache
 from .serving.decoding import decode
 from .serving.pages import CachedSequence, OutOfPages
+from .serving.prefilling import prefill
 from .training import causal_lm, data, loss, tiled
 from .training.checkpoint import checkpoint_contexts, checkpoint_layers, checkpoint_policy
 from .verification import Report, verify
@@ -87,6 +88,7 @@ __all__ = [
     "merge",
     "pass_q",
     "placed",
+    "prefill",
     "prefix",
     "prepare",
     "process_group",

@@ -26,6 +26,7 @@ from .scores import MOST_PLACES, ScoreMod
 from .transport import Alone
 
 _DEFAULT_MASK = causal()
+_FIRST = 0  # position
 _STATS = "pass True to get out and its statistics"
 
 
@@ -74,7 +75,7 @@ def ring_attention(
     *,
     layout: Layout | None = None,
     kv_layout: Layout | None = None,
-    q_offset: int = 0,
+    q_offset: int = _FIRST,
     mask: Mask | None = None,
     group: Group | None = None,
     softmax_scale: float | None = None,
@@ -143,7 +144,7 @@ def ring_attention(
         check.instance("mask", mask, Mask, check.BUILD_A_MASK)
         if layout is not None:
             check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
-        keys = keys_of(layout, kv_layout, q_offset)
+        keys = None if kv_layout is None and q_offset is _FIRST else keys_of(layout, kv_layout, q_offset)
         if schedule is not None:
             check.instance("schedule", schedule, Schedule, check.BUILD_A_SCHEDULE)
         if name is not None:

@@ -127,7 +127,14 @@ def _check(q: torch.Tensor, batch: CacheBatch, mask: Mask, score: ScoreMod | Non
         score.check(q)
         if score.bias is not None or score.dropout:
             raise ValueError(f"score is {score.kind!r}, but decode takes a softcap, alibi and sinks: pass these alone")
-    window = _window(mask)
+    window = window_of(mask, "decode")
+    check_evicted(batch, t, mask, window)
+    return window
+
+
+def check_evicted(batch: CacheBatch, t: int, mask: Mask, window: int | None) -> None:
+    """Raise ValueError if the mask, of this window, lets the last t tokens see evicted ones."""
+    pool = batch.pool
     for sequence in batch.sequences:
         oldest = 0 if window is None else max(0, sequence.length - t - window)
         if oldest < sequence.evicted * pool.page_size:
@@ -135,13 +142,12 @@ def _check(q: torch.Tensor, batch: CacheBatch, mask: Mask, score: ScoreMod | Non
                 f"mask is {mask!r}, which sees the token {oldest} of {sequence}, but the tokens before "
                 f"{sequence.evicted * pool.page_size} are evicted: pass a shorter window, or evict less"
             )
-    return window
 
 
-def _window(mask: Mask) -> int | None:
+def window_of(mask: Mask, function: str) -> int | None:
     """How many tokens before itself a query sees; None: all."""
     if isinstance(mask, Causal):
         return None
     if isinstance(mask, SlidingWindow) and mask.right == 0:
         return None if mask.left is None else min(mask.left, NO_WINDOW)
-    raise ValueError(f"mask is {check.shown(mask)}, but decode takes causal() and sliding_window(left): pass one of these")
+    raise ValueError(f"mask is {check.shown(mask)}, but {function} takes causal() and sliding_window(left): pass one of these")
