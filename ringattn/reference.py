@@ -73,7 +73,9 @@ def attention(
     if score is not None and score.sinks is not None:
         sinks = score.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], dim=-1)
-    row_max = scores.amax(-1, keepdim=True).detach() if scores.shape[-1] else scores.new_empty(*scores.shape[:-1], 1)
+    row_max = (
+        scores.amax(-1, keepdim=True).detach() if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), float("-inf"))
+    )
     # a row with nothing live has row_max = -inf: avoid inf - inf
     weights = (scores - row_max.masked_fill(row_max == float("-inf"), 0)).exp()
     row_sum = weights.sum(-1, keepdim=True)
