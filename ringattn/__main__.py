@@ -50,6 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan.add_argument("--gpus", type=int, nargs="+", required=True, help="GPUs in all")
     plan.add_argument("--gpus-per-node", type=int, default=8, help="(default 8)")
     plan.add_argument("--tokens", type=int, nargs="+", required=True, help="tokens of the whole sequence")
+    plan.add_argument(
+        "--kv-tokens",
+        type=int,
+        help="keys, if they are others than the queries: an encoder's states, or a document whose last chunk is --tokens",
+    )
     plan.add_argument("--heads", type=int, default=32, help="query heads (default 32)")
     plan.add_argument("--kv-heads", type=int, default=8, help="K/V heads (default 8)")
     plan.add_argument("--head-dim", type=int, default=128, help="(default 128)")
@@ -97,7 +102,14 @@ def _plan(given: argparse.Namespace) -> None:
     found = []
     for gpus, tokens in worlds:
         mask = parse_mask(given.mask, tokens)
-        work = Workload(tokens, given.heads, given.kv_heads, given.head_dim, mask, LAYOUTS[given.layout])
+        keys = {}
+        if given.kv_tokens is not None:
+            if given.mask.startswith("documents"):
+                raise ValueError(
+                    "--kv-tokens goes with the masks causal, full and window:TOKENS, whose last query is at the last key"
+                )
+            keys = dict(kv_tokens=given.kv_tokens, q_offset=max(0, given.kv_tokens - tokens))
+        work = Workload(tokens, given.heads, given.kv_heads, given.head_dim, mask, LAYOUTS[given.layout], **keys)
         check_work(work, gpus, given.gpus_per_node)
         memory = _budget(given.memory_gib, machine, work, gpus)
         predictions = [

@@ -17,6 +17,7 @@ PROGRAM = "tests/schedule/test_program.py"
 EXACT = "tests/test_attention.py -k dout_on_one_rank_only"
 STATISTICS = "tests/test_attention.py -k lse"
 ROUNDING = "tests/test_attention.py -k 'errors_are_those_of_dense and bfloat16'"
+CROSS = "tests/distributed/test_cross.py"
 STAGED = "tests/transport/test_staged.py"
 STEPS = "tests/kernels/test_score_steps.py"
 MODIFIED = "tests/kernels/test_hopper_modified.py -k 'where_they_can or cannot_be_met'"
@@ -123,6 +124,20 @@ MUTATIONS = (
         EXACT,
     ),
     Mutation(
+        "ringattn/geometry/plan.py",
+        "tables[0][:, 1] += keys.q_offset",
+        "tables[0][:, 1] += 0 * keys.q_offset",
+        "queries of a later chunk see the keys of the first one",
+        CROSS,
+    ),
+    Mutation(
+        "ringattn/geometry/mask.py",
+        "shift = stop - k_stop",
+        "shift = start - k_start",
+        "the queries of a document's last chunk are taken for its first tokens",
+        CROSS,
+    ),
+    Mutation(
         "ringattn/geometry/rows.py",
         "reach = np.maximum.accumulate(end)",
         "reach = end",
@@ -166,6 +181,13 @@ MUTATIONS = (
         PROGRAM,
     ),
     Mutation(
+        "ringattn/schedule/schedules.py",
+        "return queries if traffic.moved(queries, plan) < traffic.moved(keys, plan) else keys",
+        "return keys if traffic.moved(queries, plan) < traffic.moved(keys, plan) else queries",
+        "what is more bytes moves: queries or keys",
+        CROSS,
+    ),
+    Mutation(
         "ringattn/schedule/program.py",
         "        found += adds[t]\n",
         "",
@@ -201,6 +223,13 @@ MUTATIONS = (
         f"{PROGRAM} -k bytes",
     ),
     # running a pass, and the agreement before it
+    Mutation(
+        "ringattn/runtime/query_passes.py",
+        "found = add(parts, more)",
+        "found = more",
+        "a partial that comes back takes the place of the rank's own",
+        CROSS,
+    ),
     Mutation(
         "ringattn/runtime/passes.py",
         "                assert handle is not None\n                handle.wait()\n            case Close():",

@@ -12,7 +12,7 @@ from math import ceil, inf
 
 from ..check import BUILD_A_MASK, MAX_HEAD_DIM, MAX_RANKS, MAX_TOKENS, flag, instance, integer, listed, number
 from ..geometry.mask import Mask
-from ..schedule.schedules import Schedule, Waves, double_ring, gather, ring, waves
+from ..schedule.schedules import Schedule, Waves, double_ring, gather, pass_q, ring, waves
 from .machine import Machine
 from .simulation import ITEM, Option, Prediction, Workload, simulate
 
@@ -35,7 +35,9 @@ def predict(machine: Machine, work: Workload, gpus: int, gpus_per_node: int, opt
     if gpus_per_node % u and u % gpus_per_node:
         raise ValueError(f"the heads axis is {u}, but must divide the {gpus_per_node} GPUs of a node, or be a multiple of them")
     n, shard = gpus // u, ceil(work.tokens / gpus)
-    worlds = _smaller_worlds(work.mask, option.schedule, n, max(1, gpus_per_node // u), shard * u)
+    worlds = None
+    if work.kv_tokens is None:
+        worlds = _smaller_worlds(work.mask, option.schedule, n, max(1, gpus_per_node // u), shard * u)
     if worlds is None:
         return simulate(machine, work, gpus, gpus_per_node, option)
     small, large = (
@@ -68,6 +70,8 @@ def options(work: Workload, gpus: int, gpus_per_node: int, *, nccl: bool = False
             found.append(Option(gather(), u, nccl))
         if 1 < per_node < ranks:
             found.append(Option(double_ring(per_node), u, nccl))
+        if work.kv_tokens is not None and ranks > 1:
+            found.append(Option(pass_q(), u, nccl))
     return found
 
 
@@ -84,7 +88,8 @@ def recommend(predictions: Iterable[Prediction], memory: float) -> Prediction | 
 def held_bytes(work: Workload, gpus: int) -> int:
     """Bytes that q, k, v, out and the gradients of all four take on a GPU."""
     check_work(work, gpus, gpus)
-    return ceil(work.tokens / gpus) * work.head_dim * 4 * (work.heads + work.kv_heads) * ITEM
+    k_tokens = work.tokens if work.kv_tokens is None else work.kv_tokens
+    return (ceil(work.tokens / gpus) * work.heads + ceil(k_tokens / gpus) * work.kv_heads) * work.head_dim * 4 * ITEM
 
 
 def check_work(work: Workload, gpus: int, gpus_per_node: int) -> None:
@@ -92,6 +97,9 @@ def check_work(work: Workload, gpus: int, gpus_per_node: int) -> None:
     instance("work", work, Workload, "make one with Workload(tokens, heads, kv_heads, head_dim, mask)")
     figures = {"gpus": (gpus, MAX_RANKS), "gpus_per_node": (gpus_per_node, MAX_RANKS), "tokens": (work.tokens, MAX_TOKENS)}
     figures |= {"head_dim": (work.head_dim, MAX_HEAD_DIM), "heads": (work.heads, MAX_RANKS), "kv_heads": (work.kv_heads, MAX_RANKS)}
+    if work.kv_tokens is not None:
+        figures |= {"kv_tokens": (work.kv_tokens, MAX_TOKENS)}
+    integer("q_offset", work.q_offset, most=MAX_TOKENS)
     for name, (value, most) in figures.items():
         integer(name, value, least=1, most=most)
     if gpus > gpus_per_node and gpus % gpus_per_node:
@@ -101,7 +109,9 @@ def check_work(work: Workload, gpus: int, gpus_per_node: int) -> None:
     instance("mask", work.mask, Mask, BUILD_A_MASK)
     if not callable(work.layout):
         raise ValueError(f"layout is {work.layout!r}, but must be a function of (mask, tokens, ranks), such as placed")
-    work.mask.check_length(work.tokens)
+    if work.kv_tokens is None and work.q_offset:
+        raise ValueError(f"q_offset is {work.q_offset}, but without kv_tokens queries and keys are the same tokens")
+    work.mask.check_length(work.length)
 
 
 def _smaller_worlds(mask: Mask, schedule: Schedule, n: int, per_node: int, shard: int) -> tuple[int, int] | None:

@@ -22,7 +22,7 @@ from ..runtime.ulysses import kv_copies, ring_layout
 from ..schedule.instructions import Exchange, Holds, Launch
 from ..schedule.memory import RowBytes, peak_bytes
 from ..schedule.program import Pass, compile_programs
-from ..schedule.schedules import Schedule
+from ..schedule.schedules import PassQ, Schedule
 from .machine import Link, Machine
 
 ITEM = 2  # bytes of an element of q, k, v
@@ -31,7 +31,10 @@ _SUM = 4  # bytes of an element of sums: states between steps, and gradients
 
 @dataclass(frozen=True)
 class Workload:
-    """A layer's attention over a whole sequence: batch 1, 16-bit inputs, the layout that `layout(mask, tokens, ranks)` returns."""
+    """A layer's attention over a whole sequence: batch 1, 16-bit inputs, the layout that `layout(mask, tokens, ranks)` returns.
+
+    kv_tokens: keys that are others than the queries, with a layout of their own; the first query then has the position `q_offset`.
+    """
 
     tokens: int
     heads: int
@@ -39,6 +42,13 @@ class Workload:
     head_dim: int
     mask: Mask
     layout: Callable[[Mask, int, int], Layout] = default_layout
+    kv_tokens: int | None = None
+    q_offset: int = 0
+
+    @property
+    def length(self) -> int:
+        """Of a sequence that holds all queries and keys."""
+        return self.tokens if self.kv_tokens is None else max(self.q_offset + self.tokens, self.kv_tokens)
 
 
 @dataclass(frozen=True)
@@ -148,10 +158,15 @@ class Simulation:
         self.gpus_per_node = gpus_per_node
         self.n = gpus // self.u
         layout = work.layout(work.mask, work.tokens, gpus) if layout is None else layout
-        plan = make_plan(ring_layout(layout, self.u), work.mask)
+        keys = None if work.kv_tokens is None else work.layout(work.mask, work.kv_tokens, gpus)
+        kv_layout = None if keys is None else ring_layout(keys, self.u)
+        plan = make_plan(ring_layout(layout, self.u), work.mask, kv_layout, work.q_offset)
+        self.queries_move = isinstance(option.schedule, PassQ)
         self.pairs = plan.pairs()  # (n, n)
-        self.rows = max(plan.lengths)
-        self.own_rows = max(layout.lengths)
+        if self.queries_move:
+            self.pairs = plan.transposed.pairs()  # a rank computes all pairs of its keys
+        self.rows, self.k_rows = max(plan.q_lengths), max(plan.lengths)
+        self.own_rows, self.own_k_rows = max(layout.lengths), max((layout if keys is None else keys).lengths)
         self.copies = kv_copies(work.heads, work.kv_heads, self.u)
         self.h, self.hk, self.d = work.heads // self.u, work.kv_heads * self.copies // self.u, work.head_dim
         self.node = np.arange(self.n) * self.u // gpus_per_node
@@ -160,8 +175,8 @@ class Simulation:
         inside = min(self.u, gpus_per_node)
         self.peers = np.array([inside - 1, self.u - inside])
         programs = compile_programs(option.schedule, plan, range(self.n))
-        self.forward_counts = self._count([program.forward for program in programs])
-        self.backward_counts = self._count([program.backward for program in programs])
+        self.forward_counts = self._count([program.forward for program in programs], self.row_bytes_forward)
+        self.backward_counts = self._count([program.backward for program in programs], self.row_bytes)
 
     @property
     def link(self) -> Link:
@@ -196,7 +211,17 @@ class Simulation:
 
     @property
     def row_bytes(self) -> RowBytes:
+        """Of what moves in the backward pass, and of what comes back."""
+        if self.queries_move:
+            return RowBytes(self.h * (2 * self.d * ITEM + 3 * _SUM), self.h * self.d * _SUM)
         return RowBytes(self.kv_row, self.grad_row)
+
+    @property
+    def row_bytes_forward(self) -> RowBytes:
+        """Likewise in the forward pass, in which only partials of queries that move come back."""
+        if self.queries_move:
+            return RowBytes(self.h * self.d * ITEM, self.h * (self.d + 2) * _SUM)
+        return self.row_bytes
 
     def forward(self) -> PassTime:
         counts = self.forward_counts
@@ -205,6 +230,9 @@ class Simulation:
         resumed = computes & (np.cumsum(computes, axis=0) > 1)
         left = computes & (np.cumsum(computes[::-1], axis=0)[::-1] > 1)
         state = (resumed * 1.0 + left) * self.rows * self.h * self.d * _SUM
+        if self.queries_move:
+            # each launch writes partials; an Add reads two and writes one
+            state = 3 * counts.sums * self.row_bytes_forward.sums + computes * self.rows * self.h * self.d * _SUM
         compute = self.kernel(counts.pairs, backward=False) + state / self.machine.hbm_gbs / 1e9
         there, back = self._swap("q, k, v to heads", self._qkv), self._swap("out to rows", self._out + 2 * self._stat)
         return self._paced(compute, counts).between(there, back)
@@ -214,7 +242,7 @@ class Simulation:
         computes = counts.pairs > 0
         resumed = computes & (np.cumsum(computes, axis=0) > 1)
         # an Add reads the received rows and the sum, and writes the sum
-        touched = (computes * 1.0 + resumed) * self.rows * self.h * self.d * _SUM + 3 * counts.sums * self.grad_row
+        touched = (computes * 1.0 + resumed) * self.rows * self.h * self.d * _SUM + 3 * counts.sums * self.row_bytes.sums
         compute = self.kernel(counts.pairs, backward=True) + touched / self.machine.hbm_gbs / 1e9
         there = self._swap("q, k, v, dout to heads", self._qkv + self._out + 3 * self._stat)
         back = self._swap("dq, dk, dv to rows", self._dqkv)
@@ -237,16 +265,16 @@ class Simulation:
         stat = self.rows * self.h * _SUM
         state = 3 * stat  # row_max, row_sum, delta
         if self.u > 1:
-            state += 3 * self.u * self._stat + (2 * self.h + 2 * self.hk) * self.d * ITEM * self.rows
-        returned = self.u * self.own_rows * self.h * self.d * ITEM + self.own_rows * self.kv_row * self.u // self.copies
+            state += 3 * self.u * self._stat + 2 * self.d * ITEM * (self.h * self.rows + self.hk * self.k_rows)
+        returned = self.u * self.own_rows * self.h * self.d * ITEM + self.own_k_rows * self.kv_row * self.u // self.copies
         query_sums = self.rows * self.h * self.d * _SUM
         # the sums of dq are freed before dk and dv are rounded
         dq = self.rows * self.h * self.d * ITEM
         if any(self.backward_counts.pairings):
             others = self.others_bytes(beside_launch=2 * stat)
-            most = query_sums + self.rows * self.grad_row + max(others, dq)
+            most = query_sums + self.k_rows * self.grad_row + max(others, dq)
         else:
-            most = query_sums + self.rows * self._dkv_row + max(2 * stat, dq)
+            most = query_sums + self.k_rows * self._dkv_row + max(2 * stat, dq)
         if self.u > 1:
             most = max(most, 2 * self.u * self._dqkv)
         return state + most - returned
@@ -256,9 +284,9 @@ class Simulation:
         passes = self.backward_counts.passes
         return max(peak_bytes(each, self.row_bytes, beside_launch=beside_launch, gathered=True) for each in passes)
 
-    def _count(self, passes: Sequence[Pass]) -> _Counts:
+    def _count(self, passes: Sequence[Pass], row_bytes: RowBytes) -> _Counts:
         """Count what all ranks do in each step of a pass."""
-        counts, row_bytes = _Counts(passes, self.n), self.row_bytes
+        counts = _Counts(passes, self.n)
         for rank, each in enumerate(passes):
             for x in each.instructions:
                 if isinstance(x, Launch):
@@ -299,7 +327,7 @@ class Simulation:
 
     @property
     def _qkv(self) -> int:
-        return self.own_rows * (self.h * self.d * ITEM + self.kv_row)
+        return self.own_rows * self.h * self.d * ITEM + self.own_k_rows * self.kv_row
 
     @property
     def _out(self) -> int:
@@ -311,7 +339,7 @@ class Simulation:
 
     @property
     def _dqkv(self) -> int:
-        return self.own_rows * (self.h * self.d * ITEM + self._dkv_row)
+        return self.own_rows * self.h * self.d * ITEM + self.own_k_rows * self._dkv_row
 
     @property
     def _dkv_row(self) -> int:

@@ -157,3 +157,28 @@ def test_a_disagreement_in_compiled_code_is_an_error_on_every_rank(gloo):
         assert "mask is prefix(5)" in message
         assert "on rank 1, but causal()" in message
         assert works
+
+
+def compiled_cross_attention(group):
+    """The greatest difference of compiled calls with keys of their own layout, which differ in their offset alone, and of their gradients."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    layout, kv_layout = ra.zigzag(7, size), ra.striped(12, size)
+    draw = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, n, h, 4, generator=draw, dtype=torch.float64).requires_grad_() for n, h in ((7, 4), (12, 2), (12, 2))]
+
+    def attention(q, k, v):
+        options = dict(layout=layout, kv_layout=kv_layout, group=group)
+        return ra.ring_attention(q, k, v, q_offset=5, **options) + ra.ring_attention(q, k, v, q_offset=1, **options)
+
+    torch.compiler.reset()
+    leaves = [ra.shard(x.detach(), one, rank).requires_grad_() for x, one in zip(whole, (layout, kv_layout, kv_layout))]
+    out = torch.compile(attention, fullgraph=True, backend="aot_eager")(*leaves)
+    got = out, *torch.autograd.grad(out.sum(), leaves)
+    out = sum(ra.reference.attention(*whole, q_offset=offset) for offset in (5, 1))
+    wanted = out, *torch.autograd.grad(out.sum(), whole)
+    parts = zip(got, wanted, (layout, layout, kv_layout, kv_layout))
+    return max(dense.difference(x.detach(), ra.shard(y.detach(), one, rank)) for x, y, one in parts)
+
+
+def test_keys_of_their_own_layout(gloo):
+    assert max(gloo.run(2, compiled_cross_attention)) < 1e-10

@@ -124,6 +124,33 @@ def test_bytes_of_a_ring():
         assert p.sent == work.tokens // gpus * (2 * (5 * 32 + 6 * 8) * 128 + 5 * 4 * 32) * (gpus - 1) / gpus
 
 
+def test_bytes_of_queries_and_keys_of_their_own():
+    """Everything live: P - 1 shards of K/V move as ever, or P - 1 shards of queries, whose partials and gradients come back."""
+    work = Workload(8_000, 32, 8, 128, ra.full(), kv_tokens=80_000, q_offset=1000)
+    keys, queries = (7 * tokens // 8 * heads * 128 for tokens, heads in ((80_000, 8), (8_000, 32)))
+    assert predict(H200, work, 8, 8, Option(ra.ring())).sent == 2 * keys * (2 * 2 + 4)
+    stats = 7 * 1000 * 32 * 4 * (2 + 3)  # row_max and row_sum come back, and go with delta
+    assert predict(H200, work, 8, 8, Option(ra.pass_q())).sent == queries * (2 + 4 + 2 * 2 + 4) + stats
+    assert any(option.schedule == ra.pass_q() for option in options(work, 8, 8))
+    best = recommend([predict(IDEAL, work, 8, 8, option) for option in options(work, 8, 8)], float("inf"))
+    assert best is not None and best.option.schedule == ra.pass_q()
+    for bad, message in (
+        (replace(work, kv_tokens=0), "kv_tokens is 0, but must be at least 1"),
+        (replace(work, kv_tokens=None), "q_offset is 1000, but without kv_tokens"),
+        (replace(work, mask=ra.documents(lengths=[90_000])), "longer than the sequence of 80000"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            predict(H200, bad, 8, 8, Option(ra.ring()))
+
+
+def test_keys_of_their_own_on_the_command_line(capsys):
+    main("plan --gpus 8 --tokens 8192 --kv-tokens 1000000".split())
+    assert "| pass_q() (recommended) |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main("plan --gpus 8 --tokens 8192 --kv-tokens 1000000 --mask documents:100".split())
+    assert "--kv-tokens goes with the masks causal, full and window:TOKENS" in capsys.readouterr().err
+
+
 def test_bytes_between_nodes():
     """A double ring takes each shard once to each other node and its gradients once home; a heads axis of a node moves as much."""
     work = replace(CAUSAL, mask=ra.full())
