@@ -324,8 +324,9 @@ def make_cross_plan(layout: Layout, mask: Mask, keys: Keys, placed: bool) -> Pla
     tables[0][:, 1] += keys.q_offset
     stride = common_stride(*tables, at_least=region_stride(regions))
     (q_spans, q_order), (k_spans, k_order) = (refine(table, layout.world_size, stride) for table in tables)
-    lengths, order = (layout.lengths, keys.layout.lengths), (tuple(map(_order, x)) for x in (q_order, k_order))
-    return Plan(layout.world_size, *lengths, *order, q_spans, k_spans, regions, placed)
+    lengths = layout.lengths, keys.layout.lengths
+    orders = tuple(map(_order, q_order)), tuple(map(_order, k_order))
+    return Plan(layout.world_size, *lengths, *orders, q_spans, k_spans, regions, placed)
 
 
 def make_local_plan(
@@ -337,9 +338,9 @@ def make_local_plan(
     regions = mask.regions(seq_len)
     stride = common_stride(*tables, at_least=region_stride(regions))
     (q_spans, (q_order,)), (k_spans, (k_order,)) = (refine(table, 1, stride) for table in tables)
-    lengths = (len(q_positions),), (len(k_positions),)
-    plan = Plan(1, *lengths, (None,), (None,), q_spans, k_spans, regions, placed)
-    tiles = make_tiles(plan.tiles_of_launch(0, 0), len(q_positions), len(k_positions), stride)
+    q_length, k_length = len(q_positions), len(k_positions)
+    plan = Plan(1, (q_length,), (k_length,), (None,), (None,), q_spans, k_spans, regions, placed)
+    tiles = make_tiles(plan.tiles_of_launch(0, 0), q_length, k_length, stride)
     return tiles, _then(q_rows, _order(q_order)), _then(k_rows, _order(k_order))
 
 

@@ -52,8 +52,8 @@ def forward(
     sums = _run(transport, program, (q.transpose(0, 1).contiguous(),), empty, launch, _merge, _EMPTY)
     out, row_max, row_sum = sums
     out = out.transpose(0, 1)
-    stats = (x.permute(1, 2, 0).contiguous() for x in (row_max, row_sum))
-    return out.to(q.dtype) if final else out.contiguous(), *stats
+    row_max, row_sum = (x.permute(1, 2, 0).contiguous() for x in (row_max, row_sum))
+    return out.to(q.dtype) if final else out.contiguous(), row_max, row_sum
 
 
 def backward(
@@ -80,9 +80,8 @@ def backward(
 
     def launch(x: Launch, rows: Rowwise) -> Rowwise:
         part, dpart, row_stats = rows
-        here = local.Queries(
-            part.transpose(0, 1), dpart.transpose(0, 1), *(y.permute(1, 2, 0).contiguous() for y in row_stats.unbind(-1))
-        )
+        row_max, row_sum, delta = (y.permute(1, 2, 0).contiguous() for y in row_stats.unbind(-1))
+        here = local.Queries(part.transpose(0, 1), dpart.transpose(0, 1), row_max, row_sum, delta)
         dq = local.query_sums(here, score, dtype)
         local.backward(here, k, v, x.tiles, score, dq=dq, dk=dk, dv=dv, add=True, sums=sums)
         return (dq.finish(dtype).transpose(0, 1),)

@@ -32,7 +32,7 @@ from .pages import CachedSequence
 _DEFAULT_MASK = causal()
 
 
-class _Chunk(NamedTuple):
+class _Alike(NamedTuple):
     """Sequences of a batch whose pages lie alike on the ranks, by their rows in the batch, and what this rank does for them.
 
     pages: (n, this rank's pages of each), in the order of their positions. tokens: of these pages, filled.
@@ -110,7 +110,7 @@ def prefill(
 
 
 def _attend(
-    q: torch.Tensor, batch: CacheBatch, chunks: list[_Chunk], layer: int, softmax_scale: float, score: ScoreMod | None
+    q: torch.Tensor, batch: CacheBatch, chunks: list[_Alike], layer: int, softmax_scale: float, score: ScoreMod | None
 ) -> torch.Tensor:
     pool, (b, s, h, _) = batch.pool, q.shape
     slopes = values = sinks = None
@@ -129,14 +129,14 @@ def _attend(
     return out
 
 
-def _rows_of_pages(x: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
+def _rows_of_pages(x: torch.Tensor, chunk: _Alike) -> torch.Tensor:
     """This rank's rows of the chunk's sequences, (n, tokens, hk, d), from pages (pages, hk, page_size, d)."""
     n, count = chunk.pages.shape
     found = x.index_select(0, chunk.pages.flatten()).unflatten(0, (n, count))  # (n, pages, hk, page_size, d)
     return found.transpose(2, 3).flatten(1, 2)[:, : chunk.tokens]
 
 
-def _chunks(batch: CacheBatch, layout: Layout, mask: Mask, h: int, placed: bool, schedule: Schedule | None) -> list[_Chunk]:
+def _chunks(batch: CacheBatch, layout: Layout, mask: Mask, h: int, placed: bool, schedule: Schedule | None) -> list[_Alike]:
     """What this rank does for the batch's sequences: those of one length, home and eviction together."""
     key = repr(("prefill", layout.digest, mask.digest, h, placed, schedule and schedule.digest))
     if key not in batch.plans:
@@ -150,7 +150,7 @@ def _chunks(batch: CacheBatch, layout: Layout, mask: Mask, h: int, placed: bool,
 
 def _chunk(
     batch: CacheBatch, rows: list[int], layout: Layout, mask: Mask, h: int, placed: bool, schedule: Schedule | None
-) -> _Chunk:
+) -> _Alike:
     pool, context = batch.pool, batch.pool.context
     sequences = [batch.sequences[row] for row in rows]
     first = sequences[0]
@@ -164,7 +164,7 @@ def _chunk(
     begin = first.evicted + (context.ranks.rank - first.home - first.evicted) % context.ranks.size
     pages = [sequence.pages[begin :: context.ranks.size] for sequence in sequences]
     sent = pool.sent([page for own in pages for page in own]).view(len(rows), len(pages[0]))
-    return _Chunk(pool.sent(rows), sent, kv_layout.lengths[context.ranks.rank], work)
+    return _Alike(pool.sent(rows), sent, kv_layout.lengths[context.ranks.rank], work)
 
 
 def page_layout(sequence: CachedSequence, page_size: int, world_size: int) -> Layout:

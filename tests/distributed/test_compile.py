@@ -160,7 +160,7 @@ def test_a_disagreement_in_compiled_code_is_an_error_on_every_rank(gloo):
 
 
 def compiled_cross_attention(group):
-    """The greatest difference of compiled calls with keys of their own layout, which differ in their offset alone, and of their gradients."""
+    """The greatest difference of two compiled calls with keys of their own layout, which differ in their offset, and of gradients."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     layout, kv_layout = ra.zigzag(7, size), ra.striped(12, size)
     draw = torch.Generator().manual_seed(0)

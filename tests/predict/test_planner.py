@@ -144,10 +144,11 @@ def test_bytes_of_queries_and_keys_of_their_own():
 
 
 def test_keys_of_their_own_on_the_command_line(capsys):
-    main("plan --gpus 8 --tokens 8192 --kv-tokens 1000000".split())
+    given = ["plan", "--gpus", "8", "--tokens", "8192", "--kv-tokens", "1000000"]
+    command_line.main(given)
     assert "| pass_q() (recommended) |" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main("plan --gpus 8 --tokens 8192 --kv-tokens 1000000 --mask documents:100".split())
+        command_line.main([*given, "--mask", "documents:100"])
     assert "--kv-tokens goes with the masks causal, full and window:TOKENS" in capsys.readouterr().err
 
 
