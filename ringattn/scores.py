@@ -305,8 +305,9 @@ def score(
             from torch's generator for the CPU, which must be in the same state on all ranks.
         offset: 0 to 2**32 - 1, for further draws with one seed.
 
-    Gradients flow to alibi, the table of bias and sinks, if they require them. On each rank they are those of its own queries, as the
-    gradients of all parameters are: sum them over the ranks (`training.causal_lm.sum_gradients`, DDP, FSDP).
+    Gradients flow to alibi, the table of bias and sinks, if they require them. On each rank they are those of its own queries (of alibi and
+    bias with `pass_q`: of its own keys), as the gradients of all parameters are: sum them over the ranks
+    (`training.causal_lm.sum_gradients`, DDP, FSDP).
 
     `Stats` are those of the modified scores, sinks included, before dropout.
 

@@ -131,9 +131,8 @@ def _attend(
 
 def _rows_of_pages(x: torch.Tensor, chunk: _Alike) -> torch.Tensor:
     """This rank's rows of the chunk's sequences, (n, tokens, hk, d), from pages (pages, hk, page_size, d)."""
-    n, count = chunk.pages.shape
-    found = x.index_select(0, chunk.pages.flatten()).unflatten(0, (n, count))  # (n, pages, hk, page_size, d)
-    return found.transpose(2, 3).flatten(1, 2)[:, : chunk.tokens]
+    found = x.transpose(1, 2).index_select(0, chunk.pages.flatten())  # (n * pages, page_size, hk, d)
+    return found.unflatten(0, chunk.pages.shape).flatten(1, 2)[:, : chunk.tokens]
 
 
 def _chunks(batch: CacheBatch, layout: Layout, mask: Mask, h: int, placed: bool, schedule: Schedule | None) -> list[_Alike]:

@@ -69,8 +69,7 @@ def chunks(group, seed, score="none", window=None):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_chunks_over_gloo(gloo, world_size):
-    for seed in range(3):
-        assert max(gloo.run(world_size, chunks, seed)) < 1e-12
+    assert max(gloo.run(world_size, chunks, world_size)) < 1e-12
     assert max(gloo.run(world_size, chunks, 3, "none", 20)) < 1e-12
 
 
