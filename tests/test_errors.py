@@ -78,6 +78,21 @@ TENSORS = {
     "head_dim 0": (lambda: call(*[tensor(1, 6, 4, 0)] * 3), "q has head_dim 0, but it must be 1 to 256"),
     "head_dim 257": (lambda: call(*[tensor(1, 6, 4, 257)] * 3), "q has head_dim 257, but it must be 1 to 256"),
     "v's head_dim 320": (lambda: call(v=tensor(1, 6, 4, 320)), "v has head_dim 320, but it must be 1 to 256"),
+    "queries over queries": (lambda: ra.pass_q(ra.pass_q()), r"over is pass_q\(\), but queries move by ring\(\), gather\(\)"),
+    "queries over memory": (lambda: ra.pass_q(ra.waves(memory=9)), r"over is waves\(memory=9\), but queries move by"),
+    "queries over a name": (lambda: ra.pass_q("ring"), "over is 'ring', but must be a Schedule"),
+    "the reference's offset": (
+        lambda: ra.reference.attention(*[tensor()] * 3, q_offset=-1),
+        "q_offset is -1, but must be at least 0",
+    ),
+    "a plan's offset alone": (
+        lambda: ra.make_plan(ra.zigzag(6, 2), ra.causal(), q_offset=1),
+        "q_offset is 1, but without kv_layout",
+    ),
+    "a plan of other ranks": (
+        lambda: ra.make_plan(ra.zigzag(6, 2), ra.causal(), ra.zigzag(6, 3)),
+        r"kv_layout zigzag\(seq_len=6, world_size=3\) is for 3 ranks, but layout zigzag\(seq_len=6, world_size=2\) is for 2",
+    ),
     "the reference's heads": (
         lambda: ra.reference.attention(tensor(), tensor(1, 6, 3, 8), tensor(1, 6, 3, 8)),
         "k has 3 heads, which does not divide q's 4",

@@ -71,7 +71,7 @@ def options(work: Workload, gpus: int, gpus_per_node: int, *, nccl: bool = False
         if 1 < per_node < ranks:
             found.append(Option(double_ring(per_node), u, nccl))
         if work.kv_tokens is not None and ranks > 1:
-            found.append(Option(pass_q(), u, nccl))
+            found += [Option(pass_q(over), u, nccl) for over in (ring(), gather())[: ranks - 1]]
     return found
 
 

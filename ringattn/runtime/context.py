@@ -142,9 +142,11 @@ class Context:
         chosen = chosen.resolve(
             plan, ranks_per_node, None if row_bytes is None else lambda candidate: backward_bytes(candidate, plan, row_bytes)
         )
-        order, k_order = plan.order[self.transport.rank], plan.k_order[self.transport.rank]
-        if exchange is not None and k_exchange is not None:
-            order, k_order = exchange.own_order(order), k_exchange.own_order(k_order)
+        order = plan.order[self.transport.rank]
+        order = k_order = order if exchange is None else exchange.own_order(order)
+        if keys is not None:
+            k_order = plan.k_order[self.transport.rank]
+            k_order = k_order if k_exchange is None else k_exchange.own_order(k_order)
         program = compile_program(chosen, plan, self.transport.rank)
         # what is recorded on a GPU takes q, k and v of one layout
         replays = {} if exchange is None and order is None and keys is None and not program.queries_move else None

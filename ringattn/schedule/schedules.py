@@ -278,7 +278,7 @@ class PassQ(Schedule):
         return self.moving.transfers(plan.transposed)
 
     def __repr__(self) -> str:
-        return "pass_q()"
+        return f"pass_q({'' if self.over is None else self.over})"
 
 
 class RowTraffic(NamedTuple):
@@ -341,15 +341,22 @@ def double_ring(ranks_per_node: int | None = None) -> Schedule:
 
 
 @constant
-def pass_q() -> Schedule:
+def pass_q(over: Schedule | None = None) -> Schedule:
     """Queries move, and partials of their attention come back to be merged; K/V stay: for few queries and many keys.
+
+    over: how queries move, as K/V would: `ring()`, `gather()`, `waves(width)` or `double_ring()`; by default `default_schedule` of the plan
+        in which queries and keys have each other's place. Raises ValueError for anything else.
 
     In the backward pass queries move with the gradients of their outputs, and dQ comes back. Gradients of the tensors of a score are then
     those of a rank's keys, and not of its queries; their sum over the ranks is the same.
 
     Source: pass-Q (Yang et al. 2024, section 3.5).
     """
-    return PassQ()
+    if over is not None:
+        instance("over", over, Schedule, "build one with ring(), waves(width) and the like")
+        if isinstance(over, PassQ) or over.by_memory:
+            raise ValueError(f"over is {over}, but queries move by ring(), gather(), waves(width) or double_ring()")
+    return PassQ(over)
 
 
 def cross_schedule(plan: Plan, traffic: RowTraffic, ranks_per_node: int | None = None, copy_engines: bool = False) -> Schedule:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
 from ringattn.runtime.groups import get_context
-from ringattn.schedule.schedules import PassQ, RowTraffic, cross_schedule
+from ringattn.schedule.schedules import RowTraffic, cross_schedule
 from ringattn.transport import run_ranks
 from tests.distributed.dense import difference
 
@@ -25,9 +25,9 @@ SCHEDULES = {
     "memory": lambda n: ra.waves(memory=1 << 20),
     "double ring": ra.double_ring,
     "pass_q": lambda n: ra.pass_q(),
-    "pass_q over a ring": lambda n: PassQ(ra.ring()),
-    "pass_q over waves": lambda n: PassQ(ra.waves(1)),
-    "pass_q over a double ring": lambda n: PassQ(ra.double_ring(n)),
+    "pass_q over a ring": lambda n: ra.pass_q(ra.ring()),
+    "pass_q over waves": lambda n: ra.pass_q(ra.waves(1)),
+    "pass_q over a double ring": lambda n: ra.pass_q(ra.double_ring(n)),
 }
 SCORES = {
     "none": lambda h: None,
@@ -250,9 +250,9 @@ def test_the_default_moves_what_is_fewer_bytes():
         plan = ra.make_plan(ra.contiguous(tokens, 8), ra.full(), keys)
         schedule = cross_schedule(plan, traffic)
         chosen.append(repr(schedule))
-        moved = {"ring()": 7 * 64_000 * traffic.kv, "pass_q()": 7 * tokens * traffic.q}
+        moved = {"ring()": 7 * 64_000 * traffic.kv, "pass_q(ring())": 7 * tokens * traffic.q}
         assert traffic.moved(schedule, plan) == min(moved.values())
-    assert chosen == ["pass_q()"] * 3 + ["ring()"] * 2
+    assert chosen == ["pass_q(ring())"] * 3 + ["ring()"] * 2
 
 
 def test_work_of_a_chunk_is_even():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -131,9 +132,10 @@ def test_bytes_of_queries_and_keys_of_their_own():
     assert predict(H200, work, 8, 8, Option(ra.ring())).sent == 2 * keys * (2 * 2 + 4)
     stats = 7 * 1000 * 32 * 4 * (2 + 3)  # row_max and row_sum come back, and go with delta
     assert predict(H200, work, 8, 8, Option(ra.pass_q())).sent == queries * (2 + 4 + 2 * 2 + 4) + stats
-    assert any(option.schedule == ra.pass_q() for option in options(work, 8, 8))
+    moving = {repr(option.schedule) for option in options(work, 8, 8) if option.heads_axis == 1}
+    assert {"pass_q(ring())", "pass_q(gather())"} < moving
     best = recommend([predict(IDEAL, work, 8, 8, option) for option in options(work, 8, 8)], float("inf"))
-    assert best is not None and best.option.schedule == ra.pass_q()
+    assert best is not None and "pass_q" in repr(best.option.schedule)
     for bad, message in (
         (replace(work, kv_tokens=0), "kv_tokens is 0, but must be at least 1"),
         (replace(work, kv_tokens=None), "q_offset is 1000, but without kv_tokens"),
@@ -146,7 +148,7 @@ def test_bytes_of_queries_and_keys_of_their_own():
 def test_keys_of_their_own_on_the_command_line(capsys):
     given = ["plan", "--gpus", "8", "--tokens", "8192", "--kv-tokens", "1000000"]
     command_line.main(given)
-    assert "| pass_q() (recommended) |" in capsys.readouterr().out
+    assert re.search(r"\| pass_q\(.*\) \(recommended\) \|", capsys.readouterr().out)
     with pytest.raises(SystemExit):
         command_line.main([*given, "--mask", "documents:100"])
     assert "--kv-tokens goes with the masks causal, full and window:TOKENS" in capsys.readouterr().err
