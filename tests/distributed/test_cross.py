@@ -14,6 +14,8 @@ from ringattn.runtime.groups import get_context
 from ringattn.schedule.schedules import RowTraffic, cross_schedule
 from ringattn.transport import run_ranks
 from tests.distributed.dense import difference
+from tests.transport.simulated import SimulatedTransport, World
+from tests.transport.test_staged import policy
 
 WORLDS = (1, 2, 3, 5)
 LENGTHS = (0, 1, 2, 3, 5, 7, 16, 31, 61)
@@ -289,6 +291,44 @@ def test_documents_of_queries_and_keys():
     assert everything[:, :4].int().tolist() == [[1, 1, 1, 0]] * 2 + [[0, 0, 0, 1]] * 3
     with pytest.raises(ValueError, match="kv_lengths has 1 documents and lengths has 2"):
         ra.documents(lengths=[1, 2], kv_lengths=[3])
+
+
+SOME = "ring", "pass_q", "pass_q over a ring"
+
+
+def of_some_schedules(group, rank):
+    """Outputs and gradients of one call with some schedules, twice."""
+    layout, kv_layout = ra.zigzag(13, 3), ra.striped(37, 3)
+    draw = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, n, h, 4, generator=draw) for n, h in ((13, 4), (37, 2), (37, 2))]
+    found = []
+    for schedule in 2 * SOME:
+        leaves = [ra.shard(x, one, rank).requires_grad_() for x, one in zip(whole, (layout, kv_layout, kv_layout))]
+        options = dict(layout=layout, kv_layout=kv_layout, q_offset=24, schedule=SCHEDULES[schedule](3))
+        with torch.enable_grad():
+            out = ra.ring_attention(*leaves, group=group, **options)
+            found.append((out.detach(), *torch.autograd.grad(out.square().sum(), leaves)))
+    return found
+
+
+@pytest.mark.thorough
+def test_every_transport_gives_the_same_bits(gloo, one_thread):
+    """Threads, processes, and simulated copy engines in a random order."""
+    world = World(3, 4096, policy(0))
+    ranks = zip(
+        run_ranks(3, lambda t: of_some_schedules(t, t.rank)),
+        run_ranks(3, lambda t: of_some_schedules(SimulatedTransport(t, world, on_host=True), t.rank)),
+        gloo.run(3, of_member),
+        strict=True,
+    )
+    for wanted, *others in ranks:
+        for found in (wanted[len(SOME) :], *others):
+            for x, y in zip(wanted, found):
+                assert all(map(torch.equal, x, y))
+
+
+def of_member(group):
+    return of_some_schedules(group, dist.get_rank(group))
 
 
 def in_16_bits(group):
