@@ -47,9 +47,20 @@ from .huggingface_scores import check_forwards_of_own, forwards_of_own, put_in, 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["attach", "detach", "register", "ring_attention_forward"]
+    from .huggingface_cache import RingCache
+
+__all__ = ["RingCache", "attach", "detach", "register", "ring_attention_forward"]
 
 _ATTENTION = re.compile("Attention|MLA$")  # class names of modules that use AttentionInterface
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RingCache":
+        # a class of transformers' own, which is imported where it is used
+        from .huggingface_cache import RingCache
+
+        return RingCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register() -> None:

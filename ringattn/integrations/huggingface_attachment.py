@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from ..geometry.layout import Layout
 from ..geometry.mask import Documents, Mask, causal, documents, full, sliding_window
 from ..runtime.groups import Group, get_context
 from ..transport import Ranks
+
+if TYPE_CHECKING:
+    from .huggingface_cache import CachedCall
 
 _Function = TypeVar("_Function", bound=Callable)
 
@@ -107,7 +110,8 @@ def _as_tensor(name: str) -> ValueError:
 class Attachment:
     """What an attention module needs to know: the layout, what is live, the ranks, the options to ignore, and the seed of dropout.
 
-    fixed_layout: of all calls; None if each call brings its own. of_call: what was attached, if this is that of such a call.
+    fixed_layout: of all calls; None if each call brings its own. of_call: what was attached, if this is that of such a call, or of one
+    with a `RingCache`; cached: the latter.
     """
 
     fixed_layout: Layout | None
@@ -121,6 +125,7 @@ class Attachment:
     has_forwards: bool = False  # attention has forward passes of our own (`huggingface_scores.py`)
     seed: int | None = None  # of dropout; None: each call draws one
     of_call: Attachment | None = None
+    cached: CachedCall | None = None
 
     @property
     def layout(self) -> Layout:

@@ -62,7 +62,10 @@ _OF_ONE_TOKEN = ("pooler_output", "text_embeds", "mc_logits")
 # how inputs with images, video or sound are called
 _IMAGES = ("pixel_values", "image_", "video_", "mm_", "audio_", "input_features")  # mm_token_type_ids are 0 for text
 
-_CACHES = "a shard's cache is of no use: leave it out, and train or score whole sequences; generate with a detached model"
+_CACHES = (
+    "a shard's cache is of no use: to generate, give past_key_values=RingCache(model, tokens=...) of "
+    "ringattn.integrations.huggingface; to train or score, leave it out"
+)
 
 
 def models(model: nn.Module) -> list[nn.Module]:
@@ -293,10 +296,17 @@ def _has_axes(model: nn.Module) -> bool:
     return any(getattr(module, "mrope_section", None) or hasattr(module, "get_rope_index") for module in model.modules())
 
 
-def _check_model_options(model: Any, kwargs: dict[str, Any]) -> None:
+def check_caches(kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for a key/value cache, which a call on shards cannot have."""
     for name in ("past_key_values", "use_cache"):
-        if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise ValueError(f"{name} is {_shown(kwargs[name])}, but key/value caches are not supported: {_CACHES}")
+        given = kwargs.get(name)
+        if given is not None and given is not False:
+            shown = f"a {type(given).__name__}" if hasattr(given, "get_seq_length") else _shown(given)
+            raise ValueError(f"{name} is {shown}, but key/value caches are not supported: {_CACHES}")
+
+
+def _check_model_options(model: Any, kwargs: dict[str, Any]) -> None:
+    check_caches(kwargs)
     if kwargs.get("head_mask") is not None:  # BLOOM and others ignore it
         check_attention({"head_mask": kwargs["head_mask"]}, frozenset())
     asked = kwargs.get("output_attentions")

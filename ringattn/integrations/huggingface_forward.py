@@ -64,9 +64,11 @@ def attend_around_ring(
                     'by which it would know its layout: call gradient_checkpointing_enable({"use_reentrant": False})'
                 )
             modified, sees_past_only, window = _request(module, attachment, q, k, mask, asked, options)
+    if attachment.cached is not None and attachment.cached.layout is None:
+        return attachment.cached.decode(module, q, window, asked.scaling, modified)
     live = attachment.live if mask is None or mask.live is None else mask.live
     return ring_attention(
-        *_in_one_dtype(q, k, v),
+        *in_one_dtype(q, k, v),
         layout=attachment.layout,
         mask=live.mask_for(sees_past_only, window),
         group=attachment.group,
@@ -94,7 +96,7 @@ def attend_to_whole(
     with refusing(attachment.ranks):
         check_attention(options, attachment.ignored)
         modified = asked.score(attachment.seed)
-    q, k, v = _in_one_dtype(q, k, v)
+    q, k, v = in_one_dtype(q, k, v)
     positions = attachment.layout.positions(attachment.rank)
     partial = attend(q, k, v, mask=full(), q_positions=positions, softmax_scale=asked.scaling, score=modified)
     out = finish(partial, q.dtype)
@@ -127,7 +129,7 @@ def _request(
     return modified, *_causality_and_window(module, attachment, q, k, mask, asked.window, asked.is_causal)
 
 
-def _in_one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def in_one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Under autocast in its dtype: rotary embeddings leave q and k in fp32 and v in the low precision."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):

@@ -27,12 +27,23 @@ from .huggingface_attachment import (
     running_call,
     running_calls,
 )
-from .huggingface_checks import check_head, check_inputs, check_mask, check_output, check_positions, models, take_documents
+from .huggingface_checks import (
+    check_caches,
+    check_head,
+    check_inputs,
+    check_mask,
+    check_output,
+    check_positions,
+    models,
+    take_documents,
+)
 from .huggingface_encoder import check_both_attached, with_whole_states
 from .huggingface_labels import agree_on_count, check_targets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from .huggingface_cache import RingCache
 
 _LAST_POSITION = Facts({"function": "the last position, by which rotary frequencies are chosen"})
 
@@ -97,6 +108,7 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
     is_inner = call is not None and call.holds(model)
     packed = None
     args, kwargs = _by_name(model, args, kwargs)
+    cache = _ring_cache(kwargs)
     with refusing(attachment.ranks):
         if model.config._attn_implementation != NAME:
             raise ValueError(
@@ -110,8 +122,19 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
                 f"{type(model).__name__} was attached by itself after {type(call.model).__name__}, which it is a part of: attach the "
                 f"{type(call.model).__name__} again, and it alone"
             )
-        else:
+        elif cache is None:
+            check_caches(kwargs)
             attachment, kwargs = attachment.take_layout(model, kwargs)
+    if attachment.cached is not None:  # of the call that this one is a part of
+        return args, kwargs
+    if cache is not None:
+        kwargs = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+        cached, kwargs = cache.begin(model, attachment, kwargs)
+        last = cached.last_position if attachment.needs_last_position else None
+        attachment = cached.attachment
+        begin_call(ModelCall(model, attachment.live, next(running_calls(), None), calling_frame(), attachment, last))
+        return (), kwargs
+    with refusing(attachment.ranks):
         tokens = check_inputs(model, args, kwargs, attachment.layout, attachment.rank)
         if not is_inner:
             check_targets(model, kwargs, attachment.ranks.size, attachment.ignored)
@@ -144,11 +167,15 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
 
 
 @not_compiled
-def _leave(model: PreTrainedModel, args: tuple, output: Any) -> None:
-    """After an attached model ran, or failed: the call is over."""
+def _leave(model: PreTrainedModel, args: tuple, output: Any) -> Any:
+    """After an attached model ran, or failed: the call is over. With a `RingCache` its output becomes whole."""
     call = end_call(model)
-    if call is not None and call.attachment is not None:
-        check_output(model, output, call.attachment.layout)
+    if call is None or call.attachment is None:
+        return None
+    if call.attachment.cached is not None:
+        return call.attachment.cached.end(output)
+    check_output(model, output, call.attachment.layout)
+    return None
 
 
 @not_compiled
@@ -159,6 +186,10 @@ def _around(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None
         return
     kwargs = _by_name(model, args, kwargs)[1]
     with refusing(attachment.ranks):
+        if _ring_cache(kwargs) is not None:
+            raise ValueError(
+                f"{type(model).__name__} is called with a RingCache, but only a part of it is attached: attach the model that generates"
+            )
         check_head(model)
         if attachment.has_forwards:
             check_both_attached(model)
@@ -175,6 +206,17 @@ def _around(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None
 def _leave_around(model: PreTrainedModel, args: tuple, output: Any) -> None:
     """After it ran, or failed: the call is over."""
     end_call(model)
+
+
+def _ring_cache(kwargs: dict[str, Any]) -> RingCache | None:
+    """The cache that a call was given, if it is one of ours."""
+    given = kwargs.get("past_key_values")
+    if given is None:
+        return None
+    # it imports transformers, as the caller of a model has done
+    from .huggingface_cache import RingCache
+
+    return given if isinstance(given, RingCache) else None
 
 
 def _by_name(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -6,7 +6,7 @@ Shapes: b sequences, t new tokens of each, n columns of a block table.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -54,6 +54,10 @@ class CacheBatch:
     def slots(self) -> torch.Tensor:
         """(2, b, t) int64: the pages of the new tokens, and their slots there; the page past all others for tokens of other ranks."""
         return self.state[2:].unflatten(0, (2, self.tokens)).transpose(1, 2)
+
+    def without_last(self, tokens: int) -> CacheBatch:
+        """The same batch for queries that see nothing of each sequence's last tokens: `decode` takes its queries for those before them."""
+        return replace(self, table=replace(self.table, lengths=self.table.lengths - tokens)) if tokens else self
 
     def check(self) -> None:
         """Raise ValueError if a sequence has changed since the batch was made."""

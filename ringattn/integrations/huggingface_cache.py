@@ -1,0 +1,548 @@
+"""`RingCache`: transformers' key/value cache over a `PagedCache`, by which an attached model generates around its ring.
+
+    attach(model)
+    cache = RingCache(model, tokens=100_000)
+    answer = model.generate(prompt, past_key_values=cache, max_new_tokens=100)  # the whole prompt, on every rank
+
+A call of the model with such a cache takes whole tokens on every rank and returns whole logits. The first call, the prefill, runs on
+shards: each rank computes its tokens' keys and values, which go to the ranks that keep their pages. Later calls run on all ranks
+alike, and each layer attends to the pages of all ranks by `decode`.
+
+Rows of a batch that end together (left padding) are turned to begin together: what follows a row's last token is then hidden by
+causality, and its keys are forgotten after the call.
+
+Shapes: b rows of a call, n columns of its tokens, u rows that differ, m tokens of the longest row, w kept positions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .. import check
+from ..collective import unshard
+from ..geometry.layout import Layout, contiguous, zigzag
+from ..geometry.mask import Causal, causal, sliding_window
+from ..geometry.span import Span
+from ..runtime.agree import Facts, agree, refusing
+from ..serving.batch import CacheBatch
+from ..serving.cache import PagedCache
+from ..serving.decoding import MOST_QUERIES, decode
+from ..serving.pages import CachedSequence, OutOfPages
+from .huggingface_attachment import NAME, Attachment, not_compiled
+from .huggingface_cached_inputs import CachedInputs, check_inputs
+from .huggingface_forward import in_one_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_OUTPUTS = ("logits", "last_hidden_state", "hidden_states", "past_key_values")  # that are made whole
+_TOKENS, _DRAWS = 40, 22  # bits of digests, of a call's tokens and of a rank's generators
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """What a model's layers keep: their number, K/V heads, and dims of keys and values."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+    @classmethod
+    def of(cls, model: Any) -> _Heads:
+        """Those of an attached model. Raises ValueError if its layers cannot be told."""
+        modules = [x for x in model.modules() if hasattr(x, NAME) and isinstance(getattr(x, "layer_idx", None), int)]
+        if not modules:
+            raise ValueError(f"{type(model).__name__} has no attention modules with a layer_idx, by which a cache tells layers")
+        config, first = model.config.get_text_config(decoder=True), modules[0]
+        heads = config.num_attention_heads
+        is_latent = hasattr(first, "qk_head_dim")  # MLA, whose keys have as many heads as its queries
+        kv_heads = heads if is_latent else getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(first, "qk_head_dim" if is_latent else "head_dim", None) or config.hidden_size // heads
+        return cls(max(x.layer_idx for x in modules) + 1, kv_heads, head_dim, getattr(first, "v_head_dim", None) or head_dim)
+
+
+class RingCache(Cache):
+    """The keys and values of an attached model, in pages on all ranks: `model.generate(ids, past_key_values=RingCache(model, ...))`.
+
+    Args:
+        model: an attached model; its group is the cache's.
+        tokens: of all sequences together that must have room: prompts with their padding, and answers. What sequences share counts once.
+        sequences: how many there are at a time: rows of a batch times beams, and forks; each may leave its last pages in part empty.
+        page_size: tokens of a page, a power of two of at least 16.
+        layout: of a prompt, a function of its length and the number of ranks: `ringattn.zigzag` (the default), `striped`, `contiguous`.
+        dtype, device: of the pages, by default the model's. Under autocast give its dtype.
+
+    Calls of the model with it take the same whole `input_ids` (b, n) on every rank, and return whole logits. The ranks compare the tokens
+    first. A cache may be given again, with all tokens so far and new ones, as any cache of transformers: the new ones alone are computed.
+    Every rank makes the same calls of the cache's methods, in the same order.
+
+    Raises ValueError for a model that is not attached or cannot decode, and for bad input.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        tokens: int,
+        sequences: int = 1,
+        page_size: int = 64,
+        layout: Callable[[int, int], Layout] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        attachment: Attachment | None = getattr(model, NAME, None)
+        if attachment is None:
+            raise ValueError(f"{type(model).__name__} is not attached: call ringattn.integrations.huggingface.attach(model) first")
+        with refusing(attachment.ranks):
+            _check_model(model, attachment)
+            self._heads = _Heads.of(model)
+            tokens = check.integer("tokens", tokens, least=1)
+            sequences = check.integer("sequences", sequences, least=1)
+            page_size = check.integer("page_size", page_size, least=16, most=1 << 16)
+            if layout is not None and not callable(layout):
+                raise ValueError(
+                    f"layout is {check.shown(layout)}, but must be a function of a length and a number of ranks, such as ringattn.zigzag"
+                )
+        ranks = attachment.ranks.size
+        # each sequence but a single one may have a part of a page on each rank, and the copy of a page
+        pages = -(-(-(-tokens // page_size)) // ranks) + (0 if sequences == 1 else 3 * sequences)
+        self.paged = PagedCache(
+            pages=pages,
+            layers=self._heads.layers,
+            kv_heads=self._heads.kv_heads,
+            head_dim=self._heads.head_dim,
+            v_head_dim=self._heads.v_head_dim,
+            page_size=page_size,
+            dtype=model.dtype if dtype is None else dtype,
+            device=model.device if device is None else device,
+            group=attachment.group,
+        )
+        super().__init__(layers=[_Layer(self) for _ in range(self._heads.layers)])
+        self._layout = zigzag if layout is None else layout
+        self._sequences: list[CachedSequence] = []
+        self._seen = 0  # columns, with padding
+        self._visible: torch.Tensor | None = None  # (b, seen), which columns hold tokens; None: all
+        self._call: CachedCall | None = None  # under way
+        self._drawn = b""  # the state of the generators after the latest call
+
+    @property
+    def sequences(self) -> tuple[CachedSequence, ...]:
+        """The rows' sequences of `paged`, with their lengths in tokens without padding."""
+        return tuple(self._sequences)
+
+    def fork(self) -> RingCache:
+        """Another cache with the same tokens, in the same pages: what either adds, the other does not see. `copy.deepcopy` does the same."""
+        self._settle()
+        found = object.__new__(RingCache)
+        vars(found).update(vars(self))
+        found.layers = [_Layer(found) for _ in self.layers]
+        found._sequences = [self.paged.fork(sequence) for sequence in self._sequences]
+        return found
+
+    def __deepcopy__(self, memo: dict) -> RingCache:
+        return self.fork()
+
+    def reset(self) -> None:
+        """Forget all tokens, and give up their pages."""
+        self._settle()
+        for sequence in self._sequences:
+            self.paged.free(sequence)
+        self._sequences, self._seen, self._visible = [], 0, None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens of each row: -n forgets n of them. Raises ValueError for more than there are, and for n columns of padding."""
+        if not isinstance(tokens_to_remove, int) or not -self._seen <= tokens_to_remove <= 0:
+            raise ValueError(f"tokens_to_remove is {tokens_to_remove!r}, but must be from -{self._seen}, for all tokens, to 0")
+        self._settle()
+        kept = self._seen + tokens_to_remove
+        lost = self._visible[:, kept:].sum(1).tolist() if self._visible is not None else [-tokens_to_remove] * len(self._sequences)
+        for sequence, count in zip(self._sequences, lost, strict=True):
+            self.paged.truncate(sequence, sequence.length - count)
+        self._seen, self._visible = kept, self._visible[:, :kept] if kept and self._visible is not None else None
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes row `beam_idx[i]`: sequences fork where several rows come from one, and their pages stay where they are."""
+        self._settle()
+        rows = beam_idx.tolist()
+        if any(not 0 <= row < len(self._sequences) for row in rows):
+            raise ValueError(f"rows are {rows}, but the cache has the rows 0 to {len(self._sequences) - 1}")
+        self._sequences = self._chosen(rows)
+        if self._visible is not None:
+            self._visible = self._visible[rows]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, for calls with as many answers to each prompt; they share the prompt's pages."""
+        repeats = check.integer("repeats", repeats, least=1)
+        self.reorder_cache(torch.arange(len(self._sequences)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows alone."""
+        self.reorder_cache(indices)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns so far, padding included, as transformers counts them."""
+        return self._seen
+
+    def get_mask_sizes(self, query_length: int | torch.Tensor, layer_idx: int = 0) -> tuple[int, int]:
+        """How many columns a mask would have, and 0."""
+        new = len(query_length) if isinstance(query_length, torch.Tensor) else query_length
+        return self._seen + new, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """The most tokens of a sequence."""
+        return self.paged.max_tokens
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: `crop` can always go back."""
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._sequences) or -1
+
+    @property
+    def is_initialized(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @not_compiled
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the new keys (b, hk, s, d) and values of a layer, and return them alone: attention finds the others itself."""
+        call = self._call
+        if call is None:
+            raise ValueError(
+                "a RingCache is given to a model that is not attached, or to a part of one: call the attached model, which the cache "
+                "was made for"
+            )
+        k, v = in_one_dtype(key_states.transpose(1, 2), value_states.transpose(1, 2))
+        if call.layout is None:
+            self.paged.append(call.batch, k, v, layer=layer_idx)
+        else:
+            self.paged.fill(call.batch, k, v, call.layout, layer=layer_idx)
+        call.written.add(layer_idx)
+        return key_states, value_states
+
+    def begin(self, model: Any, attachment: Attachment, kwargs: dict[str, Any]) -> tuple[CachedCall, dict[str, Any]]:
+        """Before a model runs: agree on its tokens, make room for them, and take this rank's part of them. Called by the model's hook.
+
+        Returns the call, and the arguments that the model shall run with. Raises ValueError, on every rank, for bad input, and
+        `OutOfPages` if there is no room.
+        """
+        ranks = attachment.ranks
+        with refusing(ranks):
+            _check_model(model, attachment)
+            self._check_fits(model, attachment)
+            inputs = check_inputs(model, kwargs, [x.length for x in self._sequences], self._seen, self._visible)
+        # what an interrupted call has left
+        self._settle()
+        if ranks.size > 1:
+            self._agree(ranks, inputs)
+        is_first = not self._seen
+        if is_first:
+            self.reset()
+            self._sequences = [self.paged.add() for _ in inputs.firsts]
+            inputs = inputs.without_repeats()
+        lengths = [sequence.length for sequence in self._sequences]
+        try:
+            with refusing(ranks):
+                layout = self._prompt_layout(inputs.tokens, ranks.size) if is_first else None
+                if max(lengths) + inputs.tokens > self.paged.max_tokens:
+                    raise OutOfPages(
+                        f"a row would have {max(lengths) + inputs.tokens} tokens, but the pages of all ranks hold {self.paged.max_tokens}: "
+                        "make the RingCache with more tokens="
+                    )
+            batch = self.paged.extend(self._sequences, inputs.tokens)
+        except ValueError:
+            if is_first:
+                self.reset()
+            raise
+        self._call = call = CachedCall(self, inputs, batch, layout, attachment, lengths)
+        call.attachment = replace(attachment, fixed_layout=layout, of_call=attachment.attached, cached=call)
+        return call, call.arguments(model, kwargs, ranks.rank)
+
+    def commit(self, call: CachedCall) -> None:
+        """After a model ran: its tokens are cached, without those that filled rows up."""
+        for sequence, length, count in zip(self._sequences, call.lengths, call.inputs.counts, strict=True):
+            if length + count < sequence.length:
+                self.paged.truncate(sequence, length + count)
+        if len(call.inputs.rows) > len(self._sequences):
+            self._sequences = self._chosen(call.inputs.rows)
+        self._seen += call.inputs.columns
+        self._visible = call.inputs.visible
+        self._call = None
+        self._drawn = _generators(self.paged.pool.device)
+
+    def roll_back(self) -> None:
+        """After a model failed: as before its call."""
+        call, self._call = self._call, None
+        if call is None:
+            return
+        for sequence, length in zip(self._sequences, call.lengths, strict=True):
+            self.paged.truncate(sequence, length)
+        if not self._seen:
+            self.reset()
+
+    def __repr__(self) -> str:
+        lengths = [sequence.length for sequence in self._sequences]
+        return f"RingCache(lengths={lengths}, paged={self.paged!r})"
+
+    def _settle(self) -> None:
+        if self._call is not None:
+            self.roll_back()
+
+    def _chosen(self, rows: Sequence[int]) -> list[CachedSequence]:
+        """The sequences of these rows, each but the first of one row a fork; those of other rows are freed."""
+        taken: set[int] = set()
+        found = []
+        for row in rows:
+            found.append(self.paged.fork(self._sequences[row]) if row in taken else self._sequences[row])
+            taken.add(row)
+        for row, sequence in enumerate(self._sequences):
+            if row not in taken:
+                self.paged.free(sequence)
+        return found
+
+    def _check_fits(self, model: Any, attachment: Attachment) -> None:
+        own, theirs = self.paged.pool.context.ranks, attachment.ranks
+        if own is not theirs:
+            raise ValueError(
+                f"the cache was made for {own.size} ranks and {type(model).__name__} is attached to {theirs.size}, in another group: make "
+                "a RingCache for each group"
+            )
+        heads = _Heads.of(model)
+        if heads != self._heads:
+            raise ValueError(
+                f"the cache was made for a model of {self._heads}, but {type(model).__name__} has {heads}: make a RingCache for each model"
+            )
+
+    def _prompt_layout(self, tokens: int, ranks: int) -> Layout | None:
+        """None if there are fewer tokens than ranks: then all ranks compute them."""
+        if tokens < ranks:
+            return None
+        layout = self._layout(tokens, ranks)
+        check.instance("layout", layout, Layout, "pass ringattn.zigzag, or another function that returns a layout")
+        if layout.world_size != ranks or layout.seq_len != tokens:
+            raise ValueError(f"layout makes {layout!r} for {tokens} tokens on {ranks} ranks: let it take both as they are")
+        return contiguous(tokens, ranks) if 0 in layout.lengths else layout
+
+    def _agree(self, ranks: Any, inputs: CachedInputs) -> None:
+        """Raise ValueError, on every rank, unless all ranks give the same tokens, and have drawn them from equal generators."""
+        now = _generators(self.paged.pool.device)
+        # in a loop of steps, what moved the generators is the choice of the token
+        drew = bool(self._seen) and inputs.columns == 1 and now != self._drawn
+        number = inputs.digest >> (63 - _TOKENS) << (_DRAWS + 1) | _digest(now) >> (63 - _DRAWS) << 1 | drew
+        facts = {
+            "function": "a model's call with a RingCache",
+            "cache": repr(self.paged.pool),
+            "batch size": inputs.batch_size,
+            "tokens of a row": inputs.columns,
+            "tokens of a row in the cache": self._seen,
+        }
+        numbers, _ = agree(ranks, Facts(facts), number)
+        tokens = [x >> (_DRAWS + 1) for x in numbers]
+        generators = [x >> 1 & (1 << _DRAWS) - 1 for x in numbers]
+        if len(set(tokens)) > 1:
+            raise ValueError(
+                f"ranks disagree on the tokens of a model's call with a RingCache: {_alike(tokens)} are ranks that agree: give the same whole "
+                "input_ids and attention_mask on every rank; if tokens are sampled, call torch.manual_seed with one seed on all ranks"
+            )
+        if len(set(generators)) > 1 and any(x & 1 for x in numbers):
+            raise ValueError(
+                f"ranks sampled a token from generators in different states: {_alike(generators)} are ranks that agree: call "
+                "torch.manual_seed with one seed on all ranks before generate"
+            )
+
+
+@dataclass(eq=False)
+class CachedCall:
+    """A call of an attached model with a `RingCache` under way.
+
+    layout: of the new tokens; None if every rank computes all of them. lengths: of the sequences before.
+    """
+
+    cache: RingCache
+    inputs: CachedInputs
+    batch: CacheBatch
+    layout: Layout | None
+    attachment: Attachment
+    lengths: list[int]
+    written: set[int] = field(default_factory=set)  # layers
+    kept: list[int] = field(default_factory=list)  # positions among the new tokens whose logits are wanted, in order
+    selects: bool = False  # whether the model makes logits of the kept positions alone
+
+    @property
+    def last_position(self) -> int:
+        """Of all rows."""
+        return max(length + count for length, count in zip(self.lengths, self.inputs.counts)) - 1
+
+    def arguments(self, model: Any, kwargs: dict[str, Any], rank: int) -> dict[str, Any]:
+        """What this rank runs the model with."""
+        inputs, device = self.inputs, self.inputs.ids.device
+        here = torch.arange(inputs.tokens) if self.layout is None else self.layout.positions(rank)
+        begin = torch.tensor(self.lengths)[:, None]
+        begin = begin[:1] if len(set(self.lengths)) == 1 else begin
+        found = {name: value for name, value in kwargs.items() if name not in ("attention_mask", "cache_position")}
+        found |= dict(input_ids=inputs.ids[:, here.to(device)], position_ids=(begin + here).to(device), use_cache=True)
+        self.kept = sorted(set(inputs.places(inputs.keeps).flatten().tolist()) - {-1})
+        if "logits_to_keep" in kwargs:
+            self.selects = len(self.kept) < inputs.tokens
+            found["logits_to_keep"] = self._kept_here(here).to(device) if self.selects else 0
+        return found
+
+    @not_compiled
+    def decode(self, module: nn.Module, q: torch.Tensor, window: int | None, scaling: float | None, score: Any) -> torch.Tensor:
+        """Attention of a layer's new tokens, q (u, m, h, d), to all tokens of their rows up to each: (u, m, h, d_v)."""
+        layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+        mask = causal() if window is None else sliding_window(window - 1)
+        options: Any = dict(layer=layer, mask=mask, softmax_scale=scaling, score=score)
+        (q,) = in_one_dtype(q)
+        after = q.shape[1]
+        parts = []
+        for part in q.split(MOST_QUERIES, 1):
+            after -= part.shape[1]
+            parts.append(decode(part, self.cache.paged, self.batch.without_last(after), **options))
+        return torch.cat(parts, 1)
+
+    def end(self, output: Any) -> Any:
+        """The model's output, whole, after its tokens are in the cache; None, of a model that failed, takes them out again.
+
+        Raises ValueError if a layer has kept no keys, and for output that cannot be made whole.
+        """
+        if output is None:
+            self.cache.roll_back()
+            return None
+        missing = set(range(self.cache._heads.layers)) - self.written
+        try:
+            with refusing(self.attachment.ranks):
+                if missing:
+                    raise ValueError(
+                        f"layers {sorted(missing)} wrote no keys to the cache: the model shares keys between layers, or skips layers, which "
+                        "a RingCache does not support"
+                    )
+                unknown = [name for name, value in output.items() if value is not None and name not in _OUTPUTS]
+                if unknown:
+                    raise ValueError(
+                        f"the model returns {', '.join(unknown)}, which would be of this rank's tokens: a call with a RingCache returns "
+                        f"{', '.join(_OUTPUTS)}"
+                    )
+            for name, value in output.items():
+                if name == "logits":
+                    output[name] = self._whole_logits(value)
+                elif name == "last_hidden_state":
+                    output[name] = self._placed(self._whole(value), range(self.inputs.tokens), self.inputs.columns)
+                elif name == "hidden_states" and value is not None:
+                    output[name] = tuple(
+                        self._placed(self._whole(x), range(self.inputs.tokens), self.inputs.columns) for x in value
+                    )
+        except BaseException:
+            self.cache.roll_back()
+            raise
+        self.cache.commit(self)
+        return output
+
+    def _kept_here(self, here: torch.Tensor) -> torch.Tensor:
+        """The local rows of kept positions, in their order."""
+        return torch.isin(here, torch.tensor(self.kept)).nonzero().flatten()
+
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        """(u, m, ...) from this rank's rows."""
+        return x if self.layout is None else unshard(x, self.layout, self.attachment.group)
+
+    def _whole_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """(b, keeps, vocabulary), where columns of padding are 0."""
+        positions: Sequence[int] = self.kept if self.selects else range(self.inputs.tokens)
+        if self.selects and self.layout is not None:
+            places = {position: i for i, position in enumerate(self.kept)}
+            held = [self.layout.positions(rank) for rank in range(self.layout.world_size)]
+            spans = tuple(
+                tuple(Span(places[position], 1) for position in here[self._kept_here(here)].tolist()) for here in held
+            )
+            logits = unshard(logits, Layout(len(self.kept), spans, "kept"), self.attachment.group)
+        else:
+            logits = self._whole(logits)
+        return self._placed(logits, positions, self.inputs.keeps)
+
+    def _placed(self, x: torch.Tensor, positions: Sequence[int], columns: int) -> torch.Tensor:
+        """x (u, w, ...) at these positions among the new tokens, as the last columns (b, columns, ...) of the caller's rows."""
+        inputs = self.inputs
+        if inputs.is_plain and len(positions) == columns:
+            return x
+        places = {position: i for i, position in enumerate(positions)}
+        index = torch.tensor([[places.get(at, 0) for at in row] for row in inputs.places(columns).tolist()], device=x.device)
+        found = x[torch.tensor(inputs.rows, device=x.device)[:, None], index]
+        hidden = (inputs.places(columns) < 0).to(x.device)
+        return found.masked_fill(hidden.view(*hidden.shape, *[1] * (x.dim() - 2)), 0.0)
+
+
+class _Layer(CacheLayerMixin):
+    """What transformers asks of a layer of a `RingCache`: its cache answers."""
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: RingCache) -> None:
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: pages are made with the cache."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+        return self.cache.update(key_states, value_states, self.cache.layers.index(self))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.get_mask_sizes(query_length)
+
+    def get_seq_length(self) -> int:
+        return self.cache.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return self.cache.get_max_length()
+
+
+def _check_model(model: Any, attachment: Attachment) -> None:
+    """Raise ValueError if a model cannot decode around the ring."""
+    kind = type(model).__name__
+    if attachment.has_forwards:
+        raise ValueError(f"{kind} makes its scores itself, which a RingCache does not support: generate with a detached model")
+    if attachment.live.mask is not None and not isinstance(attachment.live.mask, Causal):
+        raise ValueError(
+            f"{kind} was attached with mask={attachment.live.mask!r}, but generation is causal: attach it without a mask, and windows "
+            "of its layers hold"
+        )
+    shared = getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0)
+    if shared:
+        raise ValueError(f"num_kv_shared_layers is {shared}, but a RingCache does not support layers that share keys and values")
+
+
+def _alike(values: Sequence[int]) -> str:
+    """Which ranks have equal values."""
+    holders: defaultdict[int, list[str]] = defaultdict(list)
+    for rank, value in enumerate(values):
+        holders[value].append(str(rank))
+    return " / ".join(map(", ".join, holders.values()))
+
+
+def _generators(device: torch.device) -> bytes:
+    """The state of the generators that tokens may be drawn from."""
+    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    return b"".join(state.numpy().tobytes() for state in states)
+
+
+def _digest(content: bytes) -> int:
+    """63 bits."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
