@@ -57,7 +57,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import ringattn as ra
-from ringattn.integrations.huggingface import attach
+from ringattn.integrations.huggingface import RingCache, attach
 from ringattn.training.causal_lm import CausalLMLoss, shift_labels
 
 
@@ -163,19 +163,14 @@ def speed(settings: Settings, flops: float | None, seq_len: int, seconds: float)
 
 @torch.no_grad()
 def generate(settings: Settings, model: Any, ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`ids` (s,) and `settings.generate` more, sampled; without a cache, over the same ring, which takes any length."""
+    """`ids` (s,) and `settings.generate` more, sampled, the same on every rank: keys and values stay in pages on all ranks."""
     model.eval()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(settings.seed)
-    for _ in range(settings.generate):
-        layout = LAYOUTS[settings.layout](len(ids), world_size)
-        attach(model, layout=layout)
-        with torch.autocast(device.type, DTYPES[settings.dtype], enabled=settings.dtype == "bfloat16"):
-            logits = model(input_ids=ra.shard(ids[None], layout, rank).to(device)).logits
-            likely = (ra.unshard(logits, layout)[0, -1].float() / 0.8).topk(20)
-        choice = torch.multinomial(likely.values.softmax(-1).cpu(), 1, generator=generator)
-        ids = torch.cat([ids, likely.indices.cpu()[choice]])
-    return ids
+    attach(model)
+    cache = RingCache(model, tokens=len(ids) + settings.generate, layout=LAYOUTS[settings.layout], dtype=DTYPES[settings.dtype])
+    sampling = dict(do_sample=True, temperature=0.8, top_k=20, max_new_tokens=settings.generate)
+    torch.manual_seed(settings.seed)
+    with torch.autocast(device.type, DTYPES[settings.dtype], enabled=settings.dtype == "bfloat16"):
+        return model.generate(ids[None].to(device), past_key_values=cache, **sampling)[0].cpu()
 
 
 def run_rank(local_rank: int, settings: Settings, store: str | None) -> None:
@@ -237,11 +232,11 @@ def work(settings: Settings, device: torch.device) -> None:
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json")) if rank == 0 else None
     prompt = None
     if tokenizer is not None:
-        opening = tokens[: 2 * settings.ranks + 16]
-        prompt = opening if settings.prompt is None else torch.tensor(tokenizer.encode(settings.prompt).ids, dtype=torch.int64)
+        document_end = tokens[-min(settings.tokens or len(tokens), len(tokens)) :]
+        prompt = document_end if settings.prompt is None else torch.tensor(tokenizer.encode(settings.prompt).ids, dtype=torch.int64)
     prompt = share_tokens(prompt, device)
-    if settings.generate and len(prompt) < 2 * settings.ranks:
-        raise ValueError(f"--prompt has {len(prompt)} tokens, but {settings.ranks} ranks need {2 * settings.ranks} or more")
+    if settings.generate and not len(prompt):
+        raise ValueError(f"--prompt is {settings.prompt!r}, which has no tokens")
     trainer = make_trainer(settings, model, device)
     setup_seconds = time.perf_counter() - began
     figures = train(settings, trainer, tokens, device)
@@ -250,7 +245,8 @@ def work(settings: Settings, device: torch.device) -> None:
         figures.update(
             document=document, tokens=len(tokens), setup_seconds=setup_seconds, total_seconds=time.perf_counter() - began
         )
-        figures["generated"] = None if ids is None else tokenizer.decode(ids.tolist())
+        shown = len(prompt) if settings.prompt is not None else min(len(prompt), 32)
+        figures["generated"] = None if ids is None else tokenizer.decode(ids[len(prompt) - shown :].tolist())
         write_figures(out, dict(settings=asdict(settings), machine=machine(settings.device), **figures))
         report(figures, out)
 

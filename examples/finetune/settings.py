@@ -157,7 +157,7 @@ def parse(argv: list[str] | None = None, description: str | None = None) -> Sett
     add("--clip", type=float, default=1.0, help="largest norm of the whole gradient (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the weights, the windows and the sampling (default: %(default)s)")
     add("--generate", type=int, metavar="N", help="tokens to write at the end (default: 48; none with fsdp2 or deepspeed)")
-    add("--prompt", help="what they go on from (default: the document's opening)")
+    add("--prompt", help="what they go on from (default: the document, or its last --tokens)")
     add("--peak", type=float, help="FLOP/s a rank that MFU is stated against (default: an H200's bf16, 989e12; none on a CPU)")
     add("--verify", action="store_true", help="compare one step with dense attention in one process, and stop")
     add("--verify-tokens", type=int, metavar="N", help="tokens of that step (default: 1024 on a CPU, 4096 on GPUs)")

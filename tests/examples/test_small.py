@@ -7,7 +7,9 @@ import runpy
 import sys
 
 import pytest
+import tokenizers
 import torch
+import transformers
 
 from tests.examples.programs import EXAMPLES, TORCHRUN, run, succeed
 
@@ -79,6 +81,30 @@ def test_gpt2_shows_what_ran_out_of_memory(monkeypatch, capsys):
     assert "| small | 8 x 1,024 | 2.00 (1.00) | 2.00 (1.00) | 2.00 (1.00) |" in printed
     assert "| small | 2 x 4,096 | 2.00 (1.00) | 2.00 (1.00) | out of memory |" in printed
     assert "| medium | 1 x 16,384 | 2.00 (2.00) | 2.00 (2.00) | 2.00 (2.00) |" in printed
+
+
+def answers(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if line.startswith("'")]
+
+
+def test_chat_with_a_book(tmp_path):
+    """The answers of two ranks are those of one, also of a model in a folder, and of a text file."""
+    path, ask = EXAMPLES / "chat_with_a_book.py", ("--answer-tokens", 5, "--ask", "Who?", "--ask", "Why is it so?")
+    one, two = (run(path, "--characters", 300, *ask, ranks=ranks) for ranks in (1, 2))
+    assert len(answers(one)) == 2 and answers(one) == answers(two)
+    assert "read 300 tokens on 2 ranks in" in two
+    assert two.count("first token after") == two.count(" ms, then ") == 2
+    letters = {chr(i): i for i in range(128)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    config = transformers.MistralConfig(vocab_size=128, hidden_size=16, intermediate_size=16, num_hidden_layers=1, sliding_window=9,
+                                        num_attention_heads=2, num_key_value_heads=1, eos_token_id=None)  # fmt: skip
+    transformers.MistralForCausalLM(config).save_pretrained(tmp_path)
+    (tmp_path / "book.txt").write_text("Call me Ishmael. " * 9)
+    one, two = (run(path, "--model", tmp_path, "--text", tmp_path / "book.txt", *ask, ranks=ranks) for ranks in (1, 2))
+    assert "read 153 tokens on 2 ranks in" in two
+    assert len(answers(one)) == 2 and answers(one) == answers(two)
 
 
 def test_drawing(tmp_path):

@@ -739,7 +739,7 @@ def test_inputs_are_refused_by_name(inputs, message):
 def test_generating_is_refused():
     model = build("llama")
     attach(model, layout=ra.zigzag(6, 1))
-    with pytest.raises(ValueError, match=r"key/value caches are not supported: .* generate with a detached model"):
+    with pytest.raises(ValueError, match=r"key/value caches are not supported: .* to generate, give past_key_values=RingCache"):
         model.generate(input_ids=sequence(6), max_new_tokens=2, use_cache=True)
     with pytest.raises(ValueError, match="the input has 7 tokens, but rank 0"):
         model.generate(input_ids=sequence(6), max_new_tokens=2, use_cache=False)

@@ -223,9 +223,12 @@ def refused(group) -> dict[str, str]:
     tell("too long", model.generate, ids.repeat(1, 3), past_key_values=cached(tokens=16), max_new_tokens=2)
     small = cached(tokens=16)
     tell("full at the prompt", model.generate, ids.repeat(3, 1) // 2 + torch.arange(3)[:, None], past_key_values=small, max_new_tokens=2)
-    full = cached(tokens=32, sequences=2)
-    tell("full", model.generate, ids, past_key_values=full, max_new_tokens=80)
-    tell("odd tokens", cached, tokens=0 if odd else 9)
+    full = cached(tokens=32)
+    told = model.generate(ids, past_key_values=full, max_new_tokens=1)
+    full.batch_repeat_interleave(3)
+    # each of the three needs a page of its own for its next token
+    tell("full", model.generate, told, past_key_values=full, max_new_tokens=4, num_beams=3)
+    tell("odd tokens", lambda: model.generate(ids, past_key_values=cached(tokens=0 if odd else 9), max_new_tokens=2))
     wider, other = make(num_key_value_heads=4), make()
     attach(wider, group=group)
     attach(other, mask=ra.documents([20]), group=group)
@@ -258,8 +261,8 @@ MESSAGES = {
     "other draws": "ranks sampled a token from generators in different states: 0, 2 / 1 are ranks that agree|ranks disagree on the tokens",
     "too long": "OutOfPages: a row would have 60 tokens, but the pages of all ranks hold 48: make the RingCache with more tokens=",
     "full at the prompt": "OutOfPages: rank 0 has 1 free pages of 1, but 20 more tokens of 3 sequences need 2 there",
-    "full": "OutOfPages: a row would have",
-    "odd tokens": "tokens is 0, but must be at least 1",
+    "full": "OutOfPages: rank 1 has 0 free pages of 1, but 1 more tokens of 3 sequences need 2 there",
+    "odd tokens": "tokens is 0, but must be",
     "another model": "the cache was made for a model of .*kv_heads=2.*, but LlamaForCausalLM has .*kv_heads=4",
     "a mask": "LlamaForCausalLM was attached with mask=.*, but generation is causal",
     "detached": r"LlamaForCausalLM is not attached: call ringattn.integrations.huggingface.attach\(model\) first",
@@ -284,3 +287,19 @@ def test_what_is_refused_is_refused_on_every_rank(gloo):
             assert re.search(MESSAGES[name], message), (name, message)
         assert rank.keys() == MESSAGES.keys()
 
+
+def other_group(group) -> str:
+    """What a model that moved to half of the ranks says of the cache that it had before."""
+    halves = [dist.new_group(list(range(begin, begin + 4))) for begin in (0, 4)]
+    model = make()
+    attach(model, group=group)
+    cache = RingCache(model, tokens=50)
+    attach(model, group=halves[dist.get_rank(group) // 4])
+    with pytest.raises(ValueError) as caught:
+        model.generate(prompts(9)["input_ids"], past_key_values=cache, max_new_tokens=2)
+    return str(caught.value)
+
+
+def test_a_cache_of_other_ranks_is_refused(gloo):
+    for message in gloo.run(8, other_group):
+        assert "the cache was made for 8 ranks and LlamaForCausalLM is attached to 4, in another group" in message
