@@ -17,7 +17,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.generation import BaseStreamer
 
-from ringattn.integrations.huggingface import RingCache, attach
+from ringattn.integrations.generation import RingCache
+from ringattn.integrations.huggingface import attach
 
 
 class Bytes:
@@ -58,7 +59,10 @@ if device.type == "cuda":
 if options.model is None:
     torch.manual_seed(0)  # ring: the same weights on every rank
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    tokenizer, model = Bytes(), LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=1 << 20, eos_token_id=None, **sizes))
+    tokenizer, model = (
+        Bytes(),
+        LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=1 << 20, eos_token_id=None, **sizes)),
+    )
 else:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto")
@@ -70,7 +74,8 @@ characters = 3000 if options.characters is None and options.model is None and op
 book = torch.tensor([tokenizer.encode(text[:characters])], device=device)  # the whole book, the same on every rank
 asked = options.ask or ["What is an assignment?", "What does a backslash do?"]
 endings = [
-    torch.tensor([tokenizer.encode(f"\n\nQuestion: {question}\nAnswer:", add_special_tokens=False)], device=device) for question in asked
+    torch.tensor([tokenizer.encode(f"\n\nQuestion: {question}\nAnswer:", add_special_tokens=False)], device=device)
+    for question in asked
 ]
 room = book.shape[1] + max(ending.shape[1] for ending in endings) + options.answer_tokens
 cache = RingCache(model, tokens=room)  # ring: pages on all ranks
@@ -80,7 +85,9 @@ with torch.no_grad():
     model(book, past_key_values=cache, logits_to_keep=1)
 if dist.get_rank() == 0:
     seconds = time.perf_counter() - began
-    print(f"read {book.shape[1]:,} tokens on {dist.get_world_size()} ranks in {seconds:.2f} s, {book.shape[1] / seconds:,.0f} tokens/s")
+    print(
+        f"read {book.shape[1]:,} tokens on {dist.get_world_size()} ranks in {seconds:.2f} s, {book.shape[1] / seconds:,.0f} tokens/s"
+    )
 for question, ending in zip(asked, endings):
     clock = Clock()
     prompt = torch.cat([book, ending], 1)

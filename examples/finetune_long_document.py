@@ -57,7 +57,8 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import ringattn as ra
-from ringattn.integrations.huggingface import RingCache, attach
+from ringattn.integrations.generation import RingCache
+from ringattn.integrations.huggingface import attach
 from ringattn.training.causal_lm import CausalLMLoss, shift_labels
 
 
@@ -167,7 +168,7 @@ def generate(settings: Settings, model: Any, ids: torch.Tensor, device: torch.de
     model.eval()
     attach(model)
     cache = RingCache(model, tokens=len(ids) + settings.generate, layout=LAYOUTS[settings.layout], dtype=DTYPES[settings.dtype])
-    sampling = dict(do_sample=True, temperature=0.8, top_k=20, max_new_tokens=settings.generate)
+    sampling = dict(do_sample=True, temperature=0.8, top_k=20, max_new_tokens=settings.generate, use_cache=True)
     torch.manual_seed(settings.seed)
     with torch.autocast(device.type, DTYPES[settings.dtype], enabled=settings.dtype == "bfloat16"):
         return model.generate(ids[None].to(device), past_key_values=cache, **sampling)[0].cpu()

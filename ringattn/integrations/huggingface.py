@@ -11,8 +11,8 @@ Models that make their scores themselves (BLOOM, MPT, Falcon, T5, mT5, UMT5) hav
 forward passes of our own, from `huggingface_scores.py`.
 
 Each option that a model passes to its attention is either honoured or refused by name (`huggingface_checks.py`). Honoured are
-sliding windows, packed documents, attention sinks, a softcap and dropout. A padding mask, a key/value cache, position bias, chunked
-attention and attention weights as output raise ValueError, and so does any option that this module does not know.
+sliding windows, packed documents, attention sinks, a softcap and dropout. A padding mask, a key/value cache but for `RingCache`, position
+bias, chunked attention and attention weights as output raise ValueError, and so does any option that this module does not know.
 """
 
 from __future__ import annotations
@@ -47,20 +47,9 @@ from .huggingface_scores import check_forwards_of_own, forwards_of_own, put_in, 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .huggingface_cache import RingCache
-
-__all__ = ["RingCache", "attach", "detach", "register", "ring_attention_forward"]
+__all__ = ["attach", "detach", "register", "ring_attention_forward"]
 
 _ATTENTION = re.compile("Attention|MLA$")  # class names of modules that use AttentionInterface
-
-
-def __getattr__(name: str) -> Any:
-    if name == "RingCache":
-        # a class of transformers' own, which is imported where it is used
-        from .huggingface_cache import RingCache
-
-        return RingCache
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register() -> None:
@@ -92,7 +81,8 @@ def attach(
         group: the ranks of the ring: a ProcessGroup, a DeviceMesh, a hybrid, or None for the default group.
         ignore: names of further options that the model passes to its attention and that, as you know, do not affect it.
 
-    Call the model with this rank's rows: `input_ids` or `inputs_embeds` of `layout.lengths[rank]` tokens. Caches are off.
+    Call the model with this rank's rows: `input_ids` or `inputs_embeds` of `layout.lengths[rank]` tokens. Caches are off, but for
+    `ringattn.integrations.generation.RingCache`, with which the model generates from whole prompts.
 
     - `position_ids` default to the layout's. If you give them without a mask, they must be the global positions, or restart at each
       packed document: then tokens see their own document only (the ranks compare them once per call).

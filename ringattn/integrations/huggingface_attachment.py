@@ -25,7 +25,7 @@ from ..runtime.groups import Group, get_context
 from ..transport import Ranks
 
 if TYPE_CHECKING:
-    from .huggingface_cache import CachedCall
+    from .huggingface_call import CachedCall
 
 _Function = TypeVar("_Function", bound=Callable)
 
@@ -211,6 +211,15 @@ def check_layout(layout: object, mask: object, ranks: Ranks) -> None:
 def not_compiled(function: _Function) -> _Function:
     """Let torch.compile leave a function alone, at the cost of a graph break."""
     return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
+
+
+def in_one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Under autocast in its dtype: rotary embeddings leave q and k in fp32 and v in the low precision."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
 
 
 def calling_frame() -> FrameType:

@@ -64,7 +64,7 @@ _IMAGES = ("pixel_values", "image_", "video_", "mm_", "audio_", "input_features"
 
 _CACHES = (
     "a shard's cache is of no use: to generate, give past_key_values=RingCache(model, tokens=...) of "
-    "ringattn.integrations.huggingface; to train or score, leave it out"
+    "ringattn.integrations.generation; to train or score, leave it out"
 )
 
 

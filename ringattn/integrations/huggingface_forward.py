@@ -17,7 +17,7 @@ from ..partial import finish
 from ..runtime.agree import refusing
 from ..scores import ScoreMod, score
 from ..training.checkpoint import runs_again_reentrantly
-from .huggingface_attachment import NAME, Attachment, LiveMask, not_compiled, running_call
+from .huggingface_attachment import NAME, Attachment, LiveMask, in_one_dtype, not_compiled, running_call
 from .huggingface_checks import check_attention
 
 
@@ -127,15 +127,6 @@ def _request(
     check_attention(options, attachment.ignored)
     modified = asked.score(attachment.seed)
     return modified, *_causality_and_window(module, attachment, q, k, mask, asked.window, asked.is_causal)
-
-
-def in_one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Under autocast in its dtype: rotary embeddings leave q and k in fp32 and v in the low precision."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
 
 
 def _call_name(module: nn.Module) -> str | None:

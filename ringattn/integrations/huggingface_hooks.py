@@ -43,7 +43,7 @@ from .huggingface_labels import agree_on_count, check_targets
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .huggingface_cache import RingCache
+    from .generation import RingCache
 
 _LAST_POSITION = Facts({"function": "the last position, by which rotary frequencies are chosen"})
 
@@ -214,7 +214,7 @@ def _ring_cache(kwargs: dict[str, Any]) -> RingCache | None:
     if given is None:
         return None
     # it imports transformers, as the caller of a model has done
-    from .huggingface_cache import RingCache
+    from .generation import RingCache
 
     return given if isinstance(given, RingCache) else None
 

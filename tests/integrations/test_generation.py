@@ -13,7 +13,8 @@ import transformers
 from torch import nn
 
 import ringattn as ra
-from ringattn.integrations.huggingface import RingCache, attach
+from ringattn.integrations.generation import RingCache
+from ringattn.integrations.huggingface import attach
 
 VOCAB, WINDOW, EOS = 97, 7, 5
 SIZES = dict(vocab_size=VOCAB, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
@@ -216,13 +217,19 @@ def refused(group) -> dict[str, str]:
     tell("no cache", model.generate, ids, max_new_tokens=2)
     tell("another prompt", model.generate, more(ids, 3 + odd), past_key_values=cached(), max_new_tokens=2)
     tell("another length", model.generate, ids[:, odd:], past_key_values=cached(), max_new_tokens=2)
-    tell("another padding", model.generate, ids, attention_mask=more(ids[:, 1:] * 0 + 1, 1).clone().index_fill_(1, torch.tensor([0]), 1 - odd),
-         past_key_values=cached(), max_new_tokens=2)  # fmt: skip
+    mask = (torch.arange(20) >= odd)[None].long()
+    tell("another padding", model.generate, ids, attention_mask=mask, past_key_values=cached(), max_new_tokens=2)
     torch.manual_seed(odd)
     tell("other draws", model.generate, ids, past_key_values=cached(), max_new_tokens=9, do_sample=True)
     tell("too long", model.generate, ids.repeat(1, 3), past_key_values=cached(tokens=16), max_new_tokens=2)
     small = cached(tokens=16)
-    tell("full at the prompt", model.generate, ids.repeat(3, 1) // 2 + torch.arange(3)[:, None], past_key_values=small, max_new_tokens=2)
+    tell(
+        "full at the prompt",
+        model.generate,
+        ids.repeat(3, 1) // 2 + torch.arange(3)[:, None],
+        past_key_values=small,
+        max_new_tokens=2,
+    )
     full = cached(tokens=32)
     told = model.generate(ids, past_key_values=full, max_new_tokens=1)
     full.batch_repeat_interleave(3)
@@ -249,6 +256,7 @@ def refused(group) -> dict[str, str]:
         tell("embeddings", model, inputs_embeds=torch.zeros(1, 20, 24), past_key_values=cached())
         tell("crop", filled.crop, 3)
         tell("outside", filled.update, ids, ids, 0)
+    tell("no use of it", model.generate, ids, past_key_values=cached(), max_new_tokens=2, use_cache=False)
     tell("gradients", model, ids, past_key_values=cached())
     return found
 
@@ -276,6 +284,7 @@ MESSAGES = {
     "embeddings": "inputs_embeds is given",
     "crop": "tokens_to_remove is 3, but must be from -20",
     "outside": "a RingCache is given to a model that is not attached",
+    "no use of it": "use_cache is False, perhaps from generation_config, but past_key_values is a RingCache",
     "gradients": "a RingCache keeps no gradients",
 }
 

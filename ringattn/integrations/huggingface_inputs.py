@@ -75,7 +75,9 @@ def check_inputs(
     _check_options(model, kwargs)
     ids = kwargs.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError("a model's call with a RingCache needs input_ids, a tensor (batch, tokens) of integers, the same on every rank")
+        raise ValueError(
+            "a model's call with a RingCache needs input_ids, a tensor (batch, tokens) of integers, the same on every rank"
+        )
     b, n = ids.shape
     if not n:
         raise ValueError(
@@ -116,11 +118,12 @@ def _check_options(model: Any, kwargs: dict[str, Any]) -> None:
     if kwargs.get("return_dict") is False:
         raise ValueError("return_dict is False, but a call with a RingCache returns its output by name: leave it out")
     if kwargs.get("use_cache") is False:
-        raise ValueError("use_cache is False, but past_key_values is a RingCache: leave use_cache out")
+        raise ValueError("use_cache is False, perhaps from generation_config, but past_key_values is a RingCache: give use_cache=True")
     for name, value in kwargs.items():
         if name not in _TAKEN and isinstance(value, torch.Tensor):
             raise ValueError(
-                f"{name} is a tensor of shape {tuple(value.shape)}, but a call with a RingCache takes {', '.join(_TAKEN)} alone: leave it out"
+                f"{name} is a tensor of shape {tuple(value.shape)}, but a call with a RingCache takes {', '.join(_TAKEN)} "
+                "alone: leave it out"
             )
     for name in ("layout", "mask"):
         if kwargs.get(name) is not None:
@@ -140,7 +143,7 @@ def _visible(mask: Any, b: int, n: int, seen: int, before: torch.Tensor | None) 
         )
     mask = mask != 0
     old = mask[:, :seen]
-    if not bool((old.all() if before is None else (old == before).all())):
+    if not bool(old.all() if before is None else (old == before).all()):
         raise ValueError("attention_mask hides other tokens of the cache than it did when they came: give it as it was, and ones")
     return None if bool(mask.all()) else mask
 

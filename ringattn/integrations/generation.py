@@ -11,39 +11,34 @@ alike, and each layer attends to the pages of all ranks by `decode`.
 Rows of a batch that end together (left padding) are turned to begin together: what follows a row's last token is then hidden by
 causality, and its keys are forgotten after the call.
 
-Shapes: b rows of a call, n columns of its tokens, u rows that differ, m tokens of the longest row, w kept positions.
+Shapes: b rows of a call, n columns of its tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .. import check
-from ..collective import unshard
 from ..geometry.layout import Layout, contiguous, zigzag
-from ..geometry.mask import Causal, causal, sliding_window
-from ..geometry.span import Span
+from ..geometry.mask import Causal
 from ..runtime.agree import Facts, agree, refusing
-from ..serving.batch import CacheBatch
 from ..serving.cache import PagedCache
-from ..serving.decoding import MOST_QUERIES, decode
 from ..serving.pages import CachedSequence, OutOfPages
-from .huggingface_attachment import NAME, Attachment, not_compiled
-from .huggingface_cached_inputs import CachedInputs, check_inputs
-from .huggingface_forward import in_one_dtype
+from .huggingface_attachment import NAME, Attachment, in_one_dtype, not_compiled
+from .huggingface_call import CachedCall
+from .huggingface_inputs import CachedInputs, check_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_OUTPUTS = ("logits", "last_hidden_state", "hidden_states", "past_key_values")  # that are made whole
 _TOKENS, _DRAWS = 40, 22  # bits of digests, of a call's tokens and of a rank's generators
 
 
@@ -114,7 +109,7 @@ class RingCache(Cache):
                 )
         ranks = attachment.ranks.size
         # each sequence but a single one may have a part of a page on each rank, and the copy of a page
-        pages = -(-(-(-tokens // page_size)) // ranks) + (0 if sequences == 1 else 3 * sequences)
+        pages = math.ceil(math.ceil(tokens / page_size) / ranks) + (0 if sequences == 1 else 3 * sequences)
         self.paged = PagedCache(
             pages=pages,
             layers=self._heads.layers,
@@ -140,7 +135,7 @@ class RingCache(Cache):
         return tuple(self._sequences)
 
     def fork(self) -> RingCache:
-        """Another cache with the same tokens, in the same pages: what either adds, the other does not see. `copy.deepcopy` does the same."""
+        """Another cache with the same tokens, in the same pages: what either adds, the other does not see. So does `copy.deepcopy`."""
         self._settle()
         found = object.__new__(RingCache)
         vars(found).update(vars(self))
@@ -159,7 +154,7 @@ class RingCache(Cache):
         self._sequences, self._seen, self._visible = [], 0, None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of each row: -n forgets n of them. Raises ValueError for more than there are, and for n columns of padding."""
+        """Forget the last columns of each row: -n forgets n of them. Raises ValueError for more than there are, and for numbers above 0."""
         if not isinstance(tokens_to_remove, int) or not -self._seen <= tokens_to_remove <= 0:
             raise ValueError(f"tokens_to_remove is {tokens_to_remove!r}, but must be from -{self._seen}, for all tokens, to 0")
         self._settle()
@@ -356,135 +351,14 @@ class RingCache(Cache):
         generators = [x >> 1 & (1 << _DRAWS) - 1 for x in numbers]
         if len(set(tokens)) > 1:
             raise ValueError(
-                f"ranks disagree on the tokens of a model's call with a RingCache: {_alike(tokens)} are ranks that agree: give the same whole "
-                "input_ids and attention_mask on every rank; if tokens are sampled, call torch.manual_seed with one seed on all ranks"
+                f"ranks disagree on the tokens of a model's call with a RingCache: {_alike(tokens)} are ranks that agree: give the same "
+                "whole input_ids and attention_mask on every rank; if tokens are sampled, call torch.manual_seed with one seed on all ranks"
             )
         if len(set(generators)) > 1 and any(x & 1 for x in numbers):
             raise ValueError(
                 f"ranks sampled a token from generators in different states: {_alike(generators)} are ranks that agree: call "
                 "torch.manual_seed with one seed on all ranks before generate"
             )
-
-
-@dataclass(eq=False)
-class CachedCall:
-    """A call of an attached model with a `RingCache` under way.
-
-    layout: of the new tokens; None if every rank computes all of them. lengths: of the sequences before.
-    """
-
-    cache: RingCache
-    inputs: CachedInputs
-    batch: CacheBatch
-    layout: Layout | None
-    attachment: Attachment
-    lengths: list[int]
-    written: set[int] = field(default_factory=set)  # layers
-    kept: list[int] = field(default_factory=list)  # positions among the new tokens whose logits are wanted, in order
-    selects: bool = False  # whether the model makes logits of the kept positions alone
-
-    @property
-    def last_position(self) -> int:
-        """Of all rows."""
-        return max(length + count for length, count in zip(self.lengths, self.inputs.counts)) - 1
-
-    def arguments(self, model: Any, kwargs: dict[str, Any], rank: int) -> dict[str, Any]:
-        """What this rank runs the model with."""
-        inputs, device = self.inputs, self.inputs.ids.device
-        here = torch.arange(inputs.tokens) if self.layout is None else self.layout.positions(rank)
-        begin = torch.tensor(self.lengths)[:, None]
-        begin = begin[:1] if len(set(self.lengths)) == 1 else begin
-        found = {name: value for name, value in kwargs.items() if name not in ("attention_mask", "cache_position")}
-        found |= dict(input_ids=inputs.ids[:, here.to(device)], position_ids=(begin + here).to(device), use_cache=True)
-        self.kept = sorted(set(inputs.places(inputs.keeps).flatten().tolist()) - {-1})
-        if "logits_to_keep" in kwargs:
-            self.selects = len(self.kept) < inputs.tokens
-            found["logits_to_keep"] = self._kept_here(here).to(device) if self.selects else 0
-        return found
-
-    @not_compiled
-    def decode(self, module: nn.Module, q: torch.Tensor, window: int | None, scaling: float | None, score: Any) -> torch.Tensor:
-        """Attention of a layer's new tokens, q (u, m, h, d), to all tokens of their rows up to each: (u, m, h, d_v)."""
-        layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
-        mask = causal() if window is None else sliding_window(window - 1)
-        options: Any = dict(layer=layer, mask=mask, softmax_scale=scaling, score=score)
-        (q,) = in_one_dtype(q)
-        after = q.shape[1]
-        parts = []
-        for part in q.split(MOST_QUERIES, 1):
-            after -= part.shape[1]
-            parts.append(decode(part, self.cache.paged, self.batch.without_last(after), **options))
-        return torch.cat(parts, 1)
-
-    def end(self, output: Any) -> Any:
-        """The model's output, whole, after its tokens are in the cache; None, of a model that failed, takes them out again.
-
-        Raises ValueError if a layer has kept no keys, and for output that cannot be made whole.
-        """
-        if output is None:
-            self.cache.roll_back()
-            return None
-        missing = set(range(self.cache._heads.layers)) - self.written
-        try:
-            with refusing(self.attachment.ranks):
-                if missing:
-                    raise ValueError(
-                        f"layers {sorted(missing)} wrote no keys to the cache: the model shares keys between layers, or skips layers, which "
-                        "a RingCache does not support"
-                    )
-                unknown = [name for name, value in output.items() if value is not None and name not in _OUTPUTS]
-                if unknown:
-                    raise ValueError(
-                        f"the model returns {', '.join(unknown)}, which would be of this rank's tokens: a call with a RingCache returns "
-                        f"{', '.join(_OUTPUTS)}"
-                    )
-            for name, value in output.items():
-                if name == "logits":
-                    output[name] = self._whole_logits(value)
-                elif name == "last_hidden_state":
-                    output[name] = self._placed(self._whole(value), range(self.inputs.tokens), self.inputs.columns)
-                elif name == "hidden_states" and value is not None:
-                    output[name] = tuple(
-                        self._placed(self._whole(x), range(self.inputs.tokens), self.inputs.columns) for x in value
-                    )
-        except BaseException:
-            self.cache.roll_back()
-            raise
-        self.cache.commit(self)
-        return output
-
-    def _kept_here(self, here: torch.Tensor) -> torch.Tensor:
-        """The local rows of kept positions, in their order."""
-        return torch.isin(here, torch.tensor(self.kept)).nonzero().flatten()
-
-    def _whole(self, x: torch.Tensor) -> torch.Tensor:
-        """(u, m, ...) from this rank's rows."""
-        return x if self.layout is None else unshard(x, self.layout, self.attachment.group)
-
-    def _whole_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """(b, keeps, vocabulary), where columns of padding are 0."""
-        positions: Sequence[int] = self.kept if self.selects else range(self.inputs.tokens)
-        if self.selects and self.layout is not None:
-            places = {position: i for i, position in enumerate(self.kept)}
-            held = [self.layout.positions(rank) for rank in range(self.layout.world_size)]
-            spans = tuple(
-                tuple(Span(places[position], 1) for position in here[self._kept_here(here)].tolist()) for here in held
-            )
-            logits = unshard(logits, Layout(len(self.kept), spans, "kept"), self.attachment.group)
-        else:
-            logits = self._whole(logits)
-        return self._placed(logits, positions, self.inputs.keeps)
-
-    def _placed(self, x: torch.Tensor, positions: Sequence[int], columns: int) -> torch.Tensor:
-        """x (u, w, ...) at these positions among the new tokens, as the last columns (b, columns, ...) of the caller's rows."""
-        inputs = self.inputs
-        if inputs.is_plain and len(positions) == columns:
-            return x
-        places = {position: i for i, position in enumerate(positions)}
-        index = torch.tensor([[places.get(at, 0) for at in row] for row in inputs.places(columns).tolist()], device=x.device)
-        found = x[torch.tensor(inputs.rows, device=x.device)[:, None], index]
-        hidden = (inputs.places(columns) < 0).to(x.device)
-        return found.masked_fill(hidden.view(*hidden.shape, *[1] * (x.dim() - 2)), 0.0)
 
 
 class _Layer(CacheLayerMixin):

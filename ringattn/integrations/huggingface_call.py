@@ -1,0 +1,147 @@
+"""A call of an attached model with a `RingCache` under way: what the model runs with, its attention, and its whole output.
+
+Shapes: b rows of a call, n columns of its tokens, u rows that differ, m tokens of the longest row, w kept positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..collective import unshard
+from ..geometry.layout import Layout
+from ..geometry.mask import causal, sliding_window
+from ..geometry.span import Span
+from ..runtime.agree import refusing
+from ..serving.batch import CacheBatch
+from ..serving.decoding import MOST_QUERIES, decode
+from .huggingface_attachment import Attachment, in_one_dtype, not_compiled
+from .huggingface_inputs import CachedInputs
+
+if TYPE_CHECKING:
+    from .generation import RingCache
+
+_OUTPUTS = ("logits", "last_hidden_state", "hidden_states", "past_key_values")  # that are made whole
+
+
+@dataclass(eq=False)
+class CachedCall:
+    """A call of an attached model with a `RingCache` under way.
+
+    layout: of the new tokens; None if every rank computes all of them. lengths: of the sequences before.
+    """
+
+    cache: RingCache
+    inputs: CachedInputs
+    batch: CacheBatch
+    layout: Layout | None
+    attachment: Attachment
+    lengths: list[int]
+    written: set[int] = field(default_factory=set)  # layers
+    kept: list[int] = field(default_factory=list)  # positions among the new tokens whose logits are wanted, in order
+    selects: bool = False  # whether the model makes logits of the kept positions alone
+
+    @property
+    def last_position(self) -> int:
+        """Of all rows."""
+        return max(length + count for length, count in zip(self.lengths, self.inputs.counts)) - 1
+
+    def arguments(self, model: Any, kwargs: dict[str, Any], rank: int) -> dict[str, Any]:
+        """What this rank runs the model with."""
+        inputs, device = self.inputs, self.inputs.ids.device
+        here = torch.arange(inputs.tokens) if self.layout is None else self.layout.positions(rank)
+        begin = torch.tensor(self.lengths)[:, None]
+        begin = begin[:1] if len(set(self.lengths)) == 1 else begin
+        found = {name: value for name, value in kwargs.items() if name not in ("attention_mask", "cache_position")}
+        found |= dict(input_ids=inputs.ids[:, here.to(device)], position_ids=(begin + here).to(device), use_cache=True)
+        self.kept = sorted(set(inputs.places(inputs.keeps).flatten().tolist()) - {-1})
+        if "logits_to_keep" in kwargs:
+            self.selects = len(self.kept) < inputs.tokens
+            found["logits_to_keep"] = self._kept_here(here).to(device) if self.selects else 0
+        return found
+
+    @not_compiled
+    def decode(self, module: nn.Module, q: torch.Tensor, window: int | None, scaling: float | None, score: Any) -> torch.Tensor:
+        """Attention of a layer's new tokens, q (u, m, h, d), to all tokens of their rows up to each: (u, m, h, d_v)."""
+        layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+        mask = causal() if window is None else sliding_window(window - 1)
+        options: Any = dict(layer=layer, mask=mask, softmax_scale=scaling, score=score)
+        (q,) = in_one_dtype(q)
+        after = q.shape[1]
+        parts = []
+        for part in q.split(MOST_QUERIES, 1):
+            after -= part.shape[1]
+            parts.append(decode(part, self.cache.paged, self.batch.without_last(after), **options))
+        return torch.cat(parts, 1)
+
+    def end(self, output: Any) -> Any:
+        """The model's output, whole, after its tokens are in the cache; None, of a model that failed, takes them out again.
+
+        Raises ValueError if a layer has kept no keys, and for output that cannot be made whole.
+        """
+        if output is None:
+            self.cache.roll_back()
+            return None
+        missing = set(range(self.cache._heads.layers)) - self.written
+        try:
+            with refusing(self.attachment.ranks):
+                if missing:
+                    raise ValueError(
+                        f"layers {sorted(missing)} wrote no keys to the cache: the model shares keys between layers, or skips layers, "
+                        "which a RingCache does not support"
+                    )
+                unknown = [name for name, value in output.items() if value is not None and name not in _OUTPUTS]
+                if unknown:
+                    raise ValueError(
+                        f"the model returns {', '.join(unknown)}, which would be of this rank's tokens: a call with a RingCache returns "
+                        f"{', '.join(_OUTPUTS)}"
+                    )
+            for name, value in output.items():
+                if name == "logits":
+                    output[name] = self._whole_logits(value)
+                elif name == "last_hidden_state":
+                    output[name] = self._placed(self._whole(value), range(self.inputs.tokens), self.inputs.columns)
+                elif name == "hidden_states" and value is not None:
+                    output[name] = tuple(
+                        self._placed(self._whole(x), range(self.inputs.tokens), self.inputs.columns) for x in value
+                    )
+        except BaseException:
+            self.cache.roll_back()
+            raise
+        self.cache.commit(self)
+        return output
+
+    def _kept_here(self, here: torch.Tensor) -> torch.Tensor:
+        """The local rows of kept positions, in their order."""
+        return torch.isin(here, torch.tensor(self.kept)).nonzero().flatten()
+
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        """(u, m, ...) from this rank's rows."""
+        return x if self.layout is None else unshard(x, self.layout, self.attachment.group)
+
+    def _whole_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """(b, keeps, vocabulary), where columns of padding are 0."""
+        positions: Sequence[int] = self.kept if self.selects else range(self.inputs.tokens)
+        if self.selects and self.layout is not None:
+            places = {position: i for i, position in enumerate(self.kept)}
+            held = [self.layout.positions(rank) for rank in range(self.layout.world_size)]
+            spans = tuple(tuple(Span(places[position], 1) for position in here[self._kept_here(here)].tolist()) for here in held)
+            logits = unshard(logits, Layout(len(self.kept), spans, "kept"), self.attachment.group)
+        else:
+            logits = self._whole(logits)
+        return self._placed(logits, positions, self.inputs.keeps)
+
+    def _placed(self, x: torch.Tensor, positions: Sequence[int], columns: int) -> torch.Tensor:
+        """x (u, w, ...) at these positions among the new tokens, as the last columns (b, columns, ...) of the caller's rows."""
+        inputs = self.inputs
+        if inputs.is_plain and len(positions) == columns:
+            return x
+        places = {position: i for i, position in enumerate(positions)}
+        index = torch.tensor([[places.get(at, 0) for at in row] for row in inputs.places(columns).tolist()], device=x.device)
+        found = x[torch.tensor(inputs.rows, device=x.device)[:, None], index]
+        hidden = (inputs.places(columns) < 0).to(x.device)
+        return found.masked_fill(hidden.view(*hidden.shape, *[1] * (x.dim() - 2)), 0.0)
