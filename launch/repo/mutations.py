@@ -669,6 +669,20 @@ MUTATIONS = (
         "tests/integrations/test_huggingface_scores.py -k equals_the_dense_one",
     ),
     Mutation(
+        "ringattn/integrations/huggingface_call.py",
+        "self.batch.without_last(after)",
+        "self.batch",
+        "the first tokens of a question are taken for its last",
+        "tests/integrations/test_generation.py -k questions",
+    ),
+    Mutation(
+        "ringattn/integrations/generation.py",
+        "if length + count < sequence.length:\n",
+        "if length + count < 0:\n",
+        "padding stays in the cache",
+        "tests/integrations/test_generation.py -k tokens_are_those",
+    ),
+    Mutation(
         "ringattn/integrations/deepspeed.py",
         "self.ring = mesh[ring_axis].get_group()",
         "self.ring = mesh[data_axis].get_group()",

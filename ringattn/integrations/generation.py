@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -127,6 +128,7 @@ class RingCache(Cache):
         self._seen = 0  # columns, with padding
         self._visible: torch.Tensor | None = None  # (b, seen), which columns hold tokens; None: all
         self._call: CachedCall | None = None  # under way
+        self._fitting: Attachment | None = None  # of a model that the cache fits
         self._drawn = b""  # the state of the generators after the latest call
 
     @property
@@ -135,7 +137,10 @@ class RingCache(Cache):
         return tuple(self._sequences)
 
     def fork(self) -> RingCache:
-        """Another cache with the same tokens, in the same pages: what either adds, the other does not see. So does `copy.deepcopy`."""
+        """Another cache with the same tokens, in the same pages: what either adds, the other does not see. So does `copy.deepcopy`.
+
+        `reset` of each gives back the pages that it alone holds.
+        """
         self._settle()
         found = object.__new__(RingCache)
         vars(found).update(vars(self))
@@ -230,26 +235,28 @@ class RingCache(Cache):
         call.written.add(layer_idx)
         return key_states, value_states
 
-    def begin(self, model: Any, attachment: Attachment, kwargs: dict[str, Any]) -> tuple[CachedCall, dict[str, Any]]:
+    def begin(self, model: Any, attachment: Attachment, kwargs: dict[str, Any]) -> tuple[Attachment, dict[str, Any]]:
         """Before a model runs: agree on its tokens, make room for them, and take this rank's part of them. Called by the model's hook.
 
-        Returns the call, and the arguments that the model shall run with. Raises ValueError, on every rank, for bad input, and
+        Returns the call's attachment, and the arguments that the model shall run with. Raises ValueError, on every rank, for bad input, and
         `OutOfPages` if there is no room.
         """
         ranks = attachment.ranks
-        with refusing(ranks):
-            _check_model(model, attachment)
-            self._check_fits(model, attachment)
-            inputs = check_inputs(model, kwargs, [x.length for x in self._sequences], self._seen, self._visible)
         # what an interrupted call has left
         self._settle()
+        with refusing(ranks):
+            if attachment is not self._fitting:
+                _check_model(model, attachment)
+                self._check_fits(model, attachment)
+                self._fitting = attachment
+            inputs = check_inputs(model, kwargs, [x.length for x in self._sequences], self._seen, self._visible)
         if ranks.size > 1:
             self._agree(ranks, inputs)
         is_first = not self._seen
         if is_first:
             self.reset()
-            self._sequences = [self.paged.add() for _ in inputs.firsts]
             inputs = inputs.without_repeats()
+            self._sequences = [self.paged.add() for _ in inputs.ids]
         lengths = [sequence.length for sequence in self._sequences]
         try:
             with refusing(ranks):
@@ -265,8 +272,8 @@ class RingCache(Cache):
                 self.reset()
             raise
         self._call = call = CachedCall(self, inputs, batch, layout, attachment, lengths)
-        call.attachment = replace(attachment, fixed_layout=layout, of_call=attachment.attached, cached=call)
-        return call, call.arguments(model, kwargs, ranks.rank)
+        of_call = replace(attachment, fixed_layout=layout, of_call=attachment.attached, cached=call)
+        return of_call, call.arguments(model, kwargs, ranks.rank)
 
     def commit(self, call: CachedCall) -> None:
         """After a model ran: its tokens are cached, without those that filled rows up."""
@@ -370,7 +377,14 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, cache: RingCache) -> None:
         super().__init__()
-        self.cache = cache
+        # a cycle of references would keep the pages until Python looks for cycles
+        self._cache = weakref.ref(cache)
+
+    @property
+    def cache(self) -> RingCache:
+        cache = self._cache()
+        assert cache is not None
+        return cache
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: pages are made with the cache."""

@@ -64,6 +64,14 @@ class CachedCall:
             found["logits_to_keep"] = self._kept_here(here).to(device) if self.selects else 0
         return found
 
+    def check_causal(self, module: nn.Module, sees_past_only: bool) -> None:
+        """Raise ValueError for a layer whose tokens see later ones, which generation adds."""
+        if not sees_past_only:
+            with refusing(self.attachment.ranks):
+                raise ValueError(
+                    f"{type(module).__name__} is not causal, but a call with a RingCache is: generate with causal models"
+                )
+
     @not_compiled
     def decode(self, module: nn.Module, q: torch.Tensor, window: int | None, scaling: float | None, score: Any) -> torch.Tensor:
         """Attention of a layer's new tokens, q (u, m, h, d), to all tokens of their rows up to each: (u, m, h, d_v)."""

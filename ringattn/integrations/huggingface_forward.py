@@ -64,8 +64,10 @@ def attend_around_ring(
                     'by which it would know its layout: call gradient_checkpointing_enable({"use_reentrant": False})'
                 )
             modified, sees_past_only, window = _request(module, attachment, q, k, mask, asked, options)
-    if attachment.cached is not None and attachment.cached.layout is None:
-        return attachment.cached.decode(module, q, window, asked.scaling, modified)
+    if attachment.cached is not None:
+        attachment.cached.check_causal(module, sees_past_only)
+        if attachment.cached.layout is None:
+            return attachment.cached.decode(module, q, window, asked.scaling, modified)
     live = attachment.live if mask is None or mask.live is None else mask.live
     return ring_attention(
         *in_one_dtype(q, k, v),

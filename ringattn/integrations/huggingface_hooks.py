@@ -129,9 +129,8 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
         return args, kwargs
     if cache is not None:
         kwargs = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
-        cached, kwargs = cache.begin(model, attachment, kwargs)
-        last = cached.last_position if attachment.needs_last_position else None
-        attachment = cached.attachment
+        attachment, kwargs = cache.begin(model, attachment, kwargs)
+        last = attachment.cached.last_position if attachment.cached is not None and attachment.needs_last_position else None
         begin_call(ModelCall(model, attachment.live, next(running_calls(), None), calling_frame(), attachment, last))
         return (), kwargs
     with refusing(attachment.ranks):

@@ -30,7 +30,6 @@ class CachedInputs:
     keeps: int
     visible: torch.Tensor | None
     rows: list[int]
-    firsts: list[int]  # rows that differ from the one before
     digest: int  # 63 bits, of tokens and padding
 
     @property
@@ -49,20 +48,23 @@ class CachedInputs:
 
     def places(self, columns: int) -> torch.Tensor:
         """(b, columns) int64: the positions, in ids, of the tokens in the last columns of the call's rows; -1 for padding."""
-        if self.visible is None:
+        if self.visible is None or min(self.counts) == self.columns:
             return torch.arange(self.columns)[-columns:].expand(self.batch_size, -1)
         new = self.visible[:, -self.columns :].cpu()
         return (new.cumsum(1) - 1).masked_fill(~new, -1)[:, -columns:]
 
     def without_repeats(self) -> CachedInputs:
         """These tokens, with rows that equal the one before computed once, such as those of beams."""
-        first = set(self.firsts)
-        rows, row = [], -1
-        for number in range(len(self.rows)):
-            row += number in first
-            rows.append(row)
-        kept = torch.tensor(self.firsts, device=self.ids.device)
-        return replace(self, ids=self.ids[kept], counts=[self.counts[x] for x in self.firsts], rows=rows)
+        # a row's padding may hold other numbers than the one before: it is then computed by itself
+        equal = [False, *(self.ids[1:] == self.ids[:-1]).all(1).tolist()]
+        rows, firsts = [], []
+        for row, count in enumerate(self.counts):
+            if not equal[row] or count != self.counts[row - 1]:
+                firsts.append(row)
+            rows.append(len(firsts) - 1)
+        return replace(
+            self, ids=self.ids[torch.tensor(firsts, device=self.ids.device)], counts=[self.counts[x] for x in firsts], rows=rows
+        )
 
 
 def check_inputs(
@@ -104,10 +106,7 @@ def check_inputs(
     if new is not None and min(counts) < n:
         # tokens first, in their order
         ids = ids.gather(1, new.to(ids.device).to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : max(counts)])
-    # a row's padding may hold other numbers than the one before: it is then computed by itself
-    repeats = (ids[1:] == ids[:-1]).all(1).tolist()
-    firsts = [row for row in range(b) if not row or not repeats[row - 1] or counts[row] != counts[row - 1]]
-    return CachedInputs(ids, counts, n, min(keeps, n) or n, visible, list(range(b)), firsts, digest)
+    return CachedInputs(ids, counts, n, min(keeps, n) or n, visible, list(range(b)), digest)
 
 
 def _check_options(model: Any, kwargs: dict[str, Any]) -> None:
@@ -118,7 +117,9 @@ def _check_options(model: Any, kwargs: dict[str, Any]) -> None:
     if kwargs.get("return_dict") is False:
         raise ValueError("return_dict is False, but a call with a RingCache returns its output by name: leave it out")
     if kwargs.get("use_cache") is False:
-        raise ValueError("use_cache is False, perhaps from generation_config, but past_key_values is a RingCache: give use_cache=True")
+        raise ValueError(
+            "use_cache is False, perhaps from generation_config, but past_key_values is a RingCache: give use_cache=True"
+        )
     for name, value in kwargs.items():
         if name not in _TAKEN and isinstance(value, torch.Tensor):
             raise ValueError(
