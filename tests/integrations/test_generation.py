@@ -58,7 +58,7 @@ CALLS = {
     "sampling": (prompts(37), dict(max_new_tokens=4, do_sample=True, temperature=1.5, num_return_sequences=3), 3),
     "beams": (prompts(29, 18), dict(max_new_tokens=5, num_beams=3, num_return_sequences=2), 6),
     "left padding": (prompts(40, 13, 40, 2), dict(max_new_tokens=4, repetition_penalty=1.3), 4),
-    "end of text": (prompts(17, 23), dict(max_new_tokens=30, eos_token_id=list(range(2, VOCAB, 9)), pad_token_id=0), 2),
+    "end of text": (prompts(17, 23), dict(max_new_tokens=30, eos_token_id=list(range(3, VOCAB, 5)), pad_token_id=0), 2),
     "lookup of drafts": (dict(input_ids=torch.arange(60)[None] % 7 + 1), dict(max_new_tokens=6, prompt_lookup_num_tokens=4), 1),
     "prefill in pieces": (prompts(45), dict(max_new_tokens=2, prefill_chunk_size=23), 1),
 }
