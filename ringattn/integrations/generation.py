@@ -160,9 +160,9 @@ class RingCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last columns of each row: -n forgets n of them. Raises ValueError for more than there are, and for numbers above 0."""
-        if not isinstance(tokens_to_remove, int) or not -self._seen <= tokens_to_remove <= 0:
-            raise ValueError(f"tokens_to_remove is {tokens_to_remove!r}, but must be from -{self._seen}, for all tokens, to 0")
         self._settle()
+        with refusing(self.paged.pool.context.ranks):
+            tokens_to_remove = check.integer("tokens_to_remove", tokens_to_remove, least=-self._seen, most=0)
         kept = self._seen + tokens_to_remove
         lost = self._visible[:, kept:].sum(1).tolist() if self._visible is not None else [-tokens_to_remove] * len(self._sequences)
         for sequence, count in zip(self._sequences, lost, strict=True):
@@ -173,8 +173,9 @@ class RingCache(Cache):
         """Row i becomes row `beam_idx[i]`: sequences fork where several rows come from one, and their pages stay where they are."""
         self._settle()
         rows = beam_idx.tolist()
-        if any(not 0 <= row < len(self._sequences) for row in rows):
-            raise ValueError(f"rows are {rows}, but the cache has the rows 0 to {len(self._sequences) - 1}")
+        with refusing(self.paged.pool.context.ranks):
+            if any(not 0 <= row < len(self._sequences) for row in rows):
+                raise ValueError(f"rows are {rows}, but the cache has the rows 0 to {len(self._sequences) - 1}")
         self._sequences = self._chosen(rows)
         if self._visible is not None:
             self._visible = self._visible[rows]

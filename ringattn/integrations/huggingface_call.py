@@ -100,7 +100,7 @@ class CachedCall:
                 if missing:
                     raise ValueError(
                         f"layers {sorted(missing)} wrote no keys to the cache: the model shares keys between layers, or skips layers, "
-                        "which a RingCache does not support"
+                        "which a RingCache does not support, or is in training mode with checkpointing: call model.eval()"
                     )
                 unknown = [name for name, value in output.items() if value is not None and name not in _OUTPUTS]
                 if unknown:
