@@ -2,6 +2,7 @@
 
     python launch/repo/model_sweep.py                        # all of them; make models
     python launch/repo/model_sweep.py --only Llama --only Gpt  # those whose class name holds one of these; writes nothing
+    python launch/repo/model_sweep.py --only Llama --update    # puts their rows in the place of those that the page has
 
 Each model runs once on a whole sequence in one process, and once attached on `--ranks` processes over gloo. Its logits, its loss and all
 gradients are compared, in fp64. A model is one of:
@@ -55,23 +56,33 @@ EQUAL, REFUSED, NOT_MADE, WRONG = "equal", "refused", "not constructible", "WRON
 # what makes a config tiny, under the names that configs have for it
 TINY: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "tgt_vocab_size", "src_vocab_size", "decoder_vocab_size"), VOCAB),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "d_embed", "emb_dim", "n_embed"), 32),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "d_embed", "emb_dim", "n_embed"), 32
+    ),
     **dict.fromkeys(("input_dim", "state_size", "attention_hidden_size", "lru_width", "word_embed_proj_dim", "ffn_config_dim"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "d_inner", "encoder_ffn_dim", "decoder_ffn_dim"), 48),
-    **dict.fromkeys(("ffn_hidden_size", "dim_ff", "intermediate_size_mlp", "dense_intermediate_size", "prefix_dense_intermediate"), 48),
+    **dict.fromkeys(
+        ("ffn_hidden_size", "dim_ff", "intermediate_size_mlp", "dense_intermediate_size", "prefix_dense_intermediate"), 48
+    ),
     **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size"), 16),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
     **dict.fromkeys(("num_decoder_layers", "num_encoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4
+    ),
     **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "global_num_key_value_heads"), 2),
     **dict.fromkeys(("head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "swa_head_dim", "swa_v_head_dim"), 8),
-    **dict.fromkeys(("global_head_dim", "d_kv", "d_head", "attention_head_size", "kv_channels", "index_head_dim", "qk_head_dim"), 8),
+    **dict.fromkeys(
+        ("global_head_dim", "d_kv", "d_head", "attention_head_size", "kv_channels", "index_head_dim", "qk_head_dim"), 8
+    ),
     **dict.fromkeys(("rotary_dim", "hidden_size_per_layer_input"), 8),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 16),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k"), 2),
-    **dict.fromkeys(("n_shared_experts", "n_group", "topk_group", "num_shared_experts", "first_k_dense_replace", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(
+        ("n_shared_experts", "n_group", "topk_group", "num_shared_experts", "first_k_dense_replace", "moe_num_shared_experts"), 1
+    ),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_source_positions"), 64),
     **dict.fromkeys(("max_target_positions", "max_sequence_length", "block_size"), 64),
     **dict.fromkeys(("sliding_window", "window_size", "local_attention", "attention_window", "sliding_window_size"), 8),
@@ -86,6 +97,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "codegen": dict(rotary_dim=4),
     "xlnet": dict(d_head=8),
     "deepseek_v3": dict(num_key_value_heads=4),
+    "llama4_text": dict(no_rope_layers=[1, 0], floor_scale=4),
+    "esmc": dict(num_key_value_heads=4),
     "modernbert": dict(global_attn_every_n_layers=2),
     "reformer": dict(axial_pos_embds=False),
     "esm": dict(token_dropout=False, position_embedding_type="rotary"),
@@ -123,6 +136,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], help="a part of a class name, in any case; may be given again")
     parser.add_argument("--ranks", type=int, default=2, help="processes of the ring")
     parser.add_argument("--layout", choices=("zigzag", "contiguous", "striped"), default="zigzag")
+    parser.add_argument("--update", action="store_true", help="with --only: replace the rows of these classes in the page")
     given = parser.parse_args()
     begun = time.monotonic()
     fates = []
@@ -131,7 +145,11 @@ def main() -> int:
         print(f"{kind:6} {name:45} {fates[-1].status:18} {fates[-1].note}", flush=True)
     counts = Counter(found.status for found in fates)
     print(", ".join(f"{count} {status}" for status, count in counts.items()), f"in {time.monotonic() - begun:.0f} s")
-    if not given.only:
+    if given.update:
+        found = {(x.kind, x.name): x for x in fates}
+        known = {(x.kind, x.name): x for x in rows(PAGE.read_text())}
+        fates = [found.get(key, known.get(key, ModelFate(key[1], key[0], NOT_MADE, "not tried"))) for key in listed()]
+    if given.update or not given.only:
         PAGE.write_text(page(fates, given.ranks, given.layout))
         print(f"wrote {PAGE.relative_to(ROOT)}")
     return bool(counts[WRONG])
@@ -211,7 +229,7 @@ def _rank(ends: list, rank: int, kind: str, name: str, layout: str, folder: str)
     store = dist.FileStore(f"{folder}/store", len(ends))
     with quiet():
         dist.init_process_group("gloo", store=store, rank=rank, world_size=len(ends), timeout=timedelta(seconds=LIMIT))
-        verdict = compared(lambda: tiny(kind, name), layout, kind == "causal")
+        verdict = compared(lambda: tiny(kind, name), layout)
     ends[rank][1].send(verdict)
     ends[rank][1].close()
     os._exit(0)
@@ -268,14 +286,14 @@ def tiny_config(config_class: Any, kind: str) -> Any:
     return config_class(**settings)
 
 
-def compared(make: Callable[[], nn.Module], layout: str, is_causal: bool) -> tuple[str, str]:
-    """A model on a whole sequence, in this process, against the model on shards: the status and the note."""
+def compared(make: Callable[[], nn.Module], layout: str, group: dist.ProcessGroup | None = None) -> tuple[str, str]:
+    """A model on a whole sequence, in this process, against the model on shards of the group's ranks: the status and the note."""
     import ringattn as ra
     from ringattn.integrations.huggingface import attach
     from ringattn.training.causal_lm import sum_gradients
 
     tokens = torch.randint(5, VOCAB, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(1))
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     with _Double():
         # every rank, because a model that fails on whole sequences is to be refused nowhere
         try:
@@ -286,14 +304,14 @@ def compared(make: Callable[[], nn.Module], layout: str, is_causal: bool) -> tup
         model = make()
         cut = getattr(ra, layout)(SEQ_LEN, size)
         try:
-            attach(model)
+            attach(model, group=group)
             logits, loss, gradients = results(model, ra.shard(tokens, cut, rank), cut.positions(rank), layout=cut)
         except ValueError as error:
             return (REFUSED, first_sentence(error)) if is_ours(error) else (WRONG, f"ValueError: {first_sentence(error)}")
         except Exception as error:
             return WRONG, f"{type(error).__name__}: {first_sentence(error)}"
-    sum_gradients(model.parameters())
-    dist.all_reduce(loss)
+    sum_gradients(model.parameters(), group)
+    dist.all_reduce(loss, group=group)
     worst = max(
         difference(logits, ra.shard(wanted[0], cut, rank)),
         difference(loss, wanted[1]),
@@ -354,6 +372,12 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def rows(text: str) -> list[ModelFate]:
+    """The rows of docs/lab/models.md."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+    return [ModelFate(*row) for row in cells[1:]]
 
 
 def page(fates: Sequence[ModelFate], ranks: int, layout: str) -> str:

@@ -40,9 +40,19 @@ from .huggingface_checks import (
     takes_positions,
 )
 from .huggingface_forward import Asked, attend_around_ring
+from .huggingface_heads import answers_from, put_in_head, take_out_head
 from .huggingface_hooks import hook_holder, hook_model, hook_rotary, live_mask, unhook, unhook_holder
 from .huggingface_labels import guard_loss, release_loss
-from .huggingface_scores import check_forwards_of_own, forwards_of_own, put_in, take_out
+from .huggingface_positions import counting_embeddings, first_position, hook_counting
+from .huggingface_scores import (
+    check_forwards_of_own,
+    check_mask_of_scores,
+    counts_distances,
+    forwards_of_own,
+    put_in,
+    take_out,
+    takes_interface,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,34 +119,56 @@ def attach_seeded(
     rank = _check_arguments(layout, mask, group, ignore)
     parts = model.modules() if isinstance(model, nn.Module) else ()
     modules = [module for module in parts if _ATTENTION.search(type(module).__name__)]
-    own = forwards_of_own(modules)
-    check_model(model, bool(own))
+    says_so = bool(getattr(model, "_supports_attention_backend", False))
+    own = forwards_of_own(modules, says_so)
+    check_model(model, bool(own), says_so or takes_interface(modules))
     if not modules:
         raise ValueError(f"{type(model).__name__} has no module with Attention or MLA in its class name")
     check_head_dims(modules)
+    if own:
+        check_forwards_of_own(model, own)
     if layout is None:
-        _check_taken_in_calls(model, bool(own))
-    elif own:
-        check_forwards_of_own(model, own, mask, layout)
-    if not own:
+        _check_taken_in_calls(model)
+    else:
+        check_mask_of_scores(model, mask, layout)
+    counting = [] if takes_positions(model) else counting_embeddings(model)
+    if not counting and not (own and counts_distances(own)):
         check_positions_taken(model)
+    first = first_position(model)
     register()
     rotary = dynamic_rotary(model)
     is_new = not hasattr(model, NAME)
-    before, takes = _previous_attention(model), takes_positions(model)
-    attachment = Attachment(layout, LivePairs(mask), group, rank, frozenset(ignore), before, bool(rotary), takes, bool(own), seed)
+    attachment = Attachment(
+        layout,
+        LivePairs(mask),
+        group,
+        rank,
+        frozenset(ignore),
+        _previous_attention(model),
+        needs_last_position=bool(rotary),
+        takes_positions=takes_positions(model),
+        has_forwards=bool(own),
+        says_so=says_so,
+        first_position=first,
+        seed=seed,
+    )
     _attach_models(model, attachment)
     for module in rotary:
         if not hasattr(module, NAME):
             hook_rotary(module)
+    for module in counting:
+        if not hasattr(module, NAME):
+            hook_counting(module)
     if is_new:
         for holder in models_around(model):
             hook_holder(holder)
-    for module in [*modules, *rotary]:
+    for module in [*modules, *rotary, *counting]:
         setattr(module, NAME, attachment)
     for module in own:
         put_in(module)
-    _switch_attention(model, bool(own))
+    if answers_from(model) is not None:
+        put_in_head(model)
+    _switch_attention(model, says_so)
 
 
 def detach(model: PreTrainedModel, attn_implementation: str | None = None) -> None:
@@ -147,6 +179,7 @@ def detach(model: PreTrainedModel, attn_implementation: str | None = None) -> No
     if not hasattr(model, "set_attn_implementation"):
         raise ValueError(f"{type(model).__name__} is not a model of transformers: give the one that was attached")
     before = _previous_attention(model)
+    attachment: Attachment | None = getattr(model, NAME, None)
     own = models(model)
     for holder in models_around(model):
         if not any(hasattr(part, NAME) for part in models(holder) if part not in own):
@@ -156,7 +189,9 @@ def detach(model: PreTrainedModel, attn_implementation: str | None = None) -> No
         vars(module).pop(NAME, None)
         release_loss(module)
         unhook(module)
-    if take_out(model):
+    take_out(model)
+    take_out_head(model)
+    if attachment is not None and not attachment.says_so:
         _set_directly(model, before or "eager")
         before = model.config._attn_implementation
     model.set_attn_implementation(attn_implementation or before or "sdpa")
@@ -204,12 +239,8 @@ def _check_arguments(layout: Layout | None, mask: Mask | None, group: Group | No
     return ranks.rank
 
 
-def _check_taken_in_calls(model: nn.Module, has_forwards: bool) -> None:
+def _check_taken_in_calls(model: nn.Module) -> None:
     """Raise ValueError if calls of a model cannot bring its layout."""
-    if has_forwards:
-        raise ValueError(
-            f"{type(model).__name__} makes its scores itself, and its masks by the layout: attach(model, layout=...), again for another one"
-        )
     taken = {"layout", "mask"} & inspect.signature(model.forward).parameters.keys()
     if taken:
         raise ValueError(
@@ -234,8 +265,8 @@ def _attach_models(model: nn.Module, attachment: Attachment) -> None:
         guard_loss(part, attachment.ranks.size)
 
 
-def _switch_attention(model: PreTrainedModel, has_forwards: bool) -> None:
-    if has_forwards:
+def _switch_attention(model: PreTrainedModel, says_so: bool) -> None:
+    if not says_so:
         _set_directly(model, NAME)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)

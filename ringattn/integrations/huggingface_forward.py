@@ -17,7 +17,7 @@ from ..partial import finish
 from ..runtime.agree import refusing
 from ..scores import ScoreMod, score
 from ..training.checkpoint import runs_again_reentrantly
-from .huggingface_attachment import NAME, Attachment, LiveMask, not_compiled, running_call
+from .huggingface_attachment import NAME, Attachment, Chunks, LiveMask, Window, not_compiled, running_call
 from .huggingface_checks import check_attention
 
 
@@ -120,7 +120,7 @@ def _request(
     mask: LiveMask | None,
     asked: Asked,
     options: dict[str, Any],
-) -> tuple[ScoreMod | None, bool, int | None]:
+) -> tuple[ScoreMod | None, bool, Window]:
     """The score, whether tokens see none after them, and the window. Raises ValueError for what cannot be honoured."""
     check_attention(options, attachment.ignored)
     modified = asked.score(attachment.seed)
@@ -150,7 +150,7 @@ def _causality_and_window(
     mask: LiveMask | None,
     window: int | None,
     is_causal: bool | None,
-) -> tuple[bool, int | None]:
+) -> tuple[bool, Window]:
     """Whether tokens see none after them, and the window. Raises ValueError if the module and its mask do not fit each other."""
     if mask is not None and not isinstance(mask, LiveMask):
         raise ValueError(
@@ -158,7 +158,7 @@ def _causality_and_window(
         )
     # a mask holds the call's documents; without one look at the call, which torch.compile could not trace
     call = None if mask is not None else running_call()
-    if call is not None and call.live is not None and call.live.documents is not None:
+    if call is not None and call.live is not None and (call.live.documents is not None or call.live.rows is not None):
         raise ValueError(
             f"{type(module).__name__} is called without the mask that says where packed documents end: the model does not pass it on, "
             "or a hook took it away, as accelerate's does with cp_size above 1: leave cp_size at 1"
@@ -184,9 +184,16 @@ def _causality_and_window(
     return sees_past_only, window
 
 
-def _window(module: nn.Module, given: int | None, mask: LiveMask | None, is_causal: bool) -> int | None:
+def _window(module: nn.Module, given: int | None, mask: LiveMask | None, is_causal: bool) -> Window:
     """The module's window. What the module says and what the mask of its kind of layer says must agree."""
     of_mask = None if mask is None else mask.window
+    if isinstance(of_mask, tuple):
+        # modules with windows in both directions count the token itself
+        if given is not None and (given - 1, given - 1) != of_mask:
+            raise ValueError(f"sliding_window is {given} in {type(module).__name__}, but its mask was made for {of_mask}: give one")
+        return of_mask
+    if isinstance(of_mask, Chunks):
+        return of_mask
     window = of_mask if given is None else given
     if window is not None and window < 1:
         raise ValueError(
