@@ -73,9 +73,7 @@ TINY: dict[str, Any] = {
     **dict.fromkeys(("num_decoder_attention_heads", "num_encoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "global_num_key_value_heads"), 2),
     **dict.fromkeys(("head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "swa_head_dim", "swa_v_head_dim"), 8),
-    **dict.fromkeys(
-        ("global_head_dim", "d_kv", "d_head", "attention_head_size", "kv_channels", "index_head_dim", "qk_head_dim"), 8
-    ),
+    **dict.fromkeys(("global_head_dim", "d_kv", "d_head", "attention_head_size", "kv_channels", "index_head_dim"), 8),
     **dict.fromkeys(("rotary_dim", "hidden_size_per_layer_input"), 8),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 16),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
@@ -96,7 +94,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gptj": dict(rotary_dim=4),
     "codegen": dict(rotary_dim=4),
     "xlnet": dict(d_head=8),
-    "deepseek_v3": dict(num_key_value_heads=4),
+    "gemma4_text": dict(global_head_dim=16),
+    "gemma4_unified_text": dict(global_head_dim=16),
     "llama4_text": dict(no_rope_layers=[1, 0], floor_scale=4),
     "esmc": dict(num_key_value_heads=4),
     "modernbert": dict(global_attn_every_n_layers=2),
@@ -282,6 +281,8 @@ def tiny_config(config_class: Any, kind: str) -> Any:
         settings[name] = 2
     if "pad_token_id" in names:
         settings["pad_token_id"] = 1
+    if "kv_lora_rank" in names and "num_key_value_heads" in names:
+        settings["num_key_value_heads"] = settings["num_attention_heads"]  # latent attention has no groups of heads
     settings |= SETTINGS.get(getattr(config_class, "model_type", ""), {})
     return config_class(**settings)
 

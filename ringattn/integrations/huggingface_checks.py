@@ -253,6 +253,8 @@ def mask_window(local_size: int | None, is_causal: bool | None, seq_len: int, **
         return Chunks(local_size, seq_len)
     if is_causal is not False or mask_function is None:
         return local_size
+    if getattr(config, "use_bidirectional_attention", None) is True:
+        return local_size - 1, local_size - 1  # Gemma 3, whose function also tells packed documents, by indices within the shard
     # in both directions models differ in whether the window's end is in it: ask the function
     query, key = torch.tensor(local_size + 1), torch.arange(2 * local_size + 3)
     zero = torch.zeros((), dtype=torch.int64)

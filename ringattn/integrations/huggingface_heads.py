@@ -28,7 +28,17 @@ from .huggingface_attachment import NAME, Attachment, not_compiled, running_call
 # classes whose logits come from the first token of a sequence, by a pooler or by themselves
 _FROM_FIRST = {
     f"{kind}ForSequenceClassification"
-    for kind in ("Bert", "Albert", "DistilBert", "Electra", "Roberta", "XLMRoberta", "XLMRobertaXL", "Camembert", "RobertaPreLayerNorm")
+    for kind in (
+        "Bert",
+        "Albert",
+        "DistilBert",
+        "Electra",
+        "Roberta",
+        "XLMRoberta",
+        "XLMRobertaXL",
+        "Camembert",
+        "RobertaPreLayerNorm",
+    )
 }
 _FACTS = Facts({"function": "the tokens that a head for sequences answers from"})
 
