@@ -37,15 +37,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "lab" / "models.md"
 SEQ_LEN, BATCH, VOCAB = 37, 2, 97
 TOLERANCE = 1e-7
@@ -131,6 +129,7 @@ class _Double(TorchFunctionMode):
 
 
 def main() -> int:
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], help="a part of a class name, in any case; may be given again")
     parser.add_argument("--ranks", type=int, default=2, help="processes of the ring")

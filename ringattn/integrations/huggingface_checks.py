@@ -226,8 +226,8 @@ def check_mask(
     """
     if attention_mask is not None and not is_padded and not bool(attention_mask.all()):
         raise ValueError(
-            "attention_mask hides tokens, but not those that the model was called with: ring attention takes its mask over global positions, "
-            "as attach(model, mask=...)"
+            "attention_mask hides tokens, but not those that the model was called with: ring attention takes its mask over global "
+            "positions, as attach(model, mask=...)"
         )
     # older versions give the positions of the queries, newer ones their number
     positions = options.get("cache_position")
@@ -282,9 +282,14 @@ def check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any], layout: 
         raise ValueError("the model is called without input_ids and inputs_embeds: give this rank's shard of one of them")
     here = layout.lengths[rank]
     if tokens.shape[1] != here:
+        if tokens.shape[1] == layout.seq_len:
+            raise ValueError(
+                f"the input has {tokens.shape[1]} tokens, but rank {rank} of {layout!r} holds {here}: "
+                "cut the whole sequence with ringattn.shard"
+            )
         raise ValueError(
-            f"the input has {tokens.shape[1]} tokens, but rank {rank} of {layout!r} holds {here}: "
-            "cut the whole sequence with ringattn.shard"
+            f"the input has {tokens.shape[1]} tokens, but rank {rank} of {layout!r} holds {here}: for a sequence of another length "
+            "attach again, with its layout, or attach(model) once, and give layout= to each call"
         )
     _check_model_options(model, kwargs)
     _check_padding(kwargs.get("attention_mask"), here)

@@ -170,7 +170,7 @@ def _causality_and_window(
         )
     of_mask, of_module = None if mask is None else mask.is_causal, getattr(module, "is_causal", True)
     sees_past_only = next(known for known in (of_mask, is_causal, of_module) if known is not None)
-    window = _window(module, window, mask, sees_past_only)
+    limit = _window(module, window, mask, sees_past_only)
     if of_mask and is_causal is None and not of_module and attachment.live.mask is None:
         raise ValueError(
             f"is_causal is False in {type(module).__name__}, but its mask is causal: attach(model, mask=...) the one you mean, "
@@ -181,7 +181,7 @@ def _causality_and_window(
             f"{type(module).__name__} runs in a model whose forward was called directly, without the hooks that fill in positions: "
             "call the model itself"
         )
-    return sees_past_only, window
+    return sees_past_only, limit
 
 
 def _window(module: nn.Module, given: int | None, mask: LiveMask | None, is_causal: bool) -> Window:

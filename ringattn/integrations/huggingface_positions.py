@@ -91,6 +91,6 @@ def check_unpadded(tokens: torch.Tensor | None, hidden: torch.Tensor | None, pad
         padded &= ~hidden
     if bool(padded.any()):
         raise ValueError(
-            f"input_ids hold the padding token {padding}, whose positions this model skips (RoBERTa's way), where the ring counts every token: "
-            "leave padding out, or pad on the right and give attention_mask"
+            f"input_ids hold the padding token {padding}, whose positions this model skips (RoBERTa's way), where the ring counts every "
+            "token: leave padding out, or pad on the right and give attention_mask"
         )

@@ -41,7 +41,8 @@ _MASKS = {"create_causal_mask", "create_bidirectional_mask"}  # functions of tra
 def forwards_of_own(modules: Sequence[nn.Module], takes_others: bool = False) -> list[nn.Module]:
     """Those of a model's attention modules that have a forward pass here.
 
-    takes_others: whether the model's other modules take their attention from `AttentionInterface`; without, a model that has others has none.
+    takes_others: whether the model's other modules take their attention from `AttentionInterface`; if not, a model that has others has
+    none.
     """
     found = [module for module in modules if _name(module) in _FORWARDS]
     # T5's layers around its attention are called attention too

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -66,8 +65,9 @@ class RingTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """This rank's rows of the batches of its ring, in order; rows that fill up the last batches of some rings do not count."""
-        named = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
-        found = self.eval_dataset if named is None else named
+        sets: Any = self.eval_dataset
+        named = sets[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        found = sets if named is None else named
         return self._dealt("eval_dataset", found, self.args.eval_batch_size, "evaluation")
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
@@ -137,7 +137,7 @@ class RingTrainer(Trainer):
         collate = _Cut(
             self._get_collator_with_removed_columns(self.data_collator, description=description), attachment, self._layouts
         )
-        options = dict(
+        options: dict[str, Any] = dict(
             batch_size=rows,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,

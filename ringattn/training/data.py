@@ -334,8 +334,8 @@ def _padded_mask(mask: Any) -> torch.Tensor | None:
         )
     if bool((mask[:, 1:].bool() & ~mask[:, :-1].bool()).any()) or (mask.numel() and not bool(mask[:, 0].all())):
         raise ValueError(
-            "attention_mask hides tokens before others that it shows, or all of a row: pad on the right (tokenizer.padding_side = 'right'), "
-            "or pack the sequences with pack(...), which needs no padding"
+            "attention_mask hides tokens before others that it shows, or all of a row: pad on the right "
+            "(tokenizer.padding_side = 'right'), or pack the sequences with pack(...), which needs no padding"
         )
     return None if bool(mask.all()) else mask.to(torch.int64)
 

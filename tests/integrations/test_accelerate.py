@@ -279,12 +279,12 @@ def test_epochs_with_the_trainers_own_loaders(processes, tmp_path):
     # 3 rows a ring and epoch, in batches of 2 and 1, of which both make one step
     rings = [found[0][2], found[2][2]]
     assert found[1][2] == rings[0] and found[3][2] == rings[1], "ranks of a ring share their rows"
-    epochs = [[sum(ring[2 * epoch : 2 * epoch + 2], []) for ring in rings] for epoch in range(EPOCHS)]
-    assert all(sorted(sum(epoch, [])) == list(range(ROWS)) for epoch in epochs), "each row once an epoch"
+    epochs = [[[*ring[2 * epoch], *ring[2 * epoch + 1]] for ring in rings] for epoch in range(EPOCHS)]
+    assert all(sorted([*epoch[0], *epoch[1]]) == list(range(ROWS)) for epoch in epochs), "each row once an epoch"
     assert epochs[0] != epochs[1], "shuffled anew"
     model = make_model()
     for epoch in epochs:
-        total, tokens = summed_of(model, [row(i) for i in sum(epoch, [])])
+        total, tokens = summed_of(model, [row(i) for i in [*epoch[0], *epoch[1]]])
         model.zero_grad()
         (total / tokens).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)

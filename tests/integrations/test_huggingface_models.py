@@ -302,3 +302,24 @@ def two_layouts(group):
         torch.testing.assert_close(found, ra.shard(logits, layout, group.rank()), rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="lets tokens see later ones"):
         model(input_ids=ra.shard(ids, ra.zigzag(N, 2), group.rank()), layout=ra.zigzag(N, 2), mask=ra.full())
+
+
+@pytest.mark.parametrize("name", ["StableLmForCausalLM", "GPTJForCausalLM", "BartForCausalLM"])
+def test_detach_restores_a_model(name):
+    with sweep.quiet():
+        model = sweep.tiny("causal", name)
+        ids = tokens(N)
+        before = model(input_ids=ids, use_cache=False).logits
+        attach(model, layout=ra.zigzag(N, 1))
+        torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-5, atol=1e-5)
+        detach(model)
+        torch.testing.assert_close(model(input_ids=ids[:, :7], use_cache=False).logits, before[:, :7], rtol=1e-5, atol=1e-5)
+
+
+def test_an_input_of_another_length_is_told_what_to_do():
+    model = llama()
+    attach(model, layout=ra.zigzag(N, 1))
+    with pytest.raises(
+        ValueError, match=r"the input has 9 tokens, but rank 0 of .* attach again, with its layout, or attach\(model\) once"
+    ):
+        model(input_ids=tokens(9))
