@@ -7,12 +7,13 @@
 hold, what is live and who the ranks are. Every rank then runs the model on its own shard of the sequence; everything but
 attention is local to a token. Position ids default to the shard's global positions.
 
-Models that make their scores themselves (BLOOM, MPT, Falcon, T5, mT5, UMT5) have no such interface for them: their attention modules get
-forward passes of our own, from `huggingface_scores.py`.
+Models that make their scores themselves (BLOOM, MPT, Falcon, T5, mT5, UMT5) or have other attention modules of their own (BART's kind,
+GPT-J, GPT-Neo) have no such interface: their attention modules get forward passes of ours, from `huggingface_scores.py` and
+`huggingface_plain.py`. `huggingface_positions.py` gives positions to models that count them in other ways.
 
 Each option that a model passes to its attention is either honoured or refused by name (`huggingface_checks.py`). Honoured are
-sliding windows, packed documents, attention sinks, a softcap and dropout. A padding mask, a key/value cache, position bias, chunked
-attention and attention weights as output raise ValueError, and so does any option that this module does not know.
+sliding windows, chunks, packed documents, padding on the right, attention sinks, a softcap and dropout. Other padding, a key/value cache,
+position bias and attention weights as output raise ValueError, and so does any option that this module does not know.
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ def attach(
     """Run a transformers model's attention around a ring, from the next forward on. Call it again to change the layout.
 
     Args:
-        model: a `PreTrainedModel` whose attention goes through `AttentionInterface`, or BLOOM, MPT, Falcon, and the encoder or the decoder
-            of T5, mT5 and UMT5 (with transformers 5.17 or 5.23).
+        model: a `PreTrainedModel` whose attention goes through `AttentionInterface`; or one that has forward passes of ours, with
+            transformers 5.23: BLOOM, MPT, Falcon, GPT-J, CodeGen, GPT-Neo, the encoder or the decoder of T5's and BART's kinds, and others
+            (docs/entry-points.md).
         layout: which positions each rank holds; its world size is the group's. None: each call brings its own, as
             `model(**batch, layout=...)`, and may bring a `mask=`. They hold for this call and its backward pass, in all its layers.
         mask: which pairs are live, over global positions; None is causal for causal modules, full for the others.
@@ -97,6 +99,11 @@ def attach(
       packed document: then tokens see their own document only (the ranks compare them once per call).
     - `cu_seq_lens_q` and `cu_seq_lens_k`, the bounds of packed documents in the whole sequence, have the same effect without a
       comparison, and `position_ids` then restart by default. `max_length_q` and `max_length_k` may come with them.
+    - `position_ids` of RoBERTa's kind are the global ones, from 0, too: the model gets them from `padding_idx + 1` on.
+    - `attention_mask` (b, s_local) may have padding on the right of its rows, whose labels must not count. The ranks compare it once per
+      call.
+    - A `ForSequenceClassification` of decoders, BERT's or RoBERTa's kind answers on every rank as on whole sequences, and takes `labels`.
+      Its gradients are to be summed over the ranks.
     - Models that take no `position_ids`, as ALiBi and T5's bias are of distances, get none; if you give them, they only tell documents.
     - Attach an encoder and a decoder one by one, each with the layout of its own sequence, and call the model that holds both. Each rank
       then keeps the encoder's last states of the whole sequence, and computes attention to them by itself.

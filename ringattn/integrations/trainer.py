@@ -9,7 +9,7 @@ It needs accelerate, as transformers' Trainer does (`pip install accelerate`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -172,9 +172,6 @@ class _InTurn(Dataset):
     def __getitem__(self, i: int) -> tuple[Any, bool]:
         at = i * self.count + self.index
         return self.dataset[min(at, len(self.dataset) - 1)], at < len(self.dataset)
-
-    def __iter__(self) -> Iterator[tuple[Any, bool]]:
-        return (self[i] for i in range(len(self)))
 
 
 class _Cut:

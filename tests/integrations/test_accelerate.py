@@ -232,8 +232,15 @@ def padded(rows):
     }
 
 
+def packed(rows):
+    """A collator of transformers that puts rows one after the other, each with positions of its own."""
+    from transformers import DataCollatorWithFlattening
+
+    return DataCollatorWithFlattening()([{name: value.tolist() for name, value in one.items()} for one in rows])
+
+
 @patch.dict(os.environ)
-def epochs_under_the_trainer(group, folder):
+def epochs_under_the_trainer(group, folder, collator):
     """Two epochs with the Trainer's own loaders, of rows that are padded: the parameters, the order of rows, and the losses."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_ADDR="localhost", MASTER_PORT=29511)
@@ -249,7 +256,7 @@ def epochs_under_the_trainer(group, folder):
 
     def collate(rows):
         seen.append([next(i for i in range(ROWS) if torch.equal(row(i)["input_ids"], one["input_ids"])) for one in rows])
-        return padded(rows)
+        return collator(rows)
 
     arguments = TrainingArguments(
         folder, per_device_train_batch_size=2, per_device_eval_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=EPOCHS,
@@ -274,8 +281,9 @@ def summed_of(model, rows):
     return total, tokens
 
 
-def test_epochs_with_the_trainers_own_loaders(processes, tmp_path):
-    found = processes.run(4, epochs_under_the_trainer, str(tmp_path), timeout=180)
+@pytest.mark.parametrize("collator", [padded, packed])
+def test_epochs_with_the_trainers_own_loaders(processes, tmp_path, collator):
+    found = processes.run(4, epochs_under_the_trainer, str(tmp_path), collator, timeout=180)
     # 3 rows a ring and epoch, in batches of 2 and 1, of which both make one step
     rings = [found[0][2], found[2][2]]
     assert found[1][2] == rings[0] and found[3][2] == rings[1], "ranks of a ring share their rows"
