@@ -13,7 +13,7 @@ SEED ?=
 PY := .venv/bin/python
 READY := .venv/ready.json
 
-.PHONY: demo test test-gpu fuzz mutants lint format clean
+.PHONY: demo test test-gpu fuzz mutants models lint format clean
 
 demo: $(READY)
 	$(PY) examples/finetune_long_document.py $(ARGS)
@@ -35,6 +35,10 @@ fuzz: $(READY)
 # mistakes of one line in a copy of the repository, each of which a test must notice; writes docs/lab/mutants.md
 mutants: $(READY)
 	$(PY) launch/repo/mutants.py $(ARGS)
+
+# the language models of transformers on shards against one process; writes docs/lab/models.md
+models: $(READY)
+	$(PY) launch/repo/model_sweep.py $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check $(ARGS)

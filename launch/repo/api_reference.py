@@ -26,9 +26,21 @@ Made from the docstrings by `python launch/repo/api_reference.py`; what the word
 Shapes: b batch, s tokens, h query heads, hk key/value heads, d head dim, d_v value head dim.
 """
 # modules of these folders that only other modules of the library use
-INNER = {
-    f"huggingface_{name}" for name in ("attachment", "call", "checks", "encoder", "forward", "hooks", "inputs", "labels", "scores")
-} | {"offload"}
+_HUGGINGFACE = (
+    "attachment",
+    "call",
+    "checks",
+    "encoder",
+    "forward",
+    "heads",
+    "hooks",
+    "inputs",
+    "labels",
+    "padding",
+    "plain",
+    "positions",
+)
+INNER = {f"huggingface_{name}" for name in (*_HUGGINGFACE, "scores")} | {"offload"}
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign
 
 

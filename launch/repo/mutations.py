@@ -655,6 +655,27 @@ MUTATIONS = (
         "tests/integrations/test_huggingface.py -k window_counts_the_token",
     ),
     Mutation(
+        "ringattn/integrations/huggingface_positions.py",
+        "found.add(padding + 1)",
+        "found.add(padding)",
+        "RoBERTa's first position is that of padding",
+        "tests/integrations/test_huggingface_models.py -k RobertaForMaskedLM",
+    ),
+    Mutation(
+        "ringattn/integrations/huggingface_padding.py",
+        "both[:, 0].max(axis=0)",
+        "both[0, 0]",
+        "the first rank alone says where rows end",
+        "tests/integrations/test_huggingface_models.py -k test_padding_on_the_right",
+    ),
+    Mutation(
+        "ringattn/integrations/huggingface_heads.py",
+        "[:, None], logits, others)",
+        "[:, None], logits, logits)",
+        "a head for sequences answers from the last token of the shard",
+        "tests/integrations/test_huggingface_models.py -k head_for_sequences",
+    ),
+    Mutation(
         "ringattn/integrations/huggingface_scores.py",
         "* module.inv_norm_factor\n",
         "* 1.0\n",

@@ -35,6 +35,7 @@ from ..serving.cache import PagedCache
 from ..serving.pages import CachedSequence, OutOfPages
 from .huggingface_attachment import NAME, Attachment, in_one_dtype, not_compiled
 from .huggingface_call import CachedCall
+from .huggingface_heads import answers_from
 from .huggingface_inputs import CachedInputs, check_inputs
 
 if TYPE_CHECKING:
@@ -407,7 +408,13 @@ def _check_model(model: Any, attachment: Attachment) -> None:
     """Raise ValueError if a model cannot decode around the ring."""
     kind = type(model).__name__
     if attachment.has_forwards:
-        raise ValueError(f"{kind} makes its scores itself, which a RingCache does not support: generate with a detached model")
+        raise ValueError(f"the attention of {kind} has no door for a RingCache: generate with a detached model")
+    if attachment.first_position or not attachment.takes_positions:
+        raise ValueError(
+            f"{kind} counts positions in a way of its own, which a RingCache does not support: generate with a detached model"
+        )
+    if answers_from(model) is not None:
+        raise ValueError(f"{kind} answers once for a sequence, and keeps nothing for later tokens: call it without a RingCache")
     if attachment.live.mask is not None and not isinstance(attachment.live.mask, Causal):
         raise ValueError(
             f"{kind} was attached with mask={attachment.live.mask!r}, but generation is causal: attach it without a mask, and windows "

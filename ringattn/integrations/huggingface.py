@@ -7,12 +7,13 @@
 hold, what is live and who the ranks are. Every rank then runs the model on its own shard of the sequence; everything but
 attention is local to a token. Position ids default to the shard's global positions.
 
-Models that make their scores themselves (BLOOM, MPT, Falcon, T5, mT5, UMT5) have no such interface for them: their attention modules get
-forward passes of our own, from `huggingface_scores.py`.
+Models that make their scores themselves (BLOOM, MPT, Falcon, T5, mT5, UMT5) or have other attention modules of their own (BART's kind,
+GPT-J, GPT-Neo) have no such interface: their attention modules get forward passes of ours, from `huggingface_scores.py` and
+`huggingface_plain.py`. `huggingface_positions.py` gives positions to models that count them in other ways.
 
 Each option that a model passes to its attention is either honoured or refused by name (`huggingface_checks.py`). Honoured are
-sliding windows, packed documents, attention sinks, a softcap and dropout. A padding mask, a key/value cache but for `RingCache`, position
-bias, chunked attention and attention weights as output raise ValueError, and so does any option that this module does not know.
+sliding windows, chunks, packed documents, padding on the right, attention sinks, a softcap and dropout. Other padding, a key/value cache
+but for `RingCache`, position bias and attention weights as output raise ValueError, and so does any option that this module does not know.
 """
 
 from __future__ import annotations
@@ -40,9 +41,19 @@ from .huggingface_checks import (
     takes_positions,
 )
 from .huggingface_forward import Asked, attend_around_ring
+from .huggingface_heads import answers_from, put_in_head, take_out_head
 from .huggingface_hooks import hook_holder, hook_model, hook_rotary, live_mask, unhook, unhook_holder
 from .huggingface_labels import guard_loss, release_loss
-from .huggingface_scores import check_forwards_of_own, forwards_of_own, put_in, take_out
+from .huggingface_positions import counting_embeddings, first_position, hook_counting
+from .huggingface_scores import (
+    check_forwards_of_own,
+    check_mask_of_scores,
+    counts_distances,
+    forwards_of_own,
+    put_in,
+    take_out,
+    takes_interface,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,8 +83,9 @@ def attach(
     """Run a transformers model's attention around a ring, from the next forward on. Call it again to change the layout.
 
     Args:
-        model: a `PreTrainedModel` whose attention goes through `AttentionInterface`, or BLOOM, MPT, Falcon, and the encoder or the decoder
-            of T5, mT5 and UMT5 (with transformers 5.17 or 5.23).
+        model: a `PreTrainedModel` whose attention goes through `AttentionInterface`; or one that has forward passes of ours, with
+            transformers 5.23: BLOOM, MPT, Falcon, GPT-J, CodeGen, GPT-Neo, the encoder or the decoder of T5's and BART's kinds, and others
+            (docs/entry-points.md).
         layout: which positions each rank holds; its world size is the group's. None: each call brings its own, as
             `model(**batch, layout=...)`, and may bring a `mask=`. They hold for this call and its backward pass, in all its layers.
         mask: which pairs are live, over global positions; None is causal for causal modules, full for the others.
@@ -88,6 +100,11 @@ def attach(
       packed document: then tokens see their own document only (the ranks compare them once per call).
     - `cu_seq_lens_q` and `cu_seq_lens_k`, the bounds of packed documents in the whole sequence, have the same effect without a
       comparison, and `position_ids` then restart by default. `max_length_q` and `max_length_k` may come with them.
+    - `position_ids` of RoBERTa's kind are the global ones, from 0, too: the model gets them from `padding_idx + 1` on.
+    - `attention_mask` (b, s_local) may have padding on the right of its rows, whose labels must not count. The ranks compare it once per
+      call.
+    - A `ForSequenceClassification` of decoders, BERT's or RoBERTa's kind answers on every rank as on whole sequences, and takes `labels`.
+      Its gradients are to be summed over the ranks.
     - Models that take no `position_ids`, as ALiBi and T5's bias are of distances, get none; if you give them, they only tell documents.
     - Attach an encoder and a decoder one by one, each with the layout of its own sequence, and call the model that holds both. Each rank
       then keeps the encoder's last states of the whole sequence, and computes attention to them by itself.
@@ -110,34 +127,56 @@ def attach_seeded(
     rank = _check_arguments(layout, mask, group, ignore)
     parts = model.modules() if isinstance(model, nn.Module) else ()
     modules = [module for module in parts if _ATTENTION.search(type(module).__name__)]
-    own = forwards_of_own(modules)
-    check_model(model, bool(own))
+    says_so = bool(getattr(model, "_supports_attention_backend", False))
+    own = forwards_of_own(modules, says_so)
+    check_model(model, bool(own), says_so or takes_interface(modules))
     if not modules:
         raise ValueError(f"{type(model).__name__} has no module with Attention or MLA in its class name")
     check_head_dims(modules)
+    if own:
+        check_forwards_of_own(model, own)
     if layout is None:
-        _check_taken_in_calls(model, bool(own))
-    elif own:
-        check_forwards_of_own(model, own, mask, layout)
-    if not own:
+        _check_taken_in_calls(model)
+    else:
+        check_mask_of_scores(model, mask, layout)
+    counting = [] if takes_positions(model) else counting_embeddings(model)
+    if not counting and not (own and counts_distances(own)):
         check_positions_taken(model)
+    first = first_position(model)
     register()
     rotary = dynamic_rotary(model)
     is_new = not hasattr(model, NAME)
-    before, takes = _previous_attention(model), takes_positions(model)
-    attachment = Attachment(layout, LivePairs(mask), group, rank, frozenset(ignore), before, bool(rotary), takes, bool(own), seed)
+    attachment = Attachment(
+        layout,
+        LivePairs(mask),
+        group,
+        rank,
+        frozenset(ignore),
+        _previous_attention(model),
+        needs_last_position=bool(rotary),
+        takes_positions=takes_positions(model),
+        has_forwards=bool(own),
+        says_so=says_so,
+        first_position=first,
+        seed=seed,
+    )
     _attach_models(model, attachment)
     for module in rotary:
         if not hasattr(module, NAME):
             hook_rotary(module)
+    for module in counting:
+        if not hasattr(module, NAME):
+            hook_counting(module)
     if is_new:
         for holder in models_around(model):
             hook_holder(holder)
-    for module in [*modules, *rotary]:
+    for module in [*modules, *rotary, *counting]:
         setattr(module, NAME, attachment)
     for module in own:
         put_in(module)
-    _switch_attention(model, bool(own))
+    if answers_from(model) is not None:
+        put_in_head(model)
+    _switch_attention(model, says_so)
 
 
 def detach(model: PreTrainedModel, attn_implementation: str | None = None) -> None:
@@ -148,6 +187,7 @@ def detach(model: PreTrainedModel, attn_implementation: str | None = None) -> No
     if not hasattr(model, "set_attn_implementation"):
         raise ValueError(f"{type(model).__name__} is not a model of transformers: give the one that was attached")
     before = _previous_attention(model)
+    attachment: Attachment | None = getattr(model, NAME, None)
     own = models(model)
     for holder in models_around(model):
         if not any(hasattr(part, NAME) for part in models(holder) if part not in own):
@@ -157,7 +197,9 @@ def detach(model: PreTrainedModel, attn_implementation: str | None = None) -> No
         vars(module).pop(NAME, None)
         release_loss(module)
         unhook(module)
-    if take_out(model):
+    take_out(model)
+    take_out_head(model)
+    if attachment is not None and not attachment.says_so:
         _set_directly(model, before or "eager")
         before = model.config._attn_implementation
     model.set_attn_implementation(attn_implementation or before or "sdpa")
@@ -205,12 +247,8 @@ def _check_arguments(layout: Layout | None, mask: Mask | None, group: Group | No
     return ranks.rank
 
 
-def _check_taken_in_calls(model: nn.Module, has_forwards: bool) -> None:
+def _check_taken_in_calls(model: nn.Module) -> None:
     """Raise ValueError if calls of a model cannot bring its layout."""
-    if has_forwards:
-        raise ValueError(
-            f"{type(model).__name__} makes its scores itself, and its masks by the layout: attach(model, layout=...), again for another one"
-        )
     taken = {"layout", "mask"} & inspect.signature(model.forward).parameters.keys()
     if taken:
         raise ValueError(
@@ -235,8 +273,8 @@ def _attach_models(model: nn.Module, attachment: Attachment) -> None:
         guard_loss(part, attachment.ranks.size)
 
 
-def _switch_attention(model: PreTrainedModel, has_forwards: bool) -> None:
-    if has_forwards:
+def _switch_attention(model: PreTrainedModel, says_so: bool) -> None:
+    if not says_so:
         _set_directly(model, NAME)
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)

@@ -8,12 +8,13 @@ pass attends as it did in the forward pass, whatever is attached by then.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -33,27 +34,63 @@ _OF_CALLS = ("layout", "mask")  # arguments of calls, where they were not given 
 NAME = "ringattn"  # of the attention implementation, and of the attribute that holds an `Attachment`
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """Attention in chunks of `size` tokens of a sequence of `seq_len`, as in Llama 4: a token sees its own chunk only."""
+
+    size: int
+    seq_len: int
+
+    def documents(self, packed: Documents | None) -> Mask:
+        """The chunks as documents; in packed documents they begin anew."""
+        bounds = [0, self.seq_len] if packed is None else [*packed.cu_seqlens, self.seq_len]
+        starts = (start for a, b in itertools.pairwise(bounds) for start in range(a, b, self.size))
+        return documents(cu_seqlens=[*starts, self.seq_len], causal=False)
+
+
+# of a layer: as transformers counts it, with the token itself; to the left and to the right, without it; chunks; or no limit
+Window: TypeAlias = int | tuple[int, int] | Chunks | None
+
+
 @dataclass(frozen=True, eq=False)
 class LivePairs:
-    """What is live in a call: the attached mask, within the call's documents. Makes one mask per kind of layer."""
+    """What is live in a call: the attached mask, within the call's documents. Makes one mask per kind of layer.
+
+    rows: the number of tokens of each row, if there is padding on the right. documents: within them, if all rows end at one position.
+    """
 
     mask: Mask | None
     documents: Documents | None = None
-    _masks: dict[tuple[bool, int | None], Mask] = field(default_factory=dict, repr=False)
+    rows: tuple[int, ...] | None = None
+    _masks: dict[tuple[bool, Window], Mask] = field(default_factory=dict, repr=False)
 
-    def mask_for(self, is_causal: bool, window: int | None) -> Mask:
-        """The mask (None: causal or full, as the module is) within the documents and the module's window."""
+    def mask_for(self, is_causal: bool, window: Window) -> Mask:
+        """The mask (None: causal or full, as the module is) within the documents and the module's window or chunks.
+
+        Raises ValueError if tokens would see padding, of rows that end at several positions.
+        """
         key = (is_causal, window)
         if key not in self._masks:
             mask = self.mask
+            if mask is None and not is_causal and self.rows is not None and len(set(self.rows)) > 1:
+                raise ValueError(
+                    "attention_mask hides tokens of rows that end at different positions, and tokens of this model see later ones, where "
+                    "the ring has one mask for all rows: give rows of one length to a call, or pack the sequences with pack(...)"
+                )
             if mask is None and self.documents is None:
                 mask = causal() if is_causal else full()
             if self.documents is not None:
                 packed = documents(cu_seqlens=self.documents.cu_seqlens, causal=is_causal and mask is None)
                 mask = packed if mask is None else mask & packed
             assert mask is not None
-            # transformers counts the query's own position: in a window of 1 a token sees only itself
-            self._masks[key] = mask if window is None else mask & sliding_window(window - 1, None)
+            if isinstance(window, Chunks):
+                mask = mask & window.documents(self.documents)
+            elif isinstance(window, tuple):
+                mask = mask & sliding_window(*window)
+            elif window is not None:
+                # transformers counts the query's own position: in a window of 1 a token sees only itself
+                mask = mask & sliding_window(window - 1, None)
+            self._masks[key] = mask
         return self._masks[key]
 
 
@@ -66,7 +103,7 @@ class LiveMask:
     """
 
     live: LivePairs | None
-    window: int | None
+    window: Window
     is_causal: bool | None
     attachment: Attachment | None = None
 
@@ -122,7 +159,9 @@ class Attachment:
     previous_attention: str | None  # the implementation before `attach`, for `detach`
     needs_last_position: bool  # rotary frequencies depend on the sequence's last position
     takes_positions: bool = True  # position_ids; without them, scores depend on distances, which the layout gives to attention
-    has_forwards: bool = False  # attention has forward passes of our own (`huggingface_scores.py`)
+    has_forwards: bool = False  # attention has forward passes of our own (`huggingface_scores.py`, `huggingface_plain.py`)
+    says_so: bool = True  # the model's class says that its attention comes from AttentionInterface
+    first_position: int = 0  # of a sequence, as the model counts: RoBERTa's kind begins after padding_idx
     seed: int | None = None  # of dropout; None: each call draws one
     of_call: Attachment | None = None
     cached: CachedCall | None = None
@@ -187,6 +226,7 @@ class ModelCall:
     frame: FrameType
     attachment: Attachment | None = None
     last_position: int | None = None  # over all ranks, if rotary frequencies depend on it
+    positions: torch.Tensor | None = None  # of this rank's tokens (b or 1, s), as the model takes them
     has_positions: bool = True  # whether the caller gave position_ids
 
     def holds(self, model: nn.Module) -> bool:

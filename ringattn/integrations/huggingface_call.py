@@ -19,7 +19,7 @@ from ..geometry.span import Span
 from ..runtime.agree import refusing
 from ..serving.batch import CacheBatch
 from ..serving.decoding import MOST_QUERIES, decode
-from .huggingface_attachment import Attachment, in_one_dtype, not_compiled
+from .huggingface_attachment import Attachment, Window, in_one_dtype, not_compiled
 from .huggingface_inputs import CachedInputs
 
 if TYPE_CHECKING:
@@ -64,13 +64,17 @@ class CachedCall:
             found["logits_to_keep"] = self._kept_here(here).to(device) if self.selects else 0
         return found
 
-    def check_causal(self, module: nn.Module, sees_past_only: bool) -> None:
-        """Raise ValueError for a layer whose tokens see later ones, which generation adds."""
-        if not sees_past_only:
-            with refusing(self.attachment.ranks):
+    def check_layer(self, module: nn.Module, sees_past_only: bool, window: Window) -> int | None:
+        """A layer's window, as transformers counts it. Raises ValueError if decoding has no mask for what the layer sees."""
+        kind = type(module).__name__
+        with refusing(self.attachment.ranks):
+            if not sees_past_only:
+                raise ValueError(f"{kind} is not causal, but a call with a RingCache is: generate with causal models")
+            if not isinstance(window, int | None):
                 raise ValueError(
-                    f"{type(module).__name__} is not causal, but a call with a RingCache is: generate with causal models"
+                    f"{kind} attends within chunks, but a RingCache takes causal attention and windows: detach, then generate"
                 )
+        return window
 
     @not_compiled
     def decode(self, module: nn.Module, q: torch.Tensor, window: int | None, scaling: float | None, score: Any) -> torch.Tensor:

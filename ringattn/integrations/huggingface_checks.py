@@ -17,11 +17,12 @@ from .. import check
 from ..geometry.layout import Layout, contiguous
 from ..geometry.mask import Documents
 from ..training.data import packed_documents
-from .huggingface_attachment import ModelCall
+from .huggingface_attachment import Chunks, ModelCall, Window
+from .huggingface_heads import answers_from
 from .token_mixers import check_token_mixers
 
 # layers that see other tokens only through attention, and only in the two ways that are honoured
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 # options of attention that cannot be honoured, and why; None and False ask for nothing
 _REFUSED = {
@@ -98,23 +99,26 @@ def dynamic_rotary(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def check_model(model: nn.Module, has_forwards: bool = False) -> None:
+def check_model(model: nn.Module, has_forwards: bool = False, takes_interface: bool = False) -> None:
     """Raise ValueError if a model cannot take another attention, or if its layers see other tokens by other means too.
 
-    has_forwards: whether its attention has forward passes of our own (`huggingface_scores.py`).
+    has_forwards: whether its attention has forward passes of our own (`huggingface_scores.py`). takes_interface: whether it comes from
+    `AttentionInterface`.
     """
-    if not has_forwards and not getattr(model, "_supports_attention_backend", False):
+    if not has_forwards and not (takes_interface and hasattr(model, "set_attn_implementation")):
         raise ValueError(
             f"{type(model).__name__} does not take its attention from AttentionInterface: ring attention cannot be put in"
         )
     for within in models(model):
-        _check_config(within, has_forwards)
+        _check_config(within, has_forwards, model)
     check_token_mixers(model)
+    pools = answers_from(model) == "first"
     for name, module in model.named_modules():
-        _check_module(name, module)
+        if not pools:
+            _check_module(name, module)
 
 
-def _check_config(model: Any, has_forwards: bool) -> None:
+def _check_config(model: Any, has_forwards: bool, attached: nn.Module) -> None:
     config = model.config
     has_two_sequences = not has_forwards or "decoder_input_ids" in inspect.signature(type(model).forward).parameters
     if getattr(config, "is_encoder_decoder", False) and has_two_sequences:
@@ -126,7 +130,7 @@ def _check_config(model: Any, has_forwards: bool) -> None:
                 else "only models of one sequence run on shards"
             )
         )
-    check_head(model)
+    check_head(model, model is attached)
     if getattr(config, "trigram_input", False):
         raise ValueError("trigram_input is True, by which each token reads its neighbours: it would not see past the shard's ends")
     if getattr(config, "token_dropout", False):
@@ -135,15 +139,16 @@ def _check_config(model: Any, has_forwards: bool) -> None:
             "shards it would be the share of each shard; set it to False before the model is made"
         )
     chunk = getattr(config, "attention_chunk_size", None)
-    if chunk is not None:
+    if chunk is not None and not has_forwards:
         raise ValueError(
-            f"attention_chunk_size is {chunk}, but attention in chunks is not supported: this model (Llama 4) cannot run on shards"
+            f"attention_chunk_size is {chunk}, but attention in chunks is supported in Llama 4's text model alone: attach that, or "
+            "another model"
         )
     other = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     if other:
         raise ValueError(
-            f"the config's layer_types have {', '.join(map(repr, other))}, but only layers that see other tokens through full "
-            "or sliding attention can run on shards"
+            f"the config's layer_types have {', '.join(map(repr, other))}, but only layers that see other tokens through full, "
+            "sliding or chunked attention can run on shards"
         )
 
 
@@ -152,12 +157,6 @@ def _check_module(name: str, module: nn.Module) -> None:
         raise ValueError(
             f"{name} looks at one token of the sequence, and would take one of each shard: make the model with "
             "add_pooling_layer=False, or set it to None, and pool after ringattn.unshard"
-        )
-    is_padded = "position_embeddings" in name and isinstance(module, nn.Embedding) and module.padding_idx is not None
-    if is_padded or hasattr(module, "create_position_ids_from_input_ids"):
-        raise ValueError(
-            f"{name} has positions that start after padding_idx {getattr(module, 'padding_idx', None)} and skip padding (RoBERTa's way), "
-            "where the ring's are global positions: this model cannot run on shards"
         )
 
 
@@ -186,12 +185,15 @@ def check_positions_taken(model: nn.Module) -> None:
         )
 
 
-def check_head(model: nn.Module) -> None:
-    """Raise ValueError for a head that pools over tokens."""
+def check_head(model: nn.Module, is_attached: bool = False) -> None:
+    """Raise ValueError for a head that pools over tokens, unless it is attached itself and known."""
+    if is_attached and answers_from(model) is not None:
+        return
     if type(model).__name__.endswith(_POOLED):
         raise ValueError(
             f"{type(model).__name__} answers from one token of the sequence, and would take one of each shard: "
-            "attach its base model, call that, and pool after ringattn.unshard"
+            "attach its base model, call that, and pool after ringattn.unshard; heads of decoders, BERT's and RoBERTa's kind run on "
+            "shards where they are attached themselves"
         )
 
 
@@ -218,26 +220,54 @@ def check_mask(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     q_length: int = 0,
+    is_padded: bool = False,
     **options: Any,
 ) -> bool | None:
-    """Whether the mask that transformers asks for is causal; None if that is unknown.
+    """Whether the mask that transformers asks for is causal; None if that is unknown. is_padded: padding is taken care of.
 
     Raises ValueError if the mask hides tokens, or is anything else than causal or full, with or without a window and packed documents.
     """
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise _padding()
+    if attention_mask is not None and not is_padded and not bool(attention_mask.all()):
+        raise ValueError(
+            "attention_mask hides tokens, but not those that the model was called with: ring attention takes its mask over global "
+            "positions, as attach(model, mask=...)"
+        )
     # older versions give the positions of the queries, newer ones their number
     positions = options.get("cache_position")
     tokens = len(positions) if isinstance(positions, torch.Tensor) else q_length
     some = 1 if allow_is_causal_skip else tokens - 1
     ahead = None if mask_function is None or tokens < 2 else _sees_ahead(mask_function, options.get("batch_size", 1), some)
     # unless the mask should be full, a token that sees the next one means image blocks or the like
-    if use_vmap or (ahead and not allow_is_causal_skip and not allow_is_bidirectional_skip):
+    is_known = not use_vmap or getattr(options.get("config"), "use_bidirectional_attention", None) is True
+    if not is_known or (ahead and not use_vmap and not allow_is_causal_skip and not allow_is_bidirectional_skip):
         raise ValueError(
             "this model adds a mask function of its own, such as Gemma's for blocks of images, which the ring does not know: without "
             "images leave token_type_ids and mm_token_type_ids out; with images this model cannot run on shards"
         )
     return None if ahead is None else not ahead
+
+
+def mask_window(local_size: int | None, is_causal: bool | None, seq_len: int, **options: Any) -> Window:
+    """The window or the chunks of the mask that transformers asks for, of a sequence of `seq_len` tokens."""
+    config, mask_function = options.get("config"), options.get("mask_function")
+    if local_size is None:
+        return None
+    if local_size == getattr(config, "attention_chunk_size", None) and getattr(config, "sliding_window", None) is None:
+        return Chunks(local_size, seq_len)
+    if is_causal is not False or mask_function is None:
+        return local_size
+    if getattr(config, "use_bidirectional_attention", None) is True:
+        return local_size - 1, local_size - 1  # Gemma 3, whose function also tells packed documents, by indices within the shard
+    # in both directions models differ in whether the window's end is in it: ask the function
+    query, key = torch.tensor(local_size + 1), torch.arange(2 * local_size + 3)
+    zero = torch.zeros((), dtype=torch.int64)
+    live = torch.as_tensor([bool(mask_function(zero, zero, query, at)) for at in key])
+    reach = int(live.sum()) // 2
+    if not torch.equal(live, (key - query).abs() <= reach):
+        raise ValueError(
+            f"this model's window of {local_size} tokens is none of as many on each side: this model cannot run on shards"
+        )
+    return reach, reach
 
 
 def check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any], layout: Layout, rank: int) -> torch.Tensor:
@@ -255,12 +285,17 @@ def check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any], layout: 
         raise ValueError("the model is called without input_ids and inputs_embeds: give this rank's shard of one of them")
     here = layout.lengths[rank]
     if tokens.shape[1] != here:
+        if tokens.shape[1] == layout.seq_len:
+            raise ValueError(
+                f"the input has {tokens.shape[1]} tokens, but rank {rank} of {layout!r} holds {here}: "
+                "cut the whole sequence with ringattn.shard"
+            )
         raise ValueError(
-            f"the input has {tokens.shape[1]} tokens, but rank {rank} of {layout!r} holds {here}: "
-            "cut the whole sequence with ringattn.shard"
+            f"the input has {tokens.shape[1]} tokens, but rank {rank} of {layout!r} holds {here}: for a sequence of another length "
+            "attach again, with its layout, or attach(model) once, and give layout= to each call"
         )
     _check_model_options(model, kwargs)
-    _check_padding(kwargs.get("attention_mask"))
+    _check_padding(kwargs.get("attention_mask"), here)
     return tokens
 
 
@@ -317,22 +352,17 @@ def _check_model_options(model: Any, kwargs: dict[str, Any]) -> None:
             raise ValueError(f"{name} is {getattr(model.config, name)}, by which ranks would skip different layers: set it to 0.0")
 
 
-def _check_padding(attention_mask: Any) -> None:
+def _check_padding(attention_mask: Any, here: int) -> None:
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
-        least, most = (int(bound) for bound in attention_mask.aminmax())
-        if not least:
-            raise _padding()
+        if attention_mask.shape[1] != here:
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}, but this rank holds {here} tokens: cut it with shard_batch"
+            )
+        most = int(attention_mask.amax())
         if most > 1:
             raise ValueError(
                 f"attention_mask counts to {most}, as for packed documents: give cu_seq_lens_q and cu_seq_lens_k instead"
             )
-
-
-def _padding() -> ValueError:
-    return ValueError(
-        "attention_mask hides tokens (padding), but ring attention takes its mask over global positions: "
-        "attach(model, mask=ringattn.documents(...)) hides what follows the last document"
-    )
 
 
 def check_output(model: nn.Module, output: Any, layout: Layout) -> None:

@@ -17,7 +17,7 @@ from ..partial import finish
 from ..runtime.agree import refusing
 from ..scores import ScoreMod, score
 from ..training.checkpoint import runs_again_reentrantly
-from .huggingface_attachment import NAME, Attachment, LiveMask, in_one_dtype, not_compiled, running_call
+from .huggingface_attachment import NAME, Attachment, Chunks, LiveMask, Window, in_one_dtype, not_compiled, running_call
 from .huggingface_checks import check_attention
 
 
@@ -65,9 +65,9 @@ def attend_around_ring(
                 )
             modified, sees_past_only, window = _request(module, attachment, q, k, mask, asked, options)
     if attachment.cached is not None:
-        attachment.cached.check_causal(module, sees_past_only)
+        limit = attachment.cached.check_layer(module, sees_past_only, window)
         if attachment.cached.layout is None:
-            return attachment.cached.decode(module, q, window, asked.scaling, modified)
+            return attachment.cached.decode(module, q, limit, asked.scaling, modified)
     live = attachment.live if mask is None or mask.live is None else mask.live
     return ring_attention(
         *in_one_dtype(q, k, v),
@@ -124,7 +124,7 @@ def _request(
     mask: LiveMask | None,
     asked: Asked,
     options: dict[str, Any],
-) -> tuple[ScoreMod | None, bool, int | None]:
+) -> tuple[ScoreMod | None, bool, Window]:
     """The score, whether tokens see none after them, and the window. Raises ValueError for what cannot be honoured."""
     check_attention(options, attachment.ignored)
     modified = asked.score(attachment.seed)
@@ -145,7 +145,7 @@ def _causality_and_window(
     mask: LiveMask | None,
     window: int | None,
     is_causal: bool | None,
-) -> tuple[bool, int | None]:
+) -> tuple[bool, Window]:
     """Whether tokens see none after them, and the window. Raises ValueError if the module and its mask do not fit each other."""
     if mask is not None and not isinstance(mask, LiveMask):
         raise ValueError(
@@ -153,7 +153,7 @@ def _causality_and_window(
         )
     # a mask holds the call's documents; without one look at the call, which torch.compile could not trace
     call = None if mask is not None else running_call()
-    if call is not None and call.live is not None and call.live.documents is not None:
+    if call is not None and call.live is not None and (call.live.documents is not None or call.live.rows is not None):
         raise ValueError(
             f"{type(module).__name__} is called without the mask that says where packed documents end: the model does not pass it on, "
             "or a hook took it away, as accelerate's does with cp_size above 1: leave cp_size at 1"
@@ -165,7 +165,7 @@ def _causality_and_window(
         )
     of_mask, of_module = None if mask is None else mask.is_causal, getattr(module, "is_causal", True)
     sees_past_only = next(known for known in (of_mask, is_causal, of_module) if known is not None)
-    window = _window(module, window, mask, sees_past_only)
+    limit = _window(module, window, mask, sees_past_only)
     if of_mask and is_causal is None and not of_module and attachment.live.mask is None:
         raise ValueError(
             f"is_causal is False in {type(module).__name__}, but its mask is causal: attach(model, mask=...) the one you mean, "
@@ -176,12 +176,19 @@ def _causality_and_window(
             f"{type(module).__name__} runs in a model whose forward was called directly, without the hooks that fill in positions: "
             "call the model itself"
         )
-    return sees_past_only, window
+    return sees_past_only, limit
 
 
-def _window(module: nn.Module, given: int | None, mask: LiveMask | None, is_causal: bool) -> int | None:
+def _window(module: nn.Module, given: int | None, mask: LiveMask | None, is_causal: bool) -> Window:
     """The module's window. What the module says and what the mask of its kind of layer says must agree."""
     of_mask = None if mask is None else mask.window
+    if isinstance(of_mask, tuple):
+        # modules with windows in both directions count the token itself
+        if given is not None and (given - 1, given - 1) != of_mask:
+            raise ValueError(f"sliding_window is {given} in {type(module).__name__}, but its mask was made for {of_mask}: give one")
+        return of_mask
+    if isinstance(of_mask, Chunks):
+        return of_mask
     window = of_mask if given is None else given
     if window is not None and window < 1:
         raise ValueError(

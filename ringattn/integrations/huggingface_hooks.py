@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..geometry.mask import Documents, documents
+from ..geometry.region import LO
 from ..runtime.agree import Facts, agree, refusing
 from ..training.data import documents_of_positions, packed_positions
 from .huggingface_attachment import (
@@ -34,11 +36,15 @@ from .huggingface_checks import (
     check_mask,
     check_output,
     check_positions,
+    mask_window,
     models,
     take_documents,
 )
 from .huggingface_encoder import check_both_attached, with_whole_states
 from .huggingface_labels import agree_on_count, check_targets
+from .huggingface_padding import agreed_rows, check_padded_labels
+from .huggingface_positions import check_unpadded, give_positions
+from .huggingface_scores import check_mask_of_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +75,7 @@ def hook_holder(model: nn.Module) -> None:
 
 def unhook(module: nn.Module) -> None:
     """Remove all these hooks."""
-    _remove(module, (_enter, _leave, _around, _leave_around, _add_last, _drop_last))
+    _remove(module, (_enter, _leave, _around, _leave_around, _add_last, _drop_last, give_positions))
 
 
 def unhook_holder(model: nn.Module) -> None:
@@ -92,11 +98,19 @@ def live_mask(*args: Any, local_size: int | None = None, **options: Any) -> Live
     if call is None or call.live is None or call.attachment is None:
         return LiveMask(None, local_size, check_mask(**options))
     with refusing(call.attachment.ranks):
-        is_causal = check_mask(**options)
-    # a model without windows may still ask for the mask of a window (Qwen2-MoE: of 0)
-    if is_causal is not None and (local_size is None or (is_causal and local_size > 0)):
-        call.live.mask_for(is_causal, local_size)  # compiled layers cannot make it, but find it made
-    return LiveMask(call.live, local_size, is_causal, call.attachment)
+        is_causal = check_mask(**options, is_padded=call.live.rows is not None)
+        window = mask_window(local_size, is_causal, _whole_tokens(call.attachment), **options)
+        # a model without windows may still ask for the mask of a window (Qwen2-MoE: of 0)
+        if is_causal is not None and (not isinstance(window, int) or (is_causal and window > 0)):
+            call.live.mask_for(is_causal, window)  # compiled layers cannot make it, but find it made
+    return LiveMask(call.live, window, is_causal, call.attachment)
+
+
+def _whole_tokens(attachment: Attachment) -> int:
+    """The length of the whole sequence of a call."""
+    cached = attachment.cached
+    # every rank has all new tokens where there is no layout of them
+    return attachment.layout.seq_len if cached is None or cached.layout is not None else cached.last_position + 1
 
 
 @not_compiled
@@ -136,6 +150,8 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
     with refusing(attachment.ranks):
         tokens = check_inputs(model, args, kwargs, attachment.layout, attachment.rank)
         if not is_inner:
+            if attachment.of_call is not None:
+                check_mask_of_scores(model, attachment.live.mask, attachment.layout)
             check_targets(model, kwargs, attachment.ranks.size, attachment.ignored)
             packed, kwargs = take_documents(kwargs)
             holders = [holder for holder in running_calls() if holder.live is None and holder.holds(model)]
@@ -146,22 +162,34 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
         kwargs = {**kwargs, "use_cache": False}
     if is_inner:
         return args, kwargs
+    padding = kwargs.get("attention_mask")
+    rows = agreed_rows(padding, attachment.layout, attachment.ranks)
+    with refusing(attachment.ranks):
+        _check_padded(model, kwargs, attachment, rows, packed)
     positions = kwargs.get("position_ids")
     if positions is None:
         here = attachment.layout.positions(attachment.rank)
-        positions = (here if packed is None else packed_positions(packed, here))[None]
-        kwargs = {**kwargs, "position_ids": positions.to(tokens.device)}
+        positions = (here if packed is None else packed_positions(packed, here))[None].to(tokens.device)
     elif packed is None and attachment.live.mask is None:
         packed = documents_of_positions(positions, attachment.layout, attachment.ranks)
     last = None
     if attachment.needs_last_position:
         last = max(agree(attachment.ranks, _LAST_POSITION, int(positions.max()))[0])
-    if not attachment.takes_positions:
+    if attachment.first_position:
+        positions = positions + attachment.first_position
+    if attachment.takes_positions:
+        kwargs = {**kwargs, "position_ids": positions}
+    else:
         kwargs = {name: value for name, value in kwargs.items() if name != "position_ids"}
     if attachment.has_forwards:
         kwargs = with_whole_states(model, kwargs, attachment, packed is not None)
-    live = attachment.live if packed is None else LivePairs(attachment.live.mask, packed)
-    begin_call(ModelCall(model, live, next(running_calls(), None), calling_frame(), attachment, last))
+    if rows is not None and packed is not None:
+        raise ValueError("position_ids restart at packed documents, and attention_mask hides tokens: give one of the two")
+    if rows is not None and len(set(rows)) == 1:
+        packed = documents(cu_seqlens=[0, rows[0]])
+        assert isinstance(packed, Documents)
+    live = attachment.live if packed is None and rows is None else LivePairs(attachment.live.mask, packed, rows)
+    begin_call(ModelCall(model, live, next(running_calls(), None), calling_frame(), attachment, last, positions))
     return args, kwargs
 
 
@@ -216,6 +244,33 @@ def _ring_cache(kwargs: dict[str, Any]) -> RingCache | None:
     from .generation import RingCache
 
     return given if isinstance(given, RingCache) else None
+
+
+def _check_padded(
+    model: nn.Module, kwargs: dict[str, Any], attachment: Attachment, rows: tuple[int, ...] | None, packed: Documents | None
+) -> None:
+    """Raise ValueError for padding on the right that would be seen, or that has labels."""
+    padding = kwargs.get("attention_mask")
+    if attachment.first_position:
+        hidden = None if rows is None or padding is None else padding == 0
+        check_unpadded(kwargs.get("input_ids"), hidden, attachment.first_position - 1)
+    if rows is None:
+        return
+    if packed is not None:
+        raise ValueError(
+            "packed documents are given, and attention_mask hides tokens: give one of the two; nothing sees what follows the last document"
+        )
+    check_padded_labels(padding, kwargs.get("shift_labels"))
+    if any(getattr(call.model, "encoder", None) is model for call in running_calls()):
+        raise ValueError(
+            "attention_mask hides tokens of an encoder, whose decoder would see them: cut them off, or give a row of the batch to each call"
+        )
+    mask = attachment.live.mask
+    if mask is not None and len(set(rows)) > 1 and bool((mask.regions(attachment.layout.seq_len)[:, LO] < 0).any()):
+        raise ValueError(
+            f"attention_mask hides tokens of rows that end at different positions, and {mask!r} lets tokens see later ones: give rows of "
+            "one length to a call, or attach a mask within ringattn.causal()"
+        )
 
 
 def _by_name(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -11,6 +11,7 @@ from torch import nn
 from ..runtime.agree import Facts, agree
 from ..training.causal_lm import forward_names
 from ..transport import Ranks
+from .huggingface_heads import is_put_in
 
 # arguments of which heads make losses: means over a rank's own tokens, or over positions in its shard
 _TARGETS = ("labels", "start_positions", "end_positions", "next_sentence_label", "sentence_order_label")
@@ -22,6 +23,8 @@ def check_targets(model: nn.Module, kwargs: dict[str, Any], ranks: int, ignored:
     if on_shards:
         _check_kept_logits(kwargs)
     given = [name for name in _TARGETS if kwargs.get(name) is not None]
+    if given == ["labels"] and is_put_in(model):
+        return  # made of logits that all ranks have
     if given:
         makes_loss = _check_labels(model, kwargs, given, on_shards)
     else:

@@ -32,35 +32,58 @@ from ..scores import Buckets, relative_bias, t5_buckets
 from ..training.causal_lm import forward_names
 from .huggingface_attachment import LiveMask
 from .huggingface_forward import Asked, attend_around_ring, attend_to_whole
+from .huggingface_plain import FORWARDS as PLAIN
 
 _BUCKETS = "ringattn_buckets"  # the attribute of a module that holds the `Buckets` of its bias; None without one
 _MASKS = {"create_causal_mask", "create_bidirectional_mask"}  # functions of transformers that ask for a `LiveMask`
 
 
-def forwards_of_own(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those of a model's attention modules that have a forward pass here; none of them if the model has others too."""
+def forwards_of_own(modules: Sequence[nn.Module], takes_others: bool = False) -> list[nn.Module]:
+    """Those of a model's attention modules that have a forward pass here.
+
+    takes_others: whether the model's other modules take their attention from `AttentionInterface`; if not, a model that has others has
+    none.
+    """
     found = [module for module in modules if _name(module) in _FORWARDS]
     # T5's layers around its attention are called attention too
     others = [x for x in modules if x not in found and not any(part in found for part in x.modules())]
-    return [] if others else found
+    return [] if others and not takes_others else found
 
 
-def check_forwards_of_own(model: nn.Module, modules: Sequence[nn.Module], mask: Mask | None, layout: Layout) -> None:
-    """Raise ValueError if these modules cannot have our forward passes, or if the mask does not fit their scores."""
+def takes_interface(modules: Sequence[nn.Module]) -> bool:
+    """Whether all attention modules take their attention from `AttentionInterface`, though their model may not say so."""
+    outer = [x for x in modules if not any(part in modules for part in x.modules() if part is not x)]
+    return bool(outer) and all("ALL_ATTENTION_FUNCTIONS" in forward_names(module) for module in outer)
+
+
+def counts_distances(modules: Sequence[nn.Module]) -> bool:
+    """Whether these modules need no positions, because their scores are of distances."""
+    return all(_FORWARDS[_name(module)] not in PLAIN.values() for module in modules)
+
+
+def check_forwards_of_own(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Raise ValueError if these modules cannot have our forward passes."""
     for module in modules:
         if "forward" in vars(module) and not _is_put_in(module):
             raise ValueError(
                 f"the forward of {type(module).__name__} is replaced already, as accelerate's hooks do: remove them, and attach first"
             )
         _buckets(module)
-    makers = [part for part in model.modules() if hasattr(part, "config") and _holds_blocks(part, modules)]
+    scored = [module for module in modules if _FORWARDS[_name(module)] not in PLAIN.values()]
+    makers = [part for part in model.modules() if hasattr(part, "config") and _holds_blocks(part, scored)]
     if not all(_MASKS & forward_names(part) for part in makers):
         raise ValueError(
             f"{type(model).__name__} makes its masks itself in this version of transformers, without the functions that ask the ring "
             "for them: use a newer one, such as 5.23"
         )
-    placed = next((module for module in modules if _has_alibi(module)), None)
-    if placed is not None and mask is not None and bool((mask.regions(layout.seq_len)[:, LO] < 0).any()):
+
+
+def check_mask_of_scores(model: nn.Module, mask: Mask | None, layout: Layout) -> None:
+    """Raise ValueError if a mask does not fit the scores of a model's attention."""
+    if mask is None or not bool((mask.regions(layout.seq_len)[:, LO] < 0).any()):
+        return
+    placed = next((module for module in model.modules() if _name(module) in _FORWARDS and _has_alibi(module)), None)
+    if placed is not None:
         raise ValueError(
             f"{mask!r} lets tokens see later ones, which {type(placed).__name__} would favour the more the farther they are, where "
             "ringattn's ALiBi favours near ones: attach a mask within ringattn.causal()"
@@ -259,6 +282,7 @@ def _modeling(module: nn.Module) -> Any:
 
 
 _FORWARDS: dict[str, Callable[..., Any]] = {
+    **PLAIN,
     "bloom.modeling_bloom.BloomAttention": _bloom,
     "mpt.modeling_mpt.MptAttention": _mpt,
     "falcon.modeling_falcon.FalconAttention": _falcon,

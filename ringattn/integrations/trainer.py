@@ -1,46 +1,99 @@
-"""transformers' Trainer around a ring: what it would do wrong on shards is done right here, or refused."""
+"""transformers' Trainer around a ring: what it would do wrong on shards is done right here, or refused.
+
+    attach(model, group=mesh["ring"])
+    RingTrainer(model, arguments, train_dataset=rows, data_collator=collator).train()
+
+Every rank of a ring trains on the same sequences, of which it holds its rows; replicas, that is other rings, get other sequences.
+It needs accelerate, as transformers' Trainer does (`pip install accelerate`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
-from transformers import Trainer
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from ..geometry.layout import Layout, zigzag
+from ..training.causal_lm import IGNORE
+from ..training.data import shard_batch, tokens_of
 from ..training.loss import count_tokens
+from .huggingface_attachment import NAME, Attachment
+
+try:
+    import accelerate  # noqa: F401  transformers says so only when a Trainer is made
+    from transformers import Trainer
+except ImportError as error:
+    raise ImportError(
+        "ringattn.integrations.trainer needs transformers and accelerate: pip install transformers accelerate"
+    ) from error
 
 
 class RingTrainer(Trainer):
-    """A Trainer of an attached model, whose `evaluate` and `predict` give the exact mean loss over all tokens of all batches and ranks.
+    """A Trainer of an attached causal model, whose steps, losses and evaluations are those of one process.
 
-    transformers' own takes the mean of the batches' means, whatever their numbers of tokens. Override `get_train_dataloader`, and
-    `get_eval_dataloader` or `get_test_dataloader` if you use them: they give this rank's rows of whole sequences
-    (`ringattn.training.data.shard_batch`), whose shifted labels are called labels, too. A sampler may deal sequences to replicas, never
-    to the ranks of a ring. `examples/train_trainer.py` is a complete program.
+    Its loaders deal the rows of `train_dataset` and `eval_dataset` to the rings, shuffled anew in each epoch of training. They make
+    batches with `data_collator` and cut them with `shard_batch`: padding on the right and packed documents are possible. A model that was
+    attached without a layout gets one a batch, from `layouts`. Override `get_train_dataloader`, `get_eval_dataloader` and
+    `get_test_dataloader` for loaders of your own. They give this rank's rows of whole sequences, whose shifted labels are called labels,
+    too. A sampler may deal sequences to replicas, never to the ranks of a ring. `examples/train_trainer.py` is a complete program.
 
-    Raises ValueError if a loader is not overridden, and in the first step of `train` if the model is not wrapped, because `evaluate` was
-    called before: ranks would train each by itself. `TrainingArguments(eval_on_start=True)` evaluates before the first step.
+    Args, beside those of transformers' Trainer:
+        layouts: returns the layout for a number of tokens; by default zigzag over the model's ring.
+
+    `evaluate` and `predict` give the exact mean loss over all tokens of all batches and ranks, where transformers' own takes the mean of
+    the batches' means. `label_smoothing_factor` is honoured, of the labels as shifted over the whole sequence. A batch has
+    `per_device_train_batch_size` sequences a ring.
+
+    Raises ValueError if the model is not attached, if a dataset has no length, and in a step of `train` if the model is not wrapped, so
+    that ranks would train each by itself.
     """
 
+    def __init__(self, *args: Any, layouts: Callable[[int], Layout] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._layouts = layouts
+        self._replica: tuple[int, int] | None = None
+
     def get_train_dataloader(self) -> DataLoader:
-        raise ValueError(_DEALS.format("get_train_dataloader"))
+        """This rank's rows of the batches of its ring, shuffled."""
+        return self._dealt("train_dataset", self.train_dataset, self._train_batch_size, "training")
 
-    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
-        raise ValueError(_DEALS.format("get_eval_dataloader"))
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """This rank's rows of the batches of its ring, in order; rows that fill up the last batches of some rings do not count."""
+        sets: Any = self.eval_dataset
+        named = sets[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        found = sets if named is None else named
+        return self._dealt("eval_dataset", found, self.args.eval_batch_size, "evaluation")
 
-    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
-        raise ValueError(_DEALS.format("get_test_dataloader"))
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """As for evaluation."""
+        return self._dealt("test_dataset", test_dataset, self.args.eval_batch_size, "test")
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The model's own loss, or that of smoothed labels."""
+        if self.label_smoother is None or self.compute_loss_func is not None or "labels" not in inputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        labels = inputs["labels"]
+        outputs = model(**{name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")})
+        count = count_tokens(labels) if num_items_in_batch is None else num_items_in_batch
+        loss = _smoothed(outputs["logits"], labels, self.label_smoother.epsilon) / count
+        # as transformers does for losses of models, because gradients are averaged over the ranks
+        loss = loss * self.args.world_size
+        return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         wrapped = self.is_fsdp_enabled or self.is_deepspeed_enabled
         if self.args.world_size > 1 and not wrapped and not any(isinstance(m, DistributedDataParallel) for m in model.modules()):
             raise ValueError(
-                "the model is not wrapped in DDP, because evaluate or predict was called before train, so each rank would train by "
-                "itself: for a loss before the first step give TrainingArguments(eval_on_start=True)"
+                "the model is not wrapped in DDP, so each rank would train by itself: give TrainingArguments a distributed set-up, and "
+                "the Trainer a model that nothing else has prepared"
             )
         return super().training_step(model, *args, **kwargs)
 
@@ -59,14 +112,104 @@ class RingTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         self._losses: list[tuple[float, float]] = []  # of batches: the mean over all ranks' tokens, and their number
+        is_first = not self.accelerator._models and not self.is_in_train
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if is_first and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            # accelerate would take the model for prepared in train, and leave it without DDP
+            self.accelerator._models.clear()
+            vars(self.model).pop("_is_accelerate_prepared", None)
         total = sum(tokens for _, tokens in self._losses)
         if total and output.metrics is not None:
             output.metrics[f"{metric_key_prefix}_loss"] = sum(mean * tokens for mean, tokens in self._losses) / total
         return output
 
+    def _dealt(self, name: str, dataset: Any, rows: int, description: str) -> DataLoader:
+        attachment: Attachment | None = getattr(self.accelerator.unwrap_model(self.model), NAME, None)
+        if attachment is None:
+            raise ValueError(f"{type(self.model).__name__} is not attached: attach(model, group=...) before the Trainer gets it")
+        if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"{name} is {type(dataset).__name__}, but must have a length and rows by number, to be dealt to rings: override "
+                f"get_{name.split('_')[0]}_dataloader for others"
+            )
+        if self._replica is None:
+            self._replica = _replica(attachment)
+        collate = _Cut(
+            self._get_collator_with_removed_columns(self.data_collator, description=description), attachment, self._layouts
+        )
+        options: dict[str, Any] = dict(
+            batch_size=rows,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            collate_fn=collate,
+        )
+        index, count = self._replica
+        if description != "training":
+            return DataLoader(_InTurn(dataset, count, index), **options)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        drop = self.args.dataloader_drop_last
+        sampler = DistributedSampler(dataset, count, index, shuffle=True, seed=seed, drop_last=drop)
+        return _EpochLoader(dataset, sampler=sampler, drop_last=drop, **options)
 
-_DEALS = (
-    "{0} of transformers' Trainer would deal sequences to the ranks of a ring, which must share them: override it with a loader that gives "
-    "this rank's rows, as examples/train_trainer.py does"
-)
+
+class _EpochLoader(DataLoader):
+    """A loader that shuffles anew in each epoch: transformers' Trainer calls `set_epoch`."""
+
+    def set_epoch(self, epoch: int) -> None:
+        assert isinstance(self.sampler, DistributedSampler)
+        self.sampler.set_epoch(epoch)
+
+
+class _InTurn(Dataset):
+    """Each ring's rows of a dataset in turn, with whether they count: all rings have as many, so the last ones may be there twice."""
+
+    def __init__(self, dataset: Any, count: int, index: int) -> None:
+        self.dataset, self.count, self.index = dataset, count, index
+
+    def __len__(self) -> int:
+        return -(-len(self.dataset) // self.count)
+
+    def __getitem__(self, i: int) -> tuple[Any, bool]:
+        at = i * self.count + self.index
+        return self.dataset[min(at, len(self.dataset) - 1)], at < len(self.dataset)
+
+
+class _Cut:
+    """Makes a batch of rows with a collator, and cuts it to this rank's columns."""
+
+    def __init__(self, collator: Callable[[list], Any], attachment: Attachment, layouts: Callable[[int], Layout] | None) -> None:
+        self.collator, self.layouts = collator, layouts
+        self.fixed, self.rank, self.size = attachment.fixed_layout, attachment.rank, attachment.ranks.size
+
+    def __call__(self, rows: list) -> dict[str, Any]:
+        counted = [row[1] if isinstance(row, tuple) else True for row in rows]
+        batch: Mapping[str, Any] = self.collator([row[0] if isinstance(row, tuple) else row for row in rows])
+        batch = dict(batch)
+        for name in ("labels", "shift_labels"):
+            if isinstance(batch.get(name), torch.Tensor) and not all(counted):
+                batch[name] = batch[name].where(torch.tensor(counted)[:, None], IGNORE)
+        tokens = tokens_of(batch).shape[1]
+        layout = self.fixed or (self.layouts(tokens) if self.layouts is not None else zigzag(tokens, self.size))
+        shards: dict[str, Any] = dict(shard_batch(batch, layout, self.rank))
+        if shards.get("shift_labels") is not None:
+            shards["labels"] = shards["shift_labels"]  # the Trainer counts what is called labels
+        return shards if self.fixed is not None else {**shards, "layout": layout}
+
+
+def _replica(attachment: Attachment) -> tuple[int, int]:
+    """The number of this rank's ring among all rings, and how many there are; a collective of all ranks."""
+    if not dist.is_initialized():
+        return 0, 1
+    records = attachment.ranks.all_gather_control(dist.get_rank().to_bytes(8, "little")) if attachment.ranks.size > 1 else None
+    first = dist.get_rank() if records is None else min(int.from_bytes(record, "little") for record in records)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, first)
+    rings = sorted(set(every))
+    return rings.index(first), len(rings)
+
+
+def _smoothed(logits: torch.Tensor, labels: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """The sum over tokens of the cross-entropy of smoothed labels (Szegedy et al. 2016, section 7): logits (b, s, v), labels (b, s)."""
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum", label_smoothing=epsilon
+    )

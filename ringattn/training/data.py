@@ -89,11 +89,11 @@ def shard_batch(batch: Mapping[str, Any], layout: Layout, rank: int) -> Batch:
     - `position_ids` are added if missing: global positions, or positions that restart at each document.
     - `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`, which describe the whole sequence, stay as they are, and
       so does everything that is not a tensor. NumPy's arrays of numbers become tensors.
-    - An `attention_mask` of ones is dropped.
+    - An `attention_mask` of ones is dropped. One with zeros on the right of its rows (padding) is cut.
 
     Raises ValueError for tokens that are not a tensor of sequences, a tensor of another length, labels that are not one integer per
     token, both `labels` and `shift_labels`, bounds that do not fit this sequence, `position_ids` that are not one per token, and an
-    `attention_mask` that has zeros, counts documents, or has not two dimensions.
+    `attention_mask` that has zeros before ones, counts documents, or has not two dimensions. Where it has zeros, labels must be `IGNORE`.
     """
     check.instance("layout", layout, Layout, check.BUILD_A_LAYOUT)
     check.instance("batch", batch, Mapping, "give a dict of whole sequences")
@@ -105,7 +105,7 @@ def shard_batch(batch: Mapping[str, Any], layout: Layout, rank: int) -> Batch:
             f"cu_seq_lens_q ends with {packed.cu_seqlens[-1]}, but the sequence has {layout.seq_len} tokens: give the bounds within a row; "
             "they hold for all rows of the batch"
         )
-    _check_mask(out.pop("attention_mask", None))
+    mask = _padded_mask(out.pop("attention_mask", None))
     _check_positions(out.get("position_ids"))
     if out.get("labels") is not None:
         if out.get("shift_labels") is not None:
@@ -113,6 +113,9 @@ def shard_batch(batch: Mapping[str, Any], layout: Layout, rank: int) -> Batch:
         out["shift_labels"] = _shifted(_targets("labels", out.pop("labels"), tokens), packed, out.get("position_ids"))
     elif out.get("shift_labels") is not None:
         out["shift_labels"] = _targets("shift_labels", out["shift_labels"], tokens)
+    if mask is not None:
+        out["attention_mask"] = mask
+        _check_padding(mask, packed, out.get("shift_labels"))
     here = layout.positions(rank)
     if out.get("position_ids") is None:
         positions = here if packed is None else packed_positions(packed, here)
@@ -296,10 +299,22 @@ def _documents(name: str, given: Sequence[Sequence[int] | torch.Tensor]) -> list
     return [torch.as_tensor(check.integers(f"{name}[{i}]", part)) for i, part in enumerate(listed)]
 
 
-def _check_mask(mask: Any) -> None:
-    """Raise ValueError for an attention_mask that is more than a statement that there is no padding."""
+def _check_padding(mask: torch.Tensor, packed: Documents | None, labels: torch.Tensor | None) -> None:
+    """Raise ValueError for padding (b, s) in packed documents, and for labels (b, s) of it that count."""
+    if packed is not None:
+        raise ValueError(
+            "attention_mask hides tokens, and cu_seq_lens_q is given: leave the mask out; what follows the last document is hidden"
+        )
+    if labels is not None and labels.shape == mask.shape and bool((labels.to(mask.device) != IGNORE)[mask == 0].any()):
+        raise ValueError(
+            f"attention_mask hides tokens that have labels: set the labels of padding to {IGNORE}, so that they do not count"
+        )
+
+
+def _padded_mask(mask: Any) -> torch.Tensor | None:
+    """An attention_mask with padding on the right; None for one of ones. Raises ValueError for all others."""
     if mask is None:
-        return
+        return None
     if not isinstance(mask, torch.Tensor):
         array = check.as_array("attention_mask", mask, "a tensor (batch, tokens) of ones, or None")
         if not _is_numeric(array):
@@ -312,15 +327,17 @@ def _check_mask(mask: Any) -> None:
             f"attention_mask has shape {tuple(mask.shape)}, but only a mask (batch, tokens) of ones is dropped: leave it out, and "
             "pass what is live as attach(model, mask=...)"
         )
-    if not bool(mask.all()):
-        raise ValueError(
-            "attention_mask hides tokens (padding): cut them off, or pack the sequences with pack(...), which needs no padding"
-        )
     if mask.numel() and mask.max() > 1:
         raise ValueError(
             f"attention_mask counts to {int(mask.max())}, as for packed documents: give their bounds as cu_seq_lens_q and "
             "cu_seq_lens_k, or position_ids that restart"
         )
+    if bool((mask[:, 1:].bool() & ~mask[:, :-1].bool()).any()) or (mask.numel() and not bool(mask[:, 0].all())):
+        raise ValueError(
+            "attention_mask hides tokens before others that it shows, or all of a row: pad on the right "
+            "(tokenizer.padding_side = 'right'), or pack the sequences with pack(...), which needs no padding"
+        )
+    return None if bool(mask.all()) else mask.to(torch.int64)
 
 
 def _check_positions(position_ids: Any) -> None:

@@ -1,6 +1,5 @@
 """A model that accelerate prepares, around a ring: a step gives the parameters of one process, with accumulation and clipping."""
 
-import importlib
 import importlib.util
 import os
 from unittest.mock import patch
@@ -159,11 +158,6 @@ def step_under_the_trainer(group, accumulation, replicas, folder, smoothing=0.0,
     if evaluate_first:
         expected = mean_of(model.state_dict(), replicas, accumulation)
         assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
-    if by_the_trainer or evaluate_first:
-        with pytest.raises(ValueError) as raised:
-            trainer.train()
-        AcceleratorState._reset_state(reset_partial_state=True)
-        return str(raised.value)
     before = mean_of(model.state_dict(), replicas, accumulation)
     mean = torch.tensor(trainer.train().training_loss, dtype=torch.float64)  # of this rank's tokens, times the number of ranks
     dist.all_reduce(mean)
@@ -205,23 +199,111 @@ def test_a_step_of_the_trainer_equals_that_of_one_process(processes, accumulatio
 
 
 def test_a_step_of_the_trainer_with_a_custom_loss(processes, tmp_path):
-    """The loss smooths labels; the Trainer's own `label_smoothing_factor` would shift them once more."""
+    """The loss smooths labels: the one given, or the Trainer's `label_smoothing_factor`."""
     found = processes.run(4, step_under_the_trainer, 2, 2, str(tmp_path), 0.3, timeout=120)
     assert_same(found, 2, 2, 1e-6, smoothing=0.3)
-    for message in processes.run(4, step_under_the_trainer, 1, 2, str(tmp_path), 0.3, True, timeout=120):
-        assert "transformers' Trainer does with label_smoothing_factor" in message
+    found = processes.run(4, step_under_the_trainer, 2, 2, str(tmp_path), 0.3, True, timeout=120)
+    assert_same(found, 2, 2, 1e-6, smoothing=0.3)
 
 
-def test_the_trainer_evaluates_before_it_trains_only_where_it_can(processes, tmp_path):
-    for message in processes.run(4, step_under_the_trainer, 2, 2, str(tmp_path), 0.0, False, True, timeout=120):
-        assert "evaluate or predict was called before train, so each rank would train by itself" in message
+def test_the_trainer_evaluates_before_it_trains(processes, tmp_path):
+    found = processes.run(4, step_under_the_trainer, 2, 2, str(tmp_path), 0.0, False, True, timeout=120)
+    assert_same(found, 2, 2, 1e-6)
 
 
-def test_a_loader_that_deals_to_the_ranks_of_a_ring_is_refused():
-    trainer = importlib.import_module("ringattn.integrations.trainer").RingTrainer
-    for name in ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"):
-        with pytest.raises(ValueError, match=f"{name} of transformers' Trainer would deal sequences to the ranks of a ring"):
-            getattr(trainer, name)(None)
+ROWS, EPOCHS, LENGTHS = 6, 2, (N, 30, 17, 35, 22, 28)
+
+
+def row(index):
+    ids = torch.randint(2, VOCAB, (LENGTHS[index],), generator=torch.Generator().manual_seed(index))
+    labels = ids.clone()
+    labels[: 3 + index] = IGNORE
+    return dict(input_ids=ids, labels=labels)
+
+
+def padded(rows):
+    """A collator of rows of several lengths, as those of trl and transformers: padding on the right, whose labels do not count."""
+    longest = max(len(one["input_ids"]) for one in rows)
+    pad = {"input_ids": 1, "labels": IGNORE, "attention_mask": 0}
+    rows = [{**one, "attention_mask": torch.ones_like(one["input_ids"])} for one in rows]
+    return {
+        name: torch.stack([nn.functional.pad(one[name], (0, longest - len(one[name])), value=pad[name]) for one in rows])
+        for name in pad
+    }
+
+
+def packed(rows):
+    """A collator of transformers that puts rows one after the other, each with positions of its own."""
+    from transformers import DataCollatorWithFlattening
+
+    return DataCollatorWithFlattening()([{name: value.tolist() for name, value in one.items()} for one in rows])
+
+
+@patch.dict(os.environ)
+def epochs_under_the_trainer(group, folder, collator):
+    """Two epochs with the Trainer's own loaders, of rows that are padded: the parameters, the order of rows, and the losses."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_ADDR="localhost", MASTER_PORT=29511)
+    os.environ.update({name: str(value) for name, value in names.items()})
+    from accelerate.state import AcceleratorState
+    from transformers import TrainingArguments
+
+    from ringattn.integrations.trainer import RingTrainer
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
+    model, seen = make_model(), []
+    attach(model, group=mesh["ring"])
+
+    def collate(rows):
+        seen.append([next(i for i in range(ROWS) if torch.equal(row(i)["input_ids"], one["input_ids"])) for one in rows])
+        return collator(rows)
+
+    arguments = TrainingArguments(
+        folder, per_device_train_batch_size=2, per_device_eval_batch_size=2, gradient_accumulation_steps=2, num_train_epochs=EPOCHS,
+        optim="sgd", learning_rate=LR, lr_scheduler_type="constant", use_cpu=True, ddp_backend="gloo", report_to=[], save_strategy="no",
+        disable_tqdm=True, max_grad_norm=CLIP, dataloader_pin_memory=False,
+    )  # fmt: skip
+    rows = [row(i) for i in range(ROWS)]
+    trainer = RingTrainer(model, arguments, train_dataset=rows, eval_dataset=rows[:5], data_collator=collate)
+    trainer.train()
+    orders, evaluated = list(seen), trainer.evaluate()["eval_loss"]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return evaluated, {name: p.detach() for name, p in model.named_parameters()}, orders
+
+
+def summed_of(model, rows):
+    """The sum of losses over the tokens of rows, one by one, and their number."""
+    total, tokens = torch.zeros(()), 0
+    for one in rows:
+        logits = model(input_ids=one["input_ids"][None]).logits[0, :-1]
+        total = total + F.cross_entropy(logits, one["labels"][1:], ignore_index=IGNORE, reduction="sum")
+        tokens += int((one["labels"][1:] != IGNORE).sum())
+    return total, tokens
+
+
+@pytest.mark.parametrize("collator", [padded, packed])
+def test_epochs_with_the_trainers_own_loaders(processes, tmp_path, collator):
+    found = processes.run(4, epochs_under_the_trainer, str(tmp_path), collator, timeout=180)
+    # 3 rows a ring and epoch, in batches of 2 and 1, of which both make one step
+    rings = [found[0][2], found[2][2]]
+    assert found[1][2] == rings[0] and found[3][2] == rings[1], "ranks of a ring share their rows"
+    epochs = [[[*ring[2 * epoch], *ring[2 * epoch + 1]] for ring in rings] for epoch in range(EPOCHS)]
+    assert all(sorted([*epoch[0], *epoch[1]]) == list(range(ROWS)) for epoch in epochs), "each row once an epoch"
+    assert epochs[0] != epochs[1], "shuffled anew"
+    model = make_model()
+    for epoch in epochs:
+        total, tokens = summed_of(model, [row(i) for i in [*epoch[0], *epoch[1]]])
+        model.zero_grad()
+        (total / tokens).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        torch.optim.SGD(model.parameters(), LR).step()
+    for evaluated, parameters, _ in found:
+        for name, expected in model.named_parameters():
+            torch.testing.assert_close(
+                parameters[name], expected.detach(), rtol=0, atol=3e-6 * expected.abs().max().item(), msg=name
+            )
+        total, tokens = summed_of(model, [row(i) for i in range(5)])
+        assert evaluated == pytest.approx(total.item() / tokens, rel=1e-5), "5 rows on 2 rings: one is there twice, and counts once"
 
 
 @pytest.mark.gpu

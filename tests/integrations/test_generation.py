@@ -324,3 +324,42 @@ def other_group(group) -> str:
 def test_a_cache_of_other_ranks_is_refused(gloo):
     for message in gloo.run(8, other_group):
         assert "the cache was made for 8 ranks and LlamaForCausalLM is attached to 4, in another group" in message
+
+
+TINY = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, pad_token_id=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "GPTJ",
+            dict(n_embd=32, n_layer=1, n_head=4, rotary_dim=4),
+            "the attention of GPTJForCausalLM has no door for a RingCache",
+        ),
+        (
+            "Roberta",
+            dict(is_decoder=True),
+            "RobertaForCausalLM counts positions in a way of its own, which a RingCache does not support",
+        ),
+        (
+            "Bart",
+            dict(d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=48),
+            "the attention of BartForCausalLM has no door for a RingCache",
+        ),
+        (
+            "Llama4",
+            dict(head_dim=8, num_local_experts=1, intermediate_size_mlp=48, attention_chunk_size=4, no_rope_layers=[1]),
+            "the attention of Llama4ForCausalLM has no door for a RingCache",
+        ),
+        ("LlamaForSequenceClassification", {}, "LlamaForSequenceClassification answers once for a sequence"),
+    ],
+    ids=lambda x: x if isinstance(x, str) and " " not in x else "",
+)
+def test_models_that_cannot_decode_are_refused(name, options, message):
+    kind = name.split("For")[0]
+    config = getattr(transformers, f"{kind}TextConfig" if kind == "Llama4" else f"{kind}Config")(**TINY | options)
+    model = getattr(transformers, name if "For" in name else f"{name}ForCausalLM")(config).eval()
+    attach(model)
+    with pytest.raises(ValueError, match=message):
+        RingCache(model, tokens=40)

@@ -221,12 +221,6 @@ def test_a_layout_for_all_calls_leaves_none_to_a_call():
         model(input_ids=tokens())
 
 
-def test_models_that_make_their_scores_themselves_need_one_layout():
-    config = transformers.BloomConfig(vocab_size=31, hidden_size=16, n_layer=1, n_head=2)
-    with pytest.raises(ValueError, match="BloomForCausalLM makes its scores itself, and its masks by the layout"):
-        attach(transformers.BloomForCausalLM(config))
-
-
 def test_models_with_a_layout_of_their_own_need_one_layout(monkeypatch):
     model = make()
     forward = model.forward

@@ -313,7 +313,7 @@ def attached(name: str) -> nn.Module:
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        (dict(attention_mask=torch.ones(2, N).tril(10)), "attention_mask hides tokens"),
+        (dict(attention_mask=torch.ones(2, N).triu(1)), "attention_mask hides tokens"),
         (dict(head_mask=torch.ones(2, 3)), "head_mask is a tensor of shape .* masking heads is not supported"),
         (dict(output_attentions=True), "output_attentions is True"),
         (dict(past_key_values=transformers.DynamicCache()), "key/value caches are not supported"),

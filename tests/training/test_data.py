@@ -253,7 +253,7 @@ def test_functions_of_batches_are_checked(name):
         (dict(labels=torch.zeros(1, 6)), r"the batch has \['labels'\], but neither"),
         (dict(input_ids=torch.zeros(1, 5)), r"input_ids has shape \(1, 5\), but zigzag\(seq_len=6, world_size=2\) is for 6"),
         (dict(input_ids=torch.zeros(1, 6), token_type_ids=torch.zeros(1, 3)), r"token_type_ids has shape \(1, 3\)"),
-        (dict(input_ids=torch.zeros(1, 6), attention_mask=torch.tensor([[1, 1, 1, 1, 1, 0]])), "attention_mask hides tokens"),
+        (dict(input_ids=torch.zeros(1, 6), attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]])), "attention_mask hides tokens"),
         (dict(input_ids=torch.zeros(1, 6), attention_mask=torch.tensor([[1, 1, 2, 2, 2, 2]])), "attention_mask counts to 2"),
         (
             dict(input_ids=torch.zeros(1, 6), labels=torch.zeros(1, 6), shift_labels=torch.zeros(1, 6)),
