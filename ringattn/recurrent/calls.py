@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from ..runtime.agree import Facts, refusing
 from ..runtime.agreed import Agreed
 from ..runtime.calls import check_default_layout, check_layout
 from ..runtime.context import Context
-from .segments import Segments, check_mask, check_spans, make_segments
+from .segments import OwnSegments, Segments, check_mask, check_spans, make_segments
 
 DEFAULT_MASK = causal()
 
@@ -45,10 +47,35 @@ def check_call(context: Context, x: torch.Tensor, argument: str, layout: Layout 
         raise ValueError(f"{argument} is on meta, so it has no values to pass on: pass this rank's shard on cpu or cuda")
 
 
+@dataclass(frozen=True, eq=False)
+class CheckedCall:
+    """A call that has been checked, and agreed on (None for one rank)."""
+
+    context: Context
+    segments: Segments
+    agreed: Agreed | None
+
+    @cached_property
+    def own(self) -> OwnSegments:
+        """This rank's segments."""
+        return self.segments.of(self.context.ranks.rank)
+
+    def refuse_second_derivative(self, function: str) -> None:
+        """Raise ValueError, on every rank, if a backward pass is to be differentiated in turn."""
+        if torch.is_grad_enabled():
+            with self.context.turn, refusing(self.context.ranks):
+                raise ValueError(f"{function} has no second derivative: call backward without create_graph=True")
+
+    def begin_backward(self) -> None:
+        """Agree with the other ranks that this is the backward pass of this call."""
+        if self.agreed is not None:
+            self.agreed.backward()
+
+
 def agree_on_segments(
     context: Context, x: torch.Tensor, layout: Layout | None, mask: Mask, name: str | None, facts: dict[str, Any]
-) -> tuple[Segments, Agreed | None]:
-    """The segments of a call that has been checked, and what the ranks have agreed on: None for one rank.
+) -> CheckedCall:
+    """The call of a tensor x (b, s, ...) that has been checked; `facts` must be equal on all ranks.
 
     Raises ValueError, on every rank, if the ranks disagree, or if shards do not have the lengths of the default layout.
     """
@@ -62,7 +89,7 @@ def agree_on_segments(
             "mask": mask,
             "layout": "the default" if layout is None else layout,
         }
-        key = *(value.digest if isinstance(value, (Mask, Layout)) else value for value in facts.values()),
+        key = (*(value.digest if isinstance(value, (Mask, Layout)) else value for value in facts.values()),)
         agreed, counts = Agreed.now(context, context.facts(key, lambda: Facts(facts)), x.shape[1], name)
         ranks.connect(x.device)
     if layout is None:
@@ -70,4 +97,4 @@ def agree_on_segments(
         layout = context.default_layout(mask, sum(counts))
         check_default_layout(layout, mask, counts)
         check_spans(layout)
-    return make_segments(layout, mask), agreed
+    return CheckedCall(context, make_segments(layout, mask), agreed)

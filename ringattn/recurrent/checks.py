@@ -1,4 +1,4 @@
-"""Checks of what `linear_attention` is given, and of its states."""
+"""Checks of the tensors of `linear_attention` and `causal_conv1d`, and of states."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from .local import Inputs
 _FLOATS = "bfloat16, float16, float32 or (on CPU) float64"
 
 
-def check_tensors(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor | None, beta: torch.Tensor | None
-) -> None:
+def check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor | None, beta: torch.Tensor | None) -> None:
     """Raise ValueError unless the tensors, which attention could take, fit together as those of a recurrence."""
     check.no_transforms(q=q, k=k, v=v)
     for name, x in (("k", k), ("v", v)):
@@ -40,7 +38,9 @@ def check_tensors(
         # GPUs would have to be waited for
         if decay.device.type == "cpu" and not bool((decay.detach() <= 0).all()):
             found = decay.detach().max().item()
-            raise ValueError(f"decay holds {found:.6g}, but is a natural logarithm of at most 0: pass log(a) for a factor a of 0 to 1")
+            raise ValueError(
+                f"decay holds {found:.6g}, but is a natural logarithm of at most 0: pass log(a) for a factor a of 0 to 1"
+            )
     if beta is not None:
         _floats("beta", beta, q)
         if tuple(beta.shape) != (b, s, h):
@@ -56,6 +56,27 @@ def check_states(initial: torch.Tensor, q: torch.Tensor, v: torch.Tensor, mask: 
     if tuple(initial.shape) != wanted:
         each = ", one for each document" if of_documents else ""
         raise ValueError(f"initial_state has shape {tuple(initial.shape)}, but must have {wanted}{each}")
+
+
+def check_channels(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raise ValueError unless x (b, s, c), weight (c, width) and bias (c,) fit together."""
+    check.dense_tensor("x", x)
+    _floats("x", x, x)
+    if x.dim() != 3:
+        raise ValueError(f"x has {x.dim()} dimensions, shape {tuple(x.shape)}, but must have 3: (batch, tokens, channels)")
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"x is on {x.device}, but ringattn computes on cpu and cuda devices")
+    _floats("weight", weight, x)
+    c = x.shape[2]
+    if weight.dim() != 2 or weight.shape[0] != c or weight.shape[1] == 0:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}, but must have (channels, width) with {c} channels: pass conv.weight.squeeze(1) of "
+            "an nn.Conv1d with groups=channels"
+        )
+    if bias is not None:
+        _floats("bias", bias, x)
+        if tuple(bias.shape) != (c,):
+            raise ValueError(f"bias has shape {tuple(bias.shape)}, but must have {(c,)}, a number a channel")
 
 
 def overflow(inputs: Inputs, numbers: Iterable[torch.Tensor], at: int) -> ValueError | None:

@@ -12,7 +12,6 @@ Shapes: b batch, s tokens of this rank, hk heads of q and k, h heads of v, n doc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal, overload
 
 import torch
@@ -21,13 +20,12 @@ from .. import check
 from ..geometry.layout import Layout
 from ..geometry.mask import Documents, Mask
 from ..runtime.agree import refusing
-from ..runtime.agreed import Agreed
-from ..runtime.context import Context
 from ..runtime.groups import Group, get_context
 from ..runtime.op import without_autocast
-from .calls import DEFAULT_MASK, agree_on_segments, check_call
+from .calls import DEFAULT_MASK, CheckedCall, agree_on_segments, check_call
 from .checks import check_states, check_tensors, overflow
-from .local import Inputs, LocalRecurrence
+from .local import Gradients, Inputs, LocalRecurrence
+from .recomputed import gradients_of, leaves_of
 from .segments import OwnSegments, Segments
 from .state_passing import StatePassing, Summary
 from .transitions import Decays, Matrices
@@ -113,11 +111,11 @@ def linear_attention(
         return_final_state: also return the state after the last token, or after that of each document, in the shape of `initial_state`.
 
     Returns out (b, s_local, h, d_v) in q's dtype; with `return_final_state` also the states, on every rank. States and all computation are
-    fp32, fp64 for fp64 input. The gradient of a final state is the sum of all ranks' gradients. The gradient of `initial_state` is a part on
-    each rank: their sum is the gradient.
+    fp32, fp64 for fp64 input. The gradient of a final state is the sum of all ranks' gradients. The gradient of `initial_state` is a part
+    on each rank: their sum is the gradient; so is that of constant decays.
 
-    Raises ValueError for bad input, and on every rank if ranks disagree or one refuses its input. On CPUs, also for a decay above 0, and for
-    a state that overflows although all input is finite.
+    Raises ValueError for bad input, and on every rank if ranks disagree or one refuses its input. On CPUs, also for a decay above 0, and
+    for a state that overflows although all input is finite.
 
     >>> import torch, ringattn as ra
     >>> q, k, v = torch.randn(3, 1, 16, 2, 8).unbind()
@@ -132,7 +130,7 @@ def linear_attention(
             check_call(context, q, "q", layout, mask, name)
             check_tensors(q, k, v, decay, beta)
             check.flag("return_final_state", return_final_state)
-            scale = q.shape[3] ** -0.5 if scale is None else check.number("scale", scale, advice=" or None")
+            factor = q.shape[3] ** -0.5 if scale is None else check.number("scale", scale, advice=" or None")
             if initial_state is not None:
                 check_states(initial_state, q, v, mask)
         tensors = q, k, v, decay, beta, initial_state
@@ -145,17 +143,17 @@ def linear_attention(
             "v's head_dim": v.shape[3],
             "decay": "none" if decay is None else "a vector over head_dim" if decay.dim() == 4 else "a number a head",
             "beta": "none" if beta is None else "given",
-            "scale": scale,
+            "scale": factor,
             "initial_state": "none" if initial_state is None else "given",
             "return_final_state": return_final_state,
             "requires_grad": needs_grad,
         }
-        segments, agreed = agree_on_segments(context, q, layout, mask, name, facts)
+        agreed = agree_on_segments(context, q, layout, mask, name, facts)
         if decay is not None and decay.dim() == 1:
             decay = decay.expand(*v.shape[:3])
         if initial_state is not None and not isinstance(mask, Documents):
             initial_state = initial_state[:, None]
-        call = _Call(context, segments, agreed, scale, return_final_state)
+        call = _Call(agreed, factor, return_final_state)
         out, last = _LinearAttention.apply(call, q, k, v, decay, beta, initial_state)  # pyright: ignore[reportGeneralTypeIssues]
     if not return_final_state:
         return out
@@ -164,23 +162,27 @@ def linear_attention(
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A call that has been checked and agreed on."""
+    """A call, and its options."""
 
-    context: Context
-    segments: Segments
-    agreed: Agreed | None
+    checked: CheckedCall
     scale: float
     last_states: bool
 
-    @cached_property
+    @property
     def own(self) -> OwnSegments:
-        return self.segments.of(self.context.ranks.rank)
+        return self.checked.own
+
+    @property
+    def segments(self) -> Segments:
+        return self.checked.segments
 
     def passing(self, inputs: Inputs) -> StatePassing:
         """How this rank passes states."""
         transition = Matrices(inputs.k.shape[3]) if inputs.beta is not None else Decays(inputs.decays)
-        transport = self.context.transport
-        return StatePassing(transport, self.segments, transition, inputs.state_shape, self.last_states, inputs.dtype, inputs.q.device)
+        transport = self.checked.context.transport
+        return StatePassing(
+            transport, self.segments, transition, inputs.state_shape, self.last_states, inputs.dtype, inputs.q.device
+        )
 
     def local(self, inputs: Inputs) -> LocalRecurrence:
         """What this rank computes by itself."""
@@ -197,7 +199,7 @@ class _Call:
         if error is None and all(bool(summary.state.isfinite().all()) for summary in summaries.values()):
             error = next(filter(None, (overflow(inputs, (state,), at) for at, state in states.items())), None)
         if error is not None:
-            with refusing(self.context.ranks):
+            with refusing(self.checked.context.ranks):
                 raise error
 
     def final_states(self, last: dict[int, torch.Tensor], inputs: Inputs) -> torch.Tensor:
@@ -234,14 +236,11 @@ class _LinearAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: _Call = ctx.call
-        if torch.is_grad_enabled():
-            with call.context.turn, refusing(call.context.ranks):
-                raise ValueError("linear attention has no second derivative: call backward without create_graph=True")
+        call.checked.refuse_second_derivative("linear_attention")
         *tensors, state_queries, totals, states = ctx.saved_tensors
         inputs = Inputs(*tensors)
-        with call.context.turn, without_autocast(inputs.q.device.type):
-            if call.agreed is not None:
-                call.agreed.backward()
+        with call.checked.context.turn, without_autocast(inputs.q.device.type):
+            call.checked.begin_backward()
             return None, *_gradients(call, inputs, grads, ctx.needs_input_grad[1:], state_queries, totals, states)
 
 
@@ -253,7 +252,7 @@ def _gradients(
     state_queries: torch.Tensor,
     totals: torch.Tensor,
     states: torch.Tensor,
-) -> Inputs:
+) -> Gradients:
     """The gradients of the inputs that are wanted, from those of out and of the last states."""
     dout, dlast = grads
     assert dout is not None
@@ -264,7 +263,7 @@ def _gradients(
     pairs = zip(own.parts(own.following, state_queries).values(), own.parts(own.following, dout_following).values())
     through = [queries.permute(0, 2, 3, 1) @ part.transpose(1, 2) for queries, part in pairs]
     pending = passing.start_backward({i: Summary(*pair) for i, *pair in zip(own.following, totals, through)}, dlast)
-    leaves = Inputs(*(x if x is None else x.detach().requires_grad_(needed) for x, needed in zip(inputs, wanted)))
+    leaves = Inputs(*leaves_of(inputs, wanted))  # pyright: ignore[reportArgumentType]
     with torch.enable_grad():
         local = call.local(leaves)
         out = local.read()
@@ -274,18 +273,13 @@ def _gradients(
     dtotals = [passing.transition.gradient(*three) for three in zip(totals, states, dstates)]
     parts = own.parts(own.following, dout_following).values()
     dqueries = [(part.transpose(1, 2) @ state.mT).transpose(1, 2) for part, state in zip(parts, states)]
-    live = []
+    live: list[tuple[torch.Tensor, torch.Tensor]] = []
     if own.first:
         live += [(out.first, dout_first), (local.first_states, torch.stack(dfirst))]
     if own.following:
         live += [(out.following, dout_following), (out.state_queries, torch.cat(dqueries, dim=1))]
         live += [(local.states, torch.stack(dstates)), (local.totals, torch.stack(dtotals))]
-    live = [(x, gradient) for x, gradient in live if x.requires_grad]
-    outputs, gradients = [x for x, _ in live], [gradient for _, gradient in live]
-    sources = [x for x, needed in zip(leaves, wanted) if needed]
-    found = torch.autograd.grad(outputs, sources, gradients, allow_unused=True) if live else [None] * len(sources)
-    by_input = iter(torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(sources, found))
-    result = Inputs(*(next(by_input) if needed else None for needed in wanted))  # pyright: ignore[reportArgumentType]
+    result = Gradients(*gradients_of(leaves, live))
     if result.initial is not None and dlast is not None:
         # the last state of a document without tokens is its first
         empty = [document for document in range(call.segments.documents) if document not in call.segments.held]

@@ -1,8 +1,8 @@
 """`LocalRecurrence`: what a rank computes of its segments by itself, before any state of another rank has come.
 
 Segments that begin a document know the state that they begin with. Those that follow others are computed from zero. Their outputs from a
-state h are then `out + state_queries @ h`, and their last states `total h + state`. With the delta rule, both follow from d_k more columns of
-values: as columns of the state do not mix, values of 0 and an initial state of 1 (the identity) give `state_queries` and `total`.
+state h are then `out + state_queries @ h`, and their last states `total h + state`. With the delta rule, both follow from d_k more columns
+of values: as columns of the state do not mix, values of 0 and an initial state of 1 (the identity) give `state_queries` and `total`.
 
 Shapes: b batch, s tokens of this rank, hk heads of q and k, h heads of v, n documents; m segments that follow others, of s' tokens in all.
 """
@@ -45,8 +45,19 @@ class Inputs(NamedTuple):
         return 0 if self.decay is None else self.k.shape[3] if self.decay.dim() == 4 else 1
 
 
+class Gradients(NamedTuple):
+    """The gradients of `Inputs`; None where none is wanted."""
+
+    q: torch.Tensor | None
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    decay: torch.Tensor | None
+    beta: torch.Tensor | None
+    initial: torch.Tensor | None
+
+
 class Outputs(NamedTuple):
-    """Of segments that begin documents: (b, s - s', h, d_v); of those that follow others, from zero: (b, s', h, d_v), and (b, s', h, d_k)."""
+    """Of segments that begin documents (b, s - s', h, d_v); of others, from zero (b, s', h, d_v), and (b, s', h, d_k)."""
 
     first: torch.Tensor
     following: torch.Tensor
@@ -67,15 +78,15 @@ class LocalRecurrence:
         copies = v.shape[2] // k.shape[2]
         if copies > 1:
             q, k = q.repeat_interleave(copies, dim=2), k.repeat_interleave(copies, dim=2)
-        rows = [[None if x is None else own.rows(indices, x) for x in (k, v, decay, beta)] for indices in (own.first, own.following)]
+        first, following = (
+            (own.rows(i, k), own.rows(i, v), _rows(own, i, decay), _rows(own, i, beta)) for i in (own.first, own.following)
+        )
         self._first_q, self._following_q = own.rows(own.first, q), own.rows(own.following, q)
-        self._first = Chunks(*rows[0], self._initial(), own.lengths(own.first))  # pyright: ignore[reportArgumentType]
+        self._first = Chunks(*first, self._initial(), own.lengths(own.first))
         self.first_states = self._first.finals
-        self._begin_following(*rows[1])  # pyright: ignore[reportArgumentType]
+        self._begin_following(*following)
 
-    def _begin_following(
-        self, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor | None, beta: torch.Tensor | None
-    ) -> None:
+    def _begin_following(self, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor | None, beta: torch.Tensor | None) -> None:
         lengths, shape = self._own.lengths(self._own.following), self._inputs.state_shape
         zero, (*_, d_k, d_v) = v.new_zeros(len(lengths), *shape), shape
         self._left: torch.Tensor | None = None  # of a state before the segment, at each token, as a logarithm
@@ -122,3 +133,7 @@ class LocalRecurrence:
         if initial is None or not documents:
             return torch.zeros(len(documents), *self._inputs.state_shape, dtype=self._inputs.dtype, device=self._inputs.q.device)
         return torch.stack([initial[:, document] for document in documents]).to(self._inputs.dtype)
+
+
+def _rows(own: OwnSegments, indices: list[int], x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else own.rows(indices, x)

@@ -79,19 +79,32 @@ class Segments:
 
     def own(self, rank: int) -> list[int]:
         """The indices of a rank's segments."""
-        return [index for index, segment in enumerate(self.every) if segment.rank == rank]
+        return self._own.get(rank, [])
 
     def heard_by_later(self, sender: int, receiver: int) -> list[int]:
         """The sender's segments that a segment of the receiver follows in their chain."""
-        return [index for index in self.own(sender) if self._last(index, receiver) > index]
+        return [index for index in self._linked.get(sender, ()) if self._last(index, receiver) > index]
 
     def heard_by_earlier(self, sender: int, receiver: int) -> list[int]:
         """The sender's segments that follow a segment of the receiver in their chain."""
-        return [index for index in self.own(sender) if self._first(index, receiver) < index]
+        return [index for index in self._linked.get(sender, ()) if self._first(index, receiver) < index]
 
     def documents_of(self, rank: int) -> list[int]:
         """The documents of which a rank holds tokens."""
-        return sorted({document for document, holder in self._ends if holder == rank})
+        return sorted({self.every[index].document for index in self.own(rank)})
+
+    @cached_property
+    def _own(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for index, segment in enumerate(self.every):
+            found.setdefault(segment.rank, []).append(index)
+        return found
+
+    @cached_property
+    def _linked(self) -> dict[int, list[int]]:
+        """Of each rank, the segments that are not their whole document."""
+        alone = {index for index, segment in enumerate(self.every) if segment.first and segment.last}
+        return {rank: [index for index in own if index not in alone] for rank, own in self._own.items()}
 
     def _last(self, index: int, rank: int) -> int:
         return self._ends.get((self.every[index].document, rank), (-1, -1))[1]
@@ -140,6 +153,10 @@ class OwnSegments:
         """The inverse: rows of some segments, of each by itself."""
         return dict(zip(indices, rows.split(self.lengths(indices), dim=1)))
 
+    def split(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The rows of each of the rank's segments."""
+        return {index: x[:, self._every[index].rows] for index in (*self.first, *self.following)}
+
     def whole(self, parts: Mapping[int, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         """All rows as the rank holds them, from those of all of its segments, and 0 after the last document.
 
@@ -158,7 +175,9 @@ def check_mask(mask: Mask) -> None:
     check.instance("mask", mask, Mask, check.BUILD_A_MASK)
     if isinstance(mask, Causal) or (isinstance(mask, Documents) and mask.causal and mask.left is None and mask.right is None):
         return
-    raise ValueError(f"mask is {mask!r}, but a recurrence sees all that came before: pass causal(), or documents(...) without a window")
+    raise ValueError(
+        f"mask is {mask!r}, but a recurrence sees all that came before: pass causal(), or documents(...) without a window"
+    )
 
 
 def check_spans(layout: Layout) -> None:
@@ -167,7 +186,7 @@ def check_spans(layout: Layout) -> None:
     strided = ((length > 1) & (stride > 1)).nonzero()[0]
     if len(strided):
         raise ValueError(
-            f"layout {layout!r} gives rank {layout.table[strided[0], 0]} every {stride[strided[0]]}th position, but a state passes "
+            f"layout {layout!r} gives rank {layout.table[strided[0], 0]} positions {stride[strided[0]]} apart, but a state passes "
             "between runs of consecutive tokens: take contiguous, zigzag or balanced for all layers of the model"
         )
 
@@ -198,10 +217,16 @@ def make_segments(layout: Layout, mask: Mask) -> Segments:
     begin, end = edges[:-1], edges[1:]
     span = start.searchsorted(begin, side="right") - 1
     document = bounds.searchsorted(begin, side="right") - 1
-    found = tuple(
-        Segment(*map(int, (rank[s], a, b, row[s] + a - start[s], d)), bool(a == bounds[d]), bool(b == bounds[d + 1]))
-        for s, a, b, d in zip(span, begin, end, document)
+    columns = (
+        rank[span],
+        begin,
+        end,
+        row[span] + begin - start[span],
+        document,
+        begin == bounds[document],
+        end == bounds[document + 1],
     )
+    found = tuple(Segment(*fields) for fields in zip(*(column.tolist() for column in columns)))
     return Segments(found, len(bounds) - 1, tuple(spans))
 
 

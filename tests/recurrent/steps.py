@@ -4,15 +4,18 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 
 import ringattn as ra
+
+KINDS = ("none", "scalar", "vector")
 
 
 @dataclass(frozen=True)
 class Case:
     """A call. cuts: (start, rank) of each span, ascending, of a layout in that order; () for a named layout. documents: lengths, or None.
 
-    decays: "none", "scalar", "vector" or "constant". beta: whether the delta rule writes; near 1, if `singular`. copies: of q's and k's heads.
+    decays: "none", "scalar", "vector" or "constant". beta: whether the delta rule writes; near 1, if `singular`. copies: of q's heads.
     """
 
     n: int
@@ -156,3 +159,29 @@ def relative(found, wanted, scale):
     if not found.numel():
         return 0.0
     return ((found - wanted).abs().max() / scale.abs().max().clamp(min=1e-300)).item()
+
+
+@st.composite
+def cases(draw):
+    world_size = draw(st.sampled_from([2, 3, 5]))
+    n = draw(st.integers(1, 40))
+    starts = sorted(draw(st.sets(st.integers(1, n - 1), max_size=9))) if n > 1 else []
+    cuts = tuple((start, draw(st.integers(0, world_size - 1))) for start in [0, *starts])
+    documents = None
+    if draw(st.booleans()):
+        ends = sorted(draw(st.lists(st.integers(0, n), min_size=1, max_size=5)))
+        documents = tuple(end - begin for begin, end in zip([0, *ends], ends))
+    beta = draw(st.booleans())
+    return Case(
+        n,
+        world_size,
+        cuts=cuts,
+        documents=documents,
+        decays=draw(st.sampled_from([*KINDS, "constant"])),
+        beta=beta,
+        singular=beta and draw(st.booleans()),
+        copies=draw(st.integers(1, 2)),
+        initial=draw(st.booleans()),
+        last=draw(st.booleans()),
+        seed=draw(st.integers(0, 99)),
+    )
