@@ -8,7 +8,7 @@ import torch
 
 from .. import check
 from ..geometry.mask import Documents, Mask
-from .local import Inputs
+from .local import RecurrenceInputs
 
 _FLOATS = "bfloat16, float16, float32 or (on CPU) float64"
 
@@ -79,7 +79,7 @@ def check_channels(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
             raise ValueError(f"bias has shape {tuple(bias.shape)}, but must have {(c,)}, a number a channel")
 
 
-def overflow(inputs: Inputs, numbers: Iterable[torch.Tensor], at: int) -> ValueError | None:
+def overflow(inputs: RecurrenceInputs, numbers: Iterable[torch.Tensor], at: int) -> ValueError | None:
     """An error, if numbers that follow from this rank's input are not finite although the input is; `at` is a position.
 
     Logarithms of decays may be -inf.

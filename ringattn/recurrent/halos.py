@@ -15,7 +15,7 @@ from ..transport import Handle, Peer, Transport
 from .segments import Segments
 
 
-class _Piece(NamedTuple):
+class _HaloPiece(NamedTuple):
     """Rows of a rank (by position) that are rows `place` of the halo of its receiver's `number`-th following segment."""
 
     rank: int
@@ -73,9 +73,9 @@ class Halos:
         return found
 
     @cached_property
-    def _pieces(self) -> defaultdict[tuple[int, int], list[_Piece]]:
+    def _pieces(self) -> defaultdict[tuple[int, int], list[_HaloPiece]]:
         """The pieces of all halos that this rank sends or receives, by (rank that holds them, rank that needs them)."""
-        found: defaultdict[tuple[int, int], list[_Piece]] = defaultdict(list)
+        found: defaultdict[tuple[int, int], list[_HaloPiece]] = defaultdict(list)
         every, numbers = self._segments.every, defaultdict(int)
         for index, segment in enumerate(every):
             if segment.first:
@@ -86,7 +86,7 @@ class Halos:
                 held = every[source]
                 n = min(end, len(held))
                 rows = slice(held.rows.stop - n, held.rows.stop)
-                found[held.rank, segment.rank].append(_Piece(held.rank, rows, segment.rank, number, slice(end - n, end)))
+                found[held.rank, segment.rank].append(_HaloPiece(held.rank, rows, segment.rank, number, slice(end - n, end)))
                 end, source = end - n, source - 1
                 if held.first:
                     break
@@ -113,5 +113,5 @@ class PendingHalos:
         return self.whole
 
 
-def _rows(pieces: list[_Piece]) -> int:
+def _rows(pieces: list[_HaloPiece]) -> int:
     return sum(piece.rows.stop - piece.rows.start for piece in pieces)

@@ -24,7 +24,7 @@ from ..runtime.groups import Group, get_context
 from ..runtime.op import without_autocast
 from .calls import DEFAULT_MASK, CheckedCall, agree_on_segments, check_call
 from .checks import check_states, check_tensors, overflow
-from .local import Gradients, Inputs, LocalRecurrence
+from .local import InputGradients, LocalRecurrence, RecurrenceInputs
 from .recomputed import gradients_of, leaves_of
 from .segments import OwnSegments, Segments
 from .state_passing import StatePassing, Summary
@@ -153,7 +153,7 @@ def linear_attention(
             decay = decay.expand(*v.shape[:3])
         if initial_state is not None and not isinstance(mask, Documents):
             initial_state = initial_state[:, None]
-        call = _Call(agreed, factor, return_final_state)
+        call = _LinearCall(agreed, factor, return_final_state)
         out, last = _LinearAttention.apply(call, q, k, v, decay, beta, initial_state)  # pyright: ignore[reportGeneralTypeIssues]
     if not return_final_state:
         return out
@@ -161,7 +161,7 @@ def linear_attention(
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _LinearCall:
     """A call, and its options."""
 
     checked: CheckedCall
@@ -176,7 +176,7 @@ class _Call:
     def segments(self) -> Segments:
         return self.checked.segments
 
-    def passing(self, inputs: Inputs) -> StatePassing:
+    def passing(self, inputs: RecurrenceInputs) -> StatePassing:
         """How this rank passes states."""
         transition = Matrices(inputs.k.shape[3]) if inputs.beta is not None else Decays(inputs.decays)
         transport = self.checked.context.transport
@@ -184,12 +184,12 @@ class _Call:
             transport, self.segments, transition, inputs.state_shape, self.last_states, inputs.dtype, inputs.q.device
         )
 
-    def local(self, inputs: Inputs) -> LocalRecurrence:
+    def local(self, inputs: RecurrenceInputs) -> LocalRecurrence:
         """What this rank computes by itself."""
         return LocalRecurrence(self.own, inputs, self.scale)
 
     def check_finite(
-        self, inputs: Inputs, own: dict[int, Summary], summaries: dict[int, Summary], states: dict[int, torch.Tensor]
+        self, inputs: RecurrenceInputs, own: dict[int, Summary], summaries: dict[int, Summary], states: dict[int, torch.Tensor]
     ) -> None:
         """On a CPU: raise ValueError for a state that overflows, in this rank's segments or where segments meet."""
         if inputs.q.device.type != "cpu":
@@ -202,7 +202,7 @@ class _Call:
             with refusing(self.checked.context.ranks):
                 raise error
 
-    def final_states(self, last: dict[int, torch.Tensor], inputs: Inputs) -> torch.Tensor:
+    def final_states(self, last: dict[int, torch.Tensor], inputs: RecurrenceInputs) -> torch.Tensor:
         """The last state of each document, (b, n, h, d_k, d_v): of those without tokens, the first."""
         nothing = inputs.v.new_zeros(inputs.state_shape, dtype=inputs.dtype)
         found = []
@@ -214,8 +214,8 @@ class _Call:
 
 class _LinearAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        inputs = Inputs(*tensors)
+    def forward(ctx: Any, call: _LinearCall, *tensors: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        inputs = RecurrenceInputs(*tensors)
         passing = call.passing(inputs)
         with without_autocast(inputs.q.device.type):
             local = call.local(inputs)
@@ -235,24 +235,24 @@ class _LinearAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        call: _Call = ctx.call
+        call: _LinearCall = ctx.call
         call.checked.refuse_second_derivative("linear_attention")
         *tensors, state_queries, totals, states = ctx.saved_tensors
-        inputs = Inputs(*tensors)
+        inputs = RecurrenceInputs(*tensors)
         with call.checked.context.turn, without_autocast(inputs.q.device.type):
             call.checked.begin_backward()
             return None, *_gradients(call, inputs, grads, ctx.needs_input_grad[1:], state_queries, totals, states)
 
 
 def _gradients(
-    call: _Call,
-    inputs: Inputs,
+    call: _LinearCall,
+    inputs: RecurrenceInputs,
     grads: tuple[torch.Tensor | None, ...],
     wanted: tuple[bool, ...],
     state_queries: torch.Tensor,
     totals: torch.Tensor,
     states: torch.Tensor,
-) -> Gradients:
+) -> InputGradients:
     """The gradients of the inputs that are wanted, from those of out and of the last states."""
     dout, dlast = grads
     assert dout is not None
@@ -263,7 +263,7 @@ def _gradients(
     pairs = zip(own.parts(own.following, state_queries).values(), own.parts(own.following, dout_following).values())
     through = [queries.permute(0, 2, 3, 1) @ part.transpose(1, 2) for queries, part in pairs]
     pending = passing.start_backward({i: Summary(*pair) for i, *pair in zip(own.following, totals, through)}, dlast)
-    leaves = Inputs(*leaves_of(inputs, wanted))  # pyright: ignore[reportArgumentType]
+    leaves = RecurrenceInputs(*leaves_of(inputs, wanted))  # pyright: ignore[reportArgumentType]
     with torch.enable_grad():
         local = call.local(leaves)
         out = local.read()
@@ -279,7 +279,7 @@ def _gradients(
     if own.following:
         live += [(out.following, dout_following), (out.state_queries, torch.cat(dqueries, dim=1))]
         live += [(local.states, torch.stack(dstates)), (local.totals, torch.stack(dtotals))]
-    result = Gradients(*gradients_of(leaves, live))
+    result = InputGradients(*gradients_of(leaves, live))
     if result.initial is not None and dlast is not None:
         # the last state of a document without tokens is its first
         empty = [document for document in range(call.segments.documents) if document not in call.segments.held]

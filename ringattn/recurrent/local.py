@@ -19,7 +19,7 @@ from .segments import OwnSegments
 from .state_passing import Summary
 
 
-class Inputs(NamedTuple):
+class RecurrenceInputs(NamedTuple):
     """A rank's rows as its user passed them, decay (b, s, h) or (b, s, h, d_k), and initial states (b, n, h, d_k, d_v)."""
 
     q: torch.Tensor
@@ -45,8 +45,8 @@ class Inputs(NamedTuple):
         return 0 if self.decay is None else self.k.shape[3] if self.decay.dim() == 4 else 1
 
 
-class Gradients(NamedTuple):
-    """The gradients of `Inputs`; None where none is wanted."""
+class InputGradients(NamedTuple):
+    """The gradients of `RecurrenceInputs`; None where none is wanted."""
 
     q: torch.Tensor | None
     k: torch.Tensor | None
@@ -56,7 +56,7 @@ class Gradients(NamedTuple):
     initial: torch.Tensor | None
 
 
-class Outputs(NamedTuple):
+class RecurrenceOutputs(NamedTuple):
     """Of segments that begin documents (b, s - s', h, d_v); of others, from zero (b, s', h, d_v), and (b, s', h, d_k)."""
 
     first: torch.Tensor
@@ -68,7 +68,7 @@ class LocalRecurrence:
     """The states of a rank's segments: `first_states` (those that begin documents, b, h, d_k, d_v), `states` (m, b, h, d_k, d_v) from zero
     and `totals` (m, b, h, numbers). `read` gives the outputs. Differentiable."""
 
-    def __init__(self, own: OwnSegments, inputs: Inputs, scale: float) -> None:
+    def __init__(self, own: OwnSegments, inputs: RecurrenceInputs, scale: float) -> None:
         self._own, self._inputs = own, inputs
         q, k, v, decay, beta = (None if x is None else own.by_position(x).to(inputs.dtype) for x in inputs[:5])
         assert q is not None
@@ -105,13 +105,15 @@ class LocalRecurrence:
         self.states, totals = self._from_zero.finals.split([d_v, d_k], dim=4)
         self.totals = totals.flatten(3)
 
-    def read(self) -> Outputs:
+    def read(self) -> RecurrenceOutputs:
         """The outputs, which are no part of what other ranks need."""
         first, following = self._first.read(self._first_q), self._from_zero.read(self._following_q)
         if self._inputs.beta is not None:
             _, _, d_k, d_v = self._inputs.state_shape
-            return Outputs(first, *following.split([d_v, d_k], dim=3))
-        return Outputs(first, following, self._following_q if self._left is None else self._following_q * self._left.exp())
+            return RecurrenceOutputs(first, *following.split([d_v, d_k], dim=3))
+        return RecurrenceOutputs(
+            first, following, self._following_q if self._left is None else self._following_q * self._left.exp()
+        )
 
     def summaries(self, numbers: int) -> dict[int, Summary]:
         """What each segment makes of a state, by index; `numbers` are those of a total."""
@@ -119,7 +121,7 @@ class LocalRecurrence:
         begins = {i: Summary(state.new_zeros(b, h, numbers), state) for i, state in zip(self._own.first, self.first_states)}
         return begins | {i: Summary(*pair) for i, *pair in zip(self._own.following, self.totals, self.states)}
 
-    def with_states(self, out: Outputs, before: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def with_states(self, out: RecurrenceOutputs, before: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """The outputs of all rows (b, s, h, d_v), as the rank holds them, from the states that segments begin with."""
         own = self._own
         queries = own.parts(own.following, out.state_queries)

@@ -2,7 +2,7 @@
 
 Forward, each rank sends the (total, written) of its segments to the ranks that hold later segments of the same documents, and each
 applies those before its own, in order of position. Backward, each sends the (total, gradient of the state before) of its segments to the
-ranks that hold earlier ones, and each applies those after its own, in reverse. Gradients of last states, which every rank may have, go
+ranks that hold earlier ones, and each applies those after its own, in reverse. InputGradients of last states, which every rank may have, go
 along.
 
 Source: the passing of states between chunks of Mamba-2 (Dao and Gu 2024, section 8.2), with the scan on every rank instead of rank by rank.

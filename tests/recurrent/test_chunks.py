@@ -14,10 +14,13 @@ from tests.recurrent.steps import KINDS, relative, steps
 @pytest.mark.parametrize("decays", KINDS)
 def test_sequences_of_any_lengths(monkeypatch, decays, beta):
     monkeypatch.setattr(chunks, "_MOST_ROWS", 8)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
     for lengths in ((1,), (8,), (13,), (3, 16, 1, 7)):
         n, (b, h, d_k, d_v) = sum(lengths), (2, 2, 4, 3)
-        generator = torch.Generator().manual_seed(n)
-        draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
         q, k, v = draw(b, n, h, d_k), torch.nn.functional.normalize(draw(b, n, h, d_k), dim=-1), draw(b, n, h, d_v)
         decay = -(draw(b, n, h, d_k).exp() ** 3) if decays == "vector" else -(draw(b, n, h).exp() ** 3)
         decay[:, 2::7] = -torch.inf  # forgets all

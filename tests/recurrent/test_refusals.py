@@ -55,7 +55,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("function, options, message", REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize(("function", "options", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_bad_input_is_refused(function, options, message):
     with pytest.raises(ValueError) as error:
         function(**options)
@@ -86,7 +86,7 @@ def errors(group, name):
 
 
 @pytest.mark.parametrize(
-    "name, message",
+    ("name", "message"),
     [
         ("decay", "decay holds 0.5"),
         ("beta", "beta is none on rank 0, but given on rank 1"),
@@ -114,7 +114,7 @@ def overflow(group):
 
 def test_a_state_that_overflows_is_an_error(gloo):
     assert all("overflows torch.float32 by position 15, although all input is finite" in found for found in gloo.run(2, overflow))
-    with pytest.raises(ValueError, match="overflows torch.float32"):
+    with pytest.raises(ValueError, match=r"overflows torch\.float32"):
         call(k=torch.full((1, 8, 2, 4), 1e30), v=torch.full((1, 8, 2, 4), 1e30))
     # what is not finite in the input may pass, as in attention
     assert not call(v=torch.full((1, 8, 2, 4), torch.inf)).isfinite().all()
