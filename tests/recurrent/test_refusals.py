@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import ringattn as ra
+from ringattn.runtime.ulysses import Hybrid
+from ringattn.transport import Alone
 
 
 def call(n=8, **options):
@@ -45,6 +47,7 @@ REFUSED = {
         {"layout": ra.Layout(8, ((ra.Span(0, 4, 2), ra.Span(1, 4, 2)),))},
         "positions 2 apart, but a state passes between runs of consecutive tokens",
     ),
+    "a grid": (call, {"group": Hybrid(Alone(), Alone(), Alone())}, "but states pass between ranks in one row"),
     "a scale": (call, {"scale": torch.ones(())}, "scale is a tensor of shape"),
     "a flag": (call, {"return_final_state": 1}, "return_final_state is 1, but must be a bool"),
     "a name": (call, {"name": 1}, "name is 1, but must be a str"),
