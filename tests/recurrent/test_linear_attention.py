@@ -32,7 +32,7 @@ def test_every_rank_agrees_with_the_recurrence(gloo, world_size, decays, beta):
 
 def test_segments_of_several_chunks(gloo):
     kinds = [(decays, beta) for decays in KINDS for beta in (False, True)]
-    check(gloo, *(Case(293, 2, decays=decays, beta=beta, initial=True, last=True) for decays, beta in kinds))
+    check(gloo, *(Case(211, 2, decays=decays, beta=beta, initial=True, last=True) for decays, beta in kinds))
 
 
 @settings(max_examples=40)
