@@ -69,6 +69,11 @@ def test_every_rank_agrees_with_the_convolution(gloo, world_size, layout):
     check(gloo, *((Case(n, world_size, layout, seed=n), width, bias) for n, width, bias in calls))
 
 
+def test_halos_end_where_their_document_begins(gloo):
+    """Documents begin one and two tokens before a shard ends, within the four that a convolution sees."""
+    check(gloo, *((Case(24, 3, documents=lengths, seed=1), 4, True) for lengths in ((7, 9, 8), (6, 8, 9), (7, 1, 7, 1, 8))))
+
+
 @settings(max_examples=30)
 @given(case=cases())
 def test_any_spans_and_documents(gloo, case):
