@@ -32,6 +32,8 @@ from .integrations.replace import replace_attention
 from .partial import Partial, Stats, finish, merge
 from .predict import planner
 from .preparation import prepare
+from .recurrent.convolution import causal_conv1d
+from .recurrent.linear_attention import linear_attention
 from .runtime.groups import hybrid, process_group, symmetric
 from .schedule.schedules import Schedule, default_schedule, double_ring, gather, pass_q, ring, waves
 from .scores import Buckets, RelativeBias, ScoreMod, alibi_slopes, buckets, relative_bias, score, t5_buckets
@@ -69,6 +71,7 @@ __all__ = [
     "block_sparse",
     "buckets",
     "causal",
+    "causal_conv1d",
     "checkpoint_contexts",
     "checkpoint_layers",
     "checkpoint_policy",
@@ -84,6 +87,7 @@ __all__ = [
     "gather",
     "global_tokens",
     "hybrid",
+    "linear_attention",
     "make_plan",
     "merge",
     "pass_q",

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from . import check
 from .geometry.layout import Layout, shard
-from .runtime.agree import Facts, agree, agree_backward, refusing
+from .runtime.agree import Facts, refusing
+from .runtime.agreed import Agreed
 from .runtime.context import Context
 from .runtime.groups import Group, get_context
-from .runtime.order import label
 from .runtime.ulysses import ring_layout
 from .transport import Peer, Transport
 
@@ -62,35 +61,13 @@ def _unshard(x_local: torch.Tensor, layout: Layout, context: Context, dim: int) 
             "requires_grad": torch.is_grad_enabled() and x_local.requires_grad,
             "captured in a CUDA graph": check.captured(x_local),
         }
-        agreed = _Agreed.now(context, Facts(facts), held)
+        agreed, _ = Agreed.now(context, Facts(facts), held)
         ranks.connect(x_local.device)
     if context.hybrid is not None:
         # first along the heads axis, then along the ring
         x_local = _Unshard.apply(x_local, context.hybrid.axis_layout(layout), context.hybrid.heads, dim, agreed)
         layout = ring_layout(layout, context.hybrid.heads.size)
     return _Unshard.apply(x_local, layout, context.transport, dim, agreed)
-
-
-@dataclass(frozen=True)
-class _Agreed:
-    """A call that the ranks have agreed on: its facts and its number."""
-
-    context: Context
-    facts: Facts
-    number: int
-
-    @classmethod
-    def now(cls, context: Context, facts: Facts, tokens: int) -> _Agreed:
-        """Agree on a call of this group."""
-        return cls(context, facts, agree(context.ranks, facts, tokens, label(None))[1])
-
-    def backward(self) -> _Agreed:
-        """Agree that this is the backward pass of this call, which may have one in turn."""
-        ranks = self.context.ranks
-        with refusing(ranks):
-            ranks.order.check()
-        agree_backward(ranks, self.facts, self.number)
-        return replace(self, facts=self.facts.backward)
 
 
 def _adjoint(function: type[torch.autograd.Function], ctx: Any, grads: tuple[torch.Tensor, ...]) -> Any:
@@ -104,7 +81,7 @@ def _adjoint(function: type[torch.autograd.Function], ctx: Any, grads: tuple[tor
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_local: torch.Tensor, layout: Layout, transport: Transport, dim: int, agreed: _Agreed | None
+        ctx: Any, x_local: torch.Tensor, layout: Layout, transport: Transport, dim: int, agreed: Agreed | None
     ) -> torch.Tensor:
         ctx.layout, ctx.transport, ctx.dim, ctx.agreed = layout, transport, dim, agreed
         mine = x_local.transpose(0, dim).contiguous()
@@ -130,7 +107,7 @@ class _ShardOfSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, whole: torch.Tensor, layout: Layout, transport: Transport, dim: int, agreed: _Agreed | None
+        ctx: Any, whole: torch.Tensor, layout: Layout, transport: Transport, dim: int, agreed: Agreed | None
     ) -> torch.Tensor:
         ctx.layout, ctx.transport, ctx.dim, ctx.agreed = layout, transport, dim, agreed
         rows = whole.transpose(0, dim)

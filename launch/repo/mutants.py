@@ -56,6 +56,7 @@ WIDER = {
     "ringattn/transport": "tests/transport tests/distributed",
     "ringattn/device": "tests/device tests/test_attention.py",
     "ringattn/training": "tests/training",
+    "ringattn/recurrent": "tests/recurrent",
     "ringattn/integrations": "tests/integrations",
     "ringattn": "tests/runtime tests/distributed tests/test_attention.py tests/test_errors.py tests/test_partial.py",
     "kernels": "tests/kernels",

@@ -29,6 +29,7 @@ ULYSSES = "tests/runtime/test_ulysses.py"
 AGREEMENT = "tests/distributed/test_agreement.py"
 ERRORS = "tests/test_errors.py"
 ORDER = "tests/distributed/test_order.py -k 'odd_one or over_gloo'"
+RECURRENCES = "tests/recurrent/test_linear_attention.py"
 INTERPRETER = "tests/kernels/interpreter_cases.py"
 CAUSAL = f"{INTERPRETER} -k 'test_causal_at_odd_lengths or test_masks'"
 
@@ -816,6 +817,28 @@ MUTATIONS = (
         "where = stream",
         "what one GPU did is replayed for another",
         RECORDINGS,
+    ),
+    # layers with a state
+    Mutation(
+        "ringattn/recurrent/state_passing.py",
+        "zip(indices, target)",
+        "zip(indices, target.flip(0))",
+        "a segment begins with a state that comes from the wrong span",
+        RECURRENCES,
+    ),
+    Mutation(
+        "ringattn/recurrent/transitions.py",
+        "return total.exp()[..., None] * state if self.numbers else state",
+        "return state",
+        "a missing decay: a state crosses a segment as if it were not there",
+        RECURRENCES,
+    ),
+    Mutation(
+        "ringattn/recurrent/halos.py",
+        "if held.first:",
+        "if source < 0:",
+        "the halo of a convolution goes on into the document before",
+        "tests/recurrent/test_convolution.py",
     ),
     # predictions
     Mutation(

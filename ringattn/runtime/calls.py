@@ -147,7 +147,7 @@ class RingCall(Call):
             tokens, place = agree(ranks, facts, q.shape[1], self._label)
             ranks.connect(q.device)
         if self.layout is None:
-            _check_default_layout(self.context.default_layout(self.mask, sum(tokens)), self.mask, tokens)
+            check_default_layout(self.context.default_layout(self.mask, sum(tokens)), self.mask, tokens)
         length = sum(tokens) if self.keys is None or self.layout is None else self.keys.seq_len(self.layout)
         if self._placed and length > MOST_PLACES:
             raise ValueError(f"the sequence has {length} tokens, but scores that depend on positions take at most 2**31")
@@ -332,7 +332,7 @@ def _check_tokens(layout: Layout, ranks: Ranks, tokens: int) -> None:
         )
 
 
-def _check_default_layout(layout: Layout, mask: Mask, tokens: tuple[int, ...]) -> None:
+def check_default_layout(layout: Layout, mask: Mask, tokens: tuple[int, ...]) -> None:
     if layout.lengths != tokens:
         odd = next(rank for rank, (held, got) in enumerate(zip(layout.lengths, tokens, strict=True)) if held != got)
         raise ValueError(

@@ -92,7 +92,7 @@ def _forward(
     call = find_call(number)
     score = Score(softmax_scale) if call.kind is None else call.score(softmax_scale, q.shape[2], slopes, values, seed)
     # autocast would round the state between hops
-    with call.turn, _without_autocast(q.device.type):
+    with call.turn, without_autocast(q.device.type):
         seq_len, place = call.begin(q, k, v, score, needs_grad)
         rank_attention = call.rank_attention(seq_len, q, k, v)
         if score.modifiers is None:
@@ -150,7 +150,7 @@ def _backward(
         )
     strides = _gradient_strides(q, k, v, call.alone)
     dout = torch.zeros_like(out) if dout is None else dout
-    with call.turn, _without_autocast(q.device.type):
+    with call.turn, without_autocast(q.device.type):
         call.begin_backward(q, k, v, score, place)
         rank_attention = call.rank_attention(seq_len, q, k, v)
         if dout.is_cuda:
@@ -258,7 +258,7 @@ torch.library.register_fake("ringattn::forward", _forward_shapes, lib=_library)
 torch.library.register_fake("ringattn::backward", _backward_shapes, lib=_library)
 
 
-def _without_autocast(device_type: str) -> AbstractContextManager:
+def without_autocast(device_type: str) -> AbstractContextManager:
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 

@@ -1,0 +1,117 @@
+"""`Halos`: the rows just before each segment, from the ranks that hold them; and the way back of their gradients.
+
+Shapes: b batch, s tokens of this rank by position, c channels, m segments of this rank that follow others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from ..transport import Handle, Peer, Transport
+from .segments import Segments
+
+
+class _HaloPiece(NamedTuple):
+    """Rows of a rank (by position) that are rows `place` of the halo of its receiver's `number`-th following segment."""
+
+    rank: int
+    rows: slice
+    receiver: int
+    number: int
+    place: slice
+
+
+class Halos:
+    """What one rank sends and receives for a convolution of some width."""
+
+    def __init__(self, segments: Segments, transport: Transport, width: int) -> None:
+        self._segments, self._transport, self._width = segments, transport, width
+
+    def start_forward(self, x: torch.Tensor) -> PendingHalos:
+        """Send the rows (b, s, c) that other ranks need."""
+        mine = self._transport.rank
+        found = PendingHalos(x.new_zeros(len(self._segments.of(mine).following), x.shape[0], self._width - 1, x.shape[2]))
+        sends, receives = [], []
+        for peer in range(self._transport.size):
+            out, into = self._pieces[mine, peer], self._pieces[peer, mine]
+            if peer == mine:
+                for piece in out:
+                    found.whole[piece.number, :, piece.place] = x[:, piece.rows]
+                continue
+            if out:
+                sends.append(Peer(peer, torch.cat([x[:, piece.rows] for piece in out], dim=1)))
+            if into:
+                target = x.new_empty(x.shape[0], _rows(into), x.shape[2])
+                receives.append(Peer(peer, target))
+                parts = target.split([_rows([piece]) for piece in into], dim=1)
+                found.parts += [((piece.number, slice(None), piece.place), part) for piece, part in zip(into, parts)]
+        found.start(self._transport, sends, receives)
+        return found
+
+    def start_backward(self, dhalos: torch.Tensor, like: torch.Tensor) -> PendingHalos:
+        """Send the gradients (m, b, width - 1, c) of halos home, where they add up to gradients of rows: shaped like (b, s, c)."""
+        mine = self._transport.rank
+        found = PendingHalos(torch.zeros(like.shape, dtype=dhalos.dtype, device=like.device))
+        sends, receives = [], []
+        for peer in range(self._transport.size):
+            out, into = self._pieces[peer, mine], self._pieces[mine, peer]
+            if peer == mine:
+                found.parts += [((slice(None), piece.rows), dhalos[piece.number, :, piece.place]) for piece in out]
+                continue
+            if out:
+                sends.append(Peer(peer, torch.cat([dhalos[piece.number, :, piece.place] for piece in out], dim=1)))
+            if into:
+                target = dhalos.new_empty(like.shape[0], _rows(into), like.shape[2])
+                receives.append(Peer(peer, target))
+                parts = target.split([_rows([piece]) for piece in into], dim=1)
+                found.parts += [((slice(None), piece.rows), part) for piece, part in zip(into, parts)]
+        found.start(self._transport, sends, receives)
+        return found
+
+    @cached_property
+    def _pieces(self) -> defaultdict[tuple[int, int], list[_HaloPiece]]:
+        """The pieces of all halos that this rank sends or receives, by (rank that holds them, rank that needs them)."""
+        found: defaultdict[tuple[int, int], list[_HaloPiece]] = defaultdict(list)
+        every, numbers = self._segments.every, defaultdict(int)
+        for index, segment in enumerate(every):
+            if segment.first:
+                continue
+            number, end, source = numbers[segment.rank], self._width - 1, index - 1
+            numbers[segment.rank] += 1
+            while end > 0:
+                held = every[source]
+                n = min(end, len(held))
+                rows = slice(held.rows.stop - n, held.rows.stop)
+                found[held.rank, segment.rank].append(_HaloPiece(held.rank, rows, segment.rank, number, slice(end - n, end)))
+                end, source = end - n, source - 1
+                if held.first:
+                    break
+        return found
+
+
+class PendingHalos:
+    """An exchange of rows under way: `parts` go to places of `whole`, where they are added."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole = whole
+        self.parts: list[tuple[tuple, torch.Tensor]] = []
+
+    def start(self, transport: Transport, sends: list[Peer], receives: list[Peer]) -> None:
+        self._sends = sends  # alive until they have gone
+        self._handle: Handle = transport.exchange(sends, receives)
+
+    def wait(self) -> torch.Tensor:
+        """`whole`, once all parts have come and are added, in one order."""
+        self._handle.wait()
+        self._sends.clear()
+        for place, part in self.parts:
+            self.whole[place] += part
+        return self.whole
+
+
+def _rows(pieces: list[_HaloPiece]) -> int:
+    return sum(piece.rows.stop - piece.rows.start for piece in pieces)

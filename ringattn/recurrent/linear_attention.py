@@ -1,0 +1,287 @@
+"""`linear_attention`: a recurrence over a sequence that is sharded over ranks, on the layouts of `ring_attention`.
+
+Each rank runs its segments from zero, which gives their outputs, their total transitions and the states that they end with. One exchange of
+the latter two gives each segment the state that it really begins with. As the recurrence is linear in the state, its outputs then grow by
+`state_queries @ state`, a matrix product: all else is done before the exchange is waited for.
+
+The backward pass computes all local tensors anew, while the gradients of states pass the other way.
+
+Shapes: b batch, s tokens of this rank, hk heads of q and k, h heads of v, n documents; states (b, h, d_k, d_v).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import torch
+
+from .. import check
+from ..geometry.layout import Layout
+from ..geometry.mask import Documents, Mask
+from ..runtime.agree import refusing
+from ..runtime.groups import Group, get_context
+from ..runtime.op import without_autocast
+from .calls import DEFAULT_MASK, CheckedCall, agree_on_segments, check_call
+from .checks import check_states, check_tensors, overflow
+from .local import InputGradients, LocalRecurrence, RecurrenceInputs
+from .recomputed import gradients_of, leaves_of
+from .segments import OwnSegments, Segments
+from .state_passing import StatePassing, Summary
+from .transitions import Decays, Matrices
+
+
+@overload
+def linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    decay: torch.Tensor | None = ...,
+    beta: torch.Tensor | None = ...,
+    layout: Layout | None = ...,
+    mask: Mask | None = ...,
+    group: Group | None = ...,
+    scale: float | None = ...,
+    initial_state: torch.Tensor | None = ...,
+    name: str | None = ...,
+    return_final_state: Literal[False] = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    decay: torch.Tensor | None = ...,
+    beta: torch.Tensor | None = ...,
+    layout: Layout | None = ...,
+    mask: Mask | None = ...,
+    group: Group | None = ...,
+    scale: float | None = ...,
+    initial_state: torch.Tensor | None = ...,
+    name: str | None = ...,
+    return_final_state: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    decay: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    layout: Layout | None = None,
+    mask: Mask | None = None,
+    group: Group | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    name: str | None = None,
+    return_final_state: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """A layer whose memory is a state, over the whole sequence, of which each rank holds a shard. A differentiable collective.
+
+    Token t decays the head's state h, a matrix (d_k, d_v), writes to it, and reads it:
+
+        h = exp(decay_t) h;  u = v_t, or with beta u = beta_t (v_t - k_t^T h);  h = h + k_t u^T;  out_t = scale q_t^T h
+
+    | decay | beta | layer |
+    |---|---|---|
+    | none | none | linear attention without its normaliser (Katharopoulos et al. 2020) |
+    | a number a head | none | RetNet (Sun et al. 2023), Mamba-2's SSD (Dao and Gu 2024) |
+    | a vector over d_k | none | GLA (Yang et al. 2023) |
+    | none | yes | DeltaNet (Schlag et al. 2021; Yang et al. 2024) |
+    | a number a head | yes | Gated DeltaNet (Yang et al. 2024), the layers of Qwen3-Next |
+    | a vector over d_k | yes | KDA (Kimi Team 2025) |
+
+    Args:
+        q, k: (b, s_local, hk, d_k), bf16, fp16 or fp32, or fp64 on CPU, with h % hk == 0; d_k up to 256.
+        v: (b, s_local, h, d_v), d_v up to 256.
+        decay: natural logarithms of decays, at most 0; -inf erases. (b, s_local, h), or (b, s_local, h, d_k), or (h,) for constants.
+        beta: (b, s_local, h), how much the delta rule writes. Normalise k then: with beta |k|^2 above 2 states may grow without bound.
+        layout: which rank holds which positions, in runs of consecutive tokens: not `striped`. By default as for `ring_attention`.
+        mask: `causal()`, the default, or `documents(...)`, which begin with states of their own. Tokens after the last document get 0.
+        group: as for `ring_attention`, but for grids.
+        scale: of q; 1/sqrt(d_k) by default. Mamba-2 has 1.
+        initial_state: (b, h, d_k, d_v), or (b, n, h, d_k, d_v) for n documents, the same on every rank; zeros by default.
+        name: what this call is called on every rank, as for `ring_attention`.
+        return_final_state: also return the state after the last token, or after that of each document, in the shape of `initial_state`.
+
+    Returns out (b, s_local, h, d_v) in q's dtype; with `return_final_state` also the states, on every rank. States and all computation are
+    fp32, fp64 for fp64 input. The gradient of a final state is the sum of all ranks' gradients. The gradient of `initial_state` is a part
+    on each rank: their sum is the gradient; so is that of constant decays.
+
+    Raises ValueError for bad input, and on every rank if ranks disagree or one refuses its input. On CPUs, also for a decay above 0, and
+    for a state that overflows although all input is finite.
+
+    >>> import torch, ringattn as ra
+    >>> q, k, v = torch.randn(3, 1, 16, 2, 8).unbind()
+    >>> k = torch.nn.functional.normalize(k, dim=-1)
+    >>> ra.linear_attention(q, k, v, decay=-torch.rand(1, 16, 2), beta=torch.rand(1, 16, 2)).shape
+    torch.Size([1, 16, 2, 8])
+    """
+    context, mask = get_context(group), DEFAULT_MASK if mask is None else mask
+    with context.turn:
+        with refusing(context.ranks):
+            check.tensors(q, k, v)
+            check_call(context, q, "q", layout, mask, name)
+            check_tensors(q, k, v, decay, beta)
+            check.flag("return_final_state", return_final_state)
+            factor = q.shape[3] ** -0.5 if scale is None else check.number("scale", scale, advice=" or None")
+            if initial_state is not None:
+                check_states(initial_state, q, v, mask)
+        tensors = q, k, v, decay, beta, initial_state
+        needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        facts: dict[str, Any] = {
+            "function": "linear_attention",
+            "number of key heads": k.shape[2],
+            "number of value heads": v.shape[2],
+            "head_dim": q.shape[3],
+            "v's head_dim": v.shape[3],
+            "decay": "none" if decay is None else "a vector over head_dim" if decay.dim() == 4 else "a number a head",
+            "beta": "none" if beta is None else "given",
+            "scale": factor,
+            "initial_state": "none" if initial_state is None else "given",
+            "return_final_state": return_final_state,
+            "requires_grad": needs_grad,
+        }
+        agreed = agree_on_segments(context, q, layout, mask, name, facts)
+        if decay is not None and decay.dim() == 1:
+            decay = decay.expand(*v.shape[:3])
+        if initial_state is not None and not isinstance(mask, Documents):
+            initial_state = initial_state[:, None]
+        call = _LinearCall(agreed, factor, return_final_state)
+        out, last = _LinearAttention.apply(call, q, k, v, decay, beta, initial_state)  # pyright: ignore[reportGeneralTypeIssues]
+    if not return_final_state:
+        return out
+    return out, last if isinstance(mask, Documents) else last.squeeze(1)
+
+
+@dataclass(frozen=True, eq=False)
+class _LinearCall:
+    """A call, and its options."""
+
+    checked: CheckedCall
+    scale: float
+    last_states: bool
+
+    @property
+    def own(self) -> OwnSegments:
+        return self.checked.own
+
+    @property
+    def segments(self) -> Segments:
+        return self.checked.segments
+
+    def passing(self, inputs: RecurrenceInputs) -> StatePassing:
+        """How this rank passes states."""
+        transition = Matrices(inputs.k.shape[3]) if inputs.beta is not None else Decays(inputs.decays)
+        transport = self.checked.context.transport
+        return StatePassing(
+            transport, self.segments, transition, inputs.state_shape, self.last_states, inputs.dtype, inputs.q.device
+        )
+
+    def local(self, inputs: RecurrenceInputs) -> LocalRecurrence:
+        """What this rank computes by itself."""
+        return LocalRecurrence(self.own, inputs, self.scale)
+
+    def check_finite(
+        self, inputs: RecurrenceInputs, own: dict[int, Summary], summaries: dict[int, Summary], states: dict[int, torch.Tensor]
+    ) -> None:
+        """On a CPU: raise ValueError for a state that overflows, in this rank's segments or where segments meet."""
+        if inputs.q.device.type != "cpu":
+            return
+        every = self.segments.every
+        error = next(filter(None, (overflow(inputs, summary, every[i].stop - 1) for i, summary in own.items())), None)
+        if error is None and all(bool(summary.state.isfinite().all()) for summary in summaries.values()):
+            error = next(filter(None, (overflow(inputs, (state,), at) for at, state in states.items())), None)
+        if error is not None:
+            with refusing(self.checked.context.ranks):
+                raise error
+
+    def final_states(self, last: dict[int, torch.Tensor], inputs: RecurrenceInputs) -> torch.Tensor:
+        """The last state of each document, (b, n, h, d_k, d_v): of those without tokens, the first."""
+        nothing = inputs.v.new_zeros(inputs.state_shape, dtype=inputs.dtype)
+        found = []
+        for document in range(self.segments.documents):
+            first = nothing if inputs.initial is None else inputs.initial[:, document].to(inputs.dtype)
+            found.append(last.get(document, first))
+        return torch.stack(found, dim=1) if found else nothing[:, None][:, :0]
+
+
+class _LinearAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _LinearCall, *tensors: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        inputs = RecurrenceInputs(*tensors)
+        passing = call.passing(inputs)
+        with without_autocast(inputs.q.device.type):
+            local = call.local(inputs)
+            own = local.summaries(passing.transition.numbers)
+            pending = passing.start_forward(own)
+            out = local.read()
+            summaries, _ = pending.wait()
+            before, last = passing.states_before(summaries)
+            call.check_finite(inputs, own, summaries, {call.segments.every[i].start: state for i, state in before.items()})
+            whole = local.with_states(out, before).to(inputs.q.dtype)
+            final = call.final_states(last, inputs) if call.last_states else None
+            following = call.own.following
+            states = torch.stack([before[index] for index in following]) if following else local.states
+        ctx.call = call
+        ctx.save_for_backward(*inputs, out.state_queries, local.totals, states)
+        return whole, final
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        call: _LinearCall = ctx.call
+        call.checked.refuse_second_derivative("linear_attention")
+        *tensors, state_queries, totals, states = ctx.saved_tensors
+        inputs = RecurrenceInputs(*tensors)
+        with call.checked.context.turn, without_autocast(inputs.q.device.type):
+            call.checked.begin_backward()
+            return None, *_gradients(call, inputs, grads, ctx.needs_input_grad[1:], state_queries, totals, states)
+
+
+def _gradients(
+    call: _LinearCall,
+    inputs: RecurrenceInputs,
+    grads: tuple[torch.Tensor | None, ...],
+    wanted: tuple[bool, ...],
+    state_queries: torch.Tensor,
+    totals: torch.Tensor,
+    states: torch.Tensor,
+) -> InputGradients:
+    """The gradients of the inputs that are wanted, from those of out and of the last states."""
+    dout, dlast = grads
+    assert dout is not None
+    passing, own = call.passing(inputs), call.own
+    dout = own.by_position(dout).to(inputs.dtype)
+    dout_first, dout_following = own.rows(own.first, dout), own.rows(own.following, dout)
+    # of the states that segments begin with, through the segments' own outputs
+    pairs = zip(own.parts(own.following, state_queries).values(), own.parts(own.following, dout_following).values())
+    through = [queries.permute(0, 2, 3, 1) @ part.transpose(1, 2) for queries, part in pairs]
+    pending = passing.start_backward({i: Summary(*pair) for i, *pair in zip(own.following, totals, through)}, dlast)
+    leaves = RecurrenceInputs(*leaves_of(inputs, wanted))  # pyright: ignore[reportArgumentType]
+    with torch.enable_grad():
+        local = call.local(leaves)
+        out = local.read()
+    after = passing.gradients_after(*pending.wait())
+    nothing = torch.zeros(inputs.state_shape, dtype=inputs.dtype, device=dout.device)
+    dfirst, dstates = ([after.get(index, nothing) for index in indices] for indices in (own.first, own.following))
+    dtotals = [passing.transition.gradient(*three) for three in zip(totals, states, dstates)]
+    parts = own.parts(own.following, dout_following).values()
+    dqueries = [(part.transpose(1, 2) @ state.mT).transpose(1, 2) for part, state in zip(parts, states)]
+    live: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if own.first:
+        live += [(out.first, dout_first), (local.first_states, torch.stack(dfirst))]
+    if own.following:
+        live += [(out.following, dout_following), (out.state_queries, torch.cat(dqueries, dim=1))]
+        live += [(local.states, torch.stack(dstates)), (local.totals, torch.stack(dtotals))]
+    result = InputGradients(*gradients_of(leaves, live))
+    if result.initial is not None and dlast is not None:
+        # the last state of a document without tokens is its first
+        empty = [document for document in range(call.segments.documents) if document not in call.segments.held]
+        result.initial[:, empty] += dlast[:, empty].to(result.initial.dtype)
+    return result
