@@ -23,7 +23,9 @@ def model_of(kind):
         return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=3)).double()
     sizes = SIZES | dict(head_dim=4, num_local_experts=2, num_experts_per_tok=1)
     if kind == "gpt_oss":
-        return transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, sliding_window=4)).double()
+        model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, sliding_window=4)).double()
+        model.set_experts_implementation("eager")
+        return model
     config = transformers.Gemma2Config(**SIZES, head_dim=4, sliding_window=4, attn_logit_softcapping=2.0)
     return transformers.Gemma2ForCausalLM(config).double()
 
@@ -73,7 +75,7 @@ def trained(group, kind, name):
 )
 def test_packed_chunks_are_single_documents(gloo, kind, name, size):
     found = gloo.run(size, trained, kind, name)
-    assert max(found) < 1e-5, found
+    assert max(found) < 1e-4, found  # the models' norms and rotary embeddings are in fp32
 
 
 def refused(group, how, on):
@@ -117,14 +119,27 @@ def test_refusals_reach_every_rank(gloo, how, message):
     assert all(message in error for error in gloo.run(2, refused, how, 1))
 
 
-def test_update_refuses_what_does_not_fit(monkeypatch):
+def refused_updates(group):
     from transformers import AttentionInterface
 
-    monkeypatch.setattr(AttentionInterface, "_global_mapping", dict(AttentionInterface._global_mapping))
-    with pytest.raises(ValueError, match="nothing is substituted"):
-        update_ring_flash_attn_params(torch.tensor([0, 4]), None)
-    with pytest.raises(ValueError, match="heads_k_stride is 0, but must be at least 1"):
-        substitute_hf_flash_attn(None, 0)
-    substitute_hf_flash_attn(None, 1)
-    with pytest.raises(ValueError, match="must start with 0"):
-        update_ring_flash_attn_params(torch.tensor([1, 4]), None)
+    before = dict(AttentionInterface._global_mapping)
+    try:
+        for name in ("flash_attention_2", "ring_packed"):
+            AttentionInterface._global_mapping.pop(name, None)
+        with pytest.raises(ValueError, match="nothing is substituted"):
+            update_ring_flash_attn_params(torch.tensor([0, 4]), group)
+        with pytest.raises(ValueError, match="heads_k_stride is 0, but must be at least 1"):
+            substitute_hf_flash_attn(group, 0)
+        substitute_hf_flash_attn(group, 1)
+        with pytest.raises(ValueError, match="must start with 0"):
+            update_ring_flash_attn_params(torch.tensor([1, 4]), group)
+        with pytest.raises(ValueError, match="which 2 ranks do not divide"):
+            update_ring_flash_attn_params(torch.tensor([0, 5]), group)
+        with pytest.raises(ValueError, match="process_group is not that of substitute_hf_flash_attn"):
+            update_ring_flash_attn_params(torch.tensor([0, 4]), None)  # all ranks of the tests
+    finally:
+        AttentionInterface._global_mapping.update(before)
+
+
+def test_update_refuses_what_does_not_fit(gloo):
+    gloo.run(2, refused_updates)
