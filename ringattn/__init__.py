@@ -42,6 +42,7 @@ from .serving.pages import CachedSequence, OutOfPages
 from .serving.prefilling import prefill
 from .training import causal_lm, data, loss, tiled
 from .training.checkpoint import checkpoint_contexts, checkpoint_layers, checkpoint_policy
+from .training.seeds import manual_seed
 from .verification import Report, verify
 from .warmup import warm
 
@@ -85,6 +86,7 @@ __all__ = [
     "global_tokens",
     "hybrid",
     "make_plan",
+    "manual_seed",
     "merge",
     "pass_q",
     "placed",
