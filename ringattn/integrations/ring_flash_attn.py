@@ -114,9 +114,7 @@ class FunctionsOfBatches:
         ranks = get_context(group).ranks
         with refusing(ranks):
             check.tensors(q, k, v)
-            asked = options(
-                q, dropout_p, causal, window_size, alibi_slopes, deterministic, return_attn_probs, packed=False
-            )
+            asked = options(q, dropout_p, causal, window_size, alibi_slopes, deterministic, return_attn_probs, packed=False)
             layout = whole_layout(self.make_layout, q.shape[1], ranks.size, self.even)
         return around((q, k, v), layout, asked.mask, asked, softmax_scale, group)
 
@@ -200,9 +198,7 @@ class FunctionsOfDocuments:
         ranks = get_context(group).ranks
         with refusing(ranks):
             _rows(q, k, v)
-            asked = options(
-                q, dropout_p, causal, window_size, alibi_slopes, deterministic, return_attn_probs, packed=True
-            )
+            asked = options(q, dropout_p, causal, window_size, alibi_slopes, deterministic, return_attn_probs, packed=True)
             bounds = row_bounds("cu_seqlens", cu_seqlens, q.shape[0], max_seqlen)
             layout = packed_layout(bounds, ranks.size, self.zigzag)
             mask = asked.mask_of(tuple(ranks.size * bound for bound in bounds))

@@ -284,7 +284,9 @@ def _check_prepared(known: Prepared, ranks: Ranks, is_causal: bool, keys: slice)
 def _slice(value: Any) -> slice:
     """A slice of rows with both bounds."""
     if not isinstance(value, slice) or value.step not in (None, 1):
-        raise ValueError(f"local_k_slice is {check.shown(value)}, but must be a slice: take that of llama3_flash_attn_prepare_cu_seqlens")
+        raise ValueError(
+            f"local_k_slice is {check.shown(value)}, but must be a slice: take that of llama3_flash_attn_prepare_cu_seqlens"
+        )
     start, stop = (check.integer("local_k_slice", _plain(side)) for side in (value.start, value.stop))
     return slice(start, stop)
 
@@ -297,7 +299,7 @@ def _starts(
     first = ranks.rank * tokens
     # where the keys of each document end, as the ends of its queries say: but for the last, whose end may be with a later rank
     ends = [0, *(end + first - keys.start for end in queries[1:-1]), keys.stop - keys.start]
-    if not is_causal and keys.stop < first + tokens or is_causal and keys.stop != first + tokens or list(bounds) != ends:
+    if (not is_causal and keys.stop < first + tokens) or (is_causal and keys.stop != first + tokens) or list(bounds) != ends:
         raise ValueError(
             f"cu_seqlens_k is {_short(bounds)} and local_k_slice {keys.start} to {keys.stop}, which do not fit cu_seqlens_q "
             f"{_short(queries)} on rank {ranks.rank}: use llama3_flash_attn_prepare_cu_seqlens with causal={is_causal}"

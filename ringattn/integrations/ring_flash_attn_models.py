@@ -23,7 +23,9 @@ __all__ = ["substitute_hf_flash_attn", "update_ring_flash_attn_params"]
 # names of the attention implementation in transformers: FlashAttention's own, and one that asks for no package flash_attn
 _NAMES = ("flash_attention_2", "ring_packed")
 # options that do not affect attention
-_HARMLESS = frozenset({"cache_position", "use_cache", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"})
+_HARMLESS = frozenset(
+    {"cache_position", "use_cache", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"}
+)
 
 
 class FlashAttentionAround:
@@ -87,7 +89,9 @@ class FlashAttentionAround:
     ) -> None:
         """Raise ValueError for a call that cannot be honoured."""
         if self.cu_seqlens is None:
-            raise ValueError("no documents are known: call update_ring_flash_attn_params(cu_seqlens, process_group) before the model")
+            raise ValueError(
+                "no documents are known: call update_ring_flash_attn_params(cu_seqlens, process_group) before the model"
+            )
         if attention_mask is not None:
             raise ValueError(
                 "attention_mask is given, or hides padding, but around the ring documents are packed: leave it out, and say where "

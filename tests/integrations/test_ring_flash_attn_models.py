@@ -10,9 +10,7 @@ transformers = pytest.importorskip("transformers")
 from ringattn.integrations.ring_flash_attn import substitute_hf_flash_attn, update_ring_flash_attn_params  # noqa: E402
 
 LENGTHS = (5, 8, 3)
-SIZES = dict(
-    vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-)
+SIZES = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 
 
 def model_of(kind):

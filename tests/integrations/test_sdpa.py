@@ -54,7 +54,10 @@ def test_a_mask_and_a_score_are_honoured():
 
 
 REFUSED = {
-    "bool mask": (dict(attn_mask=torch.ones(N, N, dtype=torch.bool)), "attn_mask is given, but around a ring what is live is said over"),
+    "bool mask": (
+        dict(attn_mask=torch.ones(N, N, dtype=torch.bool)),
+        "attn_mask is given, but around a ring what is live is said over",
+    ),
     "bias": (dict(attn_mask=torch.zeros(N, N)), "attn_mask of torch.float32 is added to scores, but ringattn takes no dense bias"),
     "heads": (dict(enable_gqa=False), "key has 2 heads and query has 4: pass enable_gqa=True"),
     "dropout": (dict(dropout_p=1.5), "dropout is 1.5, but must be less than 1"),
