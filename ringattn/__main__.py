@@ -1,5 +1,7 @@
-"""`python -m ringattn`: `plan` predicts what a layer's attention takes on given GPUs, `warm` compiles kernels ahead of time, and `doctor` and
-`verify`, under torchrun, examine a job's machines and compare attention on its ranks with dense attention."""
+"""`python -m ringattn`: `plan` predicts what a layer's attention takes on given GPUs, and `warm` compiles kernels ahead of time.
+
+Under torchrun, `doctor` examines a job's machines, and `verify` compares attention on its ranks with dense attention.
+"""
 
 from __future__ import annotations
 
@@ -115,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     exact.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="(default bfloat16, on CPUs float32)")
     exact.set_defaults(run=_verify, command=exact)
     given = parser.parse_args(arguments)
+    status = 0
     try:
         status = given.run(given)
     except ValueError as error:
@@ -181,7 +184,11 @@ def _plan(given: argparse.Namespace) -> None:
         ]
         found.append((gpus, tokens, predictions, recommend(predictions, memory), memory))
     if given.json:
-        print(json.dumps([{**_record(machine, *world), "code": _code(given, *world[:2], world[3])} for world in found], indent=1))
+        print(
+            json.dumps(
+                [{**_record(machine, *world), "code": _code(given, world[0], world[1], world[3])} for world in found], indent=1
+            )
+        )
     elif len(found) == 1:
         _print_world(*found[0])
         _print_rest(given, machine, found)
@@ -266,7 +273,7 @@ def _print_rest(given: argparse.Namespace, machine: Machine, found: list) -> Non
     """What the figures rest on and, for one world, the code of the recommended schedule."""
     replaced = f", with {', '.join(given.rates)}" if given.rates else ""
     print(f"\n{machine.name}{replaced}: {machine.assumed}.")
-    code = _code(given, *found[0][:2], found[0][3]) if len(found) == 1 else None
+    code = _code(given, found[0][0], found[0][1], found[0][3]) if len(found) == 1 else None
     if code is not None:
         print(f"\n{textwrap.indent(code, '    ')}")
 

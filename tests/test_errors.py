@@ -172,8 +172,7 @@ OPTIONS = {
     "layout is not called": (lambda: call(layout=ra.zigzag), "layout is <function zigzag at .*>, but must be a Layout"),
     "layout of more ranks": (
         lambda: call(layout=ra.zigzag(6, 2)),
-        r"layout zigzag\(seq_len=6, world_size=2\) is for 2 ranks, but the group has 1: build it for the group; no process group "
-        "is initialised: start the program with torchrun",
+        r"layout zigzag\(seq_len=6, world_size=2\) is for 2 ranks, but the group has 1: .*; no process group is initialised: start",
     ),
     "layout of another length": (
         lambda: call(layout=ra.striped(7, 1)),

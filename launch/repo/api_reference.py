@@ -28,7 +28,7 @@ Shapes: b batch, s tokens, h query heads, hk key/value heads, d head dim, d_v va
 # modules of these folders that only other modules of the library use
 INNER = {
     f"huggingface_{name}" for name in ("attachment", "call", "checks", "encoder", "forward", "hooks", "inputs", "labels", "scores")
-} | {"offload"}
+} | {"offload", "ring_flash_attn_arguments"}
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign
 
 
@@ -126,6 +126,7 @@ def public() -> Iterator[tuple[str, list[tuple[Module, list[str]]]]]:
         if not path.stem.startswith("_") and path.stem not in INNER:
             # a name that a package exports has its section with the package
             names = [inner for inner in module.exports() or module.definitions() if (path, inner) not in shown]
+            names = [inner for inner in names if module.locate(inner)[0] == path]
             if names:
                 yield name, [(module, names)]
 

@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 _FOREVER = timedelta(days=1)  # the watch ends a wait that is in vain
 _TICK = 0.2  # seconds
@@ -48,7 +49,7 @@ class LastWords:
 class Board:
     """Notices of `size` ranks in a store."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, host: str) -> None:
+    def __init__(self, store: Store, rank: int, size: int, host: str) -> None:
         self.rank, self.size, self.host = rank, size, host
         self.store = store
         self._swaps, self._places = itertools.count(), itertools.count(1)

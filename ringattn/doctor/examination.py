@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from .board import Board, End, Watch
 from .facts import Environment, Finding, KernelChoice, Site, SymmetricMemory, Verdict, Versions
@@ -92,7 +94,7 @@ def examine_job(options: argparse.Namespace) -> int:
         board.at("setting up the process group")
         watch.next_stage()
         backend = "nccl" if device.type == "cuda" else "gloo"
-        groups = dist.PrefixStore("group", store)
+        groups = PrefixStore("group", store)
         dist.init_process_group(backend, store=groups, rank=rank, world_size=size, timeout=timedelta(seconds=4 * options.timeout))
         group = dist.group.WORLD
         assert group is not None
@@ -117,21 +119,21 @@ def examine(site: Site, found: list[Finding], watch: Watch | None = None) -> lis
     return found
 
 
-def meet(rank: int, size: int, serves: bool, timeout: float) -> dist.Store | None:
+def meet(rank: int, size: int, serves: bool, timeout: float) -> Store | None:
     """A connection to the job's store: torchrun's, or one that rank 0 serves (`serves`). None if it cannot be reached."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = dist.TCPStore(address, port, size, serves, timedelta(seconds=timeout), wait_for_workers=False)
+        store = TCPStore(address, port, size, serves, timedelta(seconds=timeout), wait_for_workers=False)
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
         print(
             f"doctor: rank {rank} cannot reach {address}:{port}, where the ranks meet, within {timeout:.0f} s: {reason}", flush=True
         )
         return None
-    return dist.PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def leave(store: dist.Store, size: int, serves: bool) -> None:
+def leave(store: Store, size: int, serves: bool) -> None:
     """Wait until all ranks have left, on the rank that serves the store."""
     if store.add("left", 1) == size:
         store.set("all left", "")

@@ -31,17 +31,19 @@ def verify_attention(layout: Layout, mask: Mask, sizes: tuple[int, int, int], dt
     try:
         wide = torch.float64 if place.type == "cpu" else torch.float32
         found = shares(None, rank, place, layout, mask, sizes, dtype, wide, name="verify")
-        records = [found] * size
+        mine = torch.tensor(list(found.values()), device=place)
+        every = [torch.empty_like(mine) for _ in range(size)]
         if size > 1:
-            dist.all_gather_object(records, found)
+            dist.all_gather(every, mine)
+        records = [mine.tolist()] if size == 1 else [record.tolist() for record in every]
     finally:
         if ours:
             dist.destroy_process_group()
-    fine = all(share <= 1 for record in records for share in record.values())  # NaN too is wrong
+    fine = all(share <= 1 for record in records for share in record)  # NaN too is wrong
     if rank == 0:
         print(f"{layout!r}, {mask!r}, {str(dtype).removeprefix('torch.')} on {place.type}: errors over those allowed")
         print("\n| rank | out | dq | dk | dv |\n|---|---|---|---|---|")
         for number, record in enumerate(records):
-            print(f"| {number} | " + " | ".join(f"{share:.2f}" for share in record.values()) + " |")
+            print(f"| {number} | " + " | ".join(f"{share:.2f}" for share in record) + " |")
         print("\nall is well" if fine else "\nnot well: an error is above what is allowed")
     return int(not fine)

@@ -158,7 +158,7 @@ class FunctionsOfBatches:
 
 @dataclass(frozen=True)
 class FunctionsOfDocuments:
-    """`ring_flash_attn_varlen_func`, `zigzag_ring_flash_attn_varlen_func` and their packed forms: packed documents, each cut among all ranks.
+    """`ring_flash_attn_varlen_func`, `zigzag_ring_flash_attn_varlen_func` and their packed forms: documents, each cut among all ranks.
 
     zigzag: whether a rank holds two chunks of each document, or one.
     """

@@ -18,7 +18,6 @@ from .. import check
 from ..attention import ring_attention
 from ..geometry.layout import Layout, contiguous, layout_of_pieces
 from ..geometry.mask import Mask, causal, documents, full, sliding_window
-from ..partial import Stats
 from ..runtime.agree import Facts, gather_integers, refusing
 from ..runtime.groups import Group
 from ..scores import ScoreMod, score
@@ -238,6 +237,7 @@ def whole_bounds(
         queries = row_bounds("cu_seqlens_q", cu_seqlens_q, tokens, longest[0], "max_seqlen_q")
         keys = _slice(local_k_slice)
         known = _prepared(cu_seqlens_q, cu_seqlens_k)
+        starts = np.empty(0, dtype=np.int64)
         if known is not None:
             _check_prepared(known, ranks, is_causal, keys)
         else:
@@ -319,20 +319,11 @@ def around(
     group: Group | None,
 ) -> Returned:
     """Attention around the ring, with what these functions return: out, or (out, lse, None)."""
-    found = ring_attention(
-        *qkv,
-        layout=layout,
-        mask=mask,
-        group=group,
-        softmax_scale=softmax_scale,
-        score=asked.score,
-        return_stats=asked.with_lse,
-    )
-    if isinstance(found, tuple):
-        out, stats = found
-        assert isinstance(stats, Stats)
-        return out, stats.lse, None
-    return found
+    given: Any = dict(layout=layout, mask=mask, group=group, softmax_scale=softmax_scale, score=asked.score)
+    if not asked.with_lse:
+        return ring_attention(*qkv, **given)
+    out, stats = ring_attention(*qkv, **given, return_stats=True)
+    return out, stats.lse, None
 
 
 def contiguous_layout(tokens: int, ranks: int) -> Layout:

@@ -113,8 +113,9 @@ class FlashAttentionAround:
         world_size = get_context(self.group).ranks.size
         if query.shape[2] * world_size != self.cu_seqlens[-1]:
             raise ValueError(
-                f"this rank has {query.shape[2]} tokens, but cu_seqlens ends with {self.cu_seqlens[-1]}, {self.cu_seqlens[-1] // world_size} "
-                f"for each of {world_size} ranks: update_ring_flash_attn_params takes the whole batch before it is cut"
+                f"this rank has {query.shape[2]} tokens, but cu_seqlens ends with {self.cu_seqlens[-1]}, "
+                f"{self.cu_seqlens[-1] // world_size} for each of {world_size} ranks: "
+                "update_ring_flash_attn_params takes the whole batch before it is cut"
             )
         for name, given in options.items():
             if given is None or given is False or name in _HARMLESS:

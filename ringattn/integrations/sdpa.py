@@ -187,8 +187,8 @@ def of_dense_mask(attn_mask: Any) -> str:
     """What to do instead of an attn_mask: a bool mask hides pairs, but another one adds to scores, and leaving it out would drop that."""
     if isinstance(attn_mask, torch.Tensor) and attn_mask.dtype != torch.bool:
         return (
-            f"attn_mask of {attn_mask.dtype} is added to scores, but ringattn takes no dense bias: if it holds only 0 and -inf, say what is "
-            "live with mask=...; a bias of distances is score=score(alibi=...) or score(bias=relative_bias(...)); any other "
+            f"attn_mask of {attn_mask.dtype} is added to scores, but ringattn takes no dense bias: if it holds only 0 and -inf, say what "
+            "is live with mask=...; a bias of distances is score=score(alibi=...) or score(bias=relative_bias(...)); any other "
             "bias cannot go around a ring, and leaving it out would change the result"
         )
     return (

@@ -73,8 +73,8 @@ H200 = Machine(
     copy_latency_us=20,
     copy_slowdown=0.05,
     memory_gib=140,
-    assumed="rates of the kernels and NCCL's latency are fitted to runs on up to 8 GPUs; NVLink at 2/3 of 450 GB/s and 50 GB/s a GPU between "
-    "nodes, at 4/5, are assumed",
+    assumed="rates of the kernels and NCCL's latency are fitted to runs on up to 8 GPUs; NVLink at 2/3 of 450 GB/s and 50 GB/s a GPU "
+    "between nodes, at 4/5, are assumed",
 )
 _UNTRIED = "nothing is measured on it"
 # no run of any of these: shares of the nominal rates, as far as possible those that the H200 reaches
@@ -105,8 +105,8 @@ B200 = replace(
     hbm_gbs=6900,
     nvlink_gbs=600,
     memory_gib=178,
-    assumed=f"{_UNTRIED}: the plain kernels at 40 % (forward) and 30 % (backward) of 2,250 TFLOP/s, NVLink at 2/3 of 900 GB/s, 50 GB/s a GPU "
-    "between nodes, at 4/5",
+    assumed=f"{_UNTRIED}: the plain kernels at 40 % (forward) and 30 % (backward) of 2,250 TFLOP/s, NVLink at 2/3 of 900 GB/s, 50 GB/s a "
+    "GPU between nodes, at 4/5",
 )
 MI300X = replace(
     H200,
@@ -117,7 +117,7 @@ MI300X = replace(
     nvlink_gbs=42,
     memory_gib=190,
     copies=False,
-    assumed=f"{_UNTRIED}: the plain kernels at 34 % (forward) and 25 % (backward) of 1,307 TFLOP/s; a message crosses one link of 64 GB/s to "
-    "a neighbour, at 2/3, by RCCL with NCCL's latency; 50 GB/s a GPU between nodes, at 4/5",
+    assumed=f"{_UNTRIED}: the plain kernels at 34 % (forward) and 25 % (backward) of 1,307 TFLOP/s; a message crosses one link of 64 GB/s "
+    "to a neighbour, at 2/3, by RCCL with NCCL's latency; 50 GB/s a GPU between nodes, at 4/5",
 )
 MACHINES = {machine.name: machine for machine in (A100, B200, H100, H200, MI300X)}

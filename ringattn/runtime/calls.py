@@ -321,7 +321,7 @@ def check_layout(layout: Layout, mask: Mask, ranks: Ranks) -> None:
         alone = ranks.size == 1 and not (dist.is_available() and dist.is_initialized())
         hint = "; no process group is initialised: start the program with torchrun, and call init_process_group" if alone else ""
         raise ValueError(
-            f"layout {layout!r} is for {layout.world_size} ranks, but the group has {ranks.size}: build it for the group{hint}"
+            f"layout {layout!r} is for {layout.world_size} ranks, but the group has {ranks.size}: build it for the group" + hint
         )
     mask.check_length(layout.seq_len)
 
@@ -332,7 +332,7 @@ def _check_tokens(layout: Layout, ranks: Ranks, q: torch.Tensor) -> None:
         hint = f"; {check.SWAPPED}" if q.shape[2] == held else ""
         raise ValueError(
             f"q has {tokens} tokens, but rank {ranks.rank} of layout {layout!r} holds {held}: "
-            f"shard q, k and v with shard(x, layout, rank), or build the layout for this sequence length{hint}"
+            f"shard q, k and v with shard(x, layout, rank), or build the layout for this sequence length" + hint
         )
 
 

@@ -90,7 +90,7 @@ def test_compiled_models_are_replaced(compile_first):
     ra.replace_attention(model, mask=mask)
     torch.testing.assert_close(compiled(x), wanted, rtol=0, atol=1e-12)
     model.layers[0].options["attn_mask"] = torch.ones(1)
-    with pytest.raises(ValueError, match="attn_mask of torch.float32 is added to scores"):
+    with pytest.raises(ValueError, match=r"attn_mask of torch\.float32 is added to scores"):
         compiled(x)
     torch.compiler.reset()
 

@@ -68,8 +68,13 @@ def trained(group, kind, name):
 
 @pytest.mark.parametrize(
     ("kind", "name", "size"),
-    [("llama", "flash_attention_2", 2), ("llama", "ring_packed", 4), ("mistral", "ring_packed", 2), ("gemma2", "ring_packed", 2)]
-    + [("gpt_oss", "ring_packed", 2)],
+    [
+        ("llama", "flash_attention_2", 2),
+        ("llama", "ring_packed", 4),
+        ("mistral", "ring_packed", 2),
+        ("gemma2", "ring_packed", 2),
+        ("gpt_oss", "ring_packed", 2),
+    ],
 )
 def test_packed_chunks_are_single_documents(gloo, kind, name, size):
     found = gloo.run(size, trained, kind, name)

@@ -140,6 +140,7 @@ def test_commands_are_read_with_their_options():
 
 def test_options_that_are_quoted_exist():
     files = [path for folder in ("launch", "examples") for path in (ROOT / folder).glob("**/*")]
+    files += [ROOT / path for path in (PROGRAMS["-m ringattn"], PROGRAMS["launch/doctor"])]
     texts = "".join(path.read_text() for path in files if path.suffix in (".py", ".sh"))
     theirs = {
         "--nodes",
