@@ -1,6 +1,7 @@
 """Bad input: each kind raises a ValueError that says which argument is wrong, its value, and what is expected."""
 
 import inspect
+import types
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import ringattn as ra
 from ringattn.integrations.huggingface import attach
 from ringattn.training.data import shard_batch
-from ringattn.training.loss import mean_loss
+from ringattn.training.loss import mean_loss, summed
 
 
 def tensor(*shape, **options):
@@ -63,6 +64,12 @@ def test_an_argument_of_other_functions_is_told_what_takes_its_place(name):
     with pytest.raises(TypeError, match=message):
         call(**{name: value})
     assert name not in inspect.signature(ra.ring_attention).parameters
+
+
+def test_the_output_of_a_model_is_no_summed_loss():
+    output = types.SimpleNamespace(loss=tensor(), logits=tensor())
+    with pytest.raises(ValueError, match=r"summed_loss is a SimpleNamespace, the output of a model: wrap CausalLMLoss\(model\)"):
+        mean_loss(output, torch.zeros(1, 3, dtype=torch.int64), reduction=summed())
 
 
 def test_the_signature_holds_what_is_taken():

@@ -18,7 +18,7 @@ def manual_seed(seed: int, rank: int, replica: int = 0, *, device: str | torch.d
     """Seed torch's generators of this rank: what a shard drops by itself differs, and what all ranks of a ring draw is the same.
 
     Call it on every rank once the model is made, with equal weights everywhere. `nn.Dropout` on GPUs draws from the GPU's generator, which
-    is seeded by seed, replica and rank. Attention's dropout draws its seed from the CPU's, which is seeded by seed and replica alone. If the
+    is seeded by seed, replica and rank. Attention's dropout draws its seed from the CPU's, which is seeded by seed and replica alone. If
     shards are on CPUs, `nn.Dropout` draws from the CPU's, which is then seeded by the rank too: give attention's dropout a seed
     of its own, `score(dropout=..., seed=...)`.
 
