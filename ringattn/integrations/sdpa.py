@@ -60,7 +60,8 @@ def scaled_dot_product_attention(
         group: the ranks of the ring, as for `ring_attention`.
         score: what else happens to scores and weights, from `score(...)`.
 
-    Returns out (b, h, s_local, d_v) in query's dtype. Raises ValueError, on every rank, for an attn_mask and for bad input.
+    Returns out (b, h, s_local, d_v) in query's dtype. Raises ValueError, on every rank, for an attn_mask and for bad input, and for a mask
+    beside is_causal under torch.compile's fullgraph=True, which cannot combine masks.
 
     >>> import torch
     >>> from ringattn.integrations.sdpa import scaled_dot_product_attention
@@ -74,6 +75,10 @@ def scaled_dot_product_attention(
             check.optional("score", score, ScoreMod, check.BUILD_A_SCORE)
             check.flag("is_causal", is_causal)
             check.flag("enable_gqa", enable_gqa)
+    elif mask is not None and is_causal:
+        raise ValueError(
+            "mask and is_causal are both given in compiled code, which cannot combine masks: pass mask & causal() alone"
+        )
     return attend_as_torch(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, Around(layout, mask, group, score)
     )

@@ -39,9 +39,11 @@ def manual_seed(seed: int, rank: int, replica: int = 0, *, device: str | torch.d
     """
     numbers = check.integer("seed", seed, most=_LARGEST), check.integer("replica", replica)
     rank = check.integer("rank", rank)
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else torch.device(device).type
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = str(device).partition(":")[0] if isinstance(device, (str, torch.device)) else None
     if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device is {device}, but ringattn computes on cpu and cuda devices")
+        raise ValueError(f"device is {check.shown(device)}, but ringattn computes on cpu and cuda devices")
     shared, own = _mixed(*numbers), _mixed(*numbers, rank)
     torch.default_generator.manual_seed(own if kind == "cpu" else shared)
     if kind == "cuda":

@@ -86,6 +86,16 @@ def test_the_block_refuses_torch_multihead_attention():
     layer(x, x, x)
 
 
+def test_compiled_calls_give_the_same():
+    q, k, v = whole((4, 4))
+    live = ra.sliding_window(3)
+    given = dict(mask=live), dict(is_causal=True), dict(mask=live, is_causal=True)
+    for options in given:
+        compiled = torch.compile(lambda *qkv, options=options: scaled_dot_product_attention(*qkv, **options), backend="eager")
+        torch.testing.assert_close(compiled(q, k, v), scaled_dot_product_attention(q, k, v, **options))
+    torch.compiler.reset()
+
+
 def test_the_block_checks_its_arguments():
     with pytest.raises(ValueError, match="layout is 3, but must be a Layout"):
         ring_sdpa(layout=3)  # pyright: ignore[reportArgumentType]

@@ -36,7 +36,7 @@ def test_ranks_of_a_ring_share_the_generator_of_the_cpu(monkeypatch):
         (dict(seed=-1, rank=0), "seed is -1, but must be at least 0"),
         (dict(seed=0, rank=-1), "rank is -1, but must be at least 0"),
         (dict(seed=0, rank=0, replica=1.0), "replica is 1.0, but must be an integer"),
-        (dict(seed=0, rank=0, device="mps"), "device is mps, but ringattn computes on cpu and cuda"),
+        (dict(seed=0, rank=0, device="mps"), "device is 'mps', but ringattn computes on cpu and cuda"),
     ],
 )
 def test_refusals(given, message):
