@@ -113,7 +113,7 @@ def not_a_number():
 def another_mask():
     import ringattn
 
-    return _attention(lambda attention, args, options: attention(*args, **options, mask=ringattn.full()))
+    return _attention(lambda attention, args, options: attention(*args, **{**options, "mask": ringattn.full()}))
 
 
 ONE_HOST, TWO_HOSTS = "aaaa", "aabb"
