@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -287,11 +288,10 @@ def _code(given: argparse.Namespace, gpus: int, tokens: int, best: Prediction | 
         word, f"ra.{word}()"
     )
     option = best.option
-    sizes = f"{tokens}, {gpus}"
-    layout = f"ra.{given.layout}({sizes})"
-    if given.layout in ("default", "balanced", "placed"):
-        layout = f"ra.{'default_layout' if given.layout == 'default' else given.layout}(mask, {sizes})"
-    schedule = "" if gpus == 1 else f", schedule=ra.{option.schedule!r}"
+    name = "default_layout" if given.layout == "default" else given.layout
+    first = "mask, " if given.layout in ("default", "balanced", "placed") else ""
+    keys = ""
+    schedule = "" if gpus == 1 else ", schedule=" + re.sub(r"(?=\b[a-z_]+\()", "ra.", repr(option.schedule))
     lines, group = [], ""
     if option.heads_axis > 1:
         shape = (gpus // option.heads_axis, option.heads_axis)
@@ -301,11 +301,11 @@ def _code(given: argparse.Namespace, gpus: int, tokens: int, best: Prediction | 
     elif option.nccl and gpus > 1:
         lines.append("group = ra.process_group()  # NCCL")
         group = ", group=group"
-    lines += [
-        f"mask = {mask}",
-        f"layout = {layout}",
-        f"out = ra.ring_attention(q, k, v, layout=layout, mask=mask{schedule}{group})",
-    ]
+    lines += [f"mask = {mask}", f"layout = ra.{name}({first}{tokens}, {gpus})"]
+    if given.kv_tokens is not None:
+        lines.append(f"kv_layout = ra.{name}({first}{given.kv_tokens}, {gpus})")
+        keys = f", kv_layout=kv_layout, q_offset={max(0, given.kv_tokens - tokens)}"
+    lines.append(f"out = ra.ring_attention(q, k, v, layout=layout, mask=mask{keys}{schedule}{group})")
     return "\n".join(lines)
 
 

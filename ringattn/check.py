@@ -244,7 +244,8 @@ def same_tokens(q: torch.Tensor, k: torch.Tensor) -> None:
     if q.shape[1] != k.shape[1]:
         raise ValueError(
             f"q has {q.shape[1]} tokens and k has {k.shape[1]}: a rank's q, k and v must hold the same tokens; "
-            "for other keys pass kv_layout (to reference.attention: q_offset), or use attend with q_positions and k_positions" + _hint(q, k)
+            "for other keys pass kv_layout (to reference.attention: q_offset), or use attend with q_positions and k_positions"
+            + _hint(q, k)
         )
 
 

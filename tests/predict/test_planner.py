@@ -504,6 +504,13 @@ def test_the_code_of_documents_and_of_a_heads_axis_is_printed(capsys):
     assert '    mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("ring", "heads"))\n' in capsys.readouterr().out
 
 
+def test_the_code_of_queries_and_keys_of_their_own_is_printed(capsys):
+    command_line.main(["plan", "--gpus", "4", "--tokens", "1K", "--kv-tokens", "64K"])
+    printed = capsys.readouterr().out
+    assert "kv_layout = ra.default_layout(mask, 65536, 4)\n" in printed
+    assert "mask=mask, kv_layout=kv_layout, q_offset=64512, schedule=ra.pass_q(ra.gather())" in printed
+
+
 def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit) as end:
         command_line.main(["--version"])
