@@ -44,6 +44,7 @@ from .serving.pages import CachedSequence, OutOfPages
 from .serving.prefilling import prefill
 from .training import causal_lm, data, loss, tiled
 from .training.checkpoint import checkpoint_contexts, checkpoint_layers, checkpoint_policy
+from .training.seeds import manual_seed
 from .verification import Report, verify
 from .warmup import warm
 
@@ -89,6 +90,7 @@ __all__ = [
     "hybrid",
     "linear_attention",
     "make_plan",
+    "manual_seed",
     "merge",
     "pass_q",
     "placed",

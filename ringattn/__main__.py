@@ -1,17 +1,27 @@
-"""`python -m ringattn`: `plan` predicts what a layer's attention takes on given GPUs, and `warm` compiles kernels ahead of time."""
+"""`python -m ringattn`: `plan` predicts what a layer's attention takes on given GPUs, and `warm` compiles kernels ahead of time.
+
+Under torchrun, `doctor` examines a job's machines, and `verify` compares attention on its ranks with dense attention.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from itertools import product
-from math import inf
+from math import inf, nan
 
 import numpy as np
 import torch
 
+from ._version import __version__
+from .check import integer
+from .doctor import examination
+from .doctor.verify import verify_attention
 from .geometry.layout import Layout, balanced, contiguous, default_layout, striped, zigzag
 from .geometry.mask import Mask, causal, documents, full, sliding_window
 from .geometry.placement import placed
@@ -38,6 +48,7 @@ _COLUMNS = (
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line; None means the process's own."""
     parser = argparse.ArgumentParser(prog="python -m ringattn", description="Attention over sequences too long for one GPU.")
+    parser.add_argument("--version", action="version", version=f"ringattn {__version__} (torch {torch.__version__})")
     commands = parser.add_subparsers(required=True)
     plan = commands.add_parser(
         "plan",
@@ -49,10 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     plan.add_argument("--gpus", type=int, nargs="+", required=True, help="GPUs in all")
     plan.add_argument("--gpus-per-node", type=int, default=8, help="(default 8)")
-    plan.add_argument("--tokens", type=int, nargs="+", required=True, help="tokens of the whole sequence")
+    plan.add_argument(
+        "--tokens", type=count, nargs="+", required=True, help="tokens of the whole sequence, such as 65536, 64K or 1M"
+    )
     plan.add_argument(
         "--kv-tokens",
-        type=int,
+        type=count,
         help="keys, if they are others than the queries: an encoder's states, or a document whose last chunk is --tokens",
     )
     plan.add_argument("--heads", type=int, default=32, help="query heads (default 32)")
@@ -65,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=float,
         help="GPU memory for attention beyond q, k, v, out and their gradients (default: all that these leave free)",
     )
-    plan.add_argument("--machine", choices=sorted(MACHINES), default="h200")
+    plan.add_argument("--machine", choices=sorted(MACHINES), default="h200", help="(default h200, the only one that was measured)")
     plan.add_argument("--rates", nargs="+", default=[], metavar="NAME=VALUE", help="machine figures to replace, e.g. node_gbs=90")
     plan.add_argument("--nccl", action="store_true", help="move messages over NCCL within nodes too, not by copy engines")
     plan.add_argument("--json", action="store_true", help="print all figures as JSON")
@@ -80,11 +93,65 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ready.add_argument("--v-head-dim", type=int, help="of v (default: the same)")
     ready.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     ready.set_defaults(run=_warm, command=ready)
+    doctor = commands.add_parser(
+        "doctor",
+        parents=[examination.options()],
+        help="examine the machines of a job before a long run",
+        description="On every rank of a job: torchrun --nproc-per-node 8 -m ringattn doctor. The exit status is 0 if all is well.",
+    )
+    doctor.set_defaults(run=_doctor, command=doctor)
+    exact = commands.add_parser(
+        "verify",
+        help="compare attention on the ranks of a job with dense attention",
+        description=(
+            "On every rank of a job: torchrun --nproc-per-node 8 -m ringattn verify. Each rank holds dense attention over the whole "
+            "sequence, too. For a model, see ringattn.verify. The exit status is 0 if errors are within those allowed."
+        ),
+    )
+    exact.add_argument("--tokens", type=count, default=2048, help="tokens of the whole sequence, such as 2048 or 2K (default 2048)")
+    exact.add_argument("--heads", type=int, default=4, help="query heads (default 4)")
+    exact.add_argument("--kv-heads", type=int, default=2, help="K/V heads (default 2)")
+    exact.add_argument("--head-dim", type=int, default=128, help="(default 128)")
+    exact.add_argument("--mask", default="causal", help="causal (default), full, window:TOKENS or documents:MEAN")
+    exact.add_argument("--layout", choices=sorted(LAYOUTS), default="default", help="(default: the mask's default layout)")
+    exact.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    exact.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="(default bfloat16, on CPUs float32)")
+    exact.set_defaults(run=_verify, command=exact)
     given = parser.parse_args(arguments)
+    status = 0
     try:
-        given.run(given)
+        status = given.run(given)
     except ValueError as error:
         given.command.error(str(error))
+    if status:
+        sys.exit(status)
+
+
+def count(text: str) -> int:
+    """A number of tokens: 65536, 64K or 1M, where K is 1,024 and M is 1,048,576."""
+    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper())
+    try:
+        number = int(text) if unit is None else float(text[:-1]) * unit
+    except ValueError:
+        number = nan
+    if number != number or number in (inf, -inf) or number != int(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens: give one such as 65536, 64K or 1M")
+    return int(number)
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    examination.complete(given)
+    return examination.examine_job(given)
+
+
+def _verify(given: argparse.Namespace) -> int:
+    sizes = given.heads, given.kv_heads, given.head_dim
+    for name, value in zip(("tokens", "heads", "kv_heads", "head_dim"), (given.tokens, *sizes)):
+        integer(name, value, least=1)
+    mask = parse_mask(given.mask, given.tokens)
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    name = given.dtype or ("bfloat16" if given.device == "cuda" else "float32")
+    return verify_attention(LAYOUTS[given.layout](mask, given.tokens, ranks), mask, sizes, getattr(torch, name), given.device)
 
 
 def _warm(given: argparse.Namespace) -> None:
@@ -114,15 +181,21 @@ def _plan(given: argparse.Namespace) -> None:
         memory = _budget(given.memory_gib, machine, work, gpus)
         predictions = [
             predict(machine, work, gpus, given.gpus_per_node, option)
-            for option in options(work, gpus, given.gpus_per_node, nccl=given.nccl)
+            for option in options(work, gpus, given.gpus_per_node, nccl=given.nccl or not machine.copies)
         ]
         found.append((gpus, tokens, predictions, recommend(predictions, memory), memory))
     if given.json:
-        print(json.dumps([_record(machine, *world) for world in found], indent=1))
+        print(
+            json.dumps(
+                [{**_record(machine, *world), "code": _code(given, world[0], world[1], world[3])} for world in found], indent=1
+            )
+        )
     elif len(found) == 1:
         _print_world(*found[0])
+        _print_rest(given, machine, found)
     else:
         _print_worlds(found)
+        _print_rest(given, machine, found)
     if given.timeline:
         _, _, predictions, best, _ = found[0]
         try:
@@ -197,12 +270,52 @@ def _print_worlds(found: list) -> None:
         print(f"| {gpus:,} | {tokens:,} | {row} |")
 
 
+def _print_rest(given: argparse.Namespace, machine: Machine, found: list) -> None:
+    """What the figures rest on and, for one world, the code of the recommended schedule."""
+    replaced = f", with {', '.join(given.rates)}" if given.rates else ""
+    print(f"\n{machine.name}{replaced}: {machine.assumed}.")
+    code = _code(given, found[0][0], found[0][1], found[0][3]) if len(found) == 1 else None
+    if code is not None:
+        print(f"\n{textwrap.indent(code, '    ')}")
+
+
+def _code(given: argparse.Namespace, gpus: int, tokens: int, best: Prediction | None) -> str | None:
+    """A program's lines for a recommendation; None without one."""
+    if best is None:
+        return None
+    word, _, number = given.mask.partition(":")
+    mask = {"window": f"ra.sliding_window({int(number or 1) - 1})", "documents": "ra.documents(lengths=lengths)"}.get(
+        word, f"ra.{word}()"
+    )
+    option = best.option
+    name = "default_layout" if given.layout == "default" else given.layout
+    first = "mask, " if given.layout in ("default", "balanced", "placed") else ""
+    keys = ""
+    schedule = "" if gpus == 1 else ", schedule=" + re.sub(r"(?=\b[a-z_]+\()", "ra.", repr(option.schedule))
+    lines, group = [], ""
+    if option.heads_axis > 1:
+        shape = (gpus // option.heads_axis, option.heads_axis)
+        lines.append("from torch.distributed.device_mesh import init_device_mesh\n")
+        lines.append(f'mesh = init_device_mesh("cuda", {shape}, mesh_dim_names=("ring", "heads"))')
+        group = ", group=mesh"
+    elif option.nccl and gpus > 1:
+        lines.append("group = ra.process_group()  # NCCL")
+        group = ", group=group"
+    lines += [f"mask = {mask}", f"layout = ra.{name}({first}{tokens}, {gpus})"]
+    if given.kv_tokens is not None:
+        lines.append(f"kv_layout = ra.{name}({first}{given.kv_tokens}, {gpus})")
+        keys = f", kv_layout=kv_layout, q_offset={max(0, given.kv_tokens - tokens)}"
+    lines.append(f"out = ra.ring_attention(q, k, v, layout=layout, mask=mask{keys}{schedule}{group})")
+    return "\n".join(lines)
+
+
 def _record(
     machine: Machine, gpus: int, tokens: int, predictions: list[Prediction], best: Prediction | None, memory: float
 ) -> dict:
     names = ("forward", "backward", "total", "exposed", "alone", "tflops", "sent", "sent_between_nodes", "peak")
     return {
         "machine": machine.name,
+        "assumed": machine.assumed,
         "gpus": gpus,
         "tokens": tokens,
         "memory": memory,

@@ -5,7 +5,8 @@ Shapes: b batch, s_local tokens of this rank, h query heads, hk key/value heads,
 
 from __future__ import annotations
 
-from typing import Literal, overload
+import inspect
+from typing import Literal, NoReturn, overload
 
 import torch
 
@@ -83,6 +84,7 @@ def ring_attention(
     schedule: Schedule | None = None,
     name: str | None = None,
     return_stats: bool = False,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, Stats]:
     """softmax(softmax_scale * q k^T) v over the whole sequence, of which each rank holds a shard. A differentiable collective.
 
@@ -113,7 +115,7 @@ def ring_attention(
         return_stats: also return `Stats`: row_max, row_sum and lse, (b, h, s_local), fp32 (fp64 for fp64).
 
     Returns out (b, s_local, h, d_v) in q's dtype; rows with nothing live are 0. Raises ValueError for bad input, and on every
-    rank if ranks disagree or one refuses its input.
+    rank if ranks disagree or one refuses its input; and TypeError for `unknown`, other names, which says what takes their place here.
 
     After the same call has been made once, all ranks together can capture it in a CUDA graph.
 
@@ -124,6 +126,8 @@ def ring_attention(
     >>> ra.ring_attention(q, k, v, mask=ra.causal()).shape
     torch.Size([1, 16, 2, 8])
     """
+    if unknown:
+        raise check.unknown("ring_attention", unknown)
     if torch.compiler.is_compiling():
         check.tensors(q, k, v)
         if check.transformed():
@@ -155,6 +159,11 @@ def ring_attention(
     call = RingCall(context, layout, mask, schedule, label(name), None if score is None else score.kind, keys=keys)
     results = attention(q, k, v, call.number, scale) if score is None else _modified(q, k, v, call.number, scale, score)
     return (results[0], Stats(*results[1:])) if return_stats else results[0]
+
+
+_signature = inspect.signature(ring_attention)
+# what it takes: the other names are there for the sake of their error
+ring_attention.__signature__ = _signature.replace(parameters=list(_signature.parameters.values())[:-1])  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def attend(

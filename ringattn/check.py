@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +20,7 @@ MAX_TOKENS = 3_000_000_000  # of a layout: its square, the number of its pairs, 
 MAX_RANKS = 1 << 16  # layouts and plans hold a table of all ranks
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TRANSFORMED = "in forward mode or by torch.func, which attention does not support: call backward, or torch.autograd.grad"
+SWAPPED = "if they are (batch, heads, tokens, head_dim), as torch has them, pass x.transpose(1, 2)"
 # advice for `instance`
 BUILD_A_LAYOUT = "build one with zigzag(seq_len, world_size) and the like"
 BUILD_A_MASK = "build one with causal(), documents(...) and the like"
@@ -29,6 +31,36 @@ BUILD_A_SCHEDULE = "build one with ring(), waves(width) and the like"
 def shown(value: Any) -> str:
     """`value` in an error: a tensor by its shape."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+# what takes the place of arguments that other attention functions have
+_ELSEWHERE = {
+    "dropout_p": "score=score(dropout=...)",
+    "dropout": "score=score(dropout=...)",
+    "attn_mask": "mask=, over global positions, for what is live, and score=score(bias=..., alibi=...) for what is added to scores",
+    "attention_mask": "mask=, over global positions",
+    "attn_bias": "score=score(bias=relative_bias(...)) or score(alibi=...), which depend on distances",
+    "softcap": "score=score(softcap=...)",
+    "alibi_slopes": "score=score(alibi=...)",
+    "sinks": "score=score(sinks=...)",
+    "s_aux": "score=score(sinks=...)",
+    "causal": "mask=causal(), the default, or mask=full()",
+    "is_causal": "mask=causal(), the default, or mask=full()",
+    "window_size": "mask=sliding_window(left, right)",
+    "cu_seqlens": "mask=documents(cu_seqlens)",
+    "scale": "softmax_scale=",
+    "enable_gqa": "nothing: k and v may have fewer heads",
+    "deterministic": "torch.use_deterministic_algorithms(True)",
+    "return_attn_probs": "return_stats=True, for the softmax's statistics",
+    "return_lse": "return_stats=True, for the softmax's statistics",
+    "process_group": "group=",
+}
+
+
+def unknown(function: str, names: Iterable[str]) -> TypeError:
+    """The error for keyword arguments that a function does not have, with what takes their place."""
+    said = [f"{name!r}" + (f" (use {_ELSEWHERE[name]})" if name in _ELSEWHERE else "") for name in names]
+    return TypeError(f"{function}() got an unexpected keyword argument {', '.join(said)}")
 
 
 def integer(name: str, value: Any, least: int | None = 0, most: int | None = None) -> int:
@@ -213,7 +245,14 @@ def same_tokens(q: torch.Tensor, k: torch.Tensor) -> None:
         raise ValueError(
             f"q has {q.shape[1]} tokens and k has {k.shape[1]}: a rank's q, k and v must hold the same tokens; "
             "for other keys pass kv_layout (to reference.attention: q_offset), or use attend with q_positions and k_positions"
+            + _hint(q, k)
         )
+
+
+def _hint(q: torch.Tensor, k: torch.Tensor) -> str:
+    """What else may be wrong, if the sizes fit another order of the dimensions."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    return f"; {SWAPPED}" if q.shape[2] == k.shape[2] and kv_heads and heads % kv_heads == 0 else ""
 
 
 def positions(name: str, value: Any, tokens: int, argument: str) -> torch.Tensor:

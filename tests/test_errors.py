@@ -1,5 +1,8 @@
 """Bad input: each kind raises a ValueError that says which argument is wrong, its value, and what is expected."""
 
+import inspect
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import ringattn as ra
 from ringattn.integrations.huggingface import attach
 from ringattn.training.data import shard_batch
-from ringattn.training.loss import mean_loss
+from ringattn.training.loss import mean_loss, summed
 
 
 def tensor(*shape, **options):
@@ -40,6 +43,40 @@ def partial(*shape, dtype=torch.float32, device=None):
 NESTED = torch.nested.nested_tensor([torch.zeros(3, 4, 8), torch.zeros(2, 4, 8)], layout=torch.jagged)
 NAN = float("nan")
 SIX = ra.zigzag(6, 1)
+
+AS_TORCH = tensor(1, 4, 6, 8)  # (batch, heads, tokens, head_dim)
+ELSEWHERE = {
+    "dropout_p": (0.1, r"'dropout_p' \(use score=score\(dropout=...\)\)"),
+    "attn_mask": (None, r"'attn_mask' \(use mask=, over global positions, for what is live"),
+    "softcap": (30.0, r"use score=score\(softcap=...\)"),
+    "alibi_slopes": (None, r"use score=score\(alibi=...\)"),
+    "causal": (True, r"use mask=causal\(\), the default, or mask=full\(\)"),
+    "is_causal": (True, r"use mask=causal\(\)"),
+    "window_size": ((3, 0), r"use mask=sliding_window\(left, right\)"),
+    "scale": (1.0, "use softmax_scale="),
+    "anything": (1, r"ring_attention\(\) got an unexpected keyword argument 'anything'$"),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_an_argument_of_other_functions_is_told_what_takes_its_place(name):
+    value, message = ELSEWHERE[name]
+    with pytest.raises(TypeError, match=message):
+        call(**{name: value})
+    assert name not in inspect.signature(ra.ring_attention).parameters
+
+
+def test_the_output_of_a_model_is_no_summed_loss():
+    output = types.SimpleNamespace(loss=tensor(), logits=tensor())
+    with pytest.raises(ValueError, match=r"summed_loss is a SimpleNamespace, the output of a model: wrap CausalLMLoss\(model\)"):
+        mean_loss(output, torch.zeros(1, 3, dtype=torch.int64), reduction=summed())
+
+
+def test_the_signature_holds_what_is_taken():
+    parameters = inspect.signature(ra.ring_attention).parameters.values()
+    assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    assert [parameter.name for parameter in parameters][-1] == "return_stats"
+
 
 TENSORS = {
     "q is a list": (lambda: call(q=[1.0]), "q is a list, but must be a torch.Tensor"),
@@ -142,11 +179,19 @@ OPTIONS = {
     "layout is not called": (lambda: call(layout=ra.zigzag), "layout is <function zigzag at .*>, but must be a Layout"),
     "layout of more ranks": (
         lambda: call(layout=ra.zigzag(6, 2)),
-        r"layout zigzag\(seq_len=6, world_size=2\) is for 2 ranks, but the group has 1: build it for the group",
+        r"layout zigzag\(seq_len=6, world_size=2\) is for 2 ranks, but the group has 1: .*; no process group is initialised: start",
     ),
     "layout of another length": (
         lambda: call(layout=ra.striped(7, 1)),
         r"q has 6 tokens, but rank 0 of layout striped\(seq_len=7, world_size=1\) holds 7: shard q, k and v",
+    ),
+    "torch's order of dimensions": (
+        lambda: call(AS_TORCH, AS_TORCH, AS_TORCH, layout=SIX),
+        r"q has 4 tokens, but .* holds 6: .*; if they are \(batch, heads, tokens, head_dim\), as torch has them, pass x.transpose\(1, 2\)",
+    ),
+    "torch's order, grouped heads": (
+        lambda: call(AS_TORCH, tensor(1, 2, 6, 8), tensor(1, 2, 6, 8)),
+        r"q has 4 tokens and k has 2: .* with q_positions and k_positions; if they are \(batch, heads, tokens, head_dim\)",
     ),
     "mask longer than the sequence": (
         lambda: call(mask=ra.documents([4, 4])),

@@ -193,6 +193,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]]]] = {
     "Mask.picture": (MASK.picture, {}),
     "Mask.__or__": (MASK.__or__, {"other": lambda: MASK}),
     "Mask.__and__": (MASK.__and__, {"other": lambda: MASK}),
+    "manual_seed": (ra.manual_seed, {"seed": lambda: 3, "rank": lambda: 1, "replica": lambda: 0, "device": lambda: "cpu"}),
     "warm": (warm, {"head_dims": lambda: [4], "dtype": lambda: torch.float32, "device": lambda: "cpu"}),
     "PagedCache": (ra.PagedCache, {"pages": lambda: 2, "kv_heads": lambda: 2, "head_dim": lambda: 8}),
     "PagedCache.extend": (extended, {"tokens": lambda: 6}),

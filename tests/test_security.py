@@ -130,7 +130,7 @@ def test_programs_meet_at_a_file_or_where_the_launcher_says():
             where = f"{path.relative_to(ROOT).as_posix()}: line {node.lineno}"
             if dotted(node.func).endswith("TCPStore"):
                 # the doctor's rehearsal of torchrun's own meeting
-                assert path == ROOT / "launch" / "doctor" / "examination.py", where
+                assert path == ROOT / "ringattn" / "doctor" / "examination.py", where
                 assert 'os.environ["MASTER_ADDR"]' in source, where
             for option in node.keywords:
                 if option.arg == "init_method":

@@ -40,7 +40,7 @@ _HUGGINGFACE = (
     "plain",
     "positions",
 )
-INNER = {f"huggingface_{name}" for name in (*_HUGGINGFACE, "scores")} | {"offload"}
+INNER = {f"huggingface_{name}" for name in (*_HUGGINGFACE, "scores")} | {"offload", "ring_flash_attn_arguments"}
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign
 
 
@@ -138,6 +138,7 @@ def public() -> Iterator[tuple[str, list[tuple[Module, list[str]]]]]:
         if not path.stem.startswith("_") and path.stem not in INNER:
             # a name that a package exports has its section with the package
             names = [inner for inner in module.exports() or module.definitions() if (path, inner) not in shown]
+            names = [inner for inner in names if module.locate(inner)[0] == path]
             if names:
                 yield name, [(module, names)]
 

@@ -635,18 +635,32 @@ MUTATIONS = (
     ),
     # doors
     Mutation(
-        "ringattn/integrations/replace.py",
-        "mask = self.masks[is_causal]",
-        "mask = self.masks[True]",
+        "ringattn/integrations/sdpa.py",
+        "mask = around.masks[is_causal]",
+        "mask = around.masks[True]",
         "attention over the whole sequence becomes causal",
         "tests/integrations/test_replace.py",
     ),
     Mutation(
-        "ringattn/integrations/replace.py",
+        "ringattn/integrations/sdpa.py",
         "if dropout_p:\n",
         "if dropout_p > 1:\n",
         "a removed check: dropout is left out silently",
         "tests/integrations/test_replace.py -k cannot_be_honoured",
+    ),
+    Mutation(
+        "ringattn/integrations/ring_flash_attn_arguments.py",
+        "hands = np.stack([rank, 2 * ranks - 1 - rank], axis=1)",
+        "hands = np.stack([rank, ranks + rank], axis=1)",
+        "the second chunk of each document goes to another rank",
+        "tests/integrations/test_ring_flash_attn.py -k equals_dense",
+    ),
+    Mutation(
+        "ringattn/integrations/ring_flash_attn.py",
+        "tuple(ranks.size * bound for bound in bounds)",
+        "bounds",
+        "documents end where a rank's rows do",
+        "tests/integrations/test_ring_flash_attn.py -k equals_dense",
     ),
     Mutation(
         "ringattn/integrations/huggingface_attachment.py",

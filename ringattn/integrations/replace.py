@@ -14,20 +14,19 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .. import check
-from ..attention import ring_attention
 from ..geometry.layout import Layout
-from ..geometry.mask import Mask, causal, full
-from ..runtime.agree import refusing
+from ..geometry.mask import Mask
 from ..runtime.groups import Group, get_context
-from ..scores import ScoreMod, with_dropout
+from ..scores import ScoreMod
 from ..training.checkpoint import runs_again_reentrantly
+from .sdpa import Around, bound, refuse
 from .token_mixers import check_token_mixers
 
 __all__ = ["Replaced", "replace_attention"]
@@ -172,24 +171,21 @@ class _Forward:
         self.options: _Options = layout, mask, group, score
         # the module may run again, in a backward pass, for a forward pass of an earlier time
         self.past = vars(module)[_PAST] = _Past(self.options, vars(module).get(_PAST))
-        whole = full() if mask is None else mask
-        # made here because compiled code cannot combine masks
-        self.masks = {False: whole, True: causal() if mask is None else whole & causal()}
+        self.around = Around(layout, mask, group, score)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layout, _, group, score = self.options
         if self.past.has_changed and not torch.compiler.is_compiling() and runs_again_reentrantly():
             raise ValueError(
                 f"{type(self.module).__name__} runs again in the backward pass under reentrant activation checkpointing, and has been "
                 "replaced with several layouts, masks or groups, so it is unknown which one its forward pass had: give checkpoint "
                 "use_reentrant=False"
             )
-        calls = _Calls(layout, self.masks, group, score)
+        calls = _Calls(self.around)
         with calls:
             result = type(self.module).forward(self.module, *args, **kwargs)
         if not calls.count:
-            _refuse(
-                group,
+            refuse(
+                self.around.group,
                 f"{type(self.module).__name__} calls no scaled_dot_product_attention, so nothing was replaced: choose other modules, "
                 "or call ringattn.ring_attention in it",
             )
@@ -245,7 +241,7 @@ class _Outside(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func in self._CALLS:
-            _refuse(
+            refuse(
                 self.group,
                 f"{func.__name__} is called outside of the replaced modules, where it would attend within the shard: choose the modules "
                 "that call it, replace_attention(model, modules=[...])",
@@ -253,20 +249,12 @@ class _Outside(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _refuse(group: Group | None, message: str) -> NoReturn:
-    """Raise ValueError, on every rank."""
-    if torch.compiler.is_compiling():
-        raise ValueError(message)
-    with refusing(get_context(group).ranks):
-        raise ValueError(message)
-
-
 class _Calls(TorchFunctionMode):
     """While it is on, calls of scaled_dot_product_attention run ring_attention; `count` counts them."""
 
-    def __init__(self, layout: Layout | None, masks: dict[bool, Mask], group: Group | None, score: ScoreMod | None) -> None:
+    def __init__(self, around: Around) -> None:
         super().__init__()
-        self.layout, self.masks, self.group, self.score = layout, masks, group, score
+        self.around = around
         self.count = 0
         self.grad = torch.is_grad_enabled()
 
@@ -275,42 +263,10 @@ class _Calls(TorchFunctionMode):
         if func is not _ORIGINAL:
             return func(*args, **kwargs)
         self.count += 1
-        return self._attention(*args, **kwargs)
-
-    def _attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        problem = None
         if self.grad and not torch.is_grad_enabled():
-            problem = (
+            refuse(
+                self.around.group,
                 "attention runs without gradients inside a module that has them, as under reentrant activation checkpointing, whose "
-                "second forward pass would attend within the shard: checkpoint the whole module, or choose the module inside"
+                "second forward pass would attend within the shard: checkpoint the whole module, or choose the module inside",
             )
-        elif attn_mask is not None:
-            problem = (
-                "attn_mask is given, but around a ring a mask is over global positions: leave it out, and give replace_attention "
-                "mask=..."
-            )
-        elif key.dim() == 4 and query.dim() == 4 and key.shape[1] != query.shape[1] and not enable_gqa:
-            problem = f"key has {key.shape[1]} heads and query has {query.shape[1]}: pass enable_gqa=True to share them"
-        if problem is not None:
-            _refuse(self.group, problem)
-        mask = self.masks[is_causal]
-        q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in (query, key, value))
-        found = self.score
-        if dropout_p:
-            if torch.compiler.is_compiling():
-                found = with_dropout(found, dropout_p)
-            else:
-                with refusing(get_context(self.group).ranks):
-                    found = with_dropout(found, dropout_p)
-        out = ring_attention(q, k, v, layout=self.layout, mask=mask, group=self.group, softmax_scale=scale, score=found)
-        return out.transpose(1, 2)
+        return bound(self.around, *args, **kwargs)

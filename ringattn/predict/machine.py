@@ -34,6 +34,8 @@ class Machine:
     copy_latency_us: float  # the same for copy engines
     copy_slowdown: float
     memory_gib: float
+    assumed: str = ""  # what the figures rest on, for people
+    copies: bool = True  # whether its copy engines move messages within a node
 
     @property
     def nccl(self) -> Link:
@@ -46,7 +48,7 @@ class Machine:
 
     def with_rates(self, rates: Mapping[str, float]) -> Machine:
         """This machine with some figures replaced. Raises ValueError for an unknown name, or a value that is too small or not finite."""
-        known = [field.name for field in fields(self) if field.name != "name"]
+        known = [field.name for field in fields(self) if field.name not in ("name", "assumed", "copies")]
         for name, value in rates.items():
             if name not in known:
                 raise ValueError(f"rate {name!r} is unknown: a machine has {', '.join(known)}")
@@ -71,5 +73,51 @@ H200 = Machine(
     copy_latency_us=20,
     copy_slowdown=0.05,
     memory_gib=140,
+    assumed="rates of the kernels and NCCL's latency are fitted to runs on up to 8 GPUs; NVLink at 2/3 of 450 GB/s and 50 GB/s a GPU "
+    "between nodes, at 4/5, are assumed",
 )
-MACHINES = {"h200": H200}
+_UNTRIED = "nothing is measured on it"
+# no run of any of these: shares of the nominal rates, as far as possible those that the H200 reaches
+H100 = replace(
+    H200,
+    name="h100",
+    hbm_gbs=2900,
+    memory_gib=79,
+    assumed=f"{_UNTRIED}: an H100 SXM with 80 GB computes and sends as an H200, whose kernels it runs, and its memory moves 2,900 GB/s",
+)
+A100 = replace(
+    H200,
+    name="a100",
+    forward_tflops=185,
+    backward_tflops=140,
+    hbm_gbs=1750,
+    nvlink_gbs=200,
+    node_gbs=20,
+    memory_gib=79,
+    assumed=f"{_UNTRIED}: an A100 SXM with 80 GB; the plain kernels at 59 % (forward) and 45 % (backward) of 312 TFLOP/s, NVLink at 2/3 of "
+    "300 GB/s, 25 GB/s a GPU between nodes, at 4/5",
+)
+B200 = replace(
+    H200,
+    name="b200",
+    forward_tflops=900,
+    backward_tflops=675,
+    hbm_gbs=6900,
+    nvlink_gbs=600,
+    memory_gib=178,
+    assumed=f"{_UNTRIED}: the plain kernels at 40 % (forward) and 30 % (backward) of 2,250 TFLOP/s, NVLink at 2/3 of 900 GB/s, 50 GB/s a "
+    "GPU between nodes, at 4/5",
+)
+MI300X = replace(
+    H200,
+    name="mi300x",
+    forward_tflops=450,
+    backward_tflops=325,
+    hbm_gbs=4600,
+    nvlink_gbs=42,
+    memory_gib=190,
+    copies=False,
+    assumed=f"{_UNTRIED}: the plain kernels at 34 % (forward) and 25 % (backward) of 1,307 TFLOP/s; a message crosses one link of 64 GB/s "
+    "to a neighbour, at 2/3, by RCCL with NCCL's latency; 50 GB/s a GPU between nodes, at 4/5",
+)
+MACHINES = {machine.name: machine for machine in (A100, B200, H100, H200, MI300X)}

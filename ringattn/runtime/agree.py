@@ -16,6 +16,7 @@ from contextlib import nullcontext, suppress
 from functools import cached_property
 from types import TracebackType
 
+import numpy as np
 from torch._C._functorch import peek_interpreter_stack
 
 from ..digest import Digested
@@ -90,6 +91,16 @@ def agree_backward(ranks: Ranks, facts: Facts, number: int) -> None:
         refused, _, _, numbers, *_ = zip(*map(_RECORD.unpack, records))
         order.latest = max(order.latest, *numbers)
         _raise(ranks, refused, facts.texts | {_FORWARD: _text(order.describe(number))})
+
+
+def gather_integers(ranks: Ranks, facts: Facts, values: np.ndarray) -> list[np.ndarray]:
+    """The int64 values of each rank, of which each may have any number. Raises ValueError, on every rank, if a fact differs."""
+    if ranks.size == 1:
+        return [values]
+    counts, _ = agree(ranks, facts, len(values))
+    records = _all_gather(ranks, values.astype("<i8").tobytes().ljust(8 * max(counts), b"\0"), None)
+    assert records is not None
+    return [np.frombuffer(record, dtype="<i8")[:count] for record, count in zip(records, counts, strict=True)]
 
 
 class refusing:

@@ -13,6 +13,7 @@ from typing import NoReturn
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 
 from .. import check
 from ..digest import constant, find
@@ -213,7 +214,7 @@ class RingCall(Call):
             check.same_tokens(q, k)
             if layout is not None:
                 check_layout(layout, mask, ranks)
-                _check_tokens(layout, ranks, q.shape[1])
+                _check_tokens(layout, ranks, q)
         else:
             _check_keys(self.keys, layout, mask, ranks, q.shape[1], k.shape[1])
         softmax_scale = check.softmax_scale(softmax_scale, q.shape[3])
@@ -317,18 +318,21 @@ def _check_keys(keys: Keys, layout: Layout | None, mask: Mask, ranks: Ranks, q_t
 def check_layout(layout: Layout, mask: Mask, ranks: Ranks) -> None:
     """Raise ValueError if a layout is not for these ranks, or a mask not for its sequence."""
     if layout.world_size != ranks.size:
+        alone = ranks.size == 1 and not (dist.is_available() and dist.is_initialized())
+        hint = "; no process group is initialised: start the program with torchrun, and call init_process_group" if alone else ""
         raise ValueError(
-            f"layout {layout!r} is for {layout.world_size} ranks, but the group has {ranks.size}: build it for the group"
+            f"layout {layout!r} is for {layout.world_size} ranks, but the group has {ranks.size}: build it for the group" + hint
         )
     mask.check_length(layout.seq_len)
 
 
-def _check_tokens(layout: Layout, ranks: Ranks, tokens: int) -> None:
-    held = layout.lengths[ranks.rank]
+def _check_tokens(layout: Layout, ranks: Ranks, q: torch.Tensor) -> None:
+    tokens, held = q.shape[1], layout.lengths[ranks.rank]
     if held != tokens:
+        hint = f"; {check.SWAPPED}" if q.shape[2] == held else ""
         raise ValueError(
             f"q has {tokens} tokens, but rank {ranks.rank} of layout {layout!r} holds {held}: "
-            "shard q, k and v with shard(x, layout, rank), or build the layout for this sequence length"
+            f"shard q, k and v with shard(x, layout, rank), or build the layout for this sequence length" + hint
         )
 
 

@@ -94,7 +94,9 @@ def process_group(group: dist.ProcessGroup | DeviceMesh | None = None) -> Transp
 def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """The process group that `group` stands for. Raises ValueError if it stands for none, or for several."""
     if group is None and not (dist.is_available() and dist.is_initialized()):
-        raise ValueError("there is no default group: call torch.distributed.init_process_group first, or pass a group")
+        raise ValueError(
+            "there is no default group: start the program with torchrun, and call torch.distributed.init_process_group first"
+        )
     found = _ranks(group)
     if not isinstance(found, dist.ProcessGroup):
         raise ValueError(

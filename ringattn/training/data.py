@@ -9,7 +9,6 @@ Shapes: b batch, s tokens of the whole sequence, s_local tokens of this rank.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ import torch
 from .. import check
 from ..geometry.layout import Layout, shard
 from ..geometry.mask import Documents, Mask, documents
-from ..runtime.agree import Facts, agree, refusing
+from ..runtime.agree import Facts, gather_integers, refusing
 from ..transport import Ranks
 from .causal_lm import IGNORE, shift_labels
 
@@ -223,12 +222,7 @@ def documents_of_positions(position_ids: torch.Tensor, layout: Layout, ranks: Ra
     here = layout.positions(ranks.rank)
     with refusing(ranks):
         starts = _starts(position_ids, here)
-    facts = Facts({"function": "position_ids of packed documents"})
-    counts = agree(ranks, facts, len(starts))[0] if ranks.size > 1 else (len(starts),)
-    room = struct.calcsize("<q") * max(counts)
-    records = ranks.all_gather_control(starts.astype("<i8").tobytes().ljust(room, b"\0"))
-    assert records is not None
-    listed = [np.frombuffer(record, dtype="<i8")[:count] for record, count in zip(records, counts, strict=True)]
+    listed = gather_integers(ranks, Facts({"function": "position_ids of packed documents"}), starts)
     every = np.unique(np.concatenate(listed))
     bounds = [*every.tolist(), layout.seq_len]
     packed = documents(cu_seqlens=bounds)

@@ -87,6 +87,11 @@ def mean_loss(
     reduction is not a `Reduction`.
     """
     check.instance("reduction", reduction, Reduction, "make one with averaged(), deepspeed(...) or summed()")
+    if not isinstance(summed_loss, torch.Tensor) and hasattr(summed_loss, "logits"):
+        raise ValueError(
+            f"summed_loss is a {type(summed_loss).__name__}, the output of a model: wrap CausalLMLoss(model), not the model, and give "
+            "what it returns"
+        )
     check.instance("summed_loss", summed_loss, torch.Tensor, "give the sum that CausalLMLoss or token_loss returns, before .item()")
     check.instance("labels", labels, torch.Tensor, "give this rank's shifted labels")
     if summed_loss.dim():

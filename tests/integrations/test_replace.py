@@ -90,7 +90,7 @@ def test_compiled_models_are_replaced(compile_first):
     ra.replace_attention(model, mask=mask)
     torch.testing.assert_close(compiled(x), wanted, rtol=0, atol=1e-12)
     model.layers[0].options["attn_mask"] = torch.ones(1)
-    with pytest.raises(ValueError, match="attn_mask is given"):
+    with pytest.raises(ValueError, match=r"attn_mask of torch\.float32 is added to scores"):
         compiled(x)
     torch.compiler.reset()
 
@@ -131,7 +131,7 @@ def test_dropout_and_scores_are_those_of_one_rank(gloo):
 REFUSED = {
     "mask": (
         {"attn_mask": torch.ones(N, N, dtype=torch.bool), "is_causal": False},
-        "attn_mask is given, but around a ring a mask is",
+        "attn_mask is given, but around a ring what is live",
     ),
     "dropout": ({"dropout_p": 1.0}, r"dropout is 1\.0, but must be less than 1"),
     "heads": ({"enable_gqa": False}, "key has 2 heads and query has 4: pass enable_gqa=True"),

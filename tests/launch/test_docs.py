@@ -95,7 +95,7 @@ PROGRAMS = {
     "-m ringattn": "ringattn/__main__.py",
     "-m ringattn_kernels.variants": "kernels/ringattn_kernels/variants.py",
     "examples/finetune_long_document.py": "examples/finetune/settings.py",
-    "launch/doctor": "launch/doctor/examination.py",
+    "launch/doctor": "ringattn/doctor/examination.py",
 }
 
 
@@ -127,6 +127,7 @@ def sources(program: str) -> str:
         files = [ROOT / path / f"{command or '__main__'}.py", *(ROOT / path / "shared").glob("*.py")]
     else:
         files = [ROOT / PROGRAMS.get(program, path)]
+        files += [ROOT / PROGRAMS["launch/doctor"]] * (program == "-m ringattn")
     return "".join(file.read_text() for file in files)
 
 
@@ -139,6 +140,7 @@ def test_commands_are_read_with_their_options():
 
 def test_options_that_are_quoted_exist():
     files = [path for folder in ("launch", "examples") for path in (ROOT / folder).glob("**/*")]
+    files += [ROOT / path for path in (PROGRAMS["-m ringattn"], PROGRAMS["launch/doctor"])]
     texts = "".join(path.read_text() for path in files if path.suffix in (".py", ".sh"))
     theirs = {
         "--nodes",

@@ -398,7 +398,7 @@ def test_a_layout_that_is_no_function():
 
 def test_several_worlds_are_a_table_of_the_best(capsys):
     command_line.main(["plan", "--gpus", "1", "8", "--tokens", "65536", "100000000"])
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()
     assert len({line.count("|") for line in lines}) == 1
     assert [line.split(" | ")[:2] for line in lines[2:]] == [
         [f"| {gpus}", tokens] for gpus in "18" for tokens in ("65,536", "100,000,000")
@@ -447,3 +447,71 @@ def test_a_timeline_needs_matplotlib(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         command_line.main(["plan", "--gpus", "8", "--tokens", "65536", "--timeline", "x.png"])
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("65536", 65536), ("64K", 65536), ("1M", 1 << 20), ("1.5m", 3 << 19), ("1e3K", 1024000)]
+)
+def test_numbers_of_tokens_may_have_units(text, tokens):
+    assert command_line.count(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "K", "1.5", "0.3K", "nanM", "infM", "1T"])
+def test_other_numbers_of_tokens_are_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        command_line.main(["plan", "--gpus", "1", "--tokens", text])
+    assert "is no number of tokens: give one such as 65536, 64K or 1M" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("machine", command_line.MACHINES)
+def test_each_machine_says_what_is_assumed_of_it(machine, capsys):
+    command_line.main(["plan", "--gpus", "2", "--tokens", "1K", "--machine", machine, "--rates", "node_gbs=9"])
+    printed = capsys.readouterr().out
+    assert f"{machine}, with node_gbs=9: {command_line.MACHINES[machine].assumed}" in printed
+    assert ("nothing is measured on it" in printed) == (machine != "h200")
+    assert ("# NCCL" in printed) == (machine == "mi300x")
+
+
+def run_printed(group, given):
+    """Runs the code that `plan` prints; this rank's difference from dense attention."""
+    tokens, mask, code = given
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, tokens, 4, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
+    names = {"ra": ra, "lengths": [40, tokens - 40]}
+    layout = next(line for line in code.splitlines() if line.startswith("layout = "))
+    exec(f"{mask}\n{layout}", names)
+    names.update(zip("qkv", (ra.shard(x, names["layout"], group.rank()) for x in whole)))
+    exec(code.replace("layout=layout", "layout=layout, group=group"), names | {"group": group}, names)
+    wanted = ra.shard(ra.reference.attention(*whole, mask=names["mask"]), names["layout"], group.rank())
+    return float((names["out"] - wanted).abs().max())
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--mask", "window:20"], ["--mask", "full", "--layout", "striped"], ["--layout", "balanced"]]
+)
+def test_the_printed_code_runs(options, capsys, gloo):
+    command_line.main(["plan", "--gpus", "2", "--tokens", "96", "--heads", "1", "--kv-heads", "1", "--json", *options])
+    (found,) = json.loads(capsys.readouterr().out)
+    mask = next(line for line in found["code"].splitlines() if line.startswith("mask = "))
+    assert max(gloo.run(2, run_printed, (96, mask, found["code"]))) < 1e-10
+
+
+def test_the_code_of_documents_and_of_a_heads_axis_is_printed(capsys):
+    command_line.main(["plan", "--gpus", "16", "--tokens", "1M", "--mask", "documents:4096", "--layout", "placed"])
+    printed = capsys.readouterr().out
+    assert "    mask = ra.documents(lengths=lengths)\n    layout = ra.placed(mask, 1048576, 16)\n" in printed
+    command_line.main(["plan", "--gpus", "16", "--tokens", "1M"])
+    assert '    mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("ring", "heads"))\n' in capsys.readouterr().out
+
+
+def test_the_code_of_queries_and_keys_of_their_own_is_printed(capsys):
+    command_line.main(["plan", "--gpus", "4", "--tokens", "1K", "--kv-tokens", "64K"])
+    printed = capsys.readouterr().out
+    assert "kv_layout = ra.default_layout(mask, 65536, 4)\n" in printed
+    assert "mask=mask, kv_layout=kv_layout, q_offset=64512, schedule=ra.pass_q(ra.gather())" in printed
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as end:
+        command_line.main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out.startswith(f"ringattn {ra.__version__} (torch ")

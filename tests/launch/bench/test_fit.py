@@ -85,7 +85,7 @@ def test_a_file_of_the_benchmark_is_a_run(command):
     assert (run["machine"], run["gpus"], run["mask"]) == ("h200", 2, "causal")
     assert run["command"] == "python launch/bench ring --seconds 3"
     assert [row.method for row in command.rows_of([run])] == names
-    with pytest.raises(ValueError, match="the device is 'cpu', but must be one of the machines h200"):
+    with pytest.raises(ValueError, match="the device is 'cpu', but must be one of the machines a100, b200, h100, h200, mi300x"):
         command.run_of(RECORD | {"device": "cpu"})
     with pytest.raises(ValueError, match="different numbers of ranks"):
         command.run_of(RECORD | {"world_size": 4})

@@ -9,6 +9,7 @@ import contextlib
 import statistics
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 import ringattn as ra
 
+from ..runtime.groups import Group
 from .facts import Finding, Site, Verdict, named
 
 now = time.time
@@ -260,26 +262,13 @@ class Exactness:
         on_gpu = site.device.type == "cuda"
         tokens, head_dim = (min(512 * site.size, 8192), 128) if on_gpu else (24 * site.size + 5, 32)
         dtype, wide = (torch.bfloat16, torch.float32) if on_gpu else (torch.float32, torch.float64)
-        generator = torch.Generator().manual_seed(0)
-        shapes = [(1, tokens, heads, head_dim) for heads in (4, 2, 2, 4)]
-        whole = [torch.randn(shape, generator=generator).to(site.device, dtype) for shape in shapes]
-        exact, dense = (step(ra.reference.attention, [x.to(kind) for x in whole]) for kind in (wide, dtype))
         layout = ra.zigzag(tokens, site.size)
         try:
-            got = step(
-                lambda q, k, v: ra.ring_attention(q, k, v, layout=layout, group=site.group, name="the doctor's"),
-                [ra.shard(x, layout, site.rank) for x in whole],
+            return shares(
+                site.group, site.rank, site.device, layout, ra.causal(), (4, 2, head_dim), dtype, wide, name="the doctor's"
             )
         except ValueError as error:
             return {"refused": str(error)}
-        share: dict[str, Any] = {}
-        for name, ours, theirs, truth in zip(("out", "dq", "dk", "dv"), got, dense, exact):
-            error = (ours.to(wide) - ra.shard(truth, layout, site.rank)).abs().max()
-            # the contract of docs/architecture.md, but at least one rounding of the largest value
-            allowed = (2 if name == "out" else 3) * (theirs.to(wide) - truth).abs().max()
-            rounding = torch.finfo(dtype).eps * truth.abs().max()
-            share[name] = (error / torch.maximum(allowed, rounding)).item()
-        return share
 
     def judge(self, site: Site, records: list[dict[str, Any]]) -> Finding:
         refused = [rank for rank, record in enumerate(records) if "refused" in record]
@@ -295,6 +284,39 @@ class Exactness:
             return Finding(self.name, Verdict.LOOK, text, wrong, records)
         most = max(max(record.values()) for record in records)
         return Finding(self.name, Verdict.FINE, f"out and gradients within {most:.2f} of the error allowed", (), records)
+
+
+def shares(
+    group: Group | None,
+    rank: int,
+    device: torch.device,
+    layout: ra.Layout,
+    mask: ra.Mask,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    wide: torch.dtype,
+    name: str,
+) -> dict[str, float]:
+    """The errors of a rank's out, dq, dk and dv, over what the contract of docs/architecture.md allows; a collective.
+
+    sizes: query heads, key/value heads and the head dim. wide: the dtype that counts as exact.
+    """
+    heads, kv_heads, head_dim = sizes
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, layout.seq_len, count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
+    whole = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    dense = partial(ra.reference.attention, mask=mask)
+    around = partial(ra.ring_attention, mask=mask, layout=layout, group=group, name=name)
+    exact, rounded = (step(dense, [x.to(kind) for x in whole]) for kind in (wide, dtype))
+    got = step(around, [ra.shard(x, layout, rank) for x in whole])
+    found: dict[str, float] = {}
+    for part, ours, theirs, truth in zip(("out", "dq", "dk", "dv"), got, rounded, exact):
+        error = (ours.to(wide) - ra.shard(truth, layout, rank)).abs()
+        # at least one rounding of the largest value is allowed
+        allowed = (2 if part == "out" else 3) * (theirs.to(wide) - truth).abs().max()
+        rounding = torch.finfo(dtype).eps * truth.abs().max()
+        found[part] = (error.max() / torch.maximum(allowed, rounding)).item() if error.numel() else 0.0
+    return found
 
 
 def step(attention: Any, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

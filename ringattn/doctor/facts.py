@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -23,11 +24,10 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 import ringattn
-from ringattn.transport.symmetric import SymmetricTransport
 
+from ..transport.symmetric import SymmetricTransport
 from .board import Board
 
-ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = re.compile(r"(NCCL|TORCH|GLOO|CUDA|TRITON|PYTORCH|CUBLAS|CUDNN|OMP|MKL|UCX|FI)_|(LD_PRELOAD|PYTHONHASHSEED)$")
 # settings that a launcher gives each rank separately
 OWN_SETTINGS = re.compile(r"TORCHELASTIC_|TORCH_NCCL_ASYNC_ERROR_HANDLING$|CUDA_VISIBLE_DEVICES$|CUDA_MPS_PIPE_DIRECTORY$")
@@ -143,9 +143,12 @@ def installed(name: str) -> str:
 def source_digest() -> str:
     """A fingerprint of the two packages' files, as two checkouts of one version may differ."""
     digest = hashlib.blake2b(digest_size=4)
-    for package in ("ringattn", "kernels/ringattn_kernels"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    for package in ("ringattn", "ringattn_kernels"):
+        found = importlib.util.find_spec(package)
+        folders = [] if found is None else found.submodule_search_locations or []
+        for folder in map(Path, folders):
+            for path in sorted(folder.rglob("*.py")):
+                digest.update(f"{package}/{path.relative_to(folder).as_posix()}".encode() + path.read_bytes())
     return digest.hexdigest()
 
 

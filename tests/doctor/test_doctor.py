@@ -1,4 +1,4 @@
-"""`launch/doctor` over gloo: a healthy job is found well, and each fault is found with the rank that has it."""
+"""The doctor over gloo: a healthy job is found well, and each fault is found with the rank that has it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-LAUNCH = Path(__file__).resolve().parents[3] / "launch"
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 GENEROUS = {"slow": 1e3, "link": 1e-6, "skew": 0.5}  # other tests share the processors, so nothing counts as slow
 
 
 def doctor(name):
-    if str(LAUNCH) not in sys.path:
-        sys.path.insert(0, str(LAUNCH))
-    return importlib.import_module(f"doctor.{name}")
+    return importlib.import_module(f"ringattn.doctor.{name}")
 
 
 def site_of(rank, size, hosts, limits, store=None, device="cpu", group=None):
@@ -115,7 +113,7 @@ def not_a_number():
 def another_mask():
     import ringattn
 
-    return _attention(lambda attention, args, options: attention(*args, **options, mask=ringattn.full()))
+    return _attention(lambda attention, args, options: attention(*args, **{**options, "mask": ringattn.full()}))
 
 
 ONE_HOST, TWO_HOSTS = "aaaa", "aabb"

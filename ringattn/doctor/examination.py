@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import socket
 import textwrap
 from collections.abc import Sequence
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from .board import Board, End, Watch
 from .facts import Environment, Finding, KernelChoice, Site, SymmetricMemory, Verdict, Versions
@@ -23,8 +24,9 @@ from .measure import Clock, Collectives, Exactness, Links, Speed
 CHECKS = (Versions(), Environment(), KernelChoice(), Clock(), Speed(), Collectives(), Links(), Exactness(), SymmetricMemory())
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="launch/doctor", description=__doc__)
+def options() -> argparse.ArgumentParser:
+    """The doctor's options, without --help."""
+    parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="also write the findings, with every rank's records, to this file")
     parser.add_argument("--timeout", type=float, default=120, help="seconds that one stage may take (default: 120)")
@@ -33,22 +35,42 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--link", type=float, help="a link is slow below this share of the upper quartile (default: 0.6, on CPUs 0.1)"
     )
     parser.add_argument("--skew", type=float, default=0.5, help="a clock is off above this many seconds (default: 0.5)")
+    return parser
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a command line; None means the process's own."""
+    parser = argparse.ArgumentParser(prog="launch/doctor", description=__doc__, parents=[options()])
     given = parser.parse_args(arguments)
+    try:
+        complete(given)
+    except ValueError as error:
+        parser.error(str(error))
+    return given
+
+
+def complete(given: argparse.Namespace) -> None:
+    """Fill in what depends on the device. Raises ValueError for values out of range."""
     given.slow = (1.15 if given.device == "cuda" else 3.0) if given.slow is None else given.slow
     given.link = (0.6 if given.device == "cuda" else 0.1) if given.link is None else given.link
     for name in ("timeout", "slow", "link", "skew"):
         if not getattr(given, name) > 0:  # NaN too is refused
-            parser.error(f"--{name} is {getattr(given, name)}, but must be above 0")
+            raise ValueError(f"--{name} is {getattr(given, name)}, but must be above 0")
     if given.json is not None and given.json.is_dir():
-        parser.error(f"--json is {given.json}, which is a folder: give a file")
-    return given
+        raise ValueError(f"--json is {given.json}, which is a folder: give a file")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
+    """Examine with the options of a command line; None means the process's own."""
+    return examine_job(parse(arguments))
+
+
+def examine_job(options: argparse.Namespace) -> int:
+    """Examine this job's machines; the exit status of this rank."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
         print(
-            "doctor: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set: start it with launch/jobs/torchrun.sh or torchrun"
+            "doctor: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not all set: start it with launch/jobs/torchrun.sh or torchrun, "
+            "as in torchrun --nproc-per-node 8 -m ringattn doctor"
         )
         return 2
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -72,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         board.at("setting up the process group")
         watch.next_stage()
         backend = "nccl" if device.type == "cuda" else "gloo"
-        groups = dist.PrefixStore("group", store)
+        groups = PrefixStore("group", store)
         dist.init_process_group(backend, store=groups, rank=rank, world_size=size, timeout=timedelta(seconds=4 * options.timeout))
         group = dist.group.WORLD
         assert group is not None
@@ -83,7 +105,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         board.at("the end")
         board.swap("done")
         dist.destroy_process_group()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     leave(store, size, serves)
     return int(any(finding.verdict is Verdict.LOOK for finding in found))
 
@@ -98,21 +119,21 @@ def examine(site: Site, found: list[Finding], watch: Watch | None = None) -> lis
     return found
 
 
-def meet(rank: int, size: int, serves: bool, timeout: float) -> dist.Store | None:
+def meet(rank: int, size: int, serves: bool, timeout: float) -> Store | None:
     """A connection to the job's store: torchrun's, or one that rank 0 serves (`serves`). None if it cannot be reached."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = dist.TCPStore(address, port, size, serves, timedelta(seconds=timeout), wait_for_workers=False)
+        store = TCPStore(address, port, size, serves, timedelta(seconds=timeout), wait_for_workers=False)
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
         print(
             f"doctor: rank {rank} cannot reach {address}:{port}, where the ranks meet, within {timeout:.0f} s: {reason}", flush=True
         )
         return None
-    return dist.PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def leave(store: dist.Store, size: int, serves: bool) -> None:
+def leave(store: Store, size: int, serves: bool) -> None:
     """Wait until all ranks have left, on the rank that serves the store."""
     if store.add("left", 1) == size:
         store.set("all left", "")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -21,6 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 _FOREVER = timedelta(days=1)  # the watch ends a wait that is in vain
 _TICK = 0.2  # seconds
@@ -47,7 +49,7 @@ class LastWords:
 class Board:
     """Notices of `size` ranks in a store."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, host: str) -> None:
+    def __init__(self, store: Store, rank: int, size: int, host: str) -> None:
         self.rank, self.size, self.host = rank, size, host
         self.store = store
         self._swaps, self._places = itertools.count(), itertools.count(1)
@@ -80,7 +82,8 @@ class End:
 class Watch(threading.Thread):
     """Calls `report(End)` on one of the ranks that still run, and ends them all with status 1.
 
-    SIGTERM must be blocked in all threads, because this thread waits for it.
+    The main thread enters and leaves it. SIGTERM comes as a byte in a pipe, which this thread reads: a handler of Python's would wait for
+    the main thread, which may hang.
     """
 
     def __init__(self, board: Board, patience: float, report: Callable[[End], None]) -> None:
@@ -89,12 +92,19 @@ class Watch(threading.Thread):
         self._deadline = time.monotonic() + patience
         self._over = threading.Event()
         self._failure: str | None = None
+        self._pipe = -1, -1
+        self._before: tuple[Any, int] = signal.SIG_DFL, -1
 
     def next_stage(self) -> None:
         """Begin a stage: it may take all of the patience again."""
         self._deadline = time.monotonic() + self._patience
 
     def __enter__(self) -> Watch:
+        self._pipe = os.pipe()
+        for end in self._pipe:
+            os.set_blocking(end, False)
+        wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        self._before = signal.signal(signal.SIGTERM, lambda *_: None), wakeup
         self.start()
         return self
 
@@ -102,6 +112,10 @@ class Watch(threading.Thread):
         if error is None or isinstance(error, SystemExit):
             self._over.set()
             self.join()
+            signal.signal(signal.SIGTERM, self._before[0])
+            signal.set_wakeup_fd(self._before[1])
+            for end in self._pipe:
+                os.close(end)
             return
         traceback.print_exception(kind, error, trace)
         self._failure = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -110,7 +124,7 @@ class Watch(threading.Thread):
     def run(self) -> None:
         store = self._board.store
         while not self._over.is_set():
-            killed = signal.sigtimedwait([signal.SIGTERM], _TICK)
+            killed = self._is_killed()
             try:
                 late = time.monotonic() > self._deadline
                 if self._failure is not None or killed or late or store.check(["ending"]):
@@ -120,6 +134,11 @@ class Watch(threading.Thread):
                     f"rank {self._board.rank}: lost the job's store, so the host that serves it is gone: {error}", file=sys.stderr
                 )
                 _exit()
+
+    def _is_killed(self) -> bool:
+        """Whether SIGTERM has come, after a wait of at most a tick."""
+        ready, _, _ = select.select([self._pipe[0]], [], [], _TICK)
+        return bool(ready) and signal.SIGTERM in os.read(self._pipe[0], 1024)
 
     def _end(self) -> None:
         board = self._board

@@ -12,15 +12,13 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "launch")]
-
-# as launch/doctor/__main__.py does before libraries start threads
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from doctor import examination, measure  # noqa: E402
+
+from ringattn.doctor import examination, measure  # noqa: E402
 
 SIZE, ODD, PATIENCE = 3, 1, "15"  # seconds; other tests share the processors
 

@@ -1,1 +1,0 @@
-"""The doctor, run as `python launch/doctor` on every rank of a job: it examines the machines before a long run."""
