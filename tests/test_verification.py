@@ -191,6 +191,7 @@ def reports_of_grid(group):
     return [ra.verify(build("llama"), dict(input_ids=tokens()), group=where) for where in (mesh, group)]
 
 
+@pytest.mark.thorough
 def test_a_grid_is_verified_as_a_ring_is(gloo):
     found = gloo.run(8, reports_of_grid, timeout=120)[:4]
     assert all(report == found[0][0] and report.passed for reports in found for report in reports)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -25,9 +25,6 @@ from ..geometry.mask import Documents, Mask, causal, documents, full, sliding_wi
 from ..runtime.groups import Group, get_context
 from ..transport import Ranks
 
-if TYPE_CHECKING:
-    from .huggingface_call import CachedCall
-
 _Function = TypeVar("_Function", bound=Callable)
 
 _OF_CALLS = ("layout", "mask")  # arguments of calls, where they were not given to `attach`
@@ -35,7 +32,7 @@ NAME = "ringattn"  # of the attention implementation, and of the attribute that 
 
 
 @dataclass(frozen=True)
-class Chunks:
+class ChunkedWindow:
     """Attention in chunks of `size` tokens of a sequence of `seq_len`, as in Llama 4: a token sees its own chunk only."""
 
     size: int
@@ -49,7 +46,7 @@ class Chunks:
 
 
 # of a layer: as transformers counts it, with the token itself; to the left and to the right, without it; chunks; or no limit
-Window: TypeAlias = int | tuple[int, int] | Chunks | None
+Window: TypeAlias = int | tuple[int, int] | ChunkedWindow | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +80,7 @@ class LivePairs:
                 packed = documents(cu_seqlens=self.documents.cu_seqlens, causal=is_causal and mask is None)
                 mask = packed if mask is None else mask & packed
             assert mask is not None
-            if isinstance(window, Chunks):
+            if isinstance(window, ChunkedWindow):
                 mask = mask & window.documents(self.documents)
             elif isinstance(window, tuple):
                 mask = mask & sliding_window(*window)
@@ -164,7 +161,7 @@ class Attachment:
     first_position: int = 0  # of a sequence, as the model counts: RoBERTa's kind begins after padding_idx
     seed: int | None = None  # of dropout; None: each call draws one
     of_call: Attachment | None = None
-    cached: CachedCall | None = None
+    cached: Any = None  # a `huggingface_call.CachedCall`
 
     @property
     def layout(self) -> Layout:

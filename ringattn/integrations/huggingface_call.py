@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,14 +18,23 @@ from ..geometry.mask import causal, sliding_window
 from ..geometry.span import Span
 from ..runtime.agree import refusing
 from ..serving.batch import CacheBatch
+from ..serving.cache import PagedCache
 from ..serving.decoding import MOST_QUERIES, decode
 from .huggingface_attachment import Attachment, Window, in_one_dtype, not_compiled
 from .huggingface_inputs import CachedInputs
 
-if TYPE_CHECKING:
-    from .generation import RingCache
-
 _OUTPUTS = ("logits", "last_hidden_state", "hidden_states", "past_key_values")  # that are made whole
+
+
+class CacheOfCalls(Protocol):
+    """What a call needs of its `RingCache`."""
+
+    paged: PagedCache
+    layers: list[Any]
+
+    def commit(self, call: CachedCall) -> None: ...
+
+    def roll_back(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -35,7 +44,7 @@ class CachedCall:
     layout: of the new tokens; None if every rank computes all of them. lengths: of the sequences before.
     """
 
-    cache: RingCache
+    cache: CacheOfCalls
     inputs: CachedInputs
     batch: CacheBatch
     layout: Layout | None
@@ -98,7 +107,7 @@ class CachedCall:
         if output is None:
             self.cache.roll_back()
             return None
-        missing = set(range(self.cache._heads.layers)) - self.written
+        missing = set(range(len(self.cache.layers))) - self.written
         try:
             with refusing(self.attachment.ranks):
                 if missing:

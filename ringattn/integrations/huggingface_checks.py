@@ -17,7 +17,7 @@ from .. import check
 from ..geometry.layout import Layout, contiguous
 from ..geometry.mask import Documents
 from ..training.data import packed_documents
-from .huggingface_attachment import Chunks, ModelCall, Window
+from .huggingface_attachment import ChunkedWindow, ModelCall, Window
 from .huggingface_heads import answers_from
 from .token_mixers import check_token_mixers
 
@@ -253,7 +253,7 @@ def mask_window(local_size: int | None, is_causal: bool | None, seq_len: int, **
     if local_size is None:
         return None
     if local_size == getattr(config, "attention_chunk_size", None) and getattr(config, "sliding_window", None) is None:
-        return Chunks(local_size, seq_len)
+        return ChunkedWindow(local_size, seq_len)
     if is_causal is not False or mask_function is None:
         return local_size
     if getattr(config, "use_bidirectional_attention", None) is True:

@@ -17,7 +17,7 @@ from ..partial import finish
 from ..runtime.agree import refusing
 from ..scores import ScoreMod, score
 from ..training.checkpoint import runs_again_reentrantly
-from .huggingface_attachment import NAME, Attachment, Chunks, LiveMask, Window, in_one_dtype, not_compiled, running_call
+from .huggingface_attachment import NAME, Attachment, ChunkedWindow, LiveMask, Window, in_one_dtype, not_compiled, running_call
 from .huggingface_checks import check_attention
 
 
@@ -187,7 +187,7 @@ def _window(module: nn.Module, given: int | None, mask: LiveMask | None, is_caus
         if given is not None and (given - 1, given - 1) != of_mask:
             raise ValueError(f"sliding_window is {given} in {type(module).__name__}, but its mask was made for {of_mask}: give one")
         return of_mask
-    if isinstance(of_mask, Chunks):
+    if isinstance(of_mask, ChunkedWindow):
         return of_mask
     window = of_mask if given is None else given
     if window is not None and window < 1:

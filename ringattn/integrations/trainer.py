@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from ..geometry.layout import Layout, zigzag
+from ..runtime.groups import get_context
 from ..training.causal_lm import IGNORE
 from ..training.data import shard_batch, tokens_of
 from ..training.loss import count_tokens
@@ -202,9 +203,8 @@ def _replica(attachment: Attachment) -> tuple[int, int]:
         return 0, 1
     records = attachment.ranks.all_gather_control(dist.get_rank().to_bytes(8, "little")) if attachment.ranks.size > 1 else None
     first = dist.get_rank() if records is None else min(int.from_bytes(record, "little") for record in records)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, first)
-    rings = sorted(set(every))
+    every = get_context(None).ranks.all_gather_control(first.to_bytes(8, "little")) if dist.get_world_size() > 1 else None
+    rings = sorted({first} if every is None else {int.from_bytes(record, "little") for record in every})
     return rings.index(first), len(rings)
 
 

@@ -76,7 +76,11 @@ def check_grid(group, shape, names, cases):
     return sorted(found, key=lambda item: -item[0])[:4]
 
 
-@pytest.mark.parametrize("shape", GRIDS, ids="{0[0]}x{0[1]}".format)
+@pytest.mark.parametrize(
+    "shape",
+    [shape if shape not in ((1, 4), (2, 3)) else pytest.param(shape, marks=pytest.mark.thorough) for shape in GRIDS],
+    ids="{0[0]}x{0[1]}".format,
+)
 def test_every_rank_agrees_with_the_reference(gloo, shape):
     """Each mask, layout, schedule, number of heads and length; every other pair of mask and layout, the others on the next grid."""
     heads, number = GRIDS[shape], list(GRIDS).index(shape)

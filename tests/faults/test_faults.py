@@ -64,7 +64,7 @@ def test_a_stopped_rank_is_named_after_the_timeout(perform):
 
 
 def test_a_rank_that_no_longer_takes_part_is_named_after_the_timeout(perform):
-    scenes = [Scene(3, 1, phase, "catch", timeout=TIMEOUT) for phase in ("first call", "agree", "first hop", "backward")]
+    scenes = [Scene(3, 1, phase, "catch", timeout=TIMEOUT) for phase in ("first call", "backward")]
     judge(scenes, perform(scenes), r"{victim} has not .*: find out where it hangs, and look at its output", late=True)
 
 

@@ -27,6 +27,7 @@ def run(*arguments) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=800, env=environment)
 
 
+@pytest.mark.thorough
 def test_three_runs_have_the_same_curve(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"Line {n} of a document: {n * n} is the square of {n}.\n" for n in range(40)))

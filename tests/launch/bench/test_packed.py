@@ -48,6 +48,7 @@ def test_layouts_are_compared_on_new_batches(tmp_path):
     assert said.count("placed") == 2
 
 
+@pytest.mark.thorough
 def test_training(tmp_path):
     record, said = run(tmp_path, "--train", "--layers", "1", "--width", "32", "--means", "30", "--layouts", "placed", "zigzag")
     assert [row["layout"] for row in record["rows"]] == ["placed", "zigzag"]
