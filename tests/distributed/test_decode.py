@@ -34,7 +34,7 @@ def questions(group):
     return max(twin.error(answers, 1, twin.grow(answers, 1)) for _ in range(20))
 
 
-@pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.parametrize("world_size", [2, pytest.param(5, marks=pytest.mark.thorough)])
 def test_questions_about_a_prefilled_book(gloo, world_size):
     for error in gloo.run(world_size, questions):
         assert error < 1e-12

@@ -202,16 +202,29 @@ def test_slow_pairs_point_to_ranks(pairs, ranks):
     assert doctor("measure").at_fault(pairs) == ranks
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    """Whole jobs of three ranks, run at the same time: (status of each rank, printed text, JSON report)."""
+JOBS = ["well", "absent", "vanishes", "is killed for", "hangs", "fails"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started(request, tmp_path_factory):
+    """The process of whole jobs, and their folder. They wait a lot, so they begin with the first test of this file."""
+    if not any("jobs" in item.fixturenames for item in request.session.items if item.path == request.path):
+        yield None
+        return
     folder = tmp_path_factory.mktemp("jobs")
-    names = ["well", "absent", "vanishes", "is killed for", "hangs", "fails"]
-    script = Path(__file__).with_name("jobs.py")
-    done = subprocess.run([sys.executable, script, folder, *names], capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr
-    statuses = {name: json.loads((folder / f"{name}.status").read_text()) for name in names}
-    return {n: (statuses[n], (folder / f"{n}.out").read_text(), json.loads((folder / f"{n}.json").read_text())) for n in names}
+    command = [sys.executable, Path(__file__).with_name("jobs.py"), folder, *JOBS]
+    with open(folder / "errors", "w") as errors, subprocess.Popen(command, stdout=errors, stderr=errors) as process:
+        yield process, folder
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def jobs(started):
+    """Whole jobs of three ranks, run at the same time: (status of each rank, printed text, JSON report)."""
+    process, folder = started
+    assert process.wait(timeout=800) == 0, (folder / "errors").read_text()
+    statuses = {name: json.loads((folder / f"{name}.status").read_text()) for name in JOBS}
+    return {n: (statuses[n], (folder / f"{n}.out").read_text(), json.loads((folder / f"{n}.json").read_text())) for n in JOBS}
 
 
 ENDS = {

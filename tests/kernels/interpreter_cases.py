@@ -102,7 +102,9 @@ def test_masks(tiles, dtype):
     compare(*inputs(1, 97, sk, 2, 1, 16, 16, dtype), tiles, 0.25)
 
 
-@pytest.mark.parametrize(("seed", "parts"), [(0, 1), (1, 2), (2, 3), (3, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("seed", "parts"), [(0, 1), (1, 2), (2, 3), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((3, 1), (4, 2)))]
+)
 def test_random_tiles_in_one_launch_or_several(seed, parts):
     generator = np.random.default_rng(seed)
     sq, sk = generator.integers(1, 140, 2)
@@ -144,7 +146,7 @@ def test_splits_merge_into_the_state_that_whole_blocks_would_leave(final):
     assert (out[:, 70:] == 0).all() and (row_max[..., 70:] == float("-inf")).all() and (row_sum[..., 70:] == 0).all()
 
 
-@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("add", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_the_gradients_of_splits_add_up_to_those_of_whole_blocks(add):
     """Where blocks without a pair are overwritten, or left as they are."""
     q, k, v, dout = inputs(2, 200, 130, 2, 1, 16, 24, torch.float16)

@@ -28,9 +28,11 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def chosen(arch: str, thorough: bool) -> list[Variant]:
-    """On every architecture each large kernel in a large head dim; more on sm_90, or if thorough. The backward of 256 takes longest."""
+    """On every architecture large kernels in a large head dim; more on sm_90, or if thorough. The backward of 256 takes longest."""
     most = 256 if thorough or arch == "sm_90" else 128
-    forms = [("forward", 256, BF16), ("dkdv", most, BF16), ("dq", most, BF16), ("paged", 256, BF16)]
+    forms = [("forward", 256, BF16), ("dkdv", most, BF16)]
+    if thorough or arch in ("sm_90", "gfx942"):
+        forms += [("dq", most, BF16), ("paged", 256, BF16)]
     if thorough or arch == "sm_90":
         forms += [("forward from state to state", 128, BF16)]
     if arch == "gfx942":

@@ -51,6 +51,7 @@ def test_all_methods_are_measured(tmp_path):
     assert {path.name for path in tmp_path.glob("trace-*")} == {f"trace-{m}-{n}.json" for m in methods for n in (64, 96)}
 
 
+@pytest.mark.thorough
 def test_layouts_of_packed_documents_are_compared_in_one_run(tmp_path):
     sizes = ["--tokens", 96, "--heads", 2, "--kv-heads", 1, "--head-dim", 8, "--seconds", 0]
     done = run(*sizes, "--out", tmp_path, "--mask", "documents:5")
