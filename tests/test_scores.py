@@ -150,6 +150,7 @@ def test_any_score_is_exact_under_any_mask_layout_and_schedule(case):
     assert_exact(found, wanted, layout)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("s", [1300])
 def test_blocks_of_a_long_sequence_fit_together(s):
     """Several blocks of queries and keys a tile."""

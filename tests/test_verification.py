@@ -434,7 +434,14 @@ def scored_by_the_model(group, name: str):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(*x.values, marks=x.marks) for x in scored_models.EACH if x.values[0] in OF_TRANSFORMERS]
+    "name",
+    [
+        pytest.param(
+            *x.values, marks=[*x.marks, *([] if x.values[0] in ("gpt2", "bloom", "t5", "gemma2") else [pytest.mark.thorough])]
+        )
+        for x in scored_models.EACH
+        if x.values[0] in OF_TRANSFORMERS
+    ],
 )
 def test_scores_that_models_of_transformers_make_are_compared(gloo, name):
     for right, wrong in gloo.run(2, scored_by_the_model, name, timeout=60):

@@ -35,6 +35,7 @@ FASTER = 0.8  # the greatest share of the ring's time: four shards instead of se
 FEWEST, ROUNDS = 2, 8  # at most, to find a moment when this machine's processors are free
 
 
+@pytest.mark.thorough
 def test_bytes_and_time_over_a_slow_link(nodes, request):
     """Who is faster is asked with `--thorough` alone: beside other programs this machine's processors take longer than the link."""
     timed = request.config.getoption("--thorough")

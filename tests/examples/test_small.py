@@ -63,6 +63,7 @@ def test_gpt2_stops_when_the_time_is_over_on_all_ranks(tmp_path):
     assert 5 < len(losses) < 300
 
 
+@pytest.mark.thorough
 def test_gpt2_shows_what_ran_out_of_memory(monkeypatch, capsys):
     program = runpy.run_path(str(EXAMPLES / "gpt2.py"))
 

@@ -312,8 +312,8 @@ def test_a_call_that_fails_leaves_nothing_behind(monkeypatch):
     assert torch.equal(model.model(input_ids=sequence(9)).last_hidden_state, expected)
 
 
-# gemma3 has layers of mistral's kind beside layers of llama's
-@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.thorough) for name in ("llama", "mistral")), "gemma3"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 def test_compiled_layers_have_no_graph_break(name):
     """Equal layers share one graph; packed documents have another."""
     model = build(name)

@@ -62,13 +62,11 @@ SPILLS = {
 
 
 def forms():
-    """One of each kernel with all its work; the others are thorough."""
+    """One of the forward and of the fused backward with all their work; the others are thorough."""
     for form in SPILLS:
         chosen = form in (
             ("forward", 128, PARTS),
             ("fused", 64, ("dropout",)),
-            ("ordered", 128, ("softcap",)),
-            ("learned", 128, ("bias",)),
         )
         yield pytest.param(*form, id=str(form), marks=() if chosen else pytest.mark.thorough)
 
