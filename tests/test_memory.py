@@ -96,6 +96,7 @@ def test_a_thousand_steps_leave_nothing_behind(gloo):
         assert counts == [0, 0, 0]
 
 
+@pytest.mark.thorough
 def test_hundreds_of_new_batches_leave_nothing_behind(monkeypatch):
     """Each step has other documents, so that nothing is used again. Bytes are those of Python and NumPy."""
     monkeypatch.setattr(context, "_KEPT_BYTES", 1 << 17)

@@ -98,6 +98,7 @@ def shape_steps(wrappers):
     return found
 
 
+@pytest.mark.thorough
 @needs_deepspeed
 def test_a_shape_under_every_stage_of_deepspeed():
     """As without a wrapper; ZeRO-3 has weights between steps in parts only, and bf16 is that of all but the frequencies."""

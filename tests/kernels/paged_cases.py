@@ -48,7 +48,7 @@ def compare(got, exact, dtype):
     [
         (1, (70, 5, 33), 16, (2, 1), (16, 16), 1, None, None, False, FP32, (16, 16, 5)),
         (3, (70, 5, 33), 16, (2, 1), (16, 16), 1, None, None, False, FP32, (16, 16, 5)),
-        (3, (40,), 16, (2, 2), (24, 40), 16, None, None, True, FP16, (16, 32, 3)),
+        pytest.param(3, (40,), 16, (2, 2), (24, 40), 16, None, None, True, FP16, (16, 32, 3), marks=pytest.mark.thorough),
         (3, (300, 1), 32, (6, 2), (16, 16), 1, 50, SOFTCAP, True, FP32, (32, 16, 7)),
         (1, (129, 200, 64, 3), 64, (4, 1), (16, 16), 3, 0, Modifiers(None, slopes(1, 4)), False, FP32, (16, 32, 11)),
         (3, (129, 20), 16, (2, 2), (16, 16), 3, 17, Modifiers(9.0, slopes(2, 2)), True, FP32, (16, 16, 24)),

@@ -65,6 +65,7 @@ def test_layouts_of_packed_documents_are_compared_in_one_run(tmp_path):
     assert balanced["ratio"] == pytest.approx(zigzag["forward_backward_ms"] / balanced["forward_backward_ms"])
 
 
+@pytest.mark.thorough
 def test_smaller_groups_of_the_same_ranks_take_turns(tmp_path):
     sizes = ["--tokens", 32, "--heads", 2, "--kv-heads", 2, "--head-dim", 8, "--seconds", 0, "--world-size", 3]
     done = run(*sizes, "--out", tmp_path, "--scaling", "--methods", "ring")
