@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import math
 from dataclasses import replace
@@ -19,6 +18,7 @@ import ringattn as ra
 from ringattn.device.philox import kept, philox
 from ringattn.transport import run_ranks
 from ringattn_kernels.modifiers import Dropout
+from tests.cuda_graphs import captured
 from tests.strategies import layouts, masks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -609,21 +609,6 @@ def test_a_gpu_drops_the_same_pairs(dtype, first):
     assert torch.equal(part.out.transpose(1, 2).cpu() != 0, wanted)
     dv = torch.autograd.grad(part.out, v, torch.eye(s, device="cuda")[None, :, None].expand(2, s, h, s))[0]
     assert torch.equal(dv.permute(0, 2, 3, 1).cpu() != 0, wanted)
-
-
-def captured(function):
-    """A CUDA graph of a function, and what each replay writes its results into."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    gc.collect()  # no graph may be freed while another is captured
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = function()
-    return graph, results
 
 
 class Step:

@@ -1,5 +1,6 @@
 """Queries and keys of their own layouts over gloo: every rank against dense attention in fp64, what moves, errors."""
 
+import functools
 import re
 
 import pytest
@@ -362,3 +363,47 @@ def in_16_bits(group):
 def test_errors_in_16_bits(one_thread):
     for out, *gradients in run_ranks(4, in_16_bits):
         assert out < 2 and max(gradients) < 3
+
+
+GPU_CASES = {
+    "few queries": (ra.full(), 77, 3000, 0),
+    "few keys": (ra.full(), 3000, 77, 0),
+    "a chunk": (ra.causal(), 512, 3000, 2488),
+    "a window": (ra.sliding_window(700, 33), 900, 2100, 1200),
+    "documents": (ra.documents(lengths=[900, 300], kv_lengths=[40, 1500], causal=False), 1200, 1540, 0),
+}
+
+
+def on_gpus(group):
+    """What is off by more than the numerics contract allows: bf16 against fp64, beside dense attention in bf16."""
+    rank, size, broken = dist.get_rank(group), dist.get_world_size(group), []
+    for name, (mask, nq, nk, offset) in GPU_CASES.items():
+        generator = torch.Generator("cuda").manual_seed(nq)
+        sizes = (1, nq, 8, 128), (1, nk, 2, 128), (1, nk, 2, 128), (1, nq, 8, 128)
+        whole = [torch.randn(size, generator=generator, device="cuda").bfloat16() for size in sizes]
+        layout, kv_layout = ra.zigzag(nq, size), ra.contiguous(nk, size)
+        for score in (None, ra.score(softcap=5.0), ra.score(dropout=0.2, seed=3)):
+
+            def both(leaves, dout, call):
+                leaves = [x.requires_grad_() for x in leaves]
+                out = call(*leaves, mask=mask, q_offset=offset, score=score)  # noqa: B023
+                return [x.detach().double() for x in (out, *torch.autograd.grad(out, leaves, dout))]
+
+            exact = both([x.double() for x in whole[:3]], whole[3].double(), ra.reference.attention)
+            same = both([x.clone() for x in whole[:3]], whole[3], ra.reference.attention)
+            layouts = (layout, kv_layout, kv_layout, layout)
+            for schedule in (None, ra.ring(), ra.gather(), ra.pass_q(), ra.pass_q(ra.ring())):
+                *shards, dout = (ra.shard(x, one, rank) for x, one in zip(whole, layouts))
+                options = dict(layout=layout, kv_layout=kv_layout, group=group, schedule=schedule)
+                found = both(shards, dout, functools.partial(ra.ring_attention, **options))
+                of = (layout, layout, kv_layout, kv_layout)
+                for what, factor, x, y, z, one in zip(("out", "dq", "dk", "dv"), (2, 3, 3, 3), found, exact, same, of):
+                    off, allowed = (x - ra.shard(y, one, rank)).abs().max(), factor * (z - y).abs().max()
+                    if not off <= allowed:
+                        broken.append(f"{name}, {score}, {schedule}, rank {rank}: {what} off by {off:.1e}, allowed {allowed:.1e}")
+    return broken
+
+
+@pytest.mark.gpu
+def test_gpus(nccl, world_size):
+    assert nccl.run(world_size, on_gpus, timeout=180) == [[]] * world_size

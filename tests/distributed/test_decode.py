@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
+from tests.cuda_graphs import captured
 from tests.serving.twin import Twin, random_changes, reference
 
 
@@ -143,14 +144,7 @@ def on_gpus(group):
         cache.append(batch, k, v)
         return ra.decode(q, cache, batch)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     kept, found = [[keys[0], values[0]] for _ in answers], []
     for number in range(70):
         if number:

@@ -363,3 +363,32 @@ def test_models_that_cannot_decode_are_refused(name, options, message):
     attach(model)
     with pytest.raises(ValueError, match=message):
         RingCache(model, tokens=40)
+
+
+def on_gpus(group) -> list[str]:
+    """The calls whose tokens differ from those of the whole model in fp32, on GPUs."""
+    model = make("Llama", torch.float32, hidden_size=128, head_dim=32).cuda()
+    with torch.device("cuda"):
+        expected = {
+            name: model.generate(**on_device(inputs), **options) for name, (inputs, options, _) in CALLS.items() if name in ON_GPUS
+        }
+    attach(model, group=group)
+    found = []
+    for name, tokens in expected.items():
+        inputs, options, rows = CALLS[name]
+        cache = RingCache(model, tokens=400, sequences=rows)
+        if not torch.equal(model.generate(**on_device(inputs), **options, past_key_values=cache), tokens):
+            found.append(name)
+    return found
+
+
+ON_GPUS = ("greedy", "beams", "left padding", "prefill in pieces")
+
+
+def on_device(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: x.cuda() for name, x in inputs.items()}
+
+
+@pytest.mark.gpu
+def test_gpus(nccl, world_size):
+    assert nccl.run(world_size, on_gpus, timeout=180) == [[]] * world_size

@@ -5,6 +5,7 @@ import torch
 
 import ringattn as ra
 from ringattn_kernels.paged import paged_config
+from tests.cuda_graphs import captured
 from tests.kernels import interpreted
 from tests.serving.twin import reference
 
@@ -88,14 +89,7 @@ def test_a_cuda_graph_goes_on_as_sequences_grow():
         cache.append(batch, k, v)
         return ra.decode(q, cache, batch)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     for _ in range(200):  # pages fill up, and others begin
         cache.extend(sequences, 1, into=batch)
         for x in (q, k, v):

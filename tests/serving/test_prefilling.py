@@ -155,3 +155,30 @@ def another_history(group):
     batch, layout = twin.cache.extend([sequence], 6), ra.zigzag(6, 3)
     q, k, v = (torch.zeros(1, 2, h, d, dtype=torch.float64) for h, d in ((4, 5), (2, 5), (2, 3)))
     return message_of(lambda: ra.prefill(q, k, v, twin.cache, batch, layout))
+
+
+def on_gpus(group):
+    """The greatest error of chunks in bf16, as a share of what dense attention in bf16 is off by."""
+    rank, size, worst = dist.get_rank(group), dist.get_world_size(group), 0.0
+    generator = torch.Generator("cuda").manual_seed(0)
+    cache = ra.PagedCache(pages=300, kv_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda", group=group)
+    sequences, kept = [cache.add(), cache.add()], [torch.empty(2, 2, 0, 2, 128, device="cuda", dtype=torch.bfloat16)]
+    for n, schedule in ((3000, None), (1, None), (700, ra.pass_q()), (64, ra.ring()), (500, ra.gather())):
+        layout = ra.zigzag(n, size)
+        q, k, v = (torch.randn(2, n, h, 128, generator=generator, device="cuda").bfloat16() for h in (8, 2, 2))
+        kept.append(torch.stack([k, v]))
+        shards = [ra.shard(x, layout, rank) for x in (q, k, v)]
+        out = ra.prefill(*shards, cache, cache.extend(sequences, n), layout, schedule=schedule)
+        keys, values = torch.cat(kept, 2)
+        exact, same = (
+            torch.stack([reference(q[i].to(kind), keys[i].to(kind), values[i].to(kind)) for i in range(2)]).double()
+            for kind in (torch.float64, torch.bfloat16)
+        )
+        off = (out - ra.shard(exact, layout, rank)).abs()
+        worst = max(worst, float(off.max() / (same - exact).abs().max()) if off.numel() else 0.0)
+    return worst
+
+
+@pytest.mark.gpu
+def test_gpus(nccl, world_size):
+    assert max(nccl.run(world_size, on_gpus, timeout=180)) < 2
