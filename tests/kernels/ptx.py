@@ -111,7 +111,7 @@ def _compute(operation: str, x: list[np.ndarray]) -> np.ndarray:
         return (x[0] & LOW) * (x[1] & LOW)
     if operation == "mad.wide.s32":
         return (signed(x[0]) * signed(x[1]) + x[2].astype(np.int64)).astype(np.uint64)
-    compare = {"ge": np.greater_equal, "le": np.less_equal, "eq": np.equal}
+    compare = {"ge": np.greater_equal, "gt": np.greater, "le": np.less_equal, "eq": np.equal}
     if name == "setp":
         y = x[:2] if kinds[-1] == "u32" else [signed(y) for y in x[:2]]
         found = compare[kinds[0]](*y)
@@ -162,7 +162,7 @@ def _on_bits(operation: str, x: list[np.ndarray]) -> np.ndarray:
 def _on_floats(name: str, kinds: list[str], x: list[np.ndarray]) -> np.ndarray:
     if name == "setp":
         left, right = (floats(y) for y in x[:2])
-        return {"gt": left > right, "neu": ~(left == right)}[kinds[0]] | (x[2] if "or" in kinds else False)
+        return {"gt": left > right, "eq": left == right, "neu": ~(left == right)}[kinds[0]] | (x[2] if "or" in kinds else False)
     with np.errstate(all="ignore"):
         one = np.float32(1)
         operations = {
@@ -171,6 +171,7 @@ def _on_floats(name: str, kinds: list[str], x: list[np.ndarray]) -> np.ndarray:
             "sub": lambda: x[0] - x[1],
             "max": lambda: np.fmax(x[0], x[1]),
             "abs": lambda: np.abs(x[0]),
+            "neg": lambda: -x[0],
             "fma": lambda: (x[0].astype(np.float64) * x[1] + x[2]).astype(np.float32),
             "ex2": lambda: np.exp2(x[0]),
             "rcp": lambda: one / x[0],

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ringattn.device.philox import kept, philox
-from ringattn_kernels.hopper import kept_pairs, score_steps, score_sums
+from ringattn_kernels.hopper import forward_softcap, kept_pairs, score_steps, score_sums
 from ringattn_kernels.modifiers import Dropout
 from tests.kernels import ptx
 
@@ -70,6 +70,35 @@ def test_a_softcap_is_tanh(largest):
     wanted = np.tanh(x.astype(np.float64))
     for got, exact in zip(found, held(wanted)):
         np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("way", "largest"), [(0, 0.45), (1, 0.9), (2, 30.0)])
+def test_a_late_softcap_gives_exponents(way, largest):
+    x = np.random.default_rng(0).uniform(-largest, largest, (64, 64)).astype(np.float32)
+    x[0, :4], x[5, 7] = (0.0, -0.0, largest, -largest), -np.inf
+    pivot = np.linspace(-3, 9, 64).astype(np.float32)[:, None] + np.zeros_like(x)
+    factor, scale = np.float32(0.25), np.float32(43.0)
+    ways = np.full(x.shape, way, np.uint64)
+    ways[::3] = 0  # the farthest row of a warp says how
+    operands = [*held(x / factor) * 2, *held(pivot), *held(ways)]
+    operands += [everywhere(factor, np.float32)] * 32 + [everywhere(scale, np.float32)] * 32
+    found = ptx.run(forward_softcap.exponents_assembly(32), operands)
+    wanted = np.where(np.isinf(x), -np.inf, scale * np.tanh(x.astype(np.float64)) - pivot)
+    for got, exact in zip(found, held(wanted)):
+        np.testing.assert_allclose(ptx.floats(got), exact, rtol=1e-6, atol=3e-4)
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_far_below_a_maximum_of_0_weights_of_a_late_softcap_vanish(way):
+    x = np.linspace(-30, -0.42, 64 * 64).reshape(64, 64).astype(np.float32)
+    scale = np.float32(forward_softcap.FAR_CAP * 1.442695)
+    operands = [*held(x) * 2, *held(np.zeros_like(x)), *held(np.full(x.shape, way, np.uint64))]
+    operands += [everywhere(1.0, np.float32)] * 32 + [everywhere(scale, np.float32)] * 32
+    found = ptx.run(forward_softcap.exponents_assembly(32), operands)
+    for got, exact in zip(found, held(scale * np.tanh(x.astype(np.float64)))):
+        off = np.abs(np.exp2(ptx.floats(got).astype(np.float64)) - np.exp2(exact))
+        # of a million keys, beside a single one at the maximum: less than what the rounding of weights to 16 bits may add
+        assert (off * 2**20 / (1 + np.exp2(exact) * 2**20)).max() < 2e-3
 
 
 @pytest.mark.parametrize("direction", [1, -1])

@@ -16,6 +16,7 @@ from ..units import LOG2_E
 from .descriptors import halves_layout, swizzled_layout
 from .forward_config import REGISTERS, WARPGROUP_ROWS, ForwardConfig, block_dim, chunks, panels
 from .forward_kernel import hopper_forward_kernel
+from .forward_softcap import caps_late
 from .work_queue import WorkQueue, order_works, work_counter
 
 # keys and values that the programs of an H200 may walk at a time, in bytes
@@ -45,7 +46,7 @@ def launch(
 ) -> None:  # fmt: skip
     """Launch the kernel over tensors that `attention.forward` made. programs: how many; None is one a multiprocessor."""
     counter = work_counter(q.device)
-    score = moving_arguments(modifiers, table, softmax_scale, q.shape[0], q.device)
+    score, late = moving_arguments(modifiers, table, softmax_scale, q.shape[0], q.device), caps_late(modifiers)
 
     def make() -> tuple[int, dict]:
         (_, _, h, d), (_, sk, hk, _) = q.shape, v.shape
@@ -53,7 +54,7 @@ def launch(
         assert (q.shape[1], k.shape[1], sk) == (table.q_rows, table.k_rows, table.k_rows) and h % hk == 0 and k.shape[2:] == (hk, d)
         queue = work_queue(q, k, v, table, config, splits, touched_only, modifiers)
         arguments = kernel_arguments(q, k, v, out, row_max, row_sum, queue, counter, softmax_scale, state, config)
-        arguments |= fixed_arguments(modifiers, table, queue.places) | score
+        arguments |= fixed_arguments(modifiers, table, queue.places) | score | dict(LATE_CAP=late)
         return min(programs or multiprocessors(q.device), len(queue.works)), arguments
 
     moving = dict(
@@ -67,7 +68,7 @@ def launch(
         counter_ptr=counter,
         **score,
     )
-    facts = state is None, touched_only, splits, config, programs, *facts_of(modifiers)
+    facts = state is None, touched_only, splits, config, programs, late, *facts_of(modifiers)
     launches.launch(hopper_forward_kernel, table, facts, moving, make, num_warps=4)
 
 
@@ -123,6 +124,7 @@ def kernel_arguments(
         TURNS=config.turns,
         PAIRED=config.paired,
         REGISTERS=REGISTERS[config.warpgroups],
+        LATE_CAP=False,
     )
 
 

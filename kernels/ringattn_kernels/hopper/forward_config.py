@@ -72,6 +72,8 @@ def config_for(q, v, table: TileTable, splits: int | None = None, modifiers: Mod
     """The configuration that should finish a table first; `splits` and `modifiers` as in `forward`."""
     dims, heads, processors = (q.shape[3], v.shape[3]), q.shape[0] * q.shape[2], multiprocessors(q.device)
     roomy = modifiers is not None and not (modifiers.softcap is None and modifiers.dropout is None)
+    import os
+    if os.environ.get("NOTROOMY"): roomy = False
     found = configs_for(*dims, roomy)
     if len(found) == 1 or heads * table.q_rows >= MANY * processors * found[0].block:
         return found[0]

@@ -20,6 +20,7 @@ from ..units import to_base2, to_natural
 from .barriers import named_barrier
 from .fences import pin
 from .forward_output import layout_to_store, load_state, store_out
+from .forward_softcap import capped_softmax_step
 from .forward_softmax import as_column, divided, mask_edge, rescale, scaled, softmax_step, unpack
 from .kept_pairs import drop_pairs, kept_bits
 from .language import async_load, barrier, reinterpret, wait_for_products
@@ -162,7 +163,7 @@ def start_values(pairs, v_smem, v_full, acc, block, STAGES: gl.constexpr):
 def attend_rows(
     blocks, barriers, result, queue, score, heads, q_rows, scale, WARPGROUP: gl.constexpr, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr, TURNS: gl.constexpr,
-    PAIRED: gl.constexpr, PANELS: gl.constexpr, MODIFIED: gl.constexpr,
+    PAIRED: gl.constexpr, PANELS: gl.constexpr, MODIFIED: gl.constexpr, LATE_CAP: gl.constexpr,
 ):  # fmt: skip
     """The partition of one warpgroup: out, row_max and row_sum of its 64 rows of each query block."""
     ROWS: gl.constexpr = blocks.q.shape[1]
@@ -176,6 +177,8 @@ def attend_rows(
     )
     dtype: gl.constexpr = blocks.v.dtype
     DROPPED: gl.constexpr = MODIFIED and score.dropped is not None
+    # one of the two changes scores before masks, the other in the softmax
+    CHANGED: gl.constexpr = MODIFIED and not LATE_CAP
     if TURNS and WARPGROUP == WARPGROUPS - 1:
         named_barrier("arrive", NEXT)
     block = 0
@@ -222,12 +225,19 @@ def attend_rows(
             place_of_q, place_of_k = load_places(score, segment)
             q_position = position(score, place_of_q, first_row)
             k_position = position(score, place_of_k, start)
-            s, _ = modified(s, score, head, q_position, k_position, 1)
+            if CHANGED:
+                s, _ = modified(s, score, head, q_position, k_position, 1)
             if DROPPED:
                 kept = kept_bits((head.stream_low, head.stream_high), score.dropped, q_position, k_position, BLOCK_K, 1)
         if (start < full_begin) | (start >= full_end):
             s = mask_edge(s, start, end, queue.segments_ptr, segment, first_row)
-        pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
+        if LATE_CAP:
+            pairs, alpha, pivot, row_sum, row_max = capped_softmax_step(s, pivot, row_sum, row_max, scale, score.into_cap, dtype)
+        else:
+            if LATE_CAP:
+                pairs, alpha, pivot, row_sum, row_max = capped_softmax_step(s, pivot, row_sum, row_max, scale, score.into_cap, dtype)
+            else:
+                pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
         if DROPPED:
             pairs = drop_pairs(pairs, kept)
         if HAS_STATE:
@@ -264,7 +274,7 @@ def attend_rows(
                     blocks.q, q_place, blocks.k, barriers.k_full, no_scores, block + 1, True, CHUNKS, PANELS, STAGES
                 )
                 s = warpgroup_mma_wait(0, deps=[s_token])
-            if MODIFIED:
+            if CHANGED:
                 s, _ = modified(s, score, head, q_position, k_position, 1)
             if (start < full_begin) | (start >= full_end):
                 s = mask_edge(s, start, end, queue.segments_ptr, segment, first_row)
@@ -273,7 +283,10 @@ def attend_rows(
                 acc = wait_for_products(0, acc_token)
                 pairs = pin(pairs)
             mbarrier.arrive(barriers.kv_empty.index(block % STAGES), count=1)
-            pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
+            if LATE_CAP:
+                pairs, alpha, pivot, row_sum, row_max = capped_softmax_step(s, pivot, row_sum, row_max, scale, score.into_cap, dtype)
+            else:
+                pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
             if DROPPED:
                 pairs = drop_pairs(pairs, kept)
             acc = [rescale(x, alpha) for x in acc]
@@ -334,6 +347,7 @@ def hopper_forward_kernel(
     seed_low, seed_high, offset, all_heads, first_head, dropped, kept_share, CHUNKS: gl.constexpr, PANELS: gl.constexpr,
     WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr,
     TURNS: gl.constexpr, PAIRED: gl.constexpr, REGISTERS: gl.constexpr, MODIFIED: gl.constexpr,
+    LATE_CAP: gl.constexpr,
 ):  # fmt: skip
     """out, row_max, row_sum of the works of one program; see the module."""
     dtype: gl.constexpr = q_desc.dtype
@@ -381,18 +395,18 @@ def hopper_forward_kernel(
             (load_copies, (q_desc, k_desc, v_desc, blocks, barriers, queue, counter_ptr, batches, heads, group,
                            CHUNKS, WARPGROUPS, Q_STAGES, STAGES)),
             (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
-                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED)),
+                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED, LATE_CAP)),
             (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
-                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED)),
+                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED, LATE_CAP)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (load_copies, (q_desc, k_desc, v_desc, blocks, barriers, queue, counter_ptr, batches, heads, group,
                            CHUNKS, WARPGROUPS, Q_STAGES, STAGES)),
             (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
-                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED)),
+                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED, LATE_CAP)),
             (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
-                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED)),
+                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED, LATE_CAP)),
             (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 2, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
-                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED)),
+                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED, LATE_CAP)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
