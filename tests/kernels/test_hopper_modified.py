@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+import ringattn as ra
 import ringattn_kernels as rk
 from ringattn_kernels import dispatch, hopper
 from ringattn_kernels.dispatch import Kernels
 from ringattn_kernels.hopper import forward_config, fused
 from ringattn_kernels.hopper.forward_kernel import hopper_forward_kernel
+from ringattn_kernels.hopper.forward_softcap import caps_late
 from ringattn_kernels.hopper.statistics import PaddedStatistics
 from ringattn_kernels.hopper.turns import key_turns
 from ringattn_kernels.hopper.work_queue import WorkQueue
@@ -51,6 +53,7 @@ def table_of(kind, place=64):
 SPILLS = {
     ("forward", 128, ("alibi",)): 128,
     ("forward", 64, ("dropout",)): 0,
+    ("forward", 128, ("softcap",)): 0,
     ("forward", 128, PARTS): 140,
     ("fused", 128, ("bias",)): 120,
     ("fused", 64, ("dropout",)): 856,
@@ -79,14 +82,15 @@ def test_the_compiler_keeps_products_asynchronous(kernel, d, parts, tmp_path):
     k, v = (torch.empty(1, ROWS, 2, d, dtype=torch.bfloat16) for _ in range(2))
     score = moving_arguments(found, table, 0.1, 1, q.device)
     if kernel == "forward":
-        roomy = found.softcap is not None or found.dropout is not None
+        roomy = forward_config.needs_room(found)
         how = forward_config.configs_for(d, d, roomy)[0]
         assert how.warpgroups == (2 if roomy else 3)
         queue = WorkQueue(*torch.empty(2, 4, dtype=torch.int32), torch.empty(4, 2, dtype=torch.int32))
         rows, counter = torch.empty(1, h, ROWS), torch.empty(1, dtype=torch.int32)
         arguments = hopper.forward.kernel_arguments(q, k, v, q, rows, rows, queue, counter, 0.1, None, how)
+        late = dict(LATE_CAP=caps_late(found))
         compiled = compile_for_hopper(
-            hopper_forward_kernel, arguments | fixed_arguments(found, table, queue.places) | score, tmp_path
+            hopper_forward_kernel, arguments | fixed_arguments(found, table, queue.places) | score | late, tmp_path
         )
     else:
         queries, sums, step = rk.Queries(q, dout, *torch.empty(3, 1, h, ROWS)), torch.empty(h, 1024, d), fused.CONFIGS[d].step
@@ -230,3 +234,23 @@ def test_a_block_of_the_tensor_cores_keeps_the_pairs_that_the_cpu_keeps():
         dq, dk, dv = (torch.empty(x.shape, device="cuda") for x in (q, k, eye))
         rk.backward(queries, k, eye, table, softmax_scale=1.0, dq=dq, dk=dk, dv=dv, add=False, modifiers=found, kernels=kernels)
         assert torch.equal(dv.permute(0, 2, 3, 1).cpu() != 0, wanted), kernels
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("lift", [0.0, -20.0])
+@pytest.mark.parametrize("size", [1, 6, 30])
+@pytest.mark.parametrize("cap", [30.0, 50.0])
+def test_a_late_softcap_is_exact_near_and_far(cap, size, lift):
+    """Scores of all sizes, and below 0 by `lift`."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, ROWS, h, 128, device="cuda") for h in (4, 2, 2))
+    q *= size
+    q[..., 0], k[..., 0] = 128**0.5, lift
+    inputs, score = [x.bfloat16() for x in (q, k, v)], ra.score(softcap=cap)
+    out, stats = ra.ring_attention(*inputs, score=score, return_stats=True)
+    exact, wanted = ra.reference.attention(*(x.double() for x in inputs), score=score, return_stats=True)
+    rounded = ra.reference.attention(*inputs, score=score)
+    assert (out - exact).norm() <= (rounded - exact).norm()
+    torch.testing.assert_close(stats.lse.double(), wanted.lse, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(stats.row_max.double(), wanted.row_max, rtol=2e-5, atol=2e-5)

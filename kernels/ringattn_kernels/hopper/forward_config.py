@@ -7,6 +7,7 @@ from ..config import padded
 from ..modifiers import Modifiers
 from ..splits import best, multiprocessors, predicted
 from ..table import TileTable, steps_of
+from .forward_softcap import caps_late
 
 WARPGROUP_ROWS = 64
 # registers of a thread that computes, by the number of warpgroups that compute; the rest suffices for the threads that copy
@@ -68,12 +69,17 @@ def configs_for(d: int, dv: int, roomy: bool = False) -> tuple[ForwardConfig, ..
     return ROOMY.get(dims, tuple(how for how in found if how.warpgroups == 2)) if roomy else found
 
 
+def needs_room(modifiers: Modifiers | None) -> bool:
+    """Whether what happens to scores takes registers: dropout, and a softcap before the maximum."""
+    if modifiers is None:
+        return False
+    return modifiers.dropout is not None or (modifiers.softcap is not None and not caps_late(modifiers))
+
+
 def config_for(q, v, table: TileTable, splits: int | None = None, modifiers: Modifiers | None = None) -> ForwardConfig:
     """The configuration that should finish a table first; `splits` and `modifiers` as in `forward`."""
     dims, heads, processors = (q.shape[3], v.shape[3]), q.shape[0] * q.shape[2], multiprocessors(q.device)
-    roomy = modifiers is not None and not (modifiers.softcap is None and modifiers.dropout is None)
-    import os
-    if os.environ.get("NOTROOMY"): roomy = False
+    roomy = needs_room(modifiers)
     found = configs_for(*dims, roomy)
     if len(found) == 1 or heads * table.q_rows >= MANY * processors * found[0].block:
         return found[0]

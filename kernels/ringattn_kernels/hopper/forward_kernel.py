@@ -235,7 +235,9 @@ def attend_rows(
             pairs, alpha, pivot, row_sum, row_max = capped_softmax_step(s, pivot, row_sum, row_max, scale, score.into_cap, dtype)
         else:
             if LATE_CAP:
-                pairs, alpha, pivot, row_sum, row_max = capped_softmax_step(s, pivot, row_sum, row_max, scale, score.into_cap, dtype)
+                pairs, alpha, pivot, row_sum, row_max = capped_softmax_step(
+                    s, pivot, row_sum, row_max, scale, score.into_cap, dtype
+                )
             else:
                 pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
         if DROPPED:
@@ -284,7 +286,9 @@ def attend_rows(
                 pairs = pin(pairs)
             mbarrier.arrive(barriers.kv_empty.index(block % STAGES), count=1)
             if LATE_CAP:
-                pairs, alpha, pivot, row_sum, row_max = capped_softmax_step(s, pivot, row_sum, row_max, scale, score.into_cap, dtype)
+                pairs, alpha, pivot, row_sum, row_max = capped_softmax_step(
+                    s, pivot, row_sum, row_max, scale, score.into_cap, dtype
+                )
             else:
                 pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
             if DROPPED:

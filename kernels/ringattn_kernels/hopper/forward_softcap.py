@@ -1,10 +1,9 @@
-"""The online softmax of the Hopper forward where nothing but a softcap of FAR_CAP or more changes scores: tanh after the maximum, not before.
+"""The online softmax of the Hopper forward if a softcap of FAR_CAP or more is all that changes scores: tanh after the maximum, not before.
 
-tanh grows with its argument, so the maximum of raw scores tells that of capped ones. It also tells which polynomial of the square is exact
-enough: one of three coefficients up to 0.45 of the cap, one of five up to 0.9, exp beyond. Negative scores need no check if the maximum of their
-row is at least 0. The highest coefficients are positive, so that far below 0 both polynomials fall below tanh, where a weight is at most
-exp(-0.42 FAR_CAP), 3e-6, of the greatest one. Their last products are then those that an exponent needs anyway: a softcap costs a score three
-instructions.
+tanh grows with its argument, so that the maximum of raw scores gives that of capped ones. It also says which polynomial of the square is
+exact enough: one of three coefficients up to 0.45 of the cap, one of five up to 0.9, and exp beyond. Scores below 0 need no check if the
+maximum of their row is at least 0. The highest coefficients are positive, so that far below 0 both polynomials stay below tanh; and there a
+weight is at most exp(-0.42 FAR_CAP), 3e-6, of the greatest one. A polynomial's last product is the one that an exponent needs anyway.
 """
 
 from triton.experimental import gluon
@@ -12,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ..modifiers import Modifiers
 from ..units import LOG2_E
-from .forward_softmax import add_weights, in_place, new_pivot_of
+from .forward_softmax import LAG, as_column, in_place, pack
 from .score_steps import hexadecimal
 
 # the least softcap for which a weight of a score below -0.45 caps may be as inexact as the polynomials make it
@@ -101,13 +100,19 @@ def tanh(x):
 @gluon.jit
 def capped_softmax_step(scores, pivot, row_sum, row_max, scale, into_cap, dtype: gl.constexpr):
     """`softmax_step` after a softcap: scale * tanh(into_cap * scores) is the exponent, and pivot and row_max are such exponents."""
+    ROWS: gl.constexpr = scores.shape[0]
+    COLUMNS: gl.constexpr = scores.shape[1]
+    SUMS: gl.constexpr = row_sum.type.layout
     farthest = gl.max(scores, axis=1) * into_cap
     block_max = tanh(farthest) * scale
     row_max = gl.maximum(row_max, block_max)
-    new_pivot, finite = new_pivot_of(block_max, pivot)
+    new_pivot = gl.where(block_max > pivot + LAG, block_max, pivot)
+    finite = gl.where(new_pivot == float("-inf"), 0.0, new_pivot)
     way = gl.where(farthest > _MIDDLE, 2, gl.where(farthest > _NEAR, 1, 0))
     way = gl.where((row_max < 0) & (row_max != float("-inf")), 2, way)
     p = gl.exp2(capped_exponents(scores, finite, way, scale, into_cap))
     alpha = gl.exp2(pivot - finite)
-    pairs, row_sum = add_weights(p, alpha, row_sum, dtype)
-    return pairs, alpha, new_pivot, row_sum, row_max
+    even, odd = gl.split(p.reshape([ROWS, COLUMNS // 2, 2]))
+    part = gl.convert_layout(gl.sum((even + odd).reshape([ROWS, COLUMNS // 8, 4]), axis=1), SUMS, assert_trivial=True)
+    row_sum = row_sum * as_column(alpha, SUMS) + part
+    return pack(even, odd, dtype), alpha, new_pivot, row_sum, row_max

@@ -74,24 +74,6 @@ def as_column(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def new_pivot_of(block_max, pivot):
-    """(the pivot after a block, the same without -inf: a row with no live pair yet has that, and inf - inf is none)."""
-    new_pivot = gl.where(block_max > pivot + LAG, block_max, pivot)
-    return new_pivot, gl.where(new_pivot == float("-inf"), 0.0, new_pivot)
-
-
-@gluon.jit
-def add_weights(p, alpha, row_sum, dtype: gl.constexpr):
-    """(weights p as packed pairs, row_sum * alpha with their sums)."""
-    ROWS: gl.constexpr = p.shape[0]
-    COLUMNS: gl.constexpr = p.shape[1]
-    SUMS: gl.constexpr = row_sum.type.layout
-    even, odd = gl.split(p.reshape([ROWS, COLUMNS // 2, 2]))
-    part = gl.convert_layout(gl.sum((even + odd).reshape([ROWS, COLUMNS // 8, 4]), axis=1), SUMS, assert_trivial=True)
-    return pack(even, odd, dtype), row_sum * as_column(alpha, SUMS) + part
-
-
-@gluon.jit
 def softmax_step(scores, pivot, row_sum, row_max, scale, dtype: gl.constexpr):
     """(p as packed pairs, alpha, pivot, row_sum, row_max) after a block of raw scores.
 
@@ -99,13 +81,22 @@ def softmax_step(scores, pivot, row_sum, row_max, scale, dtype: gl.constexpr):
     above it, so that alpha is 1 in nearly all steps. row_sum [rows, 4], relative to the pivot, holds the sum of each of the four threads
     that share a row.
     """
+    ROWS: gl.constexpr = scores.shape[0]
+    COLUMNS: gl.constexpr = scores.shape[1]
     block_max = gl.max(scores, axis=1) * scale
     row_max = gl.maximum(row_max, block_max)
-    new_pivot, finite = new_pivot_of(block_max, pivot)
+    new_pivot = gl.where(block_max > pivot + LAG, block_max, pivot)
+    # a row with no live pair yet has a pivot of -inf: avoid inf - inf
+    finite = gl.where(new_pivot == float("-inf"), 0.0, new_pivot)
     p = gl.exp2(scores * scale - gl.expand_dims(finite, 1))
     alpha = gl.exp2(pivot - finite)
-    pairs, row_sum = add_weights(p, alpha, row_sum, dtype)
-    return pairs, alpha, new_pivot, row_sum, row_max
+    even, odd = gl.split(p.reshape([ROWS, COLUMNS // 2, 2]))
+    part = gl.convert_layout(
+        gl.sum((even + odd).reshape([ROWS, COLUMNS // 8, 4]), axis=1), row_sum.type.layout, assert_trivial=True
+    )
+    SUMS: gl.constexpr = row_sum.type.layout
+    row_sum = row_sum * as_column(alpha, SUMS) + part
+    return pack(even, odd, dtype), alpha, new_pivot, row_sum, row_max
 
 
 @gluon.constexpr_function
