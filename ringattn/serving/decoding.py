@@ -16,7 +16,6 @@ from ..device import local
 from ..geometry.mask import Causal, Mask, SlidingWindow, causal
 from ..runtime.agree import refusing
 from ..scores import Score, ScoreMod
-from ..transport import Peer
 from .agreement import agree_on_call
 from .batch import CacheBatch
 from .cache import PagedCache
@@ -102,9 +101,7 @@ def _attend(
         return local.attend_pages(*arguments, sinks=sinks)
     packed = q.new_empty(transport.size, b * t * h * (pool.v_head_dim + 2), dtype=dtype)
     local.attend_pages(*arguments, packed=packed[transport.rank])
-    others = [rank for rank in range(transport.size) if rank != transport.rank]
-    sends = [Peer(rank, packed[transport.rank]) for rank in others]
-    transport.exchange(sends, [Peer(rank, packed[rank]) for rank in others]).wait()
+    transport.all_gather(packed)
     return local.merge_packed(packed, q, pool.v_head_dim, sinks)
 
 

@@ -76,6 +76,15 @@ class Transport(Ranks):
         sides: nothing computes while the exchange starts.
         """
 
+    def all_gather(self, rows: torch.Tensor) -> None:
+        """Fill the other ranks' rows of a contiguous tensor (ranks, ...) that has this rank's own; all ranks call it together.
+
+        The current stream then has them, and the host waits for nothing.
+        """
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sends = [Peer(rank, rows[self.rank]) for rank in others]
+        self.exchange(sends, [Peer(rank, rows[rank]) for rank in others]).wait()
+
 
 class Done(Handle):
     """A transfer of nothing."""

@@ -112,6 +112,36 @@ def unmap_kept() -> None:
         _kept.clear()
 
 
+def keep_while_captured(*memory: object) -> None:
+    """Keep memory whose owner is gone, if a graph is captured now: to unmap it waits for the device, which breaks a capture."""
+    if torch.cuda.is_current_stream_capturing():
+        _kept.append(memory)
+
+
+def allocate(device: torch.device, nbytes: int, zeros: int) -> torch.Tensor:
+    """Memory that other GPUs can map, (nbytes,) uint8; the first `zeros` of them are 0."""
+    # leave multicast alone: other jobs may share these GPUs
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    # imported here because some builds of torch lack it
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    unmap_kept()
+    arena = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+    arena[:zeros].zero_()
+    torch.cuda.synchronize(device)
+    return arena
+
+
+def map_arenas(arena: torch.Tensor, meeting: Meeting, rank: int, size: int) -> tuple[object, list[int]]:
+    """(what keeps all ranks' arenas mapped, their addresses here); all ranks have made theirs alike."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    with as_group(meeting, rank, size) as name:
+        handle = _SymmetricMemory.rendezvous(arena, name)
+    assert not getattr(handle, "multicast_ptr", 0)
+    return handle, [handle.get_buffer(each, arena.shape, torch.uint8).data_ptr() for each in range(size)]
+
+
 class CudaMemory(Memory):
     """A rank's arena on its GPU; the other ranks can map it once all ranks have called `meet`."""
 
@@ -123,28 +153,14 @@ class CudaMemory(Memory):
         driver = load_driver()
         assert driver is not None
         self.driver = driver
-        # leave multicast alone: other jobs may share these GPUs
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        # imported here because some builds of torch lack it
-        from torch._C._distributed_c10d import _SymmetricMemory
-
         self._counts = 8 * size * _LINE  # bytes
-        total = self._counts + capacity * (size - 1)
-        unmap_kept()
-        self._arena = _SymmetricMemory.empty_strided_p2p((total,), (1,), torch.uint8, device)
-        self._arena[: self._counts].zero_()
-        torch.cuda.synchronize(device)
+        self._arena = allocate(device, self._counts + capacity * (size - 1), zeros=self._counts)
 
     def meet(self, meeting: Meeting) -> None:
         """Map the other ranks' arenas."""
-        from torch._C._distributed_c10d import _SymmetricMemory
-
-        with as_group(meeting, self.rank, self.size) as name:
-            handle = _SymmetricMemory.rendezvous(self._arena, name)
-        assert not getattr(handle, "multicast_ptr", 0)
-        self._handle = handle  # the arenas stay mapped as long as it lives
-        shape = self._arena.shape
-        self._note_addresses([handle.get_buffer(rank, shape, torch.uint8).data_ptr() for rank in range(self.size)])
+        # the arenas stay mapped as long as the handle lives
+        self._handle, bases = map_arenas(self._arena, meeting, self.rank, self.size)
+        self._note_addresses(bases)
 
     def _note_addresses(self, bases: list[int]) -> None:
         """The addresses where each rank's places begin, of this rank's counts (`own`), and of the counts at its peers (`theirs`)."""
@@ -159,9 +175,7 @@ class CudaMemory(Memory):
                 self.theirs[count] = bases[peer] + (number * self.size + self.rank) * _LINE
 
     def __del__(self) -> None:
-        # unmapping memory waits for the device, which breaks a capture, and Python may collect garbage during one
-        if self.capturing:
-            _kept.append((getattr(self, "_handle", None), self._arena))
+        keep_while_captured(getattr(self, "_handle", None), self._arena)
 
     @property
     def current(self) -> CudaQueue:

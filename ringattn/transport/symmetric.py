@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from .base import Handle, Peer, Ranks, Transport
 from .cuda_memory import CudaMemory, load_driver, unmap_kept
+from .mailbox import Mailbox
 from .meeting import Meeting
 from .process_group import ProcessGroupTransport
 from .processes import host
@@ -38,6 +39,7 @@ class SymmetricTransport(StagedTransport):
             raise ValueError(f"budget is {budget} bytes, but {self.size} ranks need at least {least}: 64 KiB for each other rank")
         self.budget = budget
         self._device: torch.device | None = None
+        self._mailbox: list[Mailbox] | None = None  # one or none; None before the first call that asks for it
 
     @property
     def copy_engines(self) -> bool:
@@ -90,6 +92,31 @@ class SymmetricTransport(StagedTransport):
         with torch.cuda.device(self._device):
             return super().exchange(sends, receives, at_rest=at_rest)
 
+    def all_gather(self, rows: torch.Tensor) -> None:
+        mailbox = self._open_mailbox()
+        if mailbox is not None and mailbox.takes(rows):
+            with torch.cuda.device(self._device):
+                mailbox.all_gather(rows)
+        else:
+            super().all_gather(rows)
+
+    def _open_mailbox(self) -> Mailbox | None:
+        """Made by the first call, which all ranks make together; None during a capture before it, and where that failed on some rank."""
+        if self._mailbox is None and not torch.cuda.is_current_stream_capturing():
+            device, made = self._device, list[Mailbox]()
+            assert device is not None
+            meeting = Meeting(self)
+            reason = meeting.take(
+                {
+                    "could not allocate memory for small tensors": lambda: made.append(Mailbox(self.rank, self.size, device)),
+                    "could not map the other ranks' memory for small tensors": lambda: made[0].meet(meeting),
+                }
+            )
+            if reason is not None:
+                _log.info("ringattn gathers small tensors by copy engines: %s", reason)
+            self._mailbox = made[:1] if reason is None else []
+        return self._mailbox[0] if self._mailbox else None
+
 
 class AutomaticTransport(Transport):
     """NCCL, or the symmetric transport if the first call with tensors on GPUs finds that the ranks can use it; it logs the choice once."""
@@ -125,6 +152,9 @@ class AutomaticTransport(Transport):
         tensor = next((peer.tensor for peer in (*sends, *receives)), None)
         transport = self._process_group if tensor is None else self._of(tensor.device)
         return transport.exchange(sends, receives, at_rest=at_rest)
+
+    def all_gather(self, rows: torch.Tensor) -> None:
+        self._of(rows.device).all_gather(rows)
 
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
         return self._process_group.all_gather_control(record, patience)

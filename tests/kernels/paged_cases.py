@@ -8,7 +8,7 @@ import torch
 
 import ringattn_kernels as rk
 from ringattn.device import paged as plain
-from ringattn_kernels import paged
+from ringattn_kernels import mailbox, paged
 from ringattn_kernels.modifiers import Modifiers
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
@@ -95,3 +95,29 @@ def test_the_work_follows_the_lengths_on_the_device():
         table.lengths.copy_(torch.tensor(lengths))
         exact = plain.attend_pages(q.double(), k.double(), v.double(), table, softmax_scale=0.3)
         compare(rk.attend_pages(q, k, v, table, softmax_scale=0.3), exact, FP32)
+
+
+@pytest.mark.parametrize("words", [1, 1024, 3001])
+def test_ranks_give_each_other_small_rows(words):
+    """Two ranks' kernels, one after the other: what the first would wait for is there from the turn before."""
+    size, room = 2, 4096
+    flags = mailbox.flag_words(size)
+    arenas = [torch.zeros(flags + 2 * size * room, dtype=torch.int32) for _ in range(size)]
+    bases = torch.tensor([arena.data_ptr() for arena in arenas])
+    turns = [torch.zeros(mailbox.flag_words(1), dtype=torch.int32) for _ in range(size)]
+    sent = torch.randint(1, 1 << 30, (5, size, words), dtype=torch.int32)
+
+    def turn(rank, number):
+        rows = torch.zeros(size, words, dtype=torch.int32)
+        rows[rank] = sent[number, rank]
+        mailbox.all_gather(rows, arenas[rank], bases, turns[rank], rank)
+        return rows
+
+    per_rank = flags // size
+    arenas[0][per_rank : 2 * per_rank] = 1  # as if rank 1 had sent its first row
+    turn(0, 0)
+    for number in range(1, 5):
+        # rank 1 is a turn behind, and finds what rank 0 sent; so that rank 0 finds something, its flag is raised once more
+        assert torch.equal(turn(1, number - 1), sent[number - 1])
+        arenas[0][per_rank : 2 * per_rank] = number + 1
+        turn(0, number)
