@@ -91,7 +91,7 @@ _DELTA_RULE = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_
 _MAMBA2 = dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=8, mamba_chunk_size=16)
 # what a model needs beside that, by the kind of its config
 SETTINGS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), {**_HYBRID, **_DELTA_RULE}),
+    **{kind: {**_HYBRID, **_DELTA_RULE} for kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")},
     "kimi_linear": {**_HYBRID, "linear_head_dim": 8, "linear_num_heads": 3},
     "bailing_hybrid": _HYBRID,
     "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
@@ -111,11 +111,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         mamba_d_state=8,
         n_mamba_heads=2,
         mamba_dt_rank=4,
+        attention_hidden_size=64,
+        head_dim=16,
     ),
     "mamba": dict(state_size=8, time_step_rank=4, use_associative_scan=False),
     "falcon_mamba": dict(state_size=8, time_step_rank=4, use_associative_scan=False),
     "jamba": dict(mamba_d_state=8, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1, use_associative_scan=False),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), dict(layer_types=["conv", "full_attention"], num_dense_layers=1)),
+    **{kind: dict(layer_types=["conv", "full_attention"], num_dense_layers=1) for kind in ("lfm2", "lfm2_moe")},
     "lfm3": dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "sliding_attention"]),
     "minimax": {**_HYBRID, "block_size": 8},
     "recurrent_gemma": dict(block_types=["recurrent", "attention"], lru_width=24),

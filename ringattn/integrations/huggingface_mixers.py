@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..geometry.mask import Causal, Mask, causal, documents

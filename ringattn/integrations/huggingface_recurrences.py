@@ -7,8 +7,8 @@
     mamba_selective_scan              Mamba, Jamba: a state for each channel
     MiniMax, RecurrentGemma           whole layers, whose recurrences are no functions of their own
 
-Functions here take the arguments of transformers' functions of these names, after a `Mixing`. They leave what asks for a faster way to the same
-numbers (`chunk_size`, `use_mambapy`). Caches and initial states never come: `huggingface_mixers.py` refuses them.
+Functions here take the arguments of transformers' functions of these names, after a `Mixing`. They ignore what asks for a faster way to
+the same numbers (`chunk_size`, `use_mambapy`). Caches and initial states never come: `huggingface_mixers.py` refuses them.
 
 Shapes: b batch, s local tokens, c channels, h heads, g groups of heads, n numbers of a state, d head dim.
 """
