@@ -11,6 +11,8 @@ Models that make their scores themselves (BLOOM, MPT, Falcon, T5, mT5, UMT5) or 
 GPT-J, GPT-Neo) have no such interface: their attention modules get forward passes of ours, from `huggingface_scores.py` and
 `huggingface_plain.py`. `huggingface_positions.py` gives positions to models that count them in other ways.
 
+Layers that mix tokens by a convolution or a recurrence get our functions by `huggingface_mixers.py`.
+
 Each option that a model passes to its attention is either honoured or refused by name (`huggingface_checks.py`). Honoured are
 sliding windows, chunks, packed documents, padding on the right, attention sinks, a softcap and dropout. Other padding, a key/value cache
 but for `RingCache`, position bias and attention weights as output raise ValueError, and so does any option that this module does not know.
@@ -106,6 +108,8 @@ def attach(
       call.
     - A `ForSequenceClassification` of decoders, BERT's or RoBERTa's kind answers on every rank as on whole sequences, and takes `labels`.
       Its gradients are to be summed over the ranks.
+    - Layers of hybrid models (Qwen3-Next, Mamba-2, LFM2 and others: docs/linear-attention.md) convolve and pass states over the shards.
+      Their layout has no strides, and their mask is causal, or of documents.
     - Models that take no `position_ids`, as ALiBi and T5's bias are of distances, get none; if you give them, they only tell documents.
     - Attach an encoder and a decoder one by one, each with the layout of its own sequence, and call the model that holds both. Each rank
       then keeps the encoder's last states of the whole sequence, and computes attention to them by itself.

@@ -108,7 +108,7 @@ def check_model(
     """Raise ValueError if a model cannot take another attention, or if its layers see other tokens by other means too.
 
     has_forwards: whether its attention has forward passes of our own (`huggingface_scores.py`). takes_interface: whether it comes from
-    `AttentionInterface`. mixers: its layers with convolutions and recurrences of ours (`huggingface_mixers.py`).
+    `AttentionInterface`. mixers: its layers with convolutions and recurrences of ours.
     """
     if not has_forwards and not (takes_interface and hasattr(model, "set_attn_implementation")):
         raise ValueError(

@@ -187,21 +187,21 @@ def rebound(function: Any, names: Mapping[str, Any]) -> Any:
     Raises ValueError for decorators of another kind.
     """
     inner = getattr(function, "__wrapped__", None)
-    cells, scope = function.__closure__, function.__globals__
     if inner is None:
-        scope = {**scope, **names}
-    else:
-        held = [i for i, cell in enumerate(cells or ()) if _content(cell) is inner]
-        if len(held) != 1:
-            raise ValueError(f"{function.__qualname__} has a decorator that ringattn does not know: use transformers 5.23")
-        copied = rebound(inner, names)
-        cells = tuple(CellType(copied) if i == held[0] else cell for i, cell in enumerate(cells))
+        return _copied(function, {**function.__globals__, **names}, function.__closure__, {})
+    cells = [*(function.__closure__ or ())]
+    held = [i for i, cell in enumerate(cells) if _content(cell) is inner]
+    if len(held) != 1:
+        raise ValueError(f"{function.__qualname__} has a decorator that ringattn does not know: use transformers 5.23")
+    copied = rebound(inner, names)
+    cells[held[0]] = CellType(copied)
+    return _copied(function, function.__globals__, tuple(cells), {"__wrapped__": copied})
+
+
+def _copied(function: Any, scope: dict[str, Any], cells: tuple[CellType, ...] | None, attributes: dict[str, Any]) -> Any:
     made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
-    vars(made).update(vars(function))
-    if inner is not None:
-        vars(made)["__wrapped__"] = copied
-    vars(made)[_REBOUND] = True
+    vars(made).update(vars(function) | attributes | {_REBOUND: True})
     return made
 
 
