@@ -119,6 +119,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "jamba": dict(mamba_d_state=8, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1, use_associative_scan=False),
     **{kind: dict(layer_types=["conv", "full_attention"], num_dense_layers=1) for kind in ("lfm2", "lfm2_moe")},
     "lfm3": dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "sliding_attention"]),
+    "zaya": dict(num_experts_per_tok=1),
     "minimax": {**_HYBRID, "block_size": 8},
     "recurrent_gemma": dict(block_types=["recurrent", "attention"], lru_width=24),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),

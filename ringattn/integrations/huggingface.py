@@ -139,7 +139,7 @@ def attach_seeded(
     if not modules and not mixing:
         raise ValueError(f"{type(model).__name__} has no module with Attention or MLA in its class name")
     check_head_dims(modules)
-    check_mixers(mixing)
+    check_mixers(mixing, group)
     if own:
         check_forwards_of_own(model, own)
     if layout is None:

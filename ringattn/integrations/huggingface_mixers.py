@@ -21,6 +21,7 @@ from torch import nn
 
 from ..geometry.mask import Causal, Mask, causal, documents
 from ..runtime.agree import refusing
+from ..runtime.groups import Group, get_context
 from .huggingface_attachment import LiveMask, LivePairs, not_compiled, running_call
 from .huggingface_checks import check_attention
 from .huggingface_forward import attachment_of, call_name, check_runs_once
@@ -71,8 +72,15 @@ def mixers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if _name(module) in _CALLS or _name(module) in _WHOLE]
 
 
-def check_mixers(modules: list[nn.Module]) -> None:
-    """Raise ValueError if these layers cannot have our functions, in this version of transformers or with what others put in."""
+def check_mixers(modules: list[nn.Module], group: Group | None) -> None:
+    """Raise ValueError if these layers cannot have our functions, in this version of transformers or with what others put in, and for a
+    grid of ranks."""
+    context = get_context(group)
+    if modules and context.hybrid is not None:
+        raise ValueError(
+            f"group is {context.hybrid!r}, but the states of {type(modules[0]).__name__} pass between ranks in one row: pass the process "
+            "group of all its ranks, in the order of their shards"
+        )
     for module in modules:
         if "forward" in vars(module) and not _is_ours(module):
             raise ValueError(

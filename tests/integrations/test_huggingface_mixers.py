@@ -9,13 +9,20 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import masking_utils
 
 import ringattn as ra
 from ringattn.integrations.generation import RingCache
 from ringattn.integrations.huggingface import attach, detach
 from ringattn.integrations.huggingface_mixers import rebound
+from ringattn.runtime.ulysses import Hybrid
 from ringattn.training.causal_lm import sum_gradients
+from ringattn.transport import Alone
 from tests.integrations.test_huggingface_models import N, sweep, tokens
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(masking_utils, "create_recurrent_attention_mask"), reason="this version of transformers has other hybrid layers"
+)
 
 HYBRIDS = {
     "qwen3-next": "Qwen3NextForCausalLM",
@@ -230,6 +237,7 @@ def double_path(model):
     ("run", "message"),
     [
         (lambda: call(ra.striped(N, 2)), "layout is for 2 ranks"),
+        (lambda: attach(made("lfm2"), group=Hybrid(Alone(), Alone(), Alone())), "states of Lfm2ShortConv pass between ranks in one row"),
         (lambda: call(mask=ra.sliding_window(4, 0)), "a recurrence sees all that came before"),
         (lambda: call(mask=ra.documents(lengths=[N]), cu_seq_lens_q=torch.tensor(CU), cu_seq_lens_k=torch.tensor(CU)),
          "takes one of the two: attach without a mask"),
@@ -242,7 +250,7 @@ def double_path(model):
         (lambda: ra.verify(made("lfm2"), dict(input_ids=tokens(N), position_ids=torch.arange(N)[None] % 9)),
          "which transformers runs across packed documents"),
     ],
-    ids=["striped", "window", "documents twice", "seq_idx", "another way", "states", "generation", "verify a mask", "verify positions"],
+    ids=["striped", "grid", "window", "two documents", "seq_idx", "another way", "states", "cache", "verify masks", "verify positions"],
 )  # fmt: skip
 def test_what_is_refused_by_name(run, message):
     with pytest.raises(ValueError, match=message):
