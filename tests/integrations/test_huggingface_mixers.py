@@ -299,3 +299,24 @@ def other_models(group):
 @pytest.mark.thorough
 def test_striped_shards_are_refused_on_every_rank(gloo):
     gloo.run(2, other_models, timeout=60)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("whole", [False, True], ids=["layers", "model"])
+@pytest.mark.parametrize("name", ["qwen3-next", "mamba 2", "mamba", "minimax", "recurrent gemma"])
+def test_compiled_code_has_the_same_results(name, whole):
+    found = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = made(name).float()
+        attach(model, layout=ra.zigzag(N, 1))
+        if compiled and not whole:
+            for layer in model.base_model.layers:
+                layer.compile(backend="aot_eager")
+        run = torch.compile(model, backend="aot_eager") if compiled and whole else model
+        bounds = torch.tensor(CU)
+        logits = run(input_ids=tokens(N), cu_seq_lens_q=bounds, cu_seq_lens_k=bounds).logits
+        logits.square().mean().backward()
+        found.append([logits, *(p.grad for p in model.parameters() if p.grad is not None)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * one.abs().max().item())
