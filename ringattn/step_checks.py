@@ -17,7 +17,7 @@ from .geometry.layout import Layout
 from .geometry.mask import Mask
 from .integrations.replace import attention_modules
 from .scores import ScoreMod
-from .whole_step import of_transformers, takes_masks
+from .whole_step import has_mixers, of_transformers, takes_masks
 
 
 def check_arguments(model: Any, batch: Any, layout: Any, mask: Any, loss: Any, whole: Any, score: Any) -> None:
@@ -77,6 +77,18 @@ def _check_own_attention(model: Any, batch: Mapping[str, Any], mask: Mask | None
             f"{name} makes ALiBi from its own mask, so its whole step takes no other: verify it without mask= and without packed "
             "documents"
         )
+    if (mask is not None or _has_documents(batch)) and has_mixers(model):
+        raise ValueError(
+            f"{name} has layers with states or convolutions, which transformers runs across packed documents: verify it without mask= and "
+            "without packed documents"
+        )
+
+
+def _has_documents(batch: Mapping[str, Any]) -> bool:
+    """Whether a batch is packed, by bounds or by positions that restart."""
+    positions = batch.get("position_ids")
+    restarts = isinstance(positions, torch.Tensor) and bool((positions.diff() < 0).any())
+    return restarts or batch.get("cu_seq_lens_q") is not None
 
 
 def check_unwrapped(model: nn.Module) -> None:

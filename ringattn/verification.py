@@ -36,6 +36,7 @@ from .whole_step import (
     OwnAttention,
     attached_part,
     dense_copy,
+    hides_rounding,
     in_fp64,
     of_transformers,
     on_device,
@@ -255,7 +256,7 @@ def _whole_step(
     own = None if score is None else score_of_copy(score, model, dense)
     inputs = whole_inputs(dense, batch, mask, add_mask=whole is None and of_transformers(model))
     calls = contextlib.nullcontext() if own is None else DenseCalls(mask, own)
-    with OwnAttention(_SEED) if of_transformers(model) else calls:
+    with OwnAttention(_SEED, hides_rounding(model, dense)) if of_transformers(model) else calls:
         return step(dense, own, inputs, autocast)
 
 

@@ -54,12 +54,13 @@ class DenseCalls(TorchFunctionMode):
 class OwnAttention(TorchFunctionMode):
     """While it is on, a model's own attention drops the weights that the ring drops for a seed, and its softmax keeps fp64.
 
-    Weights (b, h, s, s) are the only input of `dropout`: any other was refused in the step around the ring.
+    Weights (b, h, s, s) are the only input of `dropout`: any other was refused in the step around the ring. wide: what asks for fp32 gets
+    fp64.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, wide: bool = False) -> None:
         super().__init__()
-        self.seed = seed
+        self.seed, self.wide = seed, wide
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         replaced = {
@@ -67,6 +68,10 @@ class OwnAttention(TorchFunctionMode):
             nn.functional.scaled_dot_product_attention: self._attention,
             nn.functional.softmax: self._softmax,
         }
+        if self.wide:
+            func = torch.Tensor.double if func is torch.Tensor.float else func
+            args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+            kwargs = {key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()}
         return replaced.get(func, func)(*args, **(kwargs or {}))
 
     def _softmax(
@@ -119,6 +124,22 @@ def attached_part(model: nn.Module) -> Any:
     from .integrations.huggingface import NAME
 
     return next((module for module in model.modules() if NAME in vars(module)), None)
+
+
+def has_mixers(model: nn.Module) -> bool:
+    """Whether a model of transformers has layers with states or convolutions, which run around a ring."""
+    from .integrations.huggingface_mixers import mixers
+
+    return bool(mixers(model))
+
+
+def hides_rounding(model: nn.Module, exact: nn.Module) -> bool:
+    """Whether a copy in fp64 would round as the model itself does, so that it could not tell how far that is from the truth.
+
+    Recurrences of transformers ask for fp32. The gradients of their decays then differ by 1e-4 and more from those of fp64.
+    """
+    dtypes = [next(each.parameters()).dtype for each in (model, exact)]
+    return dtypes[1] == torch.float64 != dtypes[0] and has_mixers(model)
 
 
 def dense_copy(model: Any) -> nn.Module:

@@ -86,8 +86,42 @@ TINY: dict[str, Any] = {
     **dict.fromkeys(("num_kv_shared_layers",), 0),
     "use_cache": False,
 }
+_HYBRID = dict(layer_types=["linear_attention", "full_attention"])
+_DELTA_RULE = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12)
+_MAMBA2 = dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=8, mamba_chunk_size=16)
 # what a model needs beside that, by the kind of its config
 SETTINGS: dict[str, dict[str, Any]] = {
+    **{kind: {**_HYBRID, **_DELTA_RULE} for kind in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")},
+    "kimi_linear": {**_HYBRID, "linear_head_dim": 8, "linear_num_heads": 3},
+    "bailing_hybrid": _HYBRID,
+    "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
+    "granitemoehybrid": {**_HYBRID, **_MAMBA2, "shared_intermediate_size": 16},
+    "nemotron_h": dict(
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+        **dict(mamba_num_heads=4, mamba_head_dim=16, n_groups=2, ssm_state_size=8, chunk_size=16),
+        moe_shared_expert_intermediate_size=16,
+    ),
+    "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 64},
+    "mamba2": dict(num_heads=4, head_dim=16, n_groups=2, state_size=8, chunk_size=16),
+    "zamba2": dict(
+        layers_block_type=["linear_attention", "hybrid"], mamba_d_state=8, mamba_ngroups=2, n_mamba_heads=4, chunk_size=16
+    ),
+    "zamba": dict(
+        **dict(num_hidden_layers=3, layers_block_type=["linear_attention", "hybrid", "hybrid"]),
+        mamba_d_state=8,
+        n_mamba_heads=2,
+        mamba_dt_rank=4,
+        attention_hidden_size=64,
+        head_dim=16,
+    ),
+    "mamba": dict(state_size=8, time_step_rank=4, use_associative_scan=False),
+    "falcon_mamba": dict(state_size=8, time_step_rank=4, use_associative_scan=False),
+    "jamba": dict(mamba_d_state=8, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1, use_associative_scan=False),
+    **{kind: dict(layer_types=["conv", "full_attention"], num_dense_layers=1) for kind in ("lfm2", "lfm2_moe")},
+    "lfm3": dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "sliding_attention"]),
+    "zaya": dict(num_experts_per_tok=1),
+    "minimax": {**_HYBRID, "block_size": 8},
+    "recurrent_gemma": dict(block_types=["recurrent", "attention"], lru_width=24),
     "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
     "gptj": dict(rotary_dim=4),
     "codegen": dict(rotary_dim=4),
@@ -248,8 +282,16 @@ def tiny(kind: str, name: str) -> nn.Module:
     model = kind_of_model(config).double().eval()  # without dropout
     with contextlib.suppress(Exception):  # models without experts, or whose eager experts are the only ones
         model.set_experts_implementation("eager")
+    for module in model.modules():
+        if hasattr(module, "decay_factors"):  # MiniMax keeps decays, which it has rounded to fp32
+            _make_decays_exact(module)
     make_distinct(model)
     return model
+
+
+def _make_decays_exact(module: Any) -> None:
+    factors = module.decay_factors(module.slope_rate)
+    module.query_decay, module.key_decay, module.diagonal_decay = factors
 
 
 def make_distinct(model: nn.Module) -> None:

@@ -705,6 +705,27 @@ MUTATIONS = (
         "tests/integrations/test_huggingface_scores.py -k equals_the_dense_one",
     ),
     Mutation(
+        "ringattn/integrations/huggingface_mixers.py",
+        "return causal() if live.documents is None else documents",
+        "return causal() if live.mask is None else documents",
+        "states pass from one packed document to the next",
+        "tests/integrations/test_huggingface_mixers.py -k packed_documents_of",
+    ),
+    Mutation(
+        "ringattn/integrations/huggingface_mixers.py",
+        "missing = [name for name in required if name not in mixing.used]",
+        "missing = [name for name in required if name in ()]",
+        "a layer that takes another way runs within the shard",
+        "tests/integrations/test_huggingface_mixers.py -k refused_by_name",
+    ),
+    Mutation(
+        "ringattn/integrations/huggingface_recurrences.py",
+        "A.to(step.dtype) * step, scale=1.0)",
+        "A.to(step.dtype) * step)",
+        "Mamba-2 with attention's scale",
+        "tests/integrations/test_huggingface_mixers.py -k packed_documents_of",
+    ),
+    Mutation(
         "ringattn/integrations/huggingface_call.py",
         "self.batch.without_last(after)",
         "self.batch",

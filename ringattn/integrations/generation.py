@@ -409,6 +409,10 @@ def _check_model(model: Any, attachment: Attachment) -> None:
     kind = type(model).__name__
     if attachment.has_forwards:
         raise ValueError(f"the attention of {kind} has no door for a RingCache: generate with a detached model")
+    if attachment.mixes:
+        raise ValueError(
+            f"{kind} has layers with states or convolutions, of which a RingCache keeps nothing: generate with a detached model"
+        )
     if attachment.first_position or not attachment.takes_positions:
         raise ValueError(
             f"{kind} counts positions in a way of its own, which a RingCache does not support: generate with a detached model"

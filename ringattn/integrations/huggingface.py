@@ -11,6 +11,8 @@ Models that make their scores themselves (BLOOM, MPT, Falcon, T5, mT5, UMT5) or 
 GPT-J, GPT-Neo) have no such interface: their attention modules get forward passes of ours, from `huggingface_scores.py` and
 `huggingface_plain.py`. `huggingface_positions.py` gives positions to models that count them in other ways.
 
+Layers that mix tokens by a convolution or a recurrence get our functions by `huggingface_mixers.py`.
+
 Each option that a model passes to its attention is either honoured or refused by name (`huggingface_checks.py`). Honoured are
 sliding windows, chunks, packed documents, padding on the right, attention sinks, a softcap and dropout. Other padding, a key/value cache
 but for `RingCache`, position bias and attention weights as output raise ValueError, and so does any option that this module does not know.
@@ -44,6 +46,7 @@ from .huggingface_forward import Asked, attend_around_ring
 from .huggingface_heads import answers_from, put_in_head, take_out_head
 from .huggingface_hooks import hook_holder, hook_model, hook_rotary, live_mask, unhook, unhook_holder
 from .huggingface_labels import guard_loss, release_loss
+from .huggingface_mixers import check_mixers, mixers, needs_mask, put_in_mixers, take_out_mixers
 from .huggingface_positions import counting_embeddings, first_position, hook_counting
 from .huggingface_scores import (
     check_forwards_of_own,
@@ -105,6 +108,8 @@ def attach(
       call.
     - A `ForSequenceClassification` of decoders, BERT's or RoBERTa's kind answers on every rank as on whole sequences, and takes `labels`.
       Its gradients are to be summed over the ranks.
+    - Layers of hybrid models (Qwen3-Next, Mamba-2, LFM2 and others: docs/linear-attention.md) convolve and pass states over the shards.
+      Their layout has no strides, and their mask is causal, or of documents.
     - Models that take no `position_ids`, as ALiBi and T5's bias are of distances, get none; if you give them, they only tell documents.
     - Attach an encoder and a decoder one by one, each with the layout of its own sequence, and call the model that holds both. Each rank
       then keeps the encoder's last states of the whole sequence, and computes attention to them by itself.
@@ -126,13 +131,15 @@ def attach_seeded(
     """`attach`, with one seed for the dropout of all calls."""
     rank = _check_arguments(layout, mask, group, ignore)
     parts = model.modules() if isinstance(model, nn.Module) else ()
-    modules = [module for module in parts if _ATTENTION.search(type(module).__name__)]
+    mixing = mixers(model) if isinstance(model, nn.Module) else []
+    modules = [module for module in parts if _ATTENTION.search(type(module).__name__) and not _holds(module, mixing)]
     says_so = bool(getattr(model, "_supports_attention_backend", False))
     own = forwards_of_own(modules, says_so)
-    check_model(model, bool(own), says_so or takes_interface(modules))
-    if not modules:
+    check_model(model, bool(own), says_so or (takes_interface(modules) if modules else bool(mixing)), mixing)
+    if not modules and not mixing:
         raise ValueError(f"{type(model).__name__} has no module with Attention or MLA in its class name")
     check_head_dims(modules)
+    check_mixers(mixing, group)
     if own:
         check_forwards_of_own(model, own)
     if layout is None:
@@ -140,7 +147,8 @@ def attach_seeded(
     else:
         check_mask_of_scores(model, mask, layout)
     counting = [] if takes_positions(model) else counting_embeddings(model)
-    if not counting and not (own and counts_distances(own)):
+    # states have an order, but no positions
+    if modules and not counting and not (own and counts_distances(own)):
         check_positions_taken(model)
     first = first_position(model)
     register()
@@ -157,6 +165,8 @@ def attach_seeded(
         takes_positions=takes_positions(model),
         has_forwards=bool(own),
         says_so=says_so,
+        mixes=bool(mixing),
+        gives_mask=needs_mask(model, mixing),
         first_position=first,
         seed=seed,
     )
@@ -170,10 +180,11 @@ def attach_seeded(
     if is_new:
         for holder in models_around(model):
             hook_holder(holder)
-    for module in [*modules, *rotary, *counting]:
+    for module in [*modules, *mixing, *rotary, *counting]:
         setattr(module, NAME, attachment)
     for module in own:
         put_in(module)
+    put_in_mixers(model, mixing, models(model))
     if answers_from(model) is not None:
         put_in_head(model)
     _switch_attention(model, says_so)
@@ -198,6 +209,7 @@ def detach(model: PreTrainedModel, attn_implementation: str | None = None) -> No
         release_loss(module)
         unhook(module)
     take_out(model)
+    take_out_mixers(model)
     take_out_head(model)
     if attachment is not None and not attachment.says_so:
         _set_directly(model, before or "eager")
@@ -271,6 +283,11 @@ def _attach_models(model: nn.Module, attachment: Attachment) -> None:
             hook_model(part)
         setattr(part, NAME, attachment)
         guard_loss(part, attachment.ranks.size)
+
+
+def _holds(module: nn.Module, others: Iterable[nn.Module]) -> bool:
+    """Whether a module is one of these, or has one within."""
+    return any(part in others for part in module.modules())
 
 
 def _switch_attention(model: PreTrainedModel, says_so: bool) -> None:

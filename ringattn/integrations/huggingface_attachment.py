@@ -158,6 +158,8 @@ class Attachment:
     takes_positions: bool = True  # position_ids; without them, scores depend on distances, which the layout gives to attention
     has_forwards: bool = False  # attention has forward passes of our own (`huggingface_scores.py`, `huggingface_plain.py`)
     says_so: bool = True  # the model's class says that its attention comes from AttentionInterface
+    mixes: bool = False  # has layers with convolutions or recurrences (`huggingface_mixers.py`)
+    gives_mask: bool = False  # the model hands its attention_mask to such layers as it is
     first_position: int = 0  # of a sequence, as the model counts: RoBERTa's kind begins after padding_idx
     seed: int | None = None  # of dropout; None: each call draws one
     of_call: Attachment | None = None

@@ -23,6 +23,9 @@ from .token_mixers import check_token_mixers
 
 # layers that see other tokens only through attention, and only in the two ways that are honoured
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+# layers that see them by a convolution or a recurrence, too, or not at all, in models whose layers have our functions
+# (`huggingface_mixers.py`)
+_MIXED_TYPES = {"linear_attention", "conv", "hybrid", "mlp", "moe"}
 
 # options of attention that cannot be honoured, and why; None and False ask for nothing
 _REFUSED = {
@@ -99,26 +102,28 @@ def dynamic_rotary(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def check_model(model: nn.Module, has_forwards: bool = False, takes_interface: bool = False) -> None:
+def check_model(
+    model: nn.Module, has_forwards: bool = False, takes_interface: bool = False, mixers: Sequence[nn.Module] = ()
+) -> None:
     """Raise ValueError if a model cannot take another attention, or if its layers see other tokens by other means too.
 
     has_forwards: whether its attention has forward passes of our own (`huggingface_scores.py`). takes_interface: whether it comes from
-    `AttentionInterface`.
+    `AttentionInterface`. mixers: its layers with convolutions and recurrences of ours.
     """
     if not has_forwards and not (takes_interface and hasattr(model, "set_attn_implementation")):
         raise ValueError(
             f"{type(model).__name__} does not take its attention from AttentionInterface: ring attention cannot be put in"
         )
     for within in models(model):
-        _check_config(within, has_forwards, model)
-    check_token_mixers(model)
+        _check_config(within, has_forwards, model, bool(mixers))
+    check_token_mixers(model, mixers)
     pools = answers_from(model) == "first"
     for name, module in model.named_modules():
         if not pools:
             _check_module(name, module)
 
 
-def _check_config(model: Any, has_forwards: bool, attached: nn.Module) -> None:
+def _check_config(model: Any, has_forwards: bool, attached: nn.Module, has_mixers: bool) -> None:
     config = model.config
     has_two_sequences = not has_forwards or "decoder_input_ids" in inspect.signature(type(model).forward).parameters
     if getattr(config, "is_encoder_decoder", False) and has_two_sequences:
@@ -144,7 +149,8 @@ def _check_config(model: Any, has_forwards: bool, attached: nn.Module) -> None:
             f"attention_chunk_size is {chunk}, but attention in chunks is supported in Llama 4's text model alone: attach that, or "
             "another model"
         )
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    known = _LAYER_TYPES | _MIXED_TYPES if has_mixers else _LAYER_TYPES
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if other:
         raise ValueError(
             f"the config's layer_types have {', '.join(map(repr, other))}, but only layers that see other tokens through full, "

@@ -53,16 +53,12 @@ def attend_around_ring(
 
     options: what else the model passes to its attention. Raises ValueError, on every rank, for what cannot be honoured.
     """
-    attachment = _attachment(module, mask)
+    attachment = attachment_of(module, mask)
     if torch.compiler.is_compiling():
         modified, sees_past_only, window = _request(module, attachment, q, k, mask, asked, options)
     else:
         with refusing(attachment.ranks):
-            if mask is None and runs_again_reentrantly():
-                raise ValueError(
-                    f"{type(module).__name__} runs again in the backward pass under reentrant activation checkpointing, without the mask "
-                    'by which it would know its layout: call gradient_checkpointing_enable({"use_reentrant": False})'
-                )
+            check_runs_once(module, mask)
             modified, sees_past_only, window = _request(module, attachment, q, k, mask, asked, options)
     if attachment.cached is not None:
         limit = attachment.cached.check_layer(module, sees_past_only, window)
@@ -76,7 +72,7 @@ def attend_around_ring(
         group=attachment.group,
         softmax_scale=asked.scaling,
         score=modified,
-        name=_call_name(module),
+        name=call_name(module),
     )
 
 
@@ -94,7 +90,7 @@ def attend_to_whole(
 
     Compiled layers have a graph break here, because `attend` cannot be traced.
     """
-    attachment = _attachment(module, mask)
+    attachment = attachment_of(module, mask)
     with refusing(attachment.ranks):
         check_attention(options, attachment.ignored)
         modified = asked.score(attachment.seed)
@@ -106,7 +102,8 @@ def attend_to_whole(
     return out
 
 
-def _attachment(module: nn.Module, mask: LiveMask | None) -> Attachment:
+def attachment_of(module: nn.Module, mask: LiveMask | None) -> Attachment:
+    """The attachment of a module's call. Raises ValueError without one."""
     attachment: Attachment | None = getattr(module, NAME, None)
     if attachment is None:
         raise ValueError(
@@ -131,7 +128,16 @@ def _request(
     return modified, *_causality_and_window(module, attachment, q, k, mask, asked.window, asked.is_causal)
 
 
-def _call_name(module: nn.Module) -> str | None:
+def check_runs_once(module: nn.Module, mask: LiveMask | None) -> None:
+    """Raise ValueError if a module runs again in the backward pass without its mask."""
+    if mask is None and runs_again_reentrantly():
+        raise ValueError(
+            f"{type(module).__name__} runs again in the backward pass under reentrant activation checkpointing, without the mask "
+            'by which it would know its layout: call gradient_checkpointing_enable({"use_reentrant": False})'
+        )
+
+
+def call_name(module: nn.Module) -> str | None:
     """What tells a layer's calls from those of others: its number. None in compiled code, where it would be a graph for each layer."""
     number = None if torch.compiler.is_compiling() else getattr(module, "layer_idx", None)
     return None if number is None else f"{type(module).__name__} of layer {number}"

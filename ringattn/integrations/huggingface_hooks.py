@@ -189,6 +189,8 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
         packed = documents(cu_seqlens=[0, rows[0]])
         assert isinstance(packed, Documents)
     live = attachment.live if packed is None and rows is None else LivePairs(attachment.live.mask, packed, rows)
+    if attachment.gives_mask:
+        kwargs = {**kwargs, "attention_mask": LiveMask(live, None, True, attachment)}
     begin_call(ModelCall(model, live, next(running_calls(), None), calling_frame(), attachment, last, positions))
     return args, kwargs
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -13,9 +15,15 @@ _OTHERS = (
 )
 
 
-def check_token_mixers(model: nn.Module) -> None:
-    """Raise ValueError if a module in it mixes tokens: a convolution, recurrence, pooling, or a norm with statistics over tokens."""
+def check_token_mixers(model: nn.Module, known: Collection[nn.Module] = ()) -> None:
+    """Raise ValueError if a module in it mixes tokens: a convolution, recurrence, pooling, or a norm with statistics over tokens.
+
+    known: modules that run around the ring, whose parts may do so.
+    """
+    parts = {part for module in known for part in module.modules()}
     for name, module in model.named_modules():
+        if module in parts:
+            continue
         is_wide = isinstance(module, _CONVOLUTIONS) and module.kernel_size != (1,)
         if is_wide or isinstance(module, _OTHERS):
             raise ValueError(
