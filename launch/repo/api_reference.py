@@ -39,8 +39,9 @@ _HUGGINGFACE = (
     "padding",
     "plain",
     "positions",
+    "whole",
 )
-INNER = {f"huggingface_{name}" for name in (*_HUGGINGFACE, "scores")} | {"offload", "ring_flash_attn_arguments"}
+INNER = {f"huggingface_{name}" for name in (*_HUGGINGFACE, "scores")} | {"offload", "ring_flash_attn_arguments", "trainer_parts"}
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign
 
 
