@@ -24,7 +24,7 @@ from ..geometry.layout import Layout, zigzag
 from ..runtime.agree import Facts, agree, refusing
 from ..training.causal_lm import IGNORE
 from ..training.data import packed_documents, shard_batch
-from .huggingface_attachment import Attachment, not_compiled
+from .huggingface_attachment import NAME, Attachment, not_compiled
 
 # what a fused head of trl returns of each token, (b, s_local)
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
@@ -32,6 +32,7 @@ _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top
 _COLUMNS = {"input_ids": 0, "labels": IGNORE, "attention_mask": 0, "position_ids": 0}
 _DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _PASSED = ("use_cache", "fused_lm_head", "return_dict", "output_router_logits")
+_NAME = "ringattn_whole"  # of the attribute that holds a `WholeCalls`
 _FACTS = Facts({"function": "a model's call with a whole batch"})
 _MODULUS = (1 << 61) - 1  # of digests, as numbers of 61 bits
 
@@ -60,7 +61,8 @@ class WholeCalls:
       over the ranks are those of one process, if each rank makes the whole loss.
     - `model(input_ids=, attention_mask=, labels=, label_smoothing=)` returns a dict with `losses` (b, s - 1), of labels smoothed as by
       `torch.nn.functional.cross_entropy`; 0 where a label does not count.
-    - With a `RingCache` a call is left as it is: it takes whole sequences already.
+    - A call with a layout, of this rank's rows, and one with a `RingCache` are left as they are; so is every call after `detach`, or
+      after `attach` was called again.
 
     A call is refused, on every rank, if it asks for other things, if the ranks' batches differ, and if a row has padding between tokens.
     """
@@ -68,8 +70,14 @@ class WholeCalls:
     def __init__(self, model: nn.Module, attachment: Attachment, layouts: Callable[[int], Layout] | None = None) -> None:
         self.attachment, self.layouts = attachment, layouts
         self._cuts: list[_Cut | None] = []
-        model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        model.register_forward_hook(self._leave, always_call=True)
+        before: WholeCalls | None = vars(model).get(_NAME)
+        for handle in () if before is None else before._handles:
+            handle.remove()
+        self._handles = (
+            model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._leave, always_call=True),
+        )
+        setattr(model, _NAME, self)
 
     def __deepcopy__(self, memo: dict) -> WholeCalls:
         return self  # a copied model stays on the same ring
@@ -78,7 +86,8 @@ class WholeCalls:
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Before the model runs: this rank's rows instead of the whole batch."""
         self._cuts.append(None)
-        if kwargs.get("past_key_values") is not None:
+        is_attached = getattr(model, NAME, None) is self.attachment
+        if not is_attached or kwargs.get("layout") is not None or kwargs.get("past_key_values") is not None:
             return None
         ranks = self.attachment.ranks
         with refusing(ranks):

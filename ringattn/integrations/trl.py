@@ -10,67 +10,34 @@ rank's logits exist in tiles only. It needs trl 1.16, which has a fused head (`a
 
 from __future__ import annotations
 
-import copy
 import inspect
-import json
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..geometry.layout import Layout
-from ..runtime.agree import Facts, agree, refusing
+from ..runtime.agree import refusing
 from ..training.causal_lm import IGNORE
 from ..transport import Ranks
-from .accelerate import RingParallelismConfig
 from .huggingface import attach
 from .huggingface_attachment import NAME, Attachment
 from .huggingface_whole import WholeCalls
 from .trainer_parts import InTurn, check_wrapped, left_unprepared, replica_of
+from .trl_rollouts import generated, of_first_rank
+from .trl_settings import check_arguments, check_groups, kind, on_rings
 
 try:
-    from transformers import PreTrainedTokenizerBase, Trainer, set_seed
+    from transformers import Trainer, set_seed
     from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
     from trl.trainer.utils import FusedCausalLMOutput  # noqa: F401  older versions have no fused head
 except ImportError as error:
     raise ImportError("ringattn.integrations.trl needs trl 1.16 or later, and accelerate: pip install trl accelerate") from error
 
 __all__ = ["RingDPOTrainer", "RingGRPOTrainer", "RingSFTTrainer"]
-
-_Asks = Callable[[Any], bool]
-_ROLLOUT = Facts({"function": "completions of a ring"})
-
-# settings that cannot be honoured: when they ask for something, and why not
-_SETTINGS: dict[str, tuple[_Asks, str]] = {
-    "deepspeed": (lambda x: x is not None, "its loaders would deal rows to the ranks of a ring: use DDP or FSDP2"),
-    "neftune_noise_alpha": (lambda x: x is not None, "the noise would be scaled by the length of a shard: leave it out"),
-    "use_liger_kernel": (bool, "its layers are not tried around a ring: leave it out"),
-    "activation_offloading": (bool, "it is not tried around a ring: leave it out, or see ringattn.training.offload"),
-    "auto_find_batch_size": (bool, "a rank that runs out of memory would change the batch size alone: leave it out"),
-    "include_num_input_tokens_seen": (
-        lambda x: x not in ("no", False),
-        "it would count each token once a rank of a ring: leave it out",
-    ),
-    "precompute_ref_log_probs": (bool, "it would gather each pair once a rank of a ring: leave it out"),
-    "use_vllm": (bool, "vLLM samples for each rank by itself: give a rollout_func, which may ask a server of vLLM"),
-    "use_transformers_continuous_batching": (bool, "its cache does not go around a ring: leave it out"),
-    "log_completions": (bool, "it would list each completion once a rank of a ring: leave it out"),
-}
-# arguments of the trainers, likewise
-_ARGUMENTS: dict[str, str] = {
-    "compute_loss_func": "no rank has logits of whole sequences: override compute_loss, and make the loss from log-probabilities",
-    "compute_metrics": "no rank has logits of whole sequences: leave it out",
-    "preprocess_logits_for_metrics": "no rank has logits of whole sequences: leave it out",
-    "quantization_config": "the model is loaded already: load it so",
-    "peft_config": "the model is attached already: wrap it by get_peft_model, attach that, and give it",
-    "tools": "their calls are not tried around a ring: leave them out, or call them in a rollout_func",
-    "environment_factory": "environments are not tried around a ring: leave it out, or step them in a rollout_func",
-}
 
 
 class _OnRing(Trainer):
@@ -82,23 +49,28 @@ class _OnRing(Trainer):
         given = inspect.signature(super().__init__).bind(model, *args, **kwargs).arguments
         attachment: Attachment | None = getattr(model, NAME, None)
         if not isinstance(attachment, Attachment):
-            raise ValueError(f"{_kind(model)} is not attached: load it, and attach(model, group=...) before the trainer gets it")
+            raise ValueError(f"{kind(model)} is not attached: load it, and attach(model, group=...) before the trainer gets it")
         ranks = attachment.ranks
-        replica = replica_of(attachment)
         with refusing(ranks):
             if attachment.fixed_layout is not None:
                 raise ValueError(
-                    f"{_kind(model)} was attached with {attachment.fixed_layout!r}, but batches have lengths of their own: "
+                    f"{kind(model)} was attached with {attachment.fixed_layout!r}, but batches have lengths of their own: "
                     "attach(model, group=...) without a layout"
                 )
-            self._check(given, ranks, replica)
-            given["args"] = _on_rings(given["args"], ranks, replica)
+            self._check(given, ranks)
+        replica = replica_of(attachment)
+        with refusing(ranks):
+            given["args"] = on_rings(given["args"], ranks, replica)
         self._replica, self._ring_size, self._tokens = replica, ranks.size, 0
         super().__init__(**given)
         if ranks.size > 1 and self.accelerator.parallelism_config is not given["args"].parallelism_config:
             raise ValueError(
                 "an Accelerator was made before this trainer, whose loaders would deal rows to the ranks of a ring: make none, or give it "
                 f"the trainer's parallelism_config, RingParallelismConfig(ring_size={ranks.size})"
+            )
+        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
+            raise ValueError(
+                "fsdp is of version 1, which is not tried around a ring: set fsdp_version to 2 in fsdp_config, or use DDP"
             )
         WholeCalls(self.accelerator.unwrap_model(self.model), attachment, layouts)
         reference = getattr(self, "ref_model", None)
@@ -107,33 +79,9 @@ class _OnRing(Trainer):
             attach(inner, mask=attachment.live.mask, group=attachment.group, ignore=attachment.ignored)
             WholeCalls(inner, getattr(inner, NAME), layouts)
 
-    def _check(self, given: dict[str, Any], ranks: Ranks, replica: tuple[int, int]) -> None:
+    def _check(self, given: dict[str, Any], ranks: Ranks) -> None:
         """Raise ValueError for arguments and settings that cannot be honoured."""
-        settings = given.get("args")
-        if not isinstance(settings, self._config):
-            raise ValueError(f"args is {_kind(settings)}, but must be a {self._config.__name__}: give one")
-        for name, why in _ARGUMENTS.items():
-            if given.get(name) is not None:
-                raise ValueError(f"{name} is given, but {why}")
-        for name, (asks, why) in _SETTINGS.items():
-            if asks(getattr(settings, name, None if asks is not bool else False)):
-                raise ValueError(f"{name} is {getattr(settings, name)!r}, but {why}")
-        loading = getattr(settings, "accelerator_config", None)
-        for name in ("dispatch_batches", "split_batches"):
-            if getattr(loading, name, None):
-                raise ValueError(f"{name} is True in accelerator_config, but one rank would deal rows to all: leave it out")
-        tokenizer = given.get("processing_class")
-        if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            raise ValueError(
-                f"processing_class is {_kind(tokenizer)}, but must be a tokenizer: only text is possible around a ring"
-            )
-        config: Any = given["model"].config.get_text_config()
-        asked = getattr(settings, "router_aux_loss_coef", None)
-        coefficient = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked
-        if hasattr(config, "output_router_logits") and coefficient:
-            raise ValueError(
-                f"router_aux_loss_coef is {coefficient}, but the routers' loss would be of a shard: set it to 0.0 in the config of the trainer"
-            )
+        check_arguments(given, self._config)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Sequences of a step: ranks of a ring share theirs."""
@@ -142,6 +90,10 @@ class _OnRing(Trainer):
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         check_wrapped(self, model)
         return super().training_step(model, inputs, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with left_unprepared(self):
+            return super().evaluation_loop(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         figures = self._metrics["train" if self.model.training else "eval"]
@@ -171,7 +123,7 @@ class _OnBatches(_OnRing):
         named = sets[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
         rows: Any = sets if named is None else named
         if rows is None or isinstance(rows, IterableDataset) or not hasattr(rows, "__len__"):
-            raise ValueError(f"eval_dataset is {_kind(rows)}, but must have a length, to be dealt to {count} rings: give a Dataset")
+            raise ValueError(f"eval_dataset is {kind(rows)}, but must have a length, to be dealt to {count} rings: give a Dataset")
         self._check_rows(len(rows), count)
         return DataLoader(
             InTurn(rows, count, index),
@@ -189,8 +141,7 @@ class _OnBatches(_OnRing):
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         self._means: list[tuple[float, int]] = []  # of this ring's batches: the mean, and of how many
-        with left_unprepared(self):
-            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         total, count = self._over_rings(sum(mean * count for mean, count in self._means), sum(count for _, count in self._means))
         if output.metrics is not None and count:
             output.metrics[f"{metric_key_prefix}_loss"] = total / count
@@ -231,8 +182,8 @@ class RingSFTTrainer(_OnBatches, SFTTrainer):
 
     _config = SFTConfig
 
-    def _check(self, given: dict[str, Any], ranks: Ranks, replica: tuple[int, int]) -> None:
-        super()._check(given, ranks, replica)
+    def _check(self, given: dict[str, Any], ranks: Ranks) -> None:
+        super()._check(given, ranks)
         settings = given["args"]
         if settings.label_smoothing_factor and settings.loss_type != "nll":
             raise ValueError(
@@ -303,8 +254,10 @@ class RingGRPOTrainer(_OnRing, GRPOTrainer):
         layouts: returns the layout for a number of tokens; by default zigzag over the model's ring.
 
     A batch has `per_device_train_batch_size` completions a ring; with `steps_per_generation` it must hold whole groups of
-    `num_generations`. Raises ValueError, before the trainer is made and on every rank, unless it does, for rewards that are scaled over
-    the batch, vLLM within the trainer, tools and environments, and for each setting that cannot be honoured, by its name.
+    `num_generations`. Losses and gradients are those of one process; logged deviations of rewards (`reward_std`) are over rewards that
+    each rank of a ring has once more, and so a little smaller. Raises ValueError, before the trainer is made and on every rank, for groups
+    spread over rings, rewards scaled over the batch, vLLM within the trainer, tools and environments, and for each setting that cannot be
+    honoured, by its name.
     """
 
     _config = GRPOConfig
@@ -314,35 +267,19 @@ class RingGRPOTrainer(_OnRing, GRPOTrainer):
         # trl draws other numbers on each rank, but ranks of a ring must sample and shuffle alike
         set_seed(self.args.seed + self._replica[0])
         self._ring: Ranks = getattr(model, NAME).ranks
-        self._made_by: Callable[..., dict[str, Any]] = self.rollout_func or _generated
+        self._made_by: Callable[..., dict[str, Any]] = self.rollout_func or generated
         self.rollout_func: Any = self._rollout
 
-    def _check(self, given: dict[str, Any], ranks: Ranks, replica: tuple[int, int]) -> None:
-        super()._check(given, ranks, replica)
-        settings = given["args"]
-        held = {
-            "num_generations": settings.per_device_train_batch_size * settings.steps_per_generation,
-            "num_generations_eval": settings.per_device_eval_batch_size,
-        }
-        for name, rows in held.items():
-            group = getattr(settings, name, None) or settings.num_generations
-            needed = name == "num_generations" or settings.eval_strategy != "no"
-            if needed and ranks.size > 1 and rows % group:
-                raise ValueError(
-                    f"{name} is {group}, but a ring has {rows} completions at a time, which must be whole groups: give a multiple of {group}"
-                )
-        if ranks.size > 1 and (settings.scale_rewards == "batch" or settings.multi_objective_aggregation == "normalize_then_sum"):
-            raise ValueError(
-                f"scale_rewards is {settings.scale_rewards!r} and multi_objective_aggregation {settings.multi_objective_aggregation!r}, but "
-                "trl would take the deviation over rewards that each rank of a ring has once more: scale within groups"
-            )
+    def _check(self, given: dict[str, Any], ranks: Ranks) -> None:
+        super()._check(given, ranks)
+        check_groups(given["args"], ranks.size)
 
     def _rollout(self, prompts: list, trainer: Any) -> dict[str, Any]:
         """Completions of this ring's prompts: those of its first rank on every rank."""
         made = self._made_by(prompts, trainer)
         if self._ring.size == 1:
             return made
-        return _of_first_rank(self._ring, made)
+        return of_first_rank(self._ring, made)
 
     def _tokens_seen(self) -> float:
         return self.state.num_input_tokens_seen / self._ring_size
@@ -360,77 +297,3 @@ class _Counted:
 
 def _without_labels(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "labels": [IGNORE] * len(row["input_ids"])}
-
-
-def _on_rings(settings: Any, ranks: Ranks, replica: tuple[int, int]) -> Any:
-    """The trainer's settings with loaders that deal rows to rings. Raises ValueError for rings of ranks that are not consecutive."""
-    if ranks.size == 1:
-        return settings
-    settings = copy.copy(settings)
-    given = settings.parallelism_config
-    if given is None:
-        given = RingParallelismConfig(ring_size=ranks.size)
-    elif not isinstance(given, RingParallelismConfig) or given.ring_size != ranks.size:
-        raise ValueError(
-            f"parallelism_config is {_kind(given)}, but loaders must know the ring: give RingParallelismConfig(ring_size={ranks.size}), "
-            "or leave it out for DDP"
-        )
-    rank, expected = dist.get_rank(), replica[0] * ranks.size + ranks.rank
-    if rank != expected or replica[1] * ranks.size != dist.get_world_size():
-        raise ValueError(
-            f"rank {rank} is rank {ranks.rank} of ring {replica[0]}, but loaders deal to rings of consecutive ranks: make the mesh with the "
-            "ring as its last axis, and every rank in a ring"
-        )
-    settings.parallelism_config = given
-    if getattr(settings, "generation_batch_size", None) is not None:  # trl's count of all ranks' completions
-        settings.generation_batch_size //= ranks.size
-    return settings
-
-
-def _generated(prompts: list, trainer: Any) -> dict[str, Any]:
-    """What the model answers, generated around the ring: a `rollout_func`."""
-    from .generation import RingCache
-
-    model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
-    assert images is None, "only text is possible around a ring"
-    longest = max(len(ids) for ids in prompt_ids)
-    device, padding = trainer.accelerator.device, trainer.generation_config.pad_token_id
-    rows = [torch.tensor(ids, device=device) for ids in prompt_ids]
-    ids = torch.stack([F.pad(row, (longest - len(row), 0), value=padding) for row in rows])
-    mask = torch.stack([F.pad(torch.ones_like(row), (longest - len(row), 0)) for row in rows])
-    most = longest + trainer.max_completion_length
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        cache = RingCache(model, tokens=len(rows) * most, sequences=len(rows))
-        out = model.generate(ids, attention_mask=mask, past_key_values=cache, generation_config=trainer.generation_config)
-    model.train(was_training)
-    ends = set(trainer.eos_token_ids)
-    return {
-        "prompt_ids": prompt_ids,
-        "completion_ids": [_to_end(row, ends) for row in out[:, longest:].tolist()],
-        "logprobs": None,
-    }
-
-
-def _to_end(tokens: list[int], ends: set[int]) -> list[int]:
-    """A completion up to its first end token, which is part of it."""
-    return tokens[: next((at + 1 for at, token in enumerate(tokens) if token in ends), len(tokens))]
-
-
-def _of_first_rank(ranks: Ranks, made: dict[str, Any]) -> dict[str, Any]:
-    """What the first rank of a ring made, on every rank of it; a collective."""
-    with refusing(ranks):
-        try:
-            record = json.dumps(made).encode() if ranks.rank == 0 else b""
-        except TypeError as error:
-            raise ValueError(f"rollout_func returned what JSON does not know ({error}): return lists, numbers and texts") from None
-    lengths, _ = agree(ranks, _ROLLOUT, len(record))
-    records = ranks.all_gather_control(np.frombuffer(record, dtype="u1").tobytes().ljust(lengths[0], b" "))
-    assert records is not None
-    return json.loads(records[0])
-
-
-def _kind(value: Any) -> str:
-    return "missing" if value is None else repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
