@@ -91,7 +91,8 @@ def sft(kinds, model, settings, folder, **given):
 
     rows = Dataset.from_list(documents())
     kind = kinds.RingSFTTrainer if kinds else SFTTrainer
-    return kind(model, args=SFTConfig(folder, **settings), train_dataset=rows, eval_dataset=rows.select(range(5)), **given)
+    given = {"args": SFTConfig(folder, **settings), **given}
+    return kind(model, train_dataset=rows, eval_dataset=rows.select(range(5)), **given)
 
 
 def dpo(kinds, model, settings, folder, **given):
@@ -325,10 +326,11 @@ def called_whole(group):
             torch.testing.assert_close(out.log_probs[row].detach(), expected, rtol=0, atol=2e-6)
             (one.log_probs[0] * weights[row, a : b - 1]).sum().backward()
         assert torch.equal(out.label_mask, labels[:, 1:] != -100)
+        largest = max(p.grad.abs().max().item() for p in alone.parameters())
         for p, expected in zip(model.parameters(), alone.parameters()):
             summed = p.grad.clone()
             dist.all_reduce(summed, group=group)
-            torch.testing.assert_close(summed / size, expected.grad, rtol=0, atol=3e-6 * expected.grad.abs().max().item())
+            torch.testing.assert_close(summed / size, expected.grad, rtol=0, atol=4e-6 * largest)
     rank = dist.get_rank(group)
     whole = dict(input_ids=tokens, labels=tokens, fused_lm_head=True)
     hole = torch.tensor([[1, 0, 1]])
