@@ -46,21 +46,22 @@ class RingParallelismConfig(ParallelismConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.ring_size = check.integer("ring_size", self.ring_size, least=1)
+        replicated, sharded = self._held
         for name, what in _OTHERS.items():
-            if getattr(self, name) > 1:
+            if (getattr(self, name, None) or 1) > 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but {what} does not go with a ring: leave {name} at 1")
-        if self.dp_replicate_size > 1 and self.dp_shard_size == 1:
+        if replicated > 1 and sharded == 1:
             raise ValueError(
-                f"dp_replicate_size is {self.dp_replicate_size} and dp_shard_size 1: for DDP leave both out, because the ranks that are "
+                f"dp_replicate_size is {replicated} and dp_shard_size 1: for DDP leave both out, because the ranks that are "
                 "no ring's are replicas"
             )
-        if self.dp_shard_size > 1 and self.ring_size == 1:
+        if sharded > 1 and self.ring_size == 1:
             raise ValueError(
                 f"ring_size is 1 and dp_shard_size {self.dp_shard_size}: without rings use accelerate's ParallelismConfig"
             )
-        if self.dp_shard_size > 1 and self.dp_shard_size % self.ring_size:
+        if sharded > 1 and sharded % self.ring_size:
             raise ValueError(
-                f"dp_shard_size is {self.dp_shard_size}, but must be a multiple of ring_size {self.ring_size}: parameters are "
+                f"dp_shard_size is {sharded}, but must be a multiple of ring_size {self.ring_size}: parameters are "
                 "sharded over all ranks of a ring"
             )
 
@@ -80,21 +81,26 @@ class RingParallelismConfig(ParallelismConfig):
         """The mesh: (dp_replicate, cp) for DDP, or accelerate's own for FSDP2 over data and ring; a collective. None without ranks."""
         if not dist.is_initialized():
             return None
-        ranks, sharded = dist.get_world_size(), self.dp_shard_size > 1
-        held = self.dp_shard_size * self.dp_replicate_size if sharded else ranks
+        ranks, (replicated, sharded) = dist.get_world_size(), self._held
+        held = sharded * replicated if sharded > 1 else ranks
         if ranks % self.ring_size or held != ranks:
             raise ValueError(
-                f"ring_size is {self.ring_size}, dp_shard_size {self.dp_shard_size} and dp_replicate_size {self.dp_replicate_size}, but "
+                f"ring_size is {self.ring_size}, dp_shard_size {sharded} and dp_replicate_size {replicated}, but "
                 f"there are {ranks} ranks: ring_size must divide them, and the others' product must be all of them, or 1 for DDP"
             )
-        if not sharded:
+        if sharded == 1:
             shape = ranks // self.ring_size, self.ring_size
             return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", _RING))
         over_rings = ParallelismConfig(
-            dp_replicate_size=self.dp_replicate_size,
-            dp_shard_size=self.dp_shard_size // self.ring_size,
+            dp_replicate_size=replicated,
+            dp_shard_size=sharded // self.ring_size,
             cp_size=self.ring_size,
             tp_size=1,
             sp_size=1,
         )
         return over_rings.build_device_mesh(device_type)
+
+    @property
+    def _held(self) -> tuple[int, int]:
+        """How many replicas accelerate counts, and over how many ranks each is sharded."""
+        return self.dp_replicate_size or 1, self.dp_shard_size or 1

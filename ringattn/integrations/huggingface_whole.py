@@ -38,7 +38,7 @@ _MODULUS = (1 << 61) - 1  # of digests, as numbers of 61 bits
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _CutCall:
     """How a call's batch was cut. starts: (b,), where each row begins; None if all begin at once. columns: s.
 
     smoothed: this rank's labels, if the call asks for losses of smoothed labels, and the smoothing.
@@ -69,7 +69,7 @@ class WholeCalls:
 
     def __init__(self, model: nn.Module, attachment: Attachment, layouts: Callable[[int], Layout] | None = None) -> None:
         self.attachment, self.layouts = attachment, layouts
-        self._cuts: list[_Cut | None] = []
+        self._cuts: list[_CutCall | None] = []
         before: WholeCalls | None = vars(model).get(_NAME)
         for handle in () if before is None else before._handles:
             handle.remove()
@@ -113,7 +113,7 @@ class WholeCalls:
             num_items = batch.pop("num_items_in_batch", None)
             shards = shard_batch(batch, layout, self.attachment.rank)
         smoothed = None if smoothing is None else (shards.pop("shift_labels"), smoothing)
-        self._cuts[-1] = _Cut(layout, columns, starts, num_items, smoothed)
+        self._cuts[-1] = _CutCall(layout, columns, starts, num_items, smoothed)
         return (), {**passed, **shards, "layout": layout}
 
     @not_compiled
@@ -136,7 +136,7 @@ class WholeCalls:
         count = found["label_mask"].sum().clamp(min=1) if cut.num_items is None else cut.num_items
         return type(output)(loss=-found["log_probs"].sum() / count, **found)
 
-    def _whole(self, cut: _Cut, values: torch.Tensor) -> torch.Tensor:
+    def _whole(self, cut: _CutCall, values: torch.Tensor) -> torch.Tensor:
         """Numbers of each token (k, b, s_local) on every rank for all tokens that have a next one, (k, b, s - 1)."""
         whole = unshard(values, cut.layout, self.attachment.group, dim=2)[:, :, : cut.columns]
         if cut.starts is not None:

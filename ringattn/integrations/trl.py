@@ -32,7 +32,12 @@ from .trl_settings import check_arguments, check_groups, kind, on_rings
 
 try:
     from transformers import Trainer, set_seed
-    from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
     from trl.trainer.utils import FusedCausalLMOutput  # noqa: F401  older versions have no fused head
 except ImportError as error:
     raise ImportError("ringattn.integrations.trl needs trl 1.16 or later, and accelerate: pip install trl accelerate") from error
@@ -44,6 +49,7 @@ class _OnRing(Trainer):
     """What a trainer of trl, the next class, needs around a ring."""
 
     _config: type = object
+    _metrics: Any  # trl's figures, by name, of training and of evaluation
 
     def __init__(self, model: Any, *args: Any, layouts: Callable[[int], Layout] | None = None, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind(model, *args, **kwargs).arguments
@@ -72,10 +78,12 @@ class _OnRing(Trainer):
             raise ValueError(
                 "fsdp is of version 1, which is not tried around a ring: set fsdp_version to 2 in fsdp_config, or use DDP"
             )
-        WholeCalls(self.accelerator.unwrap_model(self.model), attachment, layouts)
+        policy: Any = self.model
+        inner: Any = self.accelerator.unwrap_model(policy)
+        WholeCalls(inner, attachment, layouts)
         reference = getattr(self, "ref_model", None)
         if reference is not None:
-            inner: Any = self.accelerator.unwrap_model(reference)
+            inner = self.accelerator.unwrap_model(reference)
             attach(inner, mask=attachment.live.mask, group=attachment.group, ignore=attachment.ignored)
             WholeCalls(inner, getattr(inner, NAME), layouts)
 
@@ -96,7 +104,8 @@ class _OnRing(Trainer):
             return super().evaluation_loop(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        figures = self._metrics["train" if self.model.training else "eval"]
+        policy: Any = self.model
+        figures = self._metrics["train" if policy.training else "eval"]
         if "num_tokens" in figures:  # trl counts those of each rank
             figures["num_tokens"] = [self._tokens_seen()]
         super().log(logs, start_time)

@@ -117,13 +117,18 @@ def grpo(kinds, model, settings, folder, **given):
     return kind(model, reward, args=settings, train_dataset=Dataset.from_list(prompts()), **given)
 
 
+def act_as_launched():
+    """Set the variables of torchrun. CI: trl sends no figures of its use."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size, MASTER_PORT=29511, CI=1)
+    os.environ.update({"MASTER_ADDR": "localhost"} | {name: str(value) for name, value in names.items()})
+
+
 @patch.dict(os.environ)
 def trained(group, make, ring, folder, settings, given, evaluates):
     """Three steps of a trainer on this rank, by trl's own without a ring: figures, parameters' changes, and losses of evaluations."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size, MASTER_ADDR="localhost")
-    # CI: trl sends no figures of its use
-    os.environ.update({name: str(value) for name, value in {**names, "MASTER_PORT": 29511, "CI": 1}.items()})
+    act_as_launched()
+    world_size = dist.get_world_size()
     from accelerate.state import AcceleratorState
 
     from ringattn.integrations import trl as kinds
@@ -175,7 +180,7 @@ def assert_equal(processes, folder, make, world_size, ring, settings, given=None
             assert losses == pytest.approx((first, last), rel=1e-5)
         for name, expected in changes.items():
             assert expected.abs().max() > 1e-5
-            torch.testing.assert_close(own[name], expected, rtol=0, atol=1e-4 * expected.abs().max().item(), msg=name)
+            torch.testing.assert_close(own[name], expected, rtol=0, atol=1e-4 * expected.abs().max().item() + 2e-7, msg=name)
     return results
 
 
@@ -265,9 +270,10 @@ REFUSED = {
 }
 
 
+@patch.dict(os.environ)
 def refusals(group, folder):
     """The message of each refused case on this rank, and of models that are not attached as they must be."""
-    os.environ["CI"] = "1"
+    act_as_launched()
     from ringattn.integrations import trl as kinds
 
     messages = {}
@@ -278,7 +284,7 @@ def refusals(group, folder):
     cases |= {"is not attached": (make_model(), sft, {}, {}), "was attached with": (fixed, sft, {}, {})}
     cases |= {
         "scale_rewards is 'batch'": (attached, grpo, dict(scale_rewards="batch"), {}),
-        "num_generations is 16": (attached, grpo, dict(num_generations=16), {}),
+        "num_generations is 32": (attached, grpo, dict(num_generations=32), {}),
     }
     for name, (model, make, settings, given) in cases.items():
         settings = {**COMMON, "per_device_train_batch_size": 8, **settings}
@@ -293,7 +299,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(processes, tmp_path):
     for found in processes[2].run(2, refusals, str(tmp_path), timeout=180):
         for name, message in found.items():
             assert name in message
-        assert len(found) == len(REFUSED) + 4
+        expected = {*REFUSED, "is not attached", "was attached with", "scale_rewards is 'batch'", "num_generations is 32"}
+        assert found.keys() == expected
 
 
 def called_whole(group):
