@@ -175,7 +175,9 @@ def processes():
     """Four separate ranks, because accelerate uses all ranks of the default group."""
     from ranks import Ranks
 
-    pool = Ranks("gloo", 4, ("accelerate", "transformers.models.llama.modeling_llama", *(["trl"] if HAS_TRL else [])))
+    pool = Ranks(
+        "gloo", 4, ("accelerate", "transformers.models.llama.modeling_llama", *(["ringattn.integrations.trl"] if HAS_TRL else []))
+    )
     yield pool
     pool.close()
 
@@ -326,7 +328,7 @@ def packed_step_under_trl(group, folder):
     model = make_model()
     attach(model, group=mesh["ring"])
     settings = SFTConfig(
-        folder, padding_free=True, max_length=None, per_device_train_batch_size=1, gradient_accumulation_steps=ROWS // 2, max_steps=1,
+        folder, padding_free=True, max_length=None, per_device_train_batch_size=ROWS // 2, max_steps=1, average_tokens_across_devices=True,
         optim="sgd", learning_rate=LR, lr_scheduler_type="constant", max_grad_norm=CLIP, bf16=False, use_cpu=True, ddp_backend="gloo",
         report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1, dataloader_pin_memory=False, gradient_checkpointing=False,
         dataset_kwargs=dict(skip_prepare_dataset=True),

@@ -155,7 +155,7 @@ def processes():
     """Ranks over gloo by their number: accelerate uses all ranks of the default group."""
     from ranks import Ranks
 
-    imports = ("accelerate", "transformers.models.llama.modeling_llama", "trl")
+    imports = ("accelerate", "transformers.models.llama.modeling_llama", "ringattn.integrations.trl")
     pools = {size: Ranks("gloo", size, imports) for size in (1, 2, 3, 4)}
     yield pools
     for pool in pools.values():
