@@ -114,7 +114,8 @@ def grpo(kinds, model, settings, folder, **given):
     model.config._name_or_path = os.path.dirname(folder) + "/model"  # from where trl loads the reference
     settings = GRPOConfig(folder, max_completion_length=8, **settings)
     kind = kinds.RingGRPOTrainer if kinds else GRPOTrainer
-    return kind(model, reward, args=settings, train_dataset=Dataset.from_list(prompts()), **given)
+    rows = Dataset.from_list(prompts())
+    return kind(model, reward, args=settings, train_dataset=rows, eval_dataset=rows.select(range(4)), **given)
 
 
 def act_as_launched():
@@ -176,8 +177,8 @@ def assert_equal(processes, folder, make, world_size, ring, settings, given=None
         assert found == pytest.approx(expected, rel=5e-5, abs=5e-5)
     for _, own, losses in results:
         assert losses[0] == losses[1] == 0.0 or losses[0] != losses[1]
-        if make is dpo:  # of trl's SFT the loss of an evaluation is the mean of batches' means
-            assert losses == pytest.approx((first, last), rel=1e-5)
+        if make is not sft:  # whose loss of an evaluation is the mean of batches' means in trl
+            assert losses == pytest.approx((first, last), rel=1e-5, abs=1e-6)
         for name, expected in changes.items():
             assert expected.abs().max() > 1e-5
             torch.testing.assert_close(own[name], expected, rtol=0, atol=1e-4 * expected.abs().max().item() + 2e-7, msg=name)
@@ -247,7 +248,9 @@ def test_rewards_equal_one_process_a_ring(processes, tmp_path, case):
     make_model().save_pretrained(tmp_path / "model")
     settings = {"per_device_train_batch_size": 4, "num_generations": 2, **settings}
     given = {"rollout_func": rollout} if has_rollout else {}
-    assert_equal(processes, tmp_path, grpo, world_size, ring, settings, given, alone=alone, evaluates=False)
+    settings = {"per_device_eval_batch_size": 2, **settings}
+    evaluates = "beta" in settings  # the loss of an evaluation is 0 without a reference
+    assert_equal(processes, tmp_path, grpo, world_size, ring, settings, given, alone=alone, evaluates=evaluates)
 
 
 REFUSED = {
