@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import importlib.util
 import pkgutil
 
 import pytest
@@ -11,6 +12,10 @@ import pytest
 import ringattn
 
 MODULES = ["ringattn", *(found.name for found in pkgutil.walk_packages(ringattn.__path__, "ringattn.") if "__" not in found.name)]
+
+
+if importlib.util.find_spec("trl") is None:  # it needs Python 3.11
+    MODULES.remove("ringattn.integrations.trl")
 
 
 @pytest.mark.parametrize("name", MODULES)

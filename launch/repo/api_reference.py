@@ -39,8 +39,15 @@ _HUGGINGFACE = (
     "padding",
     "plain",
     "positions",
+    "whole",
 )
-INNER = {f"huggingface_{name}" for name in (*_HUGGINGFACE, "scores")} | {"offload", "ring_flash_attn_arguments"}
+INNER = {f"huggingface_{name}" for name in (*_HUGGINGFACE, "scores")} | {
+    "offload",
+    "ring_flash_attn_arguments",
+    "trainer_parts",
+    "trl_rollouts",
+    "trl_settings",
+}
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign
 
 

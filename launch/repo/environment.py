@@ -32,7 +32,7 @@ PYTHON = VENV / "bin" / "python"
 READY = VENV / "ready.json"
 LOCK = ROOT / "launch" / "repo" / "requirements.lock"
 # a GPU host without network runs the tests without them
-OPTIONAL = {"ruff", "pyright", "hatchling", "deepspeed", "accelerate", "pytest-xdist"}
+OPTIONAL = {"ruff", "pyright", "hatchling", "deepspeed", "accelerate", "trl", "pytest-xdist"}
 
 
 def main() -> int:

@@ -16,15 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ..geometry.layout import Layout, zigzag
-from ..runtime.groups import get_context
 from ..training.causal_lm import IGNORE
 from ..training.data import shard_batch, tokens_of
 from ..training.loss import count_tokens
 from .huggingface_attachment import NAME, Attachment
+from .trainer_parts import InTurn, check_wrapped, left_unprepared, replica_of
 
 try:
     import accelerate  # noqa: F401  transformers says so only when a Trainer is made
@@ -90,12 +89,7 @@ class RingTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        wrapped = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if self.args.world_size > 1 and not wrapped and not any(isinstance(m, DistributedDataParallel) for m in model.modules()):
-            raise ValueError(
-                "the model is not wrapped in DDP, so each rank would train by itself: give TrainingArguments a distributed set-up, and "
-                "the Trainer a model that nothing else has prepared"
-            )
+        check_wrapped(self, model)
         return super().training_step(model, *args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -113,12 +107,8 @@ class RingTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         self._losses: list[tuple[float, float]] = []  # of batches: the mean over all ranks' tokens, and their number
-        is_first = not self.accelerator._models and not self.is_in_train
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if is_first and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            # accelerate would take the model for prepared in train, and leave it without DDP
-            self.accelerator._models.clear()
-            vars(self.model).pop("_is_accelerate_prepared", None)
+        with left_unprepared(self):
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         total = sum(tokens for _, tokens in self._losses)
         if total and output.metrics is not None:
             output.metrics[f"{metric_key_prefix}_loss"] = sum(mean * tokens for mean, tokens in self._losses) / total
@@ -134,7 +124,7 @@ class RingTrainer(Trainer):
                 f"get_{name.split('_')[0]}_dataloader for others"
             )
         if self._replica is None:
-            self._replica = _replica(attachment)
+            self._replica = replica_of(attachment)
         collate = _Cut(
             self._get_collator_with_removed_columns(self.data_collator, description=description), attachment, self._layouts
         )
@@ -146,7 +136,7 @@ class RingTrainer(Trainer):
         )
         index, count = self._replica
         if description != "training":
-            return DataLoader(_InTurn(dataset, count, index), **options)
+            return DataLoader(InTurn(dataset, count, index), **options)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         drop = self.args.dataloader_drop_last
         sampler = DistributedSampler(dataset, count, index, shuffle=True, seed=seed, drop_last=drop)
@@ -159,20 +149,6 @@ class _EpochLoader(DataLoader):
     def set_epoch(self, epoch: int) -> None:
         assert isinstance(self.sampler, DistributedSampler)
         self.sampler.set_epoch(epoch)
-
-
-class _InTurn(Dataset):
-    """Each ring's rows of a dataset in turn, with whether they count: all rings have as many, so the last ones may be there twice."""
-
-    def __init__(self, dataset: Any, count: int, index: int) -> None:
-        self.dataset, self.count, self.index = dataset, count, index
-
-    def __len__(self) -> int:
-        return -(-len(self.dataset) // self.count)
-
-    def __getitem__(self, i: int) -> tuple[Any, bool]:
-        at = i * self.count + self.index
-        return self.dataset[min(at, len(self.dataset) - 1)], at < len(self.dataset)
 
 
 class _Cut:
@@ -195,17 +171,6 @@ class _Cut:
         if shards.get("shift_labels") is not None:
             shards["labels"] = shards["shift_labels"]  # the Trainer counts what is called labels
         return shards if self.fixed is not None else {**shards, "layout": layout}
-
-
-def _replica(attachment: Attachment) -> tuple[int, int]:
-    """The number of this rank's ring among all rings, and how many there are; a collective of all ranks."""
-    if not dist.is_initialized():
-        return 0, 1
-    records = attachment.ranks.all_gather_control(dist.get_rank().to_bytes(8, "little")) if attachment.ranks.size > 1 else None
-    first = dist.get_rank() if records is None else min(int.from_bytes(record, "little") for record in records)
-    every = get_context(None).ranks.all_gather_control(first.to_bytes(8, "little")) if dist.get_world_size() > 1 else None
-    rings = sorted({first} if every is None else {int.from_bytes(record, "little") for record in every})
-    return rings.index(first), len(rings)
 
 
 def _smoothed(logits: torch.Tensor, labels: torch.Tensor, epsilon: float) -> torch.Tensor:

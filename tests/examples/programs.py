@@ -37,6 +37,7 @@ TOY = ["--hidden", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1", *SH
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 needs_accelerate = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
+needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl")
 
 _TIMEOUT = 800
 _FORKS = multiprocessing.get_context("forkserver")

@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from tests.examples.programs import EXAMPLES, dense_attention, losses, needs_accelerate, needs_deepspeed, plain_sgd, run
+from tests.examples.programs import EXAMPLES, dense_attention, losses, needs_accelerate, needs_deepspeed, needs_trl, plain_sgd, run
 
 # the program, and the one that takes the same steps without a wrapper
 PROGRAMS = [
@@ -46,6 +46,16 @@ def test_packed_documents():
     assert last < first / 5
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("train_*.py")), ids=lambda path: path.stem)
+@pytest.mark.thorough
+@needs_trl
+def test_documents_packed_by_trl(monkeypatch):
+    monkeypatch.setenv("CI", "1")  # trl sends no figures of its use
+    found, alone = (losses(run(EXAMPLES / "sft_trl.py", ranks=ranks)) for ranks in (2, 1))
+    assert len(found) == 4
+    assert found == pytest.approx(alone, rel=2e-5)
+    assert found[-1] < found[0] - 0.3, "it learns"
+
+
+@pytest.mark.parametrize("path", [*sorted(EXAMPLES.glob("train_*.py")), EXAMPLES / "sft_trl.py"], ids=lambda path: path.stem)
 def test_they_are_short(path):
     assert len(path.read_text().splitlines()) < 60

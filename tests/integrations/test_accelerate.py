@@ -20,6 +20,7 @@ from ringattn.training.loss import Reduction, count_tokens, mean_loss
 # `make test` installs it, except on a GPU host without network
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
 
+HAS_TRL = importlib.util.find_spec("trl") is not None  # trl needs Python 3.11
 N, VOCAB, LR, CLIP = 41, 37, 0.5, 0.3
 
 
@@ -174,7 +175,9 @@ def processes():
     """Four separate ranks, because accelerate uses all ranks of the default group."""
     from ranks import Ranks
 
-    pool = Ranks("gloo", 4, ("accelerate", "transformers.models.llama.modeling_llama"))
+    pool = Ranks(
+        "gloo", 4, ("accelerate", "transformers.models.llama.modeling_llama", *(["ringattn.integrations.trl"] if HAS_TRL else []))
+    )
     yield pool
     pool.close()
 
@@ -304,6 +307,133 @@ def test_epochs_with_the_trainers_own_loaders(processes, tmp_path, collator):
             )
         total, tokens = summed_of(model, [row(i) for i in range(5)])
         assert evaluated == pytest.approx(total.item() / tokens, rel=1e-5), "5 rows on 2 rings: one is there twice, and counts once"
+
+
+@patch.dict(os.environ)
+def packed_step_under_trl(group, folder):
+    """A step of trl's trainer on this rank of two rings, whose batches are documents in one row: the loss and the parameters."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    # CI: trl sends no figures of its use
+    names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_ADDR="localhost", MASTER_PORT=29511, CI=1)
+    os.environ.update({name: str(value) for name, value in names.items()})
+    from accelerate.state import AcceleratorState
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig
+
+    from ringattn.integrations.trl import RingSFTTrainer
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
+    model = make_model()
+    attach(model, group=mesh["ring"])
+    settings = SFTConfig(
+        folder, padding_free=True, max_length=None, per_device_train_batch_size=ROWS // 2, max_steps=1, average_tokens_across_devices=True,
+        optim="sgd", learning_rate=LR, lr_scheduler_type="constant", max_grad_norm=CLIP, bf16=False, use_cpu=True, ddp_backend="gloo",
+        report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1, dataloader_pin_memory=False, gradient_checkpointing=False,
+        dataset_kwargs=dict(skip_prepare_dataset=True),
+    )  # fmt: skip
+    rows = Dataset.from_list([{name: value.tolist() for name, value in row(i).items()} for i in range(ROWS)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0})), pad_token="<pad>")
+    trainer = RingSFTTrainer(model, args=settings, train_dataset=rows, processing_class=tokenizer)
+    trainer.train()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return trainer.state.log_history, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.skipif(not HAS_TRL, reason="needs trl")
+def test_a_step_of_trls_trainer_equals_that_of_one_process(processes, tmp_path):
+    found = processes.run(4, packed_step_under_trl, str(tmp_path), timeout=180)
+    model = make_model()
+    total, tokens = summed_of(model, [row(i) for i in range(ROWS)])
+    (total / tokens).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    torch.optim.SGD(model.parameters(), LR).step()
+    logged = found[0][0][0]
+    assert logged["loss"] == pytest.approx(total.item() / tokens, rel=1e-6)
+    assert logged["num_tokens"] == sum(LENGTHS), "each token once, not once a rank of its ring"
+    for _, parameters in found:
+        for name, expected in model.named_parameters():
+            torch.testing.assert_close(
+                parameters[name], expected.detach(), rtol=0, atol=3e-6 * expected.abs().max().item(), msg=name
+            )
+
+
+@patch.dict(os.environ)
+def loaded_by_accelerate(group, ring, problem):
+    """The rows that a prepared loader gives this rank, a batch after the other, the ranks of its ring, and the logits' error."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size, MASTER_ADDR="localhost")
+    os.environ.update({name: str(value) for name, value in names.items()})
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from torch.utils.data import DataLoader
+
+    from ringattn.integrations.accelerate import RingParallelismConfig
+
+    if problem is not None:
+        with pytest.raises(ValueError) as refused:
+            RingParallelismConfig(**problem).get_device_mesh("cpu")
+        return str(refused.value)
+    config = RingParallelismConfig(ring_size=ring)
+    with pytest.raises(ValueError, match="the ring is not known before the mesh"):
+        config.ring  # noqa: B018
+    try:
+        accelerator = Accelerator(cpu=True, parallelism_config=config)
+        model = make_model()
+        attach(model, group=config.ring)
+        run, optimizer = accelerator.prepare(CausalLMLoss(model), torch.optim.SGD(model.parameters(), LR))
+        rows = [dict(input_ids=torch.arange(i, i + 12) % VOCAB) for i in range(8)]
+        loader = accelerator.prepare(DataLoader(rows, batch_size=2))
+        seen, layout = [], ra.zigzag(12, ring)
+        for whole in loader:
+            seen.append(whole["input_ids"][:, 0].tolist())
+            shards = shard_batch({**whole, "labels": whole["input_ids"]}, layout, config.ring.get_local_rank())
+            step = mean_loss(run(**shards, layout=layout), shards["shift_labels"], reduction=Reduction(world_size))
+            accelerator.backward(step.loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return seen, dist.get_process_group_ranks(config.ring.get_group()), {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("ring", [2, 4])
+def test_prepared_loaders_deal_rows_to_rings(processes, ring):
+    found = processes.run(4, loaded_by_accelerate, ring, None)
+    rings = 4 // ring
+    model = make_model()
+    for step in range(4 // rings):
+        rows = torch.stack([torch.arange(i, i + 12) % VOCAB for i in range(2 * rings * step, 2 * rings * (step + 1))])
+        F.cross_entropy(model(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).backward()
+        torch.optim.SGD(model.parameters(), LR).step()
+        model.zero_grad()
+    for rank, (seen, members, parameters) in enumerate(found):
+        number = rank // ring
+        assert seen == [[i, i + 1] for i in range(2 * number, 8, 2 * rings)]
+        assert members == list(range(number * ring, (number + 1) * ring))
+        for name, expected in model.named_parameters():
+            torch.testing.assert_close(
+                parameters[name], expected.detach(), rtol=0, atol=3e-6 * expected.abs().max().item(), msg=name
+            )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        (dict(ring_size=3), "ring_size must divide them"),
+        (dict(ring_size=2, cp_size=2), "cp_size is 2"),
+        (dict(ring_size=2, tp_size=2), "tp_size is 2"),
+        (dict(ring_size=2, dp_replicate_size=2), "for DDP leave both out"),
+        (dict(ring_size=2, dp_shard_size=3), "dp_shard_size is 3"),
+        (dict(dp_shard_size=4), "use accelerate's ParallelismConfig"),
+        (dict(ring_size=2, dp_shard_size=8), "there are 4 ranks"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(processes, problem, message):
+    assert all(message in found for found in processes.run(4, loaded_by_accelerate, 2, problem))
 
 
 @pytest.mark.gpu
