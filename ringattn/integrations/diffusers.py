@@ -228,18 +228,20 @@ def _attend(
         "deterministic": (deterministic, "use torch.use_deterministic_algorithms(True)"),
         "window_size": (not around and tuple(window_size) != NO_WINDOW, "outside of a ring there is no window"),
     }
-    ring = _parallel_config
-    if around and not isinstance(ring, DiffusersRing):
-        ring = DiffusersRing(_group_of(ring))
-    with refusing(ring.context.ranks) if around else nullcontext():
+    ring: DiffusersRing | None = _parallel_config
+    if ring is not None and not isinstance(ring, DiffusersRing):
+        ring = DiffusersRing(_group_of(_parallel_config))
+    with nullcontext() if ring is None else refusing(ring.context.ranks):
         for name, (asked, instead) in refused.items():
             if asked:
                 raise ValueError(f"{name} is given to attention of diffusers, but {instead}")
         if around and not enable_gqa and query.shape[-2] != key.shape[-2]:
             raise ValueError(f"key has {key.shape[-2]} heads and query has {query.shape[-2]}: pass enable_gqa=True to share them")
-    if around:
+    if ring is not None:
         return ring.attend(query, key, value, dropout_p, is_causal, scale, window_size)
     from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 
-    options: dict[str, Any] = dict(attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    options: dict[str, Any] = dict(
+        attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
     return dispatch_attention_fn(query, key, value, **options, backend=AttentionBackendName.NATIVE)

@@ -89,7 +89,9 @@ class DiffusersRing:
         with refusing(context.ranks):
             layout = self.layout(sum(lengths))
             if layout.lengths != lengths:
-                raise ValueError(f"the ranks return {lengths} rows, but {layout!r} has {layout.lengths}: cut with the same layouts=")
+                raise ValueError(
+                    f"the ranks return {lengths} rows, but {layout!r} has {layout.lengths}: cut with the same layouts="
+                )
         return unshard(x, layout, self.group, dim)
 
     def attend(
@@ -170,9 +172,7 @@ def one_after_another(parts: list[Layout]) -> Layout:
     starts = np.cumsum([0, *(part.seq_len for part in parts)]).tolist()
     ranks = range(max((part.world_size for part in parts), default=1))
     moved = [
-        tuple(
-            Span(start + span.start, span.length, span.stride) for part, start in zip(parts, starts) for span in part.spans[rank]
-        )
+        tuple(Span(start + span.start, span.length, span.stride) for part, start in zip(parts, starts) for span in part.spans[rank])
         for rank in ranks
     ]
     return Layout(starts[-1], tuple(moved))

@@ -132,7 +132,7 @@ def test_a_ring_and_an_all_to_all_to_heads(gloo):
 def of_diffusers(group, config, sizes, how):
     """The model cut by diffusers, which counts accelerators."""
     model, inputs = flux(**sizes)
-    with mock.patch.object(torch.accelerator, "device_count", lambda: 1):
+    with mock.patch.object(torch.accelerator, "device_count", return_value=1):
         model.enable_parallelism(config=diffusers.ContextParallelConfig(**config))
     if how == "attached":
         attach(model)
@@ -185,10 +185,19 @@ def test_options_are_honoured(gloo, name):
 
 
 REFUSED = {
-    "attn_mask": (dict(attn_mask=torch.ones(2, 7, dtype=torch.bool)), "attn_mask is given to attention of diffusers, but around a ring"),
+    "attn_mask": (
+        dict(attn_mask=torch.ones(2, 7, dtype=torch.bool)),
+        "attn_mask is given to attention of diffusers, but around a ring",
+    ),
     "is_causal": (dict(is_causal=True), "is_causal is given, but the order of the tokens is unknown"),
-    "window_size": (dict(attention_kwargs=dict(window_size=(3, 3))), "window_size is given, but the order of the tokens is unknown"),
-    "return_lse": (dict(attention_kwargs=dict(return_lse=True)), "return_lse is given to attention of diffusers, but the backend returns"),
+    "window_size": (
+        dict(attention_kwargs=dict(window_size=(3, 3))),
+        "window_size is given, but the order of the tokens is unknown",
+    ),
+    "return_lse": (
+        dict(attention_kwargs=dict(return_lse=True)),
+        "return_lse is given to attention of diffusers, but the backend returns",
+    ),
     "softcap": (dict(attention_kwargs=dict(softcap=3.0)), "softcap is given to attention of diffusers, but give it as"),
     "deterministic": (dict(attention_kwargs=dict(deterministic=True)), "deterministic is given"),
     "return_attn_probs": (dict(attention_kwargs=dict(return_attn_probs=True)), "return_attn_probs is given"),
@@ -248,7 +257,7 @@ def test_bad_arguments_of_attach():
         attach(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="joined holds 'text', but the plan cuts hidden_states, encoder_hidden_states"):
         attach(model, joined=("text",))
-    with pytest.raises(ValueError, match="mask is given, so joined must name all inputs of tokens .* hidden_states is missing"):
+    with pytest.raises(ValueError, match=r"mask is given, so joined must name all inputs of tokens .* hidden_states is missing"):
         attach(model, mask=ra.causal())
     with pytest.raises(ValueError, match="plan names 'head', but FluxTransformer2DModel has no such module"):
         attach(model, plan={"head": model._cp_plan["proj_out"]})
@@ -264,7 +273,9 @@ def test_bad_arguments_of_attach():
         model(**inputs)
     model, inputs = MODELS["LTX"]()
     attach(model, mask=ra.causal(), joined=("hidden_states", "encoder_hidden_states"))
-    with pytest.raises(ValueError, match="attention has 25 queries and 25 keys on this rank, but hidden_states, encoder_hidden_states"):
+    with pytest.raises(
+        ValueError, match="attention has 25 queries and 25 keys on this rank, but hidden_states, encoder_hidden_states"
+    ):
         model(**inputs)
 
 
@@ -287,7 +298,7 @@ def test_processors_without_a_backend_are_refused():
 
 def both_options(group):
     model, _ = flux()
-    with mock.patch.object(torch.accelerator, "device_count", lambda: 1):
+    with mock.patch.object(torch.accelerator, "device_count", return_value=1):
         model.enable_parallelism(config=diffusers.ContextParallelConfig(ring_degree=8, convert_to_fp32=False))
     errors = []
     for options in (dict(mask=ra.full()), {}):
