@@ -40,7 +40,7 @@ _HUGGINGFACE = (
     "plain",
     "positions",
 )
-INNER = {f"huggingface_{name}" for name in (*_HUGGINGFACE, "scores")} | {"offload", "ring_flash_attn_arguments"}
+INNER = {f"huggingface_{name}" for name in (*_HUGGINGFACE, "scores")} | {"diffusers_ring", "offload", "ring_flash_attn_arguments"}
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign
 
 

@@ -195,16 +195,16 @@ def hook_plan(model: nn.Module, plan: Mapping[str, Any], ring: DiffusersRing) ->
             inputs = {name: cuts for name, cuts in of_plan.items() if isinstance(name, str)}
             outputs = {index: cuts for index, cuts in of_plan.items() if not isinstance(index, str)}
             if inputs:
-                handles.append(module.register_forward_pre_hook(_Inputs(ring, inputs), with_kwargs=True))
+                handles.append(module.register_forward_pre_hook(_CutInputs(ring, inputs), with_kwargs=True))
             if outputs:
-                handles.append(module.register_forward_hook(_Outputs(ring.cut, outputs, "split_dim")))
+                handles.append(module.register_forward_hook(_ChangedOutputs(ring.cut, outputs, "split_dim")))
         else:
             gathers = dict(enumerate(_as_list(of_plan)))
-            handles.append(module.register_forward_hook(_Outputs(ring.assembled, gathers, "gather_dim")))
+            handles.append(module.register_forward_hook(_ChangedOutputs(ring.assembled, gathers, "gather_dim")))
     return handles
 
 
-class _Inputs:
+class _CutInputs:
     """Cuts inputs of a module, by name, before it runs."""
 
     def __init__(self, ring: DiffusersRing, cuts: Mapping[str, Any]) -> None:
@@ -227,7 +227,7 @@ class _Inputs:
         return self._ring.cut(x, cuts.split_dim)
 
 
-class _Outputs:
+class _ChangedOutputs:
     """Cuts or assembles what a module returned, by its place."""
 
     def __init__(self, change: Callable[[torch.Tensor, int], torch.Tensor], entries: Mapping[int, Any], dim: str) -> None:
