@@ -31,10 +31,11 @@ class RingStrategy(DDPStrategy):
         ring_size: ranks that share a sequence, which divides their number; None: all ranks are one ring.
         options: those of `DDPStrategy`.
 
-    From `setup_environment` on, which Lightning calls before `configure_model` and `setup`, `mesh` has the axes "data" and "ring", and `ring`
-    is this rank's ring, for `ring_attention` and `attach`. The samplers that Lightning puts into loaders (`use_distributed_sampler`) deal
-    sequences to rings, in training and in evaluation: all ranks of a ring get the same, of which each takes its rows. Loaders with
-    samplers of your own must do so themselves; `distributed_sampler_kwargs` says which replica a rank belongs to.
+    From `setup_environment` on, which Lightning calls before `configure_model` and `setup`, `mesh` has the axes "data" and "ring", and
+    `ring` is this rank's ring, for `ring_attention` and `attach`. The samplers that Lightning puts into loaders
+    (`use_distributed_sampler`) deal sequences to rings, in training and in evaluation: all ranks of a ring get the same, of which each
+    takes its rows. Loaders with samplers of your own must do so themselves; `distributed_sampler_kwargs` says which replica a rank
+    belongs to.
 
     Raises ValueError for a ring_size that is no positive integer, and on every rank for one that does not divide the ranks; and for the
     options `process_group`, `model_averaging_period` and a `ddp_comm_state` of local SGD, with which the ranks of a ring would drift apart.
@@ -46,7 +47,9 @@ class RingStrategy(DDPStrategy):
             if options.get(name) is not None:
                 raise ValueError(f"{name} is given, but gradients must be averaged over all ranks in each step: leave it out")
         if isinstance(options.get("ddp_comm_state"), PostLocalSGDState):
-            raise ValueError("ddp_comm_state is of local SGD, but gradients must be averaged over all ranks in each step: leave it out")
+            raise ValueError(
+                "ddp_comm_state is of local SGD, but gradients must be averaged over all ranks in each step: leave it out"
+            )
         super().__init__(**options)
         self._mesh: DeviceMesh | None = None
 
@@ -54,7 +57,9 @@ class RingStrategy(DDPStrategy):
     def mesh(self) -> DeviceMesh:
         """The mesh (replicas, ring) of all ranks, with the axes "data" and "ring"."""
         if self._mesh is None:
-            raise ValueError("there are no ranks yet: ask for mesh and ring in configure_model or setup, which Lightning calls later")
+            raise ValueError(
+                "there are no ranks yet: ask for mesh and ring in configure_model or setup, which Lightning calls later"
+            )
         return self._mesh
 
     @property

@@ -227,7 +227,7 @@ def ring_spec(
     if isinstance(spec, ModuleSpec) and hasattr(spec.submodules, "self_attention"):
         return _with_ring(spec, params)
     if hasattr(spec, "layer_specs"):
-        found = copy.copy(spec)
+        found: Any = copy.copy(spec)
         found.layer_specs = [_with_ring(layer, params) for layer in spec.layer_specs]
         return found
     raise ValueError(

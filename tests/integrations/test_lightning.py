@@ -81,11 +81,10 @@ def under_lightning(group, ring_size, accumulation):
 def of_one_process(seen, accumulation):
     """The same steps: `seen` has the rows of each replica in each micro-batch."""
     run = CausalLMLoss(make_model())
-    optimizer, micro = torch.optim.SGD(run.parameters(), LR), 0
-    for replicas in seen:
+    optimizer = torch.optim.SGD(run.parameters(), LR)
+    for micro, replicas in enumerate(seen, 1):
         tokens = torch.cat([rows()[number] for number in replicas])
         (run(input_ids=tokens, shift_labels=shift_labels(tokens)) / (len(tokens) * (N - 1)) / accumulation).backward()
-        micro += 1
         if micro % accumulation == 0:
             assert torch.nn.utils.clip_grad_norm_(run.parameters(), CLIP) > CLIP
             optimizer.step()

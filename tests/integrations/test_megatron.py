@@ -25,6 +25,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType  # noqa: E402
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from ringattn.integrations.megatron import RingCoreAttention, ring_spec  # noqa: E402
@@ -194,12 +195,18 @@ def test_calls_that_are_refused():
         core(*qkv(), None, attn_mask_type=AttnMaskType.padding)
 
 
+def test_specs_of_one_layer_and_of_a_block():
+    spec = get_gpt_layer_local_spec()
+    own = spec.submodules.self_attention.submodules.core_attention
+    for layer in [ring_spec(spec), *ring_spec(TransformerBlockSubmodules(layer_specs=[spec] * 2)).layer_specs]:
+        assert layer.submodules.self_attention.submodules.core_attention.module is RingCoreAttention
+    assert spec.submodules.self_attention.submodules.core_attention is own, "they are copies"
+
+
 def test_specs_that_are_refused():
     spec = get_gpt_layer_local_spec()
     with pytest.raises(ValueError, match="spec is a int, but must be the ModuleSpec of a transformer layer"):
         ring_spec(3)
-    ring_spec(spec)
-    assert spec.submodules.self_attention.submodules.core_attention is not RingCoreAttention, "it is a copy"
     spec.submodules.cross_attention = spec.submodules.self_attention
     with pytest.raises(ValueError, match="a layer of spec has cross_attention, whose keys are other tokens"):
         ring_spec(spec)
