@@ -145,6 +145,8 @@ class DiffusersRing:
     def _joint(self, queries: int, keys: int) -> Layout:
         """The layout of the joined inputs of the latest call, one after the other."""
         lengths = tuple(self.rows[name] for name in self.joined if name in self.rows)
+        if not lengths:
+            raise ValueError(f"none of {', '.join(self.joined)} was cut in this call of the model, so the positions are unknown")
         if lengths not in self._latest:
             found = one_after_another([self.layout(n) for n in lengths])
             self._latest.clear()
@@ -170,7 +172,7 @@ def one_after_another(parts: list[Layout]) -> Layout:
     if len(parts) == 1:
         return parts[0]
     starts = np.cumsum([0, *(part.seq_len for part in parts)]).tolist()
-    ranks = range(max((part.world_size for part in parts), default=1))
+    ranks = range(parts[0].world_size)
     moved = [
         tuple(Span(start + span.start, span.length, span.stride) for part, start in zip(parts, starts) for span in part.spans[rank])
         for rank in ranks

@@ -226,9 +226,10 @@ def ring_spec(
     params = dict(layout=layout, mask=mask, score=score, schedule=schedule)
     if isinstance(spec, ModuleSpec) and hasattr(spec.submodules, "self_attention"):
         return _with_ring(spec, params)
-    if hasattr(spec, "layer_specs"):
+    layers: Any = getattr(spec, "layer_specs", None)
+    if layers is not None:
         found: Any = copy.copy(spec)
-        found.layer_specs = [_with_ring(layer, params) for layer in spec.layer_specs]
+        found.layer_specs = [_with_ring(layer, params) for layer in layers]
         return found
     raise ValueError(
         f"spec is a {type(spec).__name__}, but must be the ModuleSpec of a transformer layer, or the submodules of a block"
