@@ -243,12 +243,22 @@ def test_detach_restores_the_model():
     detach(model)
 
 
-def test_autocast_in_training():
+def test_autocast():
     model, inputs = wan()
+    q, k, v = (x.float() for x in heads())
     with torch.autocast("cpu", torch.bfloat16):
         wanted = model(**inputs).sample
         attach(model)
         torch.testing.assert_close(model(**inputs).sample, wanted, rtol=0.05, atol=0.05)
+        # norms may leave q and k in fp32
+        out = dispatch_attention_fn(q, k, v.bfloat16(), backend=register(), parallel_config=DiffusersRing())
+    assert out.dtype == torch.bfloat16
+
+
+def test_a_call_without_the_joined_inputs_is_refused():
+    ring = DiffusersRing(joined=("hidden_states",))
+    with pytest.raises(ValueError, match="none of hidden_states was cut in this call of the model, so the positions are unknown"):
+        dispatch_attention_fn(*heads(), backend=register(), parallel_config=ring)
 
 
 def test_bad_arguments_of_attach():
