@@ -78,6 +78,8 @@ def gloo():
         "transformers": "transformers.models.llama.modeling_llama",
         "torch._dynamo": "torch._dynamo",
         "torch.distributed.fsdp": "torch.distributed.fsdp",
+        "diffusers": "diffusers.models.attention_processor",
+        "megatron": "megatron.core.models.gpt.gpt_model",
     }
     processes = ranks.Ranks("gloo", 8, [module for name, module in slow.items() if name in sys.modules])
     yield processes

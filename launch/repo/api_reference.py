@@ -42,6 +42,7 @@ _HUGGINGFACE = (
     "whole",
 )
 INNER = {f"huggingface_{name}" for name in (*_HUGGINGFACE, "scores")} | {
+    "diffusers_ring",
     "offload",
     "ring_flash_attn_arguments",
     "trainer_parts",

@@ -38,6 +38,8 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 needs_accelerate = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl")
+needs_diffusers = pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="needs diffusers")
+needs_lightning = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
 
 _TIMEOUT = 800
 _FORKS = multiprocessing.get_context("forkserver")
@@ -174,6 +176,9 @@ def plain_sgd():
 
     @torch.no_grad()
     def step(self, closure=None):
+        if closure is not None:  # Lightning makes gradients in it
+            with torch.enable_grad():
+                closure()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

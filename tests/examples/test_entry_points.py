@@ -11,7 +11,18 @@ import re
 
 import pytest
 
-from tests.examples.programs import EXAMPLES, dense_attention, losses, needs_accelerate, needs_deepspeed, needs_trl, plain_sgd, run
+from tests.examples.programs import (
+    EXAMPLES,
+    dense_attention,
+    losses,
+    needs_accelerate,
+    needs_deepspeed,
+    needs_diffusers,
+    needs_lightning,
+    needs_trl,
+    plain_sgd,
+    run,
+)
 
 # the program, and the one that takes the same steps without a wrapper
 PROGRAMS = [
@@ -22,6 +33,7 @@ PROGRAMS = [
     pytest.param("deepspeed", "huggingface", marks=needs_deepspeed),
     pytest.param("trainer", "huggingface", marks=needs_accelerate),
     pytest.param("accelerate", "accelerate", marks=needs_accelerate),
+    pytest.param("lightning", "lightning", marks=[needs_lightning, pytest.mark.thorough]),
 ]
 
 
@@ -36,6 +48,15 @@ def test_two_ranks_take_the_steps_of_one_process(name, same):
     assert len(found) == 4
     assert found == pytest.approx(dense(same), rel=2e-5)
     assert found[-1] < found[0] - 0.3, "it learns"
+
+
+@needs_diffusers
+@pytest.mark.thorough
+def test_three_ranks_train_the_transformer_of_one():
+    """tests/integrations/test_diffusers.py compares such models with dense attention."""
+    one, three = (losses(run(EXAMPLES / "train_diffusers.py", ranks=ranks, within=(plain_sgd,))) for ranks in (1, 3))
+    assert len(one) == 4
+    assert three == pytest.approx(one, rel=2e-5)
 
 
 def test_packed_documents():
