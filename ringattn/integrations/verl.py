@@ -1,14 +1,14 @@
-"""verl's actor, reference and critic around a ring: an engine for verl's registry, on packed batches that change from call to call.
+"""verl's actor and reference around a ring: an engine for verl's registry, on packed batches that change from call to call.
 
     actor_rollout_ref.actor.strategy=ringattn
     actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=8   # the ring's size, in verl's words
 
-verl loads this module by itself, through the entry point "ringattn" in the group "verl.plugins". The engines are verl's own for FSDP2, in
+verl loads this module by itself, through the entry point "ringattn" in the group "verl.plugins". The engine is verl's own for FSDP2, in
 which attention goes around a ring in place of Ulysses' all-to-all. So the number of heads does not limit the number of ranks.
 
 Each micro-batch is one row of packed sequences. All ranks of a ring get it whole. The engine places its sequences on the ranks
-(`placed`), cuts tokens, positions, labels and temperatures alike, and runs the model on this rank's rows. Log-probabilities, entropies and
-values of all rows are gathered, and verl's losses run on them unchanged. The gather's gradient is the sum over the ring, as FSDP, which
+(`placed`), cuts tokens, positions, labels and temperatures alike, and runs the model on this rank's rows. Log-probabilities and
+entropies of all rows are gathered, and verl's losses run on them unchanged. The gather's gradient is the sum over the ring, as FSDP, which
 averages over all ranks, needs it.
 
 Shapes: n tokens of a micro-batch, n_local of this rank.
@@ -31,18 +31,30 @@ from .huggingface import attach
 try:
     from verl.utils import tensordict_utils
     from verl.workers.engine.base import EngineRegistry
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 except ImportError as error:
     raise ImportError("ringattn.integrations.verl needs verl with what its FSDP engine imports: pip install verl peft") from error
 
-__all__ = ["RingEngineWithLMHead", "RingEngineWithValueHead"]
+__all__ = ["RingEngineWithLMHead"]
 
-_DEVICES = ["cuda", "cpu"]
 _OF_TOKENS = ("input_ids", "position_ids", "shift_labels")  # of the model's inputs, (1, n)
+_INPUTS = {*_OF_TOKENS, "attention_mask", "temperature", "return_dict"}
 
 
-class _AroundRing(FSDPEngineWithLMHead):
-    """What both engines do otherwise than verl's for FSDP2."""
+@EngineRegistry.register(model_type="language_model", backend="ringattn", device=["cuda", "cpu"])
+class RingEngineWithLMHead(FSDPEngineWithLMHead):
+    """verl's engine for actor and reference (`model_type` "language_model"), with FSDP2 and attention around a ring.
+
+    verl makes it where a strategy is "ringattn", with the configurations of its FSDP engine. `ulysses_sequence_parallel_size` of the
+    `FSDPEngineConfig` is the ring's size, of neighbouring ranks; it must divide the number of ranks, and may exceed the number of heads.
+
+    Log-probabilities, entropy, loss and gradients are those of one process. Honoured are verl's other options of FSDP2, `pad_to_length`,
+    micro-batches by tokens, temperatures a sample, entropy in chunks, LoRA, and fused kernels where the embeddings are tied.
+
+    Raises ValueError, on every rank, for batches with padding (`use_remove_padding=False`), models that see images, `multi_modal_inputs`,
+    position ids of several kinds, distillation from top-k logits, fused kernels with an output embedding of its own, and models that
+    `attach` refuses.
+    """
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
         _check_config(model_config, engine_config)
@@ -86,6 +98,9 @@ class _AroundRing(FSDPEngineWithLMHead):
         """This rank's rows of verl's inputs, with the layout and the sequences' bounds; and what `prepare_model_outputs` needs."""
         _check_batch(micro_batch)
         inputs, output_args = super().prepare_model_inputs(micro_batch)
+        unknown = inputs.keys() - _INPUTS
+        if unknown:
+            raise ValueError(f"the batch has {sorted(unknown)} for the model, but the strategy ringattn takes text alone: {sorted(_INPUTS)}")
         bounds = micro_batch["input_ids"].offsets().tolist()
         if output_args["pad_size"]:
             bounds.append(bounds[-1] + output_args["pad_size"])
@@ -98,6 +113,8 @@ class _AroundRing(FSDPEngineWithLMHead):
             output_args[name] = shard(output_args[name], layout, rank, dim=0)
         tensor = torch.tensor(bounds, dtype=torch.int32)
         inputs.update(layout=layout, cu_seq_lens_q=tensor, cu_seq_lens_k=tensor)
+        if inputs.get("shift_labels") is not None:
+            inputs["num_items_in_batch"] = bounds[-1]  # fused kernels make no mean, but attach asks for the count
         output_args["layout"] = layout
         return inputs, output_args
 
@@ -111,26 +128,6 @@ class _AroundRing(FSDPEngineWithLMHead):
         return whole[: len(whole) - pad_size]
 
 
-@EngineRegistry.register(model_type="language_model", backend="ringattn", device=_DEVICES)
-class RingEngineWithLMHead(_AroundRing, FSDPEngineWithLMHead):
-    """verl's engine for actor and reference (`model_type` "language_model"), with FSDP2 and attention around a ring.
-
-    verl makes it where a strategy is "ringattn", with the configurations of its FSDP engine. `ulysses_sequence_parallel_size` of the
-    `FSDPEngineConfig` is the ring's size, of neighbouring ranks; it must divide the number of ranks, and may exceed the number of heads.
-
-    Log-probabilities, entropy, loss and gradients are those of one process. Honoured are verl's other options of FSDP2, `pad_to_length`,
-    micro-batches by tokens, temperatures a sample, entropy in chunks, fused kernels and LoRA.
-
-    Raises ValueError, on every rank, for batches with padding (`use_remove_padding=False`), models that see images, `multi_modal_inputs`,
-    position ids of several kinds, distillation from top-k logits, and models that `attach` refuses.
-    """
-
-
-@EngineRegistry.register(model_type="value_model", backend="ringattn", device=_DEVICES)
-class RingEngineWithValueHead(_AroundRing, FSDPEngineWithValueHead):
-    """verl's engine for the critic (`model_type` "value_model"), as `RingEngineWithLMHead`: a value a token."""
-
-
 def _check_config(model_config: Any, engine_config: Any) -> None:
     if not model_config.use_remove_padding:
         raise ValueError(
@@ -140,6 +137,11 @@ def _check_config(model_config: Any, engine_config: Any) -> None:
         raise ValueError(
             f"{type(model_config.hf_config).__name__} has a vision or audio config, but the strategy ringattn takes models of text: use "
             "the strategy fsdp2"
+        )
+    if model_config.use_fused_kernels and not model_config.hf_config.get_text_config().tie_word_embeddings:
+        raise ValueError(
+            "use_fused_kernels is True, and the output embedding is not tied to the input's: under FSDP2 verl's fused kernels would get "
+            "the shard of its weight that a rank stores: set use_fused_kernels=False"
         )
     strategy = getattr(engine_config, "strategy", None)
     if strategy not in ("ringattn", "fsdp2"):
@@ -156,8 +158,6 @@ def _check_batch(micro_batch: Any) -> None:
         raise ValueError("distillation_use_topk is True, but a ring's shards are not those of which verl cuts the teacher's logits")
     if micro_batch["position_ids"].dim() == 3:
         raise ValueError("position_ids are of several kinds, as for images, but the strategy ringattn takes models of text")
-    if any(len(each) for each in micro_batch.get("multi_modal_inputs", []) if each is not None):
-        raise ValueError("the batch has multi_modal_inputs, but the strategy ringattn takes models of text")
 
 
 def _layout(bounds: list[int], ranks: int) -> Layout:
