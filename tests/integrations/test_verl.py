@@ -190,7 +190,9 @@ with initialize_config_module("verl.trainer.config"):
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
     ]).actor_rollout_ref
 for part in (config.actor, config.ref):
-    with open_dict(part):  # as verl's worker does it
+    with open_dict(part):  # verl's worker renames what is the reference's
+        for name in [name for name in part if name.startswith("log_prob_")]:
+            part.pop(name)
         part.ppo_micro_batch_size_per_gpu = 1
     engine = omega_conf_to_dataclass(part).engine
     print(engine.strategy, engine.ulysses_sequence_parallel_size)
