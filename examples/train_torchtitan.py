@@ -3,11 +3,11 @@
 torchrun --nproc-per-node 2 examples/train_torchtitan.py     # on GPUs: torchtitan has no other devices
 """
 
+import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import default_adamw
@@ -15,34 +15,45 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.config.override import OverrideConfig
 from torchtitan.models import llama3
+from torchtitan.tools.logging import init_logger
 
 from ringattn.integrations.torchtitan import RingTitanTrainer
 
-VOCAB, SEQ_LEN, STEPS = 2048, 256, 8
+ROWS, SEQ_LEN, STEPS = 2, 256, 10
 
 
-class Counting(BaseDataLoader):
-    """Your data: rows that count upwards, in two documents each; positions begin anew in the second."""
+class Counting(BaseDataLoader, BaseTokenizer):
+    """Your data and tokenizer: rows that count upwards, each in two documents, of which the second has positions of its own."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseDataLoader.Config):
+    class Config(BaseDataLoader.Config, BaseTokenizer.Config):
         pass
 
-    def __init__(self, config, *, dp_rank, local_batch_size, **options):
-        self.first, self.rows = dp_rank * local_batch_size, local_batch_size
+    def __init__(self, config, **options):
+        self.first = ROWS * options.get("dp_rank", 0)
 
     def __iter__(self):
-        positions = torch.cat([torch.arange(100), torch.arange(SEQ_LEN - 100)]).repeat(self.rows, 1)
+        positions = torch.cat([torch.arange(100), torch.arange(SEQ_LEN - 100)]).repeat(ROWS, 1)
         while True:
-            tokens = (7 * (self.first + torch.arange(self.rows))[:, None] + torch.arange(SEQ_LEN + 1)) % 64
+            tokens = (7 * (self.first + torch.arange(ROWS))[:, None] + torch.arange(SEQ_LEN + 1)) % 64
             yield {"input": tokens[:, :-1], "positions": positions}, tokens[:, 1:]
 
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
+    state_dict = load_state_dict = encode = decode = get_vocab_size = lambda self, *given: {}
 
 
 if not hasattr(dist, "set_timeout"):  # torchtitan 0.3.0 calls it after its first step; torch 2.13 lacks it
     dist.set_timeout = lambda timeout, group=None: None
+init_logger()
+config = RingTitanTrainer.Config(
+    model_spec=llama3.model_registry("debugmodel"),
+    loss=CrossEntropyLoss.Config(global_vocab_size=2048),
+    optimizer=default_adamw(lr=1e-3),
+    tokenizer=Counting.Config(),
+    dataloader=Counting.Config(),
+    training=TrainingConfig(local_batch_size=ROWS, seq_len=SEQ_LEN, steps=STEPS, disable_cuda_graphs=True),  # ring
+    parallelism=ParallelismConfig(
+        data_parallel_shard_degree=1, context_parallel_degree=int(os.environ["WORLD_SIZE"]), spmd_backend="full_dtensor"
+    ),
+    override=OverrideConfig(imports=["ringattn.integrations.torchtitan.ring_attention_override"]),  # ring
+)
+config.build().train()

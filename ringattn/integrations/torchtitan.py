@@ -46,7 +46,7 @@ _LAYOUTS = {"headtail": zigzag, None: contiguous}  # by torchtitan's names of lo
 
 @dataclass(frozen=True, eq=False)
 class RingMask:
-    """Stands for torchtitan's attention masks in a call of a model: what is live, which positions each rank holds, and who the ranks are."""
+    """Stands for torchtitan's attention masks in a call of a model: what is live, who holds which positions, and who the ranks are."""
 
     mask: Mask
     layout: Layout
@@ -71,9 +71,9 @@ class RingInnerAttention(Module):
 
     def forward(
         self,
-        q_BLNH: torch.Tensor,  # noqa: N803  torchtitan's names, by which its shardings are declared
-        k_BLNH: torch.Tensor,  # noqa: N803
-        v_BLNH: torch.Tensor,  # noqa: N803
+        q_BLNH: torch.Tensor,  # torchtitan's names, by which its shardings are declared
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
         *,
         attention_masks: Any = None,
         scale: float | None = None,
@@ -126,8 +126,8 @@ class RingTitanTrainer(Trainer):
     their own document only, as in torchtitan. `context_parallel_load_balancer` chooses the layout of the n tokens: "headtail" is zigzag,
     None is contiguous. Losses and gradients are those of one rank.
 
-    Raises ValueError, before it starts, for options that it cannot honour: another load balancer, CUDA graphs and compiled models (each batch
-    has its own mask), pipelines, the validator (which cuts by itself), the backend "partial_dtensor", and a configuration without
+    Raises ValueError, before it starts, for options that it cannot honour: another load balancer, CUDA graphs and compiled models (each
+    batch has its own mask), pipelines, the validator (which cuts by itself), the backend "partial_dtensor", and a configuration without
     `ring_attention_override`. Raises ValueError for models with masks of their own, such as windows.
     """
 
@@ -143,9 +143,13 @@ class RingTitanTrainer(Trainer):
         for model in self.model_parts:
             kind: Any = type(model)
             if not isinstance(model, Decoder) or kind.get_attention_masks is not Decoder.get_attention_masks:
-                raise ValueError(f"{kind.__name__} makes attention masks of its own, which a ring does not know: take another model")
+                raise ValueError(
+                    f"{kind.__name__} makes attention masks of its own, which a ring does not know: take another model"
+                )
             if not any(isinstance(module, RingInnerAttention) for module in model.modules()):
-                raise ValueError(f"{kind.__name__} has no attention that ring_attention_override replaces: build it with FlexAttention")
+                raise ValueError(
+                    f"{kind.__name__} has no attention that ring_attention_override replaces: build it with FlexAttention"
+                )
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
@@ -199,8 +203,12 @@ def _check(config: Any) -> None:
     if config.compile.enable and "model" in config.compile.components:
         raise ValueError("compile.enable is True for the model, but each batch has its own mask: set compile.components=['loss']")
     if parallelism.pipeline_parallel_degree > 1:
-        raise ValueError(f"pipeline_parallel_degree is {parallelism.pipeline_parallel_degree}, but RingTitanTrainer has no pipelines")
+        raise ValueError(
+            f"pipeline_parallel_degree is {parallelism.pipeline_parallel_degree}, but RingTitanTrainer has no pipelines"
+        )
     if config.validator.enable:
         raise ValueError("validator.enable is True, but torchtitan's validator would cut batches its own way: set it to False")
     if parallelism.spmd_backend == "partial_dtensor":
-        raise ValueError("spmd_backend is 'partial_dtensor', whose context parallelism knows FlexAttention alone: take 'spmd_types'")
+        raise ValueError(
+            "spmd_backend is 'partial_dtensor', whose context parallelism knows FlexAttention alone: take 'spmd_types'"
+        )

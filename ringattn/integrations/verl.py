@@ -100,7 +100,7 @@ class RingEngineWithLMHead(FSDPEngineWithLMHead):
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         unknown = inputs.keys() - _INPUTS
         if unknown:
-            raise ValueError(f"the batch has {sorted(unknown)} for the model, but the strategy ringattn takes text alone: {sorted(_INPUTS)}")
+            raise ValueError(f"the batch has {sorted(unknown)} for the model, but the strategy ringattn takes text alone")
         bounds = micro_batch["input_ids"].offsets().tolist()
         if output_args["pad_size"]:
             bounds.append(bounds[-1] + output_args["pad_size"])

@@ -76,7 +76,9 @@ def configure(path, ring, options, model):
     # verl makes the actor's strategy the engine's
     strategy = "ringattn" if ring else "fsdp2"
     actor = FSDPActorConfig(strategy=strategy, fsdp_config=fsdp, rollout_n=1, use_dynamic_bsz=True, entropy_coeff=0.01)
-    own = dict(use_remove_padding=True) if ring else dict(use_remove_padding=False, override_config=dict(attn_implementation="sdpa"))
+    own = (
+        dict(use_remove_padding=True) if ring else dict(use_remove_padding=False, override_config=dict(attn_implementation="sdpa"))
+    )
     parts = dict(
         model_config=HFModelConfig(path=path, load_tokenizer=False, **(own | model)),
         engine_config=actor.engine,
