@@ -39,7 +39,7 @@ try:
 except ImportError as error:
     raise ImportError("ringattn.integrations.torchtitan needs torchtitan: pip install torchtitan") from error
 
-__all__ = ["RingInnerAttention", "RingMask", "RingTitanTrainer", "ring_attention_override"]
+__all__ = ["RingInnerAttention", "RingInnerConfig", "RingMask", "RingTitanTrainer", "ring_attention_override"]
 
 _LAYOUTS = {"headtail": zigzag, None: contiguous}  # by torchtitan's names of load balancers
 
@@ -56,17 +56,20 @@ class RingMask:
         return self  # a process group cannot be copied
 
 
+@dataclass(kw_only=True, slots=True)
+class RingInnerConfig(Module.Config):
+    """`RingInnerAttention.Config`, without settings: masks and layouts come with each batch."""
+
+
 class RingInnerAttention(Module):
     """torchtitan's `inner_attention` around a ring: q (1, n_local, h, d), k and v (1, n_local, hk, d) -> (1, n_local, h, d).
 
     Raises ValueError for other masks than a `RingMask`, and for options that a ring does not have, such as `score_mod` and `out_transform`.
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        """Without settings: masks and layouts come with each batch."""
+    Config = RingInnerConfig
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: RingInnerConfig) -> None:
         super().__init__()
 
     def forward(
@@ -98,7 +101,7 @@ class RingInnerAttention(Module):
 
 
 @override(target=FlexAttention.Config, exact=True, description="ring attention in place of FlexAttention")
-def ring_attention_override(cfg: FlexAttention.Config) -> RingInnerAttention.Config:
+def ring_attention_override(cfg: FlexAttention.Config) -> RingInnerConfig:
     """`RingInnerAttention` in place of FlexAttention, with k and v sharded on the axis "cp" as q is. For `OverrideConfig(imports=[...])`.
 
     Raises ValueError for `kernel_options`, which are of FlexAttention's kernels.
@@ -116,7 +119,7 @@ def ring_attention_override(cfg: FlexAttention.Config) -> RingInnerAttention.Con
             out_src_shardings=own,
             local_map=LocalMapConfig(in_grad_placements=(own, own, own)),
         )
-    return RingInnerAttention.Config(param_init=cfg.param_init, sharding_config=sharding)
+    return RingInnerConfig(param_init=cfg.param_init, sharding_config=sharding)
 
 
 class RingTitanTrainer(Trainer):
@@ -171,7 +174,6 @@ class RingTitanTrainer(Trainer):
         rows = {"input": tokens, "positions": positions, "labels": labels}
         rank = dist.get_rank(self._ring)
         rows = {name: shard(x.reshape(1, -1), layout, rank) for name, x in rows.items()}
-        # torchtitan annotates or wraps what it has cut; with one rank on "cp" it cuts nothing
         return self._annotated(rows["input"], rows["labels"], {"positions": rows["positions"], "attention_masks": mine})
 
     def _annotated(

@@ -284,3 +284,15 @@ def test_fused_kernels(pools, tmp_path):
     fused = dict(use_fused_kernels=True, fused_kernel_options=dict(impl_backend="torch"))
     found = pools[4].run(4, steps, path, 4, {}, fused, dict(flags, use_fused_kernels=True))
     compare(found, pools[1].run(1, steps, path, 0, {}, {}, flags))
+
+
+def test_example():
+    """GRPO on two ranks raises the reward of what the model generates."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "examples" / "train_verl.py")]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rewards = [float(reward) for reward in re.findall(r"mean reward (\S+),", done.stdout)]
+    assert len(rewards) == 8
+    assert rewards[-1] > rewards[0] + 0.1
