@@ -11,8 +11,7 @@ import pytest
 import ringattn
 
 # of libraries that the development environment does without
-LIBRARIES = {f"ringattn.integrations.{name}": library for name, library in (("verl", "verl"), ("verl_platform", "verl"))}
-LIBRARIES["ringattn.integrations.torchtitan"] = "torchtitan"
+LIBRARIES = {f"ringattn.integrations.{name}": name.split("_")[0] for name in ("torchtitan", "verl", "verl_platform")}
 NAMES = ["ringattn", *(found.name for found in pkgutil.walk_packages(ringattn.__path__, "ringattn.") if "__" not in found.name)]
 MODULES = [name for name in NAMES if name not in LIBRARIES or importlib.util.find_spec(LIBRARIES[name])]
 

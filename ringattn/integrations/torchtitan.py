@@ -141,8 +141,12 @@ class RingTitanTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         _check(config)
         super().__init__(config)
-        cp = self.parallel_dims.get_mesh("cp").get_group() if self.parallel_dims.cp_enabled else None
-        self._ring = cp or dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        if self.parallel_dims.cp_enabled:
+            ring = self.parallel_dims.get_mesh("cp").get_group()
+        else:
+            ring = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        assert isinstance(ring, dist.ProcessGroup)
+        self._ring = ring
         for model in self.model_parts:
             kind: Any = type(model)
             if not isinstance(model, Decoder) or kind.get_attention_masks is not Decoder.get_attention_masks:

@@ -20,6 +20,7 @@ import dataclasses
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..collective import unshard
 from ..geometry.layout import Layout, contiguous, shard
@@ -62,16 +63,18 @@ class RingEngineWithLMHead(FSDPEngineWithLMHead):
         super().__init__(model_config, dataclasses.replace(engine_config, strategy="fsdp2"), *args, **kwargs)
 
     def _init_device_mesh(self) -> None:
-        size, ranks = self.engine_config.ulysses_sequence_parallel_size, torch.distributed.get_world_size()
+        size, ranks = self.engine_config.ulysses_sequence_parallel_size, dist.get_world_size()
         if size < 1 or ranks % size:
             raise ValueError(
                 f"ulysses_sequence_parallel_size is {size}, but must divide the number of ranks, {ranks}: it is the ring's size"
             )
         super()._init_device_mesh()
         if self.ulysses_device_mesh is None:
-            self.ring = torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)
+            ring = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         else:
-            self.ring = self.ulysses_device_mesh["sp"].get_group()
+            ring = self.ulysses_device_mesh["sp"].get_group()
+        assert isinstance(ring, dist.ProcessGroup)
+        self.ring = ring
         # the base class neither cuts batches nor gathers outputs, and its modes set no all-to-all
         self.use_ulysses_sp = False
         self.ulysses_parallel_group = None
@@ -105,7 +108,7 @@ class RingEngineWithLMHead(FSDPEngineWithLMHead):
         if output_args["pad_size"]:
             bounds.append(bounds[-1] + output_args["pad_size"])
         layout = _layout(bounds, self.ulysses_sequence_parallel_size)
-        rank = torch.distributed.get_rank(self.ring)
+        rank = dist.get_rank(self.ring)
         for name in _OF_TOKENS:
             if inputs.get(name) is not None:
                 inputs[name] = shard(inputs[name], layout, rank, dim=1)
