@@ -11,14 +11,13 @@ import pytest
 
 import ringattn
 
-# packages that are not in the development environment, and that a module of ours imports at once
-NEEDED = {"ringattn.integrations.lightning": "lightning", "ringattn.integrations.megatron": "megatron"}
-FOUND = ["ringattn", *(found.name for found in pkgutil.walk_packages(ringattn.__path__, "ringattn.") if "__" not in found.name)]
-MODULES = [name for name in FOUND if name not in NEEDED or importlib.util.find_spec(NEEDED[name])]
-
-
-if importlib.util.find_spec("trl") is None:  # it needs Python 3.11
-    MODULES.remove("ringattn.integrations.trl")
+# of libraries that the development environment does without, or that need Python 3.11
+LIBRARIES = {
+    f"ringattn.integrations.{name}": name.split("_")[0]
+    for name in ("lightning", "megatron", "torchtitan", "trl", "verl", "verl_platform")
+}
+NAMES = ["ringattn", *(found.name for found in pkgutil.walk_packages(ringattn.__path__, "ringattn.") if "__" not in found.name)]
+MODULES = [name for name in NAMES if name not in LIBRARIES or importlib.util.find_spec(LIBRARIES[name])]
 
 
 @pytest.mark.parametrize("name", MODULES)
