@@ -184,7 +184,7 @@ def _take_whole(pool: Pool, room: Room) -> bool:
         """Work of so many rows of the shortest documents."""
         if rows <= 0:
             return 0
-        count = bisect_right(rows_of_first, rows) - 1
+        count = bisect_right(rows_of_first, int(rows)) - 1
         return work_of_first[count] + (rows - rows_of_first[count]) * density[count if count < len(density) else -1]
 
     def with_rest(at: int) -> float:
@@ -193,13 +193,14 @@ def _take_whole(pool: Pool, room: Room) -> bool:
 
     def longest(most_work: float, end: int) -> int:
         """The last part before `end` that has at most this work with the rest of the room; -1 if there is none."""
-        begin, all_rows, parts = 0, room.rows, len(density)
+        begin, all_rows, whole, parts = 0, room.rows, int(room.rows), len(density)
         while begin < end:
             # as `with_rest`, spelled out: packing spends its time here
             middle = (begin + end) // 2
-            work, rows = work_of[middle], all_rows - rows_of[middle]
+            own = rows_of[middle]
+            work, rows = work_of[middle], all_rows - own
             if rows > 0:
-                count = bisect_right(rows_of_first, rows) - 1
+                count = bisect_right(rows_of_first, whole - own) - 1
                 work += work_of_first[count] + (rows - rows_of_first[count]) * density[count if count < parts else -1]
             if work > most_work:
                 end = middle
