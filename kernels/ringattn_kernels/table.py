@@ -132,7 +132,7 @@ class TileTable:
         def build() -> BlockTable:
             items, segments = split(*self.cut(axis, block, step), step, splits)
             touched = int((items[:, FIRST_SEGMENT] < items[:, LAST_SEGMENT]).sum())
-            items, segments, places = on_device((items, *np.split(segments, [ROW_END + 1], axis=1)), device)
+            items, segments, places = on_device((items, segments[:, : ROW_END + 1], segments[:, ROW_END + 1 :]), device)
             return BlockTable(items, segments, touched, None if self.places is None else places)
 
         return self.derived(("blocks", axis, block, step, device, splits), build)
