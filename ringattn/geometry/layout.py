@@ -10,7 +10,7 @@ Sources: zigzag, two opposite chunks a rank (Llama 3, Dubey et al. 2024, section
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -37,8 +37,9 @@ _MOST_CHUNKS = 64
 class Layout(Digested):
     """Which positions each rank holds: `spans[rank]` are the spans of a rank's shard, in the order of its local rows.
 
-    seq_len: tokens of the whole sequence. name: shown by `repr`. Raises ValueError unless the spans hold every position of
-    `0 <= p < seq_len` exactly once.
+    seq_len: tokens of the whole sequence. name: shown by `repr`. world_size: how many ranks there are. table: the spans of all ranks, an
+    (n, 4) int64 table of rank, start, length and stride. Raises ValueError unless the spans hold every position of `0 <= p < seq_len`
+    exactly once.
 
     >>> import ringattn as ra
     >>> ra.Layout(8, spans=((ra.Span(0, 3),), (ra.Span(3, 5),))).lengths
@@ -48,9 +49,9 @@ class Layout(Digested):
     seq_len: int
     name: str
     world_size: int
-    table: Table  # the spans of all ranks, an (n, 4) int64 table of rank, start, length and stride
+    table: Table
 
-    def __init__(self, seq_len: int, spans: Sequence[Spans], name: str = "custom") -> None:
+    def __init__(self, seq_len: int, spans: tuple[Spans, ...], name: str = "custom") -> None:
         seq_len = integer("seq_len", seq_len, most=MAX_TOKENS)
         instance("name", name, str, "it is shown by repr")
         shards = listed("spans", spans, "a tuple of Spans for each rank")

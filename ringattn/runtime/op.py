@@ -56,7 +56,7 @@ def _seen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _requires_grad(*learned: torch.Tensor | None) -> bool:
-    return any([x is not None and x.requires_grad for x in learned])
+    return any(x is not None and x.requires_grad for x in learned)
 
 
 _library = torch.library.Library("ringattn", "DEF")
@@ -175,9 +175,7 @@ def _backward(
             dq, dk, dv, sums = rank_attention.backward(score, queries, k, v, slopes_too=wanted[0], values_too=wanted[1])
             dslopes, dvalues = sums.slopes, sums.values
             dsinks = local.sinks_gradient(row_max, row_sum, queries.delta, sinks) if sinks is not None and wanted[2] else None
-    dq, dk, dv = [
-        x if x.stride() == wanted else _with_strides(x, wanted) for x, wanted in zip((dq, dk, dv), strides, strict=True)
-    ]
+    dq, dk, dv = [x if x.stride() == wanted else _with_strides(x, wanted) for x, wanted in zip((dq, dk, dv), strides, strict=True)]
     return dq, dk, dv, dslopes, dvalues, dsinks
 
 
@@ -245,7 +243,7 @@ class _Attention(torch.autograd.Function):
 
 
 # what torch's `apply` calls in the end, after it has looked for the transforms that `_seen` knows of
-_apply: Any = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportArgumentType]
+_apply: Any = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _forward_autograd(
