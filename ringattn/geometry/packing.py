@@ -72,6 +72,7 @@ class Pool:
     def __init__(self, documents: Table, work: np.ndarray) -> None:
         """documents: an (n, 6) table with the fields of DocumentPart, whole, in the order of parts; work: of each."""
         self._documents, self._cuts = documents, list[DocumentPart]()
+        self._seen: dict[int, DocumentPart] = {}  # documents that somebody has looked at
         rows = documents[:, 1]
         self.parts = list(range(len(documents)))
         self.rows, self.work, self.density = rows.tolist(), work.tolist(), (work / rows).tolist()
@@ -81,7 +82,12 @@ class Pool:
     def part(self, number: int) -> DocumentPart:
         """The part of this number."""
         cut = number - len(self._documents)
-        return self._cuts[cut] if cut >= 0 else DocumentPart(*self._documents[number].tolist())
+        if cut >= 0:
+            return self._cuts[cut]
+        found = self._seen.get(number)
+        if found is None:
+            found = self._seen[number] = DocumentPart(*self._documents[number].tolist())
+        return found
 
     def table(self, numbers: list[int]) -> Table:
         """Parts as a table with the fields of DocumentPart."""
