@@ -18,6 +18,7 @@ MAX_HEAD_DIM = 256
 MAX_POSITION = 1 << 48  # sums of a few positions then fit an int64
 MAX_TOKENS = 3_000_000_000  # of a layout: its square, the number of its pairs, fits an int64
 MAX_RANKS = 1 << 16  # layouts and plans hold a table of all ranks
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # classes without behaviour of their own
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TRANSFORMED = "in forward mode or by torch.func, which attention does not support: call backward, or torch.autograd.grad"
 SWAPPED = "if they are (batch, heads, tokens, head_dim), as torch has them, pass x.transpose(1, 2)"
@@ -282,7 +283,8 @@ def dense_tensor(name: str, x: Any) -> None:
 
 
 def _attention_tensor(name: str, x: Any) -> None:
-    dense_tensor(name, x)
+    if type(x) not in PLAIN or x.is_nested or x.layout is not torch.strided:
+        dense_tensor(name, x)
     shape, dtype, device_type = x.shape, x.dtype, x.device.type
     if len(shape) != 4:
         raise ValueError(

@@ -65,9 +65,11 @@ class TileTable:
         tiles = np.array(tiles, dtype=np.int64, copy=True).reshape(-1, 6)
         q_begin, q_end, k_begin, k_end, lo, hi = tiles.T
         assert q_rows >= 0 and k_rows >= 0 and q_rows + k_rows < 2**30, f"rows {q_rows}, {k_rows}: row arithmetic is int32"
-        assert ((q_begin >= 0) & (q_begin < q_end) & (q_end <= q_rows)).all(), f"a tile leaves the {q_rows} query rows or is empty"
-        assert ((k_begin >= 0) & (k_begin < k_end) & (k_end <= k_rows)).all(), f"a tile leaves the {k_rows} key rows or is empty"
-        assert (lo <= hi).all(), "a tile's band is empty: lo > hi"
+        if len(tiles):
+            least, most = tiles.min(axis=0).tolist(), tiles.max(axis=0).tolist()
+            inside = least[0] >= 0 and most[1] <= q_rows and least[2] >= 0 and most[3] <= k_rows
+            assert inside, f"a tile leaves the {q_rows} query rows or the {k_rows} key rows"
+            assert (tiles[:, ::2] < tiles[:, 1::2] + (0, 0, 1)).all(), "a tile or its band is empty"
         live = (lo < q_end - k_begin) & (hi > q_begin - k_end)
         places = None if places is None else np.array(places, dtype=np.int64).reshape(-1, 2)
         if not live.all():
@@ -130,7 +132,7 @@ class TileTable:
         def build() -> BlockTable:
             items, segments = split(*self.cut(axis, block, step), step, splits)
             touched = int((items[:, FIRST_SEGMENT] < items[:, LAST_SEGMENT]).sum())
-            items, segments, places = on_device((items, *np.split(segments, [ROW_END + 1], axis=1)), device)
+            items, segments, places = on_device((items, segments[:, : ROW_END + 1], segments[:, ROW_END + 1 :]), device)
             return BlockTable(items, segments, touched, None if self.places is None else places)
 
         return self.derived(("blocks", axis, block, step, device, splits), build)

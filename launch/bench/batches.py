@@ -3,7 +3,7 @@
 Each batch has other documents, of lengths drawn at random, and is used once. Milliseconds of the process's own CPU time, medians:
 
     mask      ra.documents of the lengths
-    layout    ra.balanced
+    layout    ra.balanced, or what --layout names
     plan      the plan, and the rows that ranks need of each other
     schedule  the choice of the default schedule
     program   the rank's instructions
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from statistics import median
 
 import numpy as np
@@ -28,6 +29,11 @@ from ringattn_kernels.hopper.forward_config import configs_for
 
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
 _CASES = ("16:32768:4", "128:131072:8", "128:1048576:8", "2000:1048576:8", "500:1048576:64")
+LAYOUTS: dict[str, Callable[[ra.Mask, int, int], ra.Layout]] = {
+    "balanced": ra.balanced,
+    "placed": ra.placed,
+    "zigzag": lambda mask, tokens, ranks: ra.zigzag(tokens, ranks),
+}
 PARTS = ("mask", "layout", "plan", "schedule", "program", "tiles", "tables")
 
 
@@ -35,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cases", nargs="+", default=list(_CASES), metavar="DOCUMENTS:TOKENS:RANKS", help=f"(default: {' '.join(_CASES)})"
     )
+    parser.add_argument("--layout", choices=LAYOUTS, default="balanced", help="(default: %(default)s)")
     parser.add_argument("--batches", type=int, default=30, help="batches of each case (default: %(default)s)")
 
 
@@ -46,13 +53,16 @@ def main(arguments: argparse.Namespace) -> None:
     for case in arguments.cases:
         documents, tokens, ranks = map(int, case.split(":"))
         generator = np.random.default_rng(0)
-        batch(generator, documents, tokens, ranks)  # the first one imports what is needed
-        rows = [batch(generator, documents, tokens, ranks) for _ in range(arguments.batches)]
+        make_layout = LAYOUTS[arguments.layout]
+        batch(generator, documents, tokens, ranks, make_layout)  # the first one imports what is needed
+        rows = [batch(generator, documents, tokens, ranks, make_layout) for _ in range(arguments.batches)]
         found = [*map(median, zip(*rows)), median(map(sum, rows))]
         print(f"{documents:>9} {tokens:>9} {ranks:>5}  " + " ".join(f"{1e3 * seconds:>8.3f}" for seconds in found), flush=True)
 
 
-def batch(generator: np.random.Generator, documents: int, tokens: int, ranks: int) -> list[float]:
+def batch(
+    generator: np.random.Generator, documents: int, tokens: int, ranks: int, make_layout: Callable[[ra.Mask, int, int], ra.Layout]
+) -> list[float]:
     """Seconds of each of PARTS for a new batch, on the rank in the middle."""
     cuts = np.sort(generator.choice(tokens - 1, documents - 1, replace=False)) + 1
     bounds, rank = [0, *cuts.tolist(), tokens], ranks // 2
@@ -63,7 +73,7 @@ def batch(generator: np.random.Generator, documents: int, tokens: int, ranks: in
 
     mask = ra.documents(bounds)
     done()
-    layout = ra.balanced(mask, tokens, ranks)
+    layout = make_layout(mask, tokens, ranks)
     done()
     plan = ra.make_plan(layout, mask)
     plan.needs(rank, 0)

@@ -77,8 +77,8 @@ MUTATIONS = (
     ),
     Mutation(
         "ringattn/geometry/layout.py",
-        "span.start + span.stride * torch.arange(span.length)",
-        "span.start + span.stride * torch.arange(1, span.length + 1)",
+        "last = start + stride * (length - 1)\n        steps",
+        "last = start + stride * length\n        steps",
         "positions off by one",
         LAYOUT,
     ),

@@ -13,6 +13,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -32,12 +33,13 @@ _EVEN_ENOUGH = 1.01
 _MOST_CHUNKS = 64
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class Layout(Digested):
     """Which positions each rank holds: `spans[rank]` are the spans of a rank's shard, in the order of its local rows.
 
-    seq_len: tokens of the whole sequence. name: shown by `repr`. Raises ValueError unless the spans hold every position of
-    `0 <= p < seq_len` exactly once.
+    seq_len: tokens of the whole sequence. name: shown by `repr`. world_size: how many ranks there are. table: the spans of all ranks, an
+    (n, 4) int64 table of rank, start, length and stride. Raises ValueError unless the spans hold every position of `0 <= p < seq_len`
+    exactly once.
 
     >>> import ringattn as ra
     >>> ra.Layout(8, spans=((ra.Span(0, 3),), (ra.Span(3, 5),))).lengths
@@ -45,43 +47,58 @@ class Layout(Digested):
     """
 
     seq_len: int
-    spans: tuple[Spans, ...]
-    name: str = "custom"
+    name: str
+    world_size: int
+    table: Table
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "seq_len", integer("seq_len", self.seq_len, most=MAX_TOKENS))
-        instance("name", self.name, str, "it is shown by repr")
-        shards = listed("spans", self.spans, "a tuple of Spans for each rank")
+    def __init__(self, seq_len: int, spans: tuple[Spans, ...], name: str = "custom") -> None:
+        seq_len = integer("seq_len", seq_len, most=MAX_TOKENS)
+        instance("name", name, str, "it is shown by repr")
+        shards = listed("spans", spans, "a tuple of Spans for each rank")
         if not shards:
             raise ValueError("spans is empty: a layout needs at least one rank")
         kept = tuple(tuple(span for span in map(_checked, _spans(spans)) if span.length) for spans in shards)
-        object.__setattr__(self, "spans", kept)
-        problem = _coverage_problem(self.seq_len, self.table, len(kept))
+        table = spans_to_table(kept)
+        problem = _coverage_problem(seq_len, table, len(kept))
         if problem:
-            raise ValueError(f"spans do not hold each of {self.seq_len} positions exactly once: {problem}")
-        super().__post_init__()
+            raise ValueError(f"spans do not hold each of {seq_len} positions exactly once: {problem}")
+        self._keep(seq_len, name, len(kept), table)
+
+    @classmethod
+    def _of_table(cls, seq_len: int, name: str, world_size: int, table: Table) -> Layout:
+        """From a table that holds each position once, which is not checked."""
+        layout = object.__new__(cls)
+        layout._keep(seq_len, name, world_size, table)
+        return layout
+
+    def _keep(self, seq_len: int, name: str, world_size: int, table: Table) -> None:
+        self.__dict__.update(seq_len=seq_len, name=name, world_size=world_size, table=table)
+        self.__post_init__()
 
     @cached_property
-    def table(self) -> Table:
-        """The spans of all ranks, an (n, 4) int64 table of rank, start, length and stride."""
-        return spans_to_table(self.spans)
-
-    @property
-    def world_size(self) -> int:
-        return len(self.spans)
+    def spans(self) -> tuple[Spans, ...]:
+        """The spans of each rank."""
+        spans = list(map(Span, *self.table[:, 1:].T.tolist()))
+        bounds = self.table[:, 0].searchsorted(np.arange(self.world_size + 1)).tolist()
+        return tuple(tuple(spans[a:b]) for a, b in pairwise(bounds))
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Local tokens of each rank."""
         rank, _, length, _ = self.table.T
-        ends = np.concatenate([[0], length.cumsum()])[rank.searchsorted(np.arange(self.world_size + 1))]
-        return tuple((ends[1:] - ends[:-1]).tolist())
+        return tuple(np.bincount(rank, length, self.world_size).astype(np.int64).tolist())
 
     def positions(self, rank: int) -> torch.Tensor:
         """The global position of each local row of a rank: (s_local,) int64, for RoPE and labels."""
         self._check_rank(rank)
-        parts = [span.start + span.stride * torch.arange(span.length) for span in self.spans[rank]]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        shards, start, length, stride = self.table.T
+        own = slice(*shards.searchsorted((rank, rank + 1)).tolist())
+        start, length, stride = start[own], length[own], stride[own]
+        # the sums of steps: within a span its stride, at its first row the way from the last one of the span before
+        last = start + stride * (length - 1)
+        steps = stride.repeat(length)
+        steps[length.cumsum() - length] = start - np.concatenate([[0], last[:-1]])[: len(start)]
+        return torch.from_numpy(steps.cumsum(out=steps))
 
     def work(self, mask: Mask) -> np.ndarray:
         """Live (query, key) pairs of each rank's queries: (world_size,) int64."""
@@ -258,13 +275,7 @@ def layout_of_pieces(rank: np.ndarray, start: np.ndarray, stop: np.ndarray, worl
     last = np.append(first[1:], len(rank))[: len(first)] - 1
     rank, start, stop = rank[first], start[first], stop[last]
     table = np.array([rank, start, stop - start, np.ones_like(rank)]).T
-    layout = object.__new__(Layout)
-    bounds = rank.searchsorted(np.arange(world_size + 1)).tolist()
-    spans = list(map(Span, *table[:, 1:3].T.tolist()))
-    kept = tuple(tuple(spans[a:b]) for a, b in zip(bounds, bounds[1:]))
-    layout.__dict__.update(seq_len=seq_len, spans=kept, name=name, table=table)
-    Digested.__post_init__(layout)
-    return layout
+    return Layout._of_table(seq_len, name, world_size, table)
 
 
 def _work(table: Table, shards: int, regions: Table, seq_len: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from ..check import MAX_POSITION, integer, integers
 from ..digest import Digested, constant
 from . import region
 from .picture import Shards, draw
-from .region import Region, Table
+from .region import HI, STRIDE, Region, Table
 
 Window = int | tuple[int | None, int | None]
 
@@ -229,14 +230,21 @@ class Documents(Mask):
     def min_length(self) -> int:
         return self.cu_seqlens[-1]
 
+    @cached_property
+    def _bounds(self) -> np.ndarray:
+        return np.array(self.cu_seqlens, dtype=np.int64)
+
+    def _key(self) -> bytes:
+        return repr((type(self).__name__, self.causal, self.left, self.right)).encode() + self._bounds.tobytes()
+
     def _table(self, seq_len: int) -> Table:
-        bounds = np.array(self.cu_seqlens, dtype=np.int64)
-        start, stop = bounds[:-1], bounds[1:]
+        start, stop = self._bounds[:-1], self._bounds[1:]
         lo, hi = _band(self.left, self.right, seq_len)
         if self.causal:
             lo = max(lo, 0)
-        out = np.stack([start, stop, start, stop, *(np.full_like(start, value) for value in (lo, hi, 1))], axis=1)
-        return out[start < stop]
+        out = np.empty((STRIDE + 1, len(start)), dtype=np.int64)
+        out[:HI], out[HI:] = [start, stop, start, stop, np.full_like(start, lo)], [[hi], [1]]
+        return out.T[start < stop]
 
     def __repr__(self) -> str:
         window = "" if self.left is None and self.right is None else f", window=({self.left}, {self.right})"

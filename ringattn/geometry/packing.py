@@ -19,7 +19,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from itertools import accumulate, islice
+from math import inf
 from typing import NamedTuple
+
+import numpy as np
+
+from .region import Table
 
 # what a rank's first documents may use of its slack; the rest is for rounding
 _SLACK = 0.9
@@ -41,9 +46,6 @@ class DocumentPart(NamedTuple):
     def rows(self) -> int:
         return self.end - self.begin
 
-    def cut(self, begin: int, end: int) -> DocumentPart:
-        return DocumentPart(*self[:4], begin, end)
-
     def head(self, rows: int) -> int:
         """Work of the first rows: their live pairs."""
         return self._before(self.begin + rows) - self._before(self.begin)
@@ -62,56 +64,94 @@ class DocumentPart(NamedTuple):
 
 
 class Pool:
-    """Parts that no rank holds yet, those with the least work a token first: the order of lengths, if documents are whole."""
+    """Parts that no rank holds yet, those with the least work a token first: the order of lengths, if documents are whole.
 
-    def __init__(self, parts: list[DocumentPart], rows: list[int], work: list[int]) -> None:
-        self.parts, self.rows, self.work = parts, rows, work
-        self.density = [work / rows for work, rows in zip(work, rows)]
-        self.all_rows, self.all_work = sum(rows), sum(work)
+    Parts are numbers: the documents come first, and then what is cut off them. rows, work, density: columns of the parts.
+    """
 
-    def take(self, begin: int, end: int) -> tuple[list[DocumentPart], int, int]:
+    def __init__(self, documents: Table, work: np.ndarray) -> None:
+        """documents: an (n, 6) table with the fields of DocumentPart, whole, in the order of parts; work: of each."""
+        self._documents, self._cuts = documents, list[DocumentPart]()
+        self._seen: dict[int, DocumentPart] = {}  # documents that somebody has looked at
+        rows = documents[:, 1]
+        self.parts = list(range(len(documents)))
+        self.rows, self.work, self.density = rows.tolist(), work.tolist(), (work / rows).tolist()
+        self.all_rows, self.all_work = sum(self.rows), sum(self.work)
+        self._rows_of_first, self._work_of_first = [0], [0]
+
+    def part(self, number: int) -> DocumentPart:
+        """The part of this number."""
+        cut = number - len(self._documents)
+        if cut >= 0:
+            return self._cuts[cut]
+        found = self._seen.get(number)
+        if found is None:
+            found = self._seen[number] = DocumentPart(*self._documents[number].tolist())
+        return found
+
+    def table(self, numbers: list[int]) -> Table:
+        """Parts as a table with the fields of DocumentPart."""
+        cuts = np.array(self._cuts, dtype=np.int64).reshape(-1, len(DocumentPart._fields))
+        return np.concatenate([self._documents, cuts])[numbers]
+
+    def cut(self, part: DocumentPart, begin: int, end: int) -> int:
+        """The number of a new part: rows [begin, end) of the document of another one."""
+        self._cuts.append(DocumentPart(*part[:4], begin, end))
+        return len(self._documents) + len(self._cuts) - 1
+
+    def take(self, begin: int, end: int) -> tuple[list[int], int, int]:
         """Remove the parts [begin, end). Returns them, their rows and their work."""
         some = slice(begin, end)
         found = self.parts[some], sum(self.rows[some]), sum(self.work[some])
         for column in (self.parts, self.work, self.rows, self.density):
             del column[some]
+        self._forget(begin)
         self.all_rows -= found[1]
         self.all_work -= found[2]
         return found
 
-    def put(self, part: DocumentPart) -> None:
-        rows = part.rows
+    def put(self, part: DocumentPart, begin: int, end: int) -> None:
+        """Add rows [begin, end) of the document of a part that was taken."""
+        rows = end - begin
         if rows:
-            work = part.head(rows)
+            number = self.cut(part, begin, end)
+            work = self.part(number).head(rows)
             at = bisect_left(self.density, work / rows)
-            self.parts.insert(at, part)
+            self.parts.insert(at, number)
             self.rows.insert(at, rows)
             self.work.insert(at, work)
             self.density.insert(at, work / rows)
+            self._forget(at)
             self.all_rows += rows
             self.all_work += work
 
-    def first(self, rows: int) -> tuple[list[int], list[int]]:
-        """Running sums of rows and of work, over the first parts, until they have more than `rows`."""
-        count = 32
-        while True:
-            sums = list(accumulate(islice(self.rows, count)))
-            if count >= len(self.rows) or sums[-1] > rows:
-                return sums, list(accumulate(islice(self.work, count)))
-            count *= 4
+    def sums(self, count: int, rows: float) -> tuple[list[int], list[int]]:
+        """Rows and work of the first i parts, for i = 0, 1, ... up to `count`, or until they have more than `rows`. Not to be kept."""
+        while (known := len(self._rows_of_first)) <= count and self._rows_of_first[-1] <= rows:
+            some = slice(known - 1, min(2 * known + 31, count))
+            for column, sums in ((self.rows, self._rows_of_first), (self.work, self._work_of_first)):
+                sums += islice(accumulate(column[some], initial=sums[-1]), 1, None)
+        return self._rows_of_first, self._work_of_first
+
+    def tail(self, at: int, rows: int) -> int:
+        """Work of the last so many rows of the part at an index; of all its rows, if it has fewer."""
+        return self.work[at] if rows >= self.rows[at] else self.part(self.parts[at]).tail(rows)
 
     def has(self, work: float, rows: int) -> bool:
         """Whether so many rows of the last parts' tails have that much work."""
-        for part, density in zip(reversed(self.parts), reversed(self.density)):
-            # a tail has more work a token than the whole part
-            if work <= 0 or (rows <= part.rows and density * rows >= work):
+        for at in range(len(self.rows) - 1, -1, -1):
+            if work <= 0:
                 return True
-            some = min(rows, part.rows)
-            work -= part.tail(some)
-            rows -= some
-            if rows <= 0:
-                break
+            if rows <= self.rows[at]:
+                # a tail has more work a token than the whole part
+                return self.density[at] * rows >= work or self.tail(at, rows) >= work
+            work -= self.work[at]
+            rows -= self.rows[at]
         return work <= 0
+
+    def _forget(self, at: int) -> None:
+        """The parts from this index on have changed."""
+        del self._rows_of_first[at + 1 :], self._work_of_first[at + 1 :]
 
 
 class Room:
@@ -119,15 +159,15 @@ class Room:
 
     def __init__(self, rows: float, work: float, row_slack: float, work_slack: float) -> None:
         self.rows, self.work, self.row_slack, self.work_slack = rows, work, row_slack, work_slack
-        self.parts: list[DocumentPart] = []
+        self.parts: list[int] = []
 
-    def add(self, parts: list[DocumentPart], rows: int, work: int) -> None:
+    def add(self, parts: list[int], rows: int, work: int) -> None:
         self.parts += parts
         self.rows -= rows
         self.work -= work
 
 
-def fill_ranks(pool: Pool, world_size: int, most_rows: float, most_work: float, whole: bool) -> list[list[DocumentPart]]:
+def fill_ranks(pool: Pool, world_size: int, most_rows: float, most_work: float, whole: bool) -> list[list[int]]:
     """The parts of each rank. `whole`: ranks take whole documents first."""
     shards = []
     for left in range(world_size, 1, -1):
@@ -143,48 +183,73 @@ def fill_ranks(pool: Pool, world_size: int, most_rows: float, most_work: float, 
 
 def _take_whole(pool: Pool, room: Room) -> bool:
     """Take the longest documents that fit. Returns whether the longest of all does not, so that it must be cut."""
-    rows_before, work_before = pool.first(int(room.rows))
+    rows_of_first, work_of_first = (sums.copy() for sums in pool.sums(len(pool.parts), room.rows))
     rows_of, work_of, density = pool.rows, pool.work, pool.density
 
     def least(rows: float) -> float:
         """Work of so many rows of the shortest documents."""
         if rows <= 0:
             return 0
-        count = bisect_right(rows_before, rows)
-        if not count:
-            return rows * density[0]
-        return work_before[count - 1] + (rows - rows_before[count - 1]) * density[count if count < len(density) else -1]
+        count = bisect_right(rows_of_first, int(rows)) - 1
+        return work_of_first[count] + (rows - rows_of_first[count]) * density[count if count < len(density) else -1]
 
-    def least_with(at: int) -> float:
+    def with_rest(at: int) -> float:
+        """Work of a part, with the least of the rest of the room."""
         return work_of[at] + least(room.rows - rows_of[at])
+
+    def longest(most_work: float, end: int) -> int:
+        """The last part before `end` that has at most this work with the rest of the room; -1 if there is none."""
+        begin, all_rows, whole, parts = 0, room.rows, int(room.rows), len(density)
+        while begin < end:
+            # as `with_rest`, spelled out: packing spends its time here
+            middle = (begin + end) // 2
+            own = rows_of[middle]
+            work, rows = work_of[middle], all_rows - own
+            if rows > 0:
+                count = bisect_right(rows_of_first, whole - own) - 1
+                work += work_of_first[count] + (rows - rows_of_first[count]) * density[count if count < parts else -1]
+            if work > most_work:
+                end = middle
+            else:
+                begin = middle + 1
+        return begin - 1
 
     while pool.parts and room.rows > room.row_slack:
         most_rows, most_work = room.rows + room.row_slack, room.work + room.work_slack
         at = bisect_right(pool.rows, most_rows) - 1
-        if at >= 0 and least_with(at) > most_work:
-            at = bisect_right(range(at), most_work, key=least_with) - 1
-        while at >= 0 and (pool.rows[at] > most_rows or least_with(at) > most_work):  # what is left of a cut document
-            at -= 1
+        if at >= 0 and with_rest(at) > most_work:
+            at = longest(most_work, at)
+            while at >= 0 and rows_of[at] > most_rows:  # what is left of a cut document
+                at -= 1
+                while at >= 0 and with_rest(at) > most_work:
+                    at -= 1
         if not room.parts and at < len(pool.parts) - 1:
             return True
         if at < 0:
             break
-        begin, end = _some(pool, room, at) if pool.rows[at] < _SMALL * room.rows else (at, at + 1)
-        rows, work = sum(pool.rows[begin:end]), sum(pool.work[begin:end])
-        if begin == end or work + least(room.rows - rows) > room.work + room.work_slack / 2:
-            begin, end, rows, work = at, at + 1, pool.rows[at], pool.work[at]
+        begin, end, rows, work = at, at + 1, rows_of[at], work_of[at]
+        if rows < _SMALL * room.rows:
+            some = _some(pool, room, at)
+            if some[0] < some[1] and some[3] + least(room.rows - some[2]) <= room.work + room.work_slack / 2:
+                begin, end, rows, work = some
         if not pool.has(room.work - room.work_slack - work, int(room.rows - rows)):
             break
         room.add(*pool.take(begin, end))
     return False
 
 
-def _some(pool: Pool, room: Room, at: int) -> tuple[int, int]:
-    """Neighbours in the pool, up to the part `at`, that nearly fill the room with about as much work a token as it has."""
+def _some(pool: Pool, room: Room, at: int) -> tuple[int, int, int, int]:
+    """Neighbours in the pool, up to the part `at`, that nearly fill the room with about as much work a token as it has.
+
+    Returns the first, one past the last, their rows and their work.
+    """
     middle = min(bisect_left(pool.density, room.work / room.rows), at)
     begin = max(0, middle - int(room.rows / pool.rows[middle]) // 2)
-    sums = list(accumulate(pool.rows[begin : at + 1]))
-    return begin, begin + bisect_right(sums, room.rows)
+    rows, work = pool.sums(begin, inf)
+    most = rows[begin] + int(room.rows)
+    pool.sums(at + 1, most)
+    end = bisect_right(rows, most, hi=min(len(rows), at + 2)) - 1
+    return begin, end, rows[end] - rows[begin], work[end] - work[begin]
 
 
 def _fill(pool: Pool, room: Room, cut: bool) -> None:
@@ -192,18 +257,19 @@ def _fill(pool: Pool, room: Room, cut: bool) -> None:
     rows, last = round(room.rows), len(pool.parts) - 1
     at = last
     if not cut:
-        at = min(last, bisect_left(range(last), room.work, key=lambda i: pool.parts[i].tail(min(rows, pool.rows[i]))))
-    (long,), long_rows, long_work = pool.take(at, at + 1)
-    rows_before, work_before = pool.first(rows)
+        at = min(last, bisect_left(range(last), room.work, key=lambda i: pool.tail(i, rows)))
+    (number,), long_rows, long_work = pool.take(at, at + 1)
+    long = pool.part(number)
+    rows_of_first, work_of_first = (sums.copy() for sums in pool.sums(len(pool.parts), rows))
 
     def rest(tail: int) -> tuple[int, int, int, bool]:
         """The rows with the least work beside a tail: (work, whole parts, rows of a head, whether it is the long part's)."""
         left, own = rows - tail, long_rows - tail
-        count = bisect_right(rows_before, left)
-        beyond, work = (left - rows_before[count - 1], work_before[count - 1]) if count else (left, 0)
+        count = bisect_right(rows_of_first, left) - 1
+        beyond, work = left - rows_of_first[count], work_of_first[count]
         choices = []
         if count < len(pool.parts):
-            choices.append((work + pool.parts[count].head(beyond), count, beyond, False))
+            choices.append((work + pool.part(pool.parts[count]).head(beyond), count, beyond, False))
         if beyond <= own:
             choices.append((work + long.head(beyond), count, beyond, True))
         if left <= own:
@@ -216,19 +282,20 @@ def _fill(pool: Pool, room: Room, cut: bool) -> None:
     most, tail = min(rows, long_rows), 0
     if work_with(0) < room.work - room.work_slack:
         if most == long_rows and work_with(most) < room.work:
-            room.add([long], long_rows, long_work)
+            room.add([number], long_rows, long_work)
             return
         tail = max(0, bisect_right(range(most + 1), room.work, key=work_with) - 1)
     work, count, head, own = rest(tail)
     parts, _, _ = pool.take(0, count)
     if tail:
-        parts.append(long.cut(long.end - tail, long.end))
-    other = None if own or not head else pool.take(0, 1)[0][0]
-    if other is not None:
-        parts.append(other.cut(other.begin, other.begin + head))
-        pool.put(other.cut(other.begin + head, other.end))
-        head = 0
-    elif head:
-        parts.append(long.cut(long.begin, long.begin + head))
-    pool.put(long.cut(long.begin + head, long.end - tail))
+        parts.append(pool.cut(long, long.end - tail, long.end))
+    if own or not head:
+        if head:
+            parts.append(pool.cut(long, long.begin, long.begin + head))
+        pool.put(long, long.begin + head, long.end - tail)
+    else:
+        other = pool.part(pool.take(0, 1)[0][0])
+        parts.append(pool.cut(other, other.begin, other.begin + head))
+        pool.put(other, other.begin + head, other.end)
+        pool.put(long, long.begin, long.end - tail)
     room.add(parts, rows, long.tail(tail) + work)

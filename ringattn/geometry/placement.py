@@ -17,7 +17,7 @@ from ..check import BUILD_A_MASK, MAX_RANKS, MAX_TOKENS, instance, integer, numb
 from ..digest import constant
 from .layout import Layout, balanced, layout_of_pieces
 from .mask import Mask
-from .packing import DocumentPart, Pool, fill_ranks
+from .packing import Pool, fill_ranks
 from .region import Q_START, STRIDE, Table, count_pairs
 
 
@@ -93,12 +93,11 @@ class _Task:
         reverse = self.hi.sum() < -self.lo.sum()
         lo, hi = (-self.hi, -self.lo) if reverse else (self.lo, self.hi)
         table = np.array([self.start, rows, lo, hi, np.zeros_like(rows), rows]).T[order]
-        pool = Pool(list(map(DocumentPart._make, table.tolist())), rows[order].tolist(), self.work[order].tolist())
+        pool = Pool(table, self.work[order])
         padding = self._padding()
         most_rows = self.most_rows - int((padding[:, 2] - padding[:, 1]).sum() + self.world_size - 1) // self.world_size
         shards = fill_ranks(pool, self.world_size, most_rows, self.most_work, whole)
-        parts = np.fromiter(chain.from_iterable(chain.from_iterable(shards)), dtype=np.int64).reshape(-1, len(DocumentPart._fields))
-        start, length, begin, end = parts[:, [0, 1, 4, 5]].T
+        start, length, _, _, begin, end = pool.table(list(chain.from_iterable(shards))).T
         if reverse:
             begin, end = length - end, length - begin
         ranks = np.repeat(np.arange(self.world_size), list(map(len, shards)))
@@ -107,7 +106,7 @@ class _Task:
     def chunks(self, ranks: np.ndarray) -> Table:
         """The placement of equal chunks of the sequence, which go to these ranks."""
         edges = self.seq_len * np.arange(len(ranks) + 1) // len(ranks)
-        cuts = np.unique(np.concatenate([edges, self.start, self.stop]))
+        cuts = _distinct(edges, self.start, self.stop)
         return np.array([ranks[edges.searchsorted(cuts[:-1], side="right") - 1], cuts[:-1], cuts[1:]]).T
 
     def cost(self, pieces: Table) -> tuple[float, int]:
@@ -131,9 +130,17 @@ class _Task:
     def _padding(self) -> Table:
         """Positions of no document, in equal shares."""
         start, stop = np.append(0, self.stop), np.append(self.start, self.seq_len)
+        if (start == stop).all():
+            return np.empty((0, 3), dtype=np.int64)
         before = np.append(0, (stop - start).cumsum())
         shares = before[-1] * np.arange(self.world_size + 1) // self.world_size
-        cuts = np.unique(np.concatenate([before, shares]))
+        cuts = _distinct(before, shares)
         gap, rank = (edges.searchsorted(cuts[:-1], side="right") - 1 for edges in (before, shares))
         shift = start[gap] - before[gap]
         return np.array([rank, cuts[:-1] + shift, cuts[1:] + shift]).T
+
+
+def _distinct(*values: np.ndarray) -> np.ndarray:
+    """The values in ascending order, each once."""
+    found = np.sort(np.concatenate(values))
+    return found[np.append(True, found[1:] != found[:-1])]

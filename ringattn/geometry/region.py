@@ -47,26 +47,20 @@ def table(regions: list[Region]) -> Table:
 def tighten(regions: Table) -> Table:
     """Shrink each rectangle to the bounding box of its live pairs, clamp its band to the box, drop empty rectangles."""
     q_start, q_stop, k_start, k_stop, lo, hi, stride = regions.T
-    # counts of positions in units of the stride, and the band between their indices
-    n_q = -((q_start - q_stop) // stride)
-    n_k = -((k_start - k_stop) // stride)
-    offset = q_start - k_start
-    low = -((offset - lo) // stride)
-    high = (hi - offset) // stride
-    q_first, q_end, k_first, k_end, low, high, live = trim(0 * n_q, n_q, 0 * n_k, n_k, low, high)
-    out = np.stack(
-        [
-            q_start + stride * q_first,
-            q_start + stride * (q_end - 1) + 1,
-            k_start + stride * k_first,
-            k_start + stride * (k_end - 1) + 1,
-            offset + stride * low,
-            offset + stride * high,
-            stride,
-        ],
-        axis=1,
-    )
-    return out[live]
+    if common_stride(regions) == 1:
+        *box, live = trim(q_start, q_stop, k_start, k_stop, lo, hi)
+    else:
+        # counts of positions in units of the stride, and the band between their indices
+        n_q = -((q_start - q_stop) // stride)
+        n_k = -((k_start - k_stop) // stride)
+        offset = q_start - k_start
+        low, high = -((offset - lo) // stride), (hi - offset) // stride
+        q_first, q_end, k_first, k_end, low, high, live = trim(0 * n_q, n_q, 0 * n_k, n_k, low, high)
+        rows = q_start + stride * q_first, q_start + stride * (q_end - 1) + 1
+        columns = k_start + stride * k_first, k_start + stride * (k_end - 1) + 1
+        box = [*rows, *columns, offset + stride * low, offset + stride * high]
+    found = np.array([*box, stride]).T
+    return found if live.all() else found[live]
 
 
 def trim(q_begin: Table, q_end: Table, k_begin: Table, k_end: Table, lo: Table, hi: Table) -> tuple[Table, ...]:
@@ -81,20 +75,22 @@ def trim(q_begin: Table, q_end: Table, k_begin: Table, k_end: Table, lo: Table, 
     k1 = np.minimum(k_end, q_end - lo)
     low = np.maximum(lo, q0 - (k1 - 1))
     high = np.minimum(hi, (q1 - 1) - k0)
-    live = (q0 < q1) & (k0 < k1) & (low <= high) & (q_begin < q_end) & (k_begin < k_end)
+    live = (q0 < q1) & (k0 < k1) & (low <= high)
     return q0, q1, k0, k1, low, high, live
 
 
 def clip(regions: Table, seq_len: int) -> Table:
     """The regions inside a sequence of `seq_len` positions."""
     out = regions.copy()
-    out[:, [Q_STOP, K_STOP]] = np.minimum(out[:, [Q_STOP, K_STOP]], seq_len)
+    for column in (Q_STOP, K_STOP):
+        np.minimum(out[:, column], seq_len, out=out[:, column])
     return tighten(out)
 
 
 def common_stride(*tables: Table) -> int:
     """The least common multiple of the strides of all regions in the tables."""
-    return lcm(1, *(int(s) for t in tables for s in np.unique(t[:, STRIDE])))
+    strides = (t[:, STRIDE] for t in tables)
+    return lcm(1, *(int(s) for found in strides if found.max(initial=1) > 1 for s in np.unique(found)))
 
 
 def intersect(a: Table, b: Table) -> Table:
@@ -150,7 +146,7 @@ def count_pairs(q_begin: Table, q_end: Table, k_begin: Table, k_end: Table, lo: 
 def _ramp(n: Table) -> Table:
     """Sum of max(0, x) over x < n."""
     n = np.maximum(n, 0)
-    return n * (n - 1) // 2
+    return (n * (n - 1)) >> 1
 
 
 def _lift(regions: Table, stride: int) -> Table:

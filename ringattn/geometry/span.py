@@ -78,7 +78,8 @@ def spans_to_table(shards: Sequence[Spans]) -> Table:
 
 def common_stride(*tables: Table, at_least: int = 1) -> int:
     """The least common multiple of `at_least` and the strides in tables of `spans_to_table`. A span of one token fits any stride."""
-    return lcm(at_least, *(int(stride) for table in tables for stride in set(table[table[:, 2] > 1, 3].tolist())))
+    strided = (table for table in tables if table[:, 3].max(initial=1) > 1)
+    return lcm(at_least, *(int(stride) for table in strided for stride in set(table[table[:, 2] > 1, 3].tolist())))
 
 
 def refine(table: Table, shards: int, stride: int) -> tuple[SpanTable, tuple[np.ndarray | None, ...]]:

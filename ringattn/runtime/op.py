@@ -10,6 +10,7 @@ whole sequence, the call's place in the group's order, and the identity of the c
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -26,7 +27,7 @@ from .calls import find_call
 # slopes, values, sinks and seed, of `ScoreMod.tensors`
 Modifying = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 UNMODIFIED: Modifying = (None, None, None, None)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_AS_IT_IS = nullcontext()
 
 
 def attention(
@@ -39,7 +40,7 @@ def attention(
     if torch.compiler.is_compiling() or _seen(q, k, v):
         out, row_max, row_sum, _ = FORWARD(q, k, v, *modifying, call, softmax_scale, needs_grad)
     elif needs_grad:
-        out, row_max, row_sum, _ = _Attention.apply(_forward, q, k, v, *modifying, call, softmax_scale, True)
+        out, row_max, row_sum, _ = _apply(_forward, q, k, v, *modifying, call, softmax_scale, True)
     else:
         out, row_max, row_sum, _ = _forward(q, k, v, *modifying, call, softmax_scale, False)
     return out, row_max, row_sum
@@ -50,7 +51,7 @@ def _seen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
     Else operators would cost the host as much as all that a call does besides its launches.
     """
-    plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and not q.is_meta
+    plain = type(q) in check.PLAIN and type(k) in check.PLAIN and type(v) in check.PLAIN and not q.is_meta
     return not plain or _modes_of_dispatch() > 0 or peek_interpreter_stack() is not None
 
 
@@ -106,7 +107,8 @@ def _forward(
         if sinks is not None:
             out, row_max, row_sum = local.with_sinks(out, row_max, row_sum, sinks)
     # for the backward pass; a tensor, because a compiled graph makes many calls under one number, and checkpointing may make it anew
-    return out.contiguous(), row_max, row_sum, torch.tensor((seq_len, place, call.identity(score)))
+    agreed = torch.frombuffer(array("q", (seq_len, place, call.identity(score))), dtype=torch.int64)
+    return out.contiguous(), row_max, row_sum, agreed
 
 
 def _forward_shapes(
@@ -163,7 +165,9 @@ def _backward(
                 queries = local.queries(q, out, dout, row_max, row_sum, drow_sum, ready=ready)
                 return rank_attention.backward(score, queries, k, v)[:3]
 
-            given = tuple(x for x in (q, k, v, dout, out, row_max, row_sum, drow_sum) if x is not None)
+            given = q, k, v, dout, out, row_max, row_sum
+            if drow_sum is not None:
+                given = *given, drow_sum
             dq, dk, dv = rank_attention.replayed(("backward", score.softmax_scale), given, gradients)
             dslopes = dvalues = dsinks = None
         else:
@@ -171,7 +175,7 @@ def _backward(
             dq, dk, dv, sums = rank_attention.backward(score, queries, k, v, slopes_too=wanted[0], values_too=wanted[1])
             dslopes, dvalues = sums.slopes, sums.values
             dsinks = local.sinks_gradient(row_max, row_sum, queries.delta, sinks) if sinks is not None and wanted[2] else None
-    dq, dk, dv = (_with_strides(x, wanted) for x, wanted in zip((dq, dk, dv), strides, strict=True))
+    dq, dk, dv = [x if x.stride() == wanted else _with_strides(x, wanted) for x, wanted in zip((dq, dk, dv), strides, strict=True)]
     return dq, dk, dv, dslopes, dvalues, dsinks
 
 
@@ -234,7 +238,12 @@ class _Attention(torch.autograd.Function):
         wanted = ctx.needs_input_grad[4:7]
         run: Any = BACKWARD if torch.compiler.is_compiling() or _seen(*saved[:3]) else _backward
         dq, dk, dv, *others = run(dout, drow_sum, *saved, ctx.call.number, ctx.softmax_scale, wanted)
-        return None, dq, dk, dv, *(x if asked else None for x, asked in zip(others, wanted)), None, None, None, None
+        others = [x if asked else None for x, asked in zip(others, wanted)]
+        return None, dq, dk, dv, *others, None, None, None, None
+
+
+# what torch's `apply` calls in the end, after it has looked for the transforms that `_seen` knows of
+_apply: Any = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _forward_autograd(
@@ -259,7 +268,7 @@ torch.library.register_fake("ringattn::backward", _backward_shapes, lib=_library
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _AS_IT_IS
 
 
 def _gradient_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alone: bool) -> list[tuple[int, ...]]:
@@ -276,7 +285,7 @@ def _gradient_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alone: 
 
 def _with_strides(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """x with these strides, which a compiled graph relies on. Strides of dimensions of size 1 do not matter."""
-    if x.stride() == strides or not x.numel():
+    if not x.numel():
         return x
     same = all(size == 1 or has == wanted for size, has, wanted in zip(x.shape, x.stride(), strides, strict=True))
     return x if same else x.new_empty_strided(x.shape, strides).copy_(x)

@@ -271,14 +271,12 @@ def _backward_launches(held: _Held, gradients: _Messages, steps: int, adds: list
         if half:
             # sums of other ranks may have been added to the second half before it is computed
             received = any(add.buffer is own.sums for step in adds[:steps] for add in step)
-            found[0] = [_part(own, 0, half)]
-            found[-1] = [replace(_part(own, half, own.end), step=steps - 1, add=received)]
+            first, second = of_keys(own.tiles, 0, half), of_keys(own.tiles, half, own.end)
+            pairs = live_pairs(first)
+            found[0] = [replace(own, end=half, pairs=pairs, make_tiles=lambda: first)]
+            rest = {"begin": half, "pairs": own.pairs - pairs, "make_tiles": lambda: second}
+            found[-1] = [replace(own, step=steps - 1, add=received, **rest)]
     return found
-
-
-def _part(launch: Launch, begin: int, end: int) -> Launch:
-    tiles = of_keys(launch.tiles, begin, end)
-    return replace(launch, begin=begin, end=end, pairs=live_pairs(tiles), make_tiles=lambda: tiles)
 
 
 def _exchange(step: int, sends: list[Message], receives: list[Message], at_rest: bool) -> list[Instruction]:
@@ -312,7 +310,8 @@ def _reuse_memory(instructions: Iterable[Instruction]) -> tuple[Instruction, ...
                 del closed[reuse]
             opens.append(x if reuse is None else replace(x, reuse=reuse))
         else:
-            flush()
+            if closed or opens:
+                flush()
             found.append(x)
     flush()
     return tuple(found)
@@ -330,10 +329,14 @@ class _Piece:
     def end(self) -> int:
         return self.begin + len(self.rows)
 
+    @cached_property
+    def all_rows_of_buffer(self) -> Rows:
+        return Rows.span(self.begin, self.end)
+
     def rows_of_buffer(self, rows: Rows) -> Rows:
         """Some of the owner's rows as rows of the buffer."""
         if rows is self.rows:
-            return Rows.span(self.begin, self.end)
+            return self.all_rows_of_buffer
         found = rows.within(self.rows)
         return Rows.disjoint(found.ranges + self.begin, len(found)) if self.begin else found
 
@@ -435,6 +438,8 @@ def _tiles(plan: Plan, rank: int, pieces: Sequence[_Piece]) -> TileTable:
     if not pieces:
         return make_tiles(plan.tiles_of_launch(rank, rank)[:0], plan.q_lengths[rank], 0, plan.stride)
     tables = [plan.tiles_of_launch(rank, piece.owner) for piece in pieces]
+    if len(pieces) == 1 and pieces[0].rows.only == (0, plan.lengths[pieces[0].owner]):
+        return make_tiles(tables[0], plan.q_lengths[rank], pieces[0].end, plan.stride)
     # the rows of all pieces as one set, in which those of different owners lie apart
     apart = (max(plan.lengths) + 1) * np.arange(len(pieces))
     held = Rows.disjoint(np.concatenate([piece.rows.ranges + begin for piece, begin in zip(pieces, apart.tolist())]))

@@ -420,7 +420,7 @@ def gradient_transfers(schedule: Schedule, plan: Plan, transfers: Sequence[Trans
         for t in arrivals:
             if t.followed:
                 rows = rows | t.rows
-        for t in onward[rank, buffer, owner]:
+        for t in onward.get((rank, buffer, owner), ()):
             rows = rows - t.rows
             found.append(Transfer(rank, t.dst, owner, t.rows, buffer, t.into, t.into))
         if len(rows):

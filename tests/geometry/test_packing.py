@@ -11,8 +11,8 @@ from ringattn.geometry.packing import DocumentPart, Pool, fill_ranks
 
 
 def pool_of(lengths):
-    parts = [DocumentPart(0, n, 0, n, 0, n) for n in sorted(lengths)]
-    return Pool(parts, [part.rows for part in parts], [part.head(part.rows) for part in parts])
+    rows = np.array(sorted(lengths))
+    return Pool(np.array([0 * rows, rows, 0 * rows, rows, 0 * rows, rows]).T, rows * (rows + 1) // 2)
 
 
 @given(st.integers(1, 40), st.integers(0, 50), st.integers(0, 50), st.data())
@@ -31,7 +31,8 @@ def test_work_of_parts(length, left, right, data):
 @given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=30), ranks=st.integers(1, 8))
 def test_shares_without_slack(whole, lengths, ranks):
     """Every row once; no rank has more than the mean, but for rounding to rows."""
-    shards = fill_ranks(pool_of(lengths), ranks, 0, 0, whole)
+    pool = pool_of(lengths)
+    shards = [[pool.part(number) for number in shard] for shard in fill_ranks(pool, ranks, 0, 0, whole)]
     rows = [sum(part.rows for part in shard) for shard in shards]
     work = [sum(part.head(part.rows) for part in shard) for shard in shards]
     assert len(shards) == ranks
@@ -43,13 +44,22 @@ def test_shares_without_slack(whole, lengths, ranks):
 
 def test_a_pool_keeps_its_columns():
     pool = pool_of([5, 9, 2])
-    (part,), rows, work = pool.take(2, 3)
-    assert (part.end, rows, work) == (9, 9, 45)
+    assert pool.sums(3, np.inf) == ([0, 2, 7, 16], [0, 3, 18, 63])
+    (number,), rows, work = pool.take(2, 3)
+    assert (pool.part(number).end, rows, work) == (9, 9, 45)
     assert (pool.all_rows, pool.all_work) == (7, 18)
-    pool.put(part.cut(0, 4))
+    pool.put(pool.part(number), 0, 4)
     assert pool.rows == [2, 4, 5]
     assert pool.work == [3, 10, 15]
-    assert pool.first(2) == ([2, 6, 11], [3, 13, 28])
+    assert pool.table(pool.parts)[:, 1:].tolist() == [[2, 0, 2, 0, 2], [9, 0, 9, 0, 4], [5, 0, 5, 0, 5]]
+    assert pool.sums(3, np.inf) == ([0, 2, 6, 11], [0, 3, 13, 28])
+
+
+def test_sums_of_the_first_parts_end_beyond_the_limit():
+    pool = pool_of(range(1, 101))
+    rows, work = pool.sums(100, 10)
+    assert rows[:5] == [0, 1, 3, 6, 10] and rows[-1] > 10 and len(rows) == len(work) < 100
+    assert len(pool.sums(100, 5049)[0]) == len(pool.sums(100, np.inf)[1]) == 101
 
 
 @pytest.mark.parametrize(("work", "rows", "wanted"), [(15, 5, True), (12, 3, True), (13, 3, False), (25, 9, True), (26, 9, False)])

@@ -9,9 +9,12 @@ import torch
 from triton import knobs
 
 import ringattn as ra
+from ringattn.device import local
 from ringattn.runtime.groups import get_context
+from ringattn.transport import SilentTransport
 from ringattn_kernels import direct, launches, recordings, submission
 from ringattn_kernels.recorder import recorder
+from tests.counting import calls_of
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -105,6 +108,32 @@ def test_a_pass_runs_twice_and_is_replayed_from_then_on(host):
 def test_recording_imports_no_compiler():
     """Torch's wrapper around dispatch modes would import Dynamo, for a second, in the middle of a training step."""
     assert not hasattr(recordings._Witness.__torch_dispatch__, "__wrapped__")
+
+
+@pytest.mark.parametrize(("ranks", "forward_most", "backward_most"), [(1, 135, 136), (2, 144, 149)], ids=["1", "2"])
+def test_what_a_replayed_call_costs_the_host(host, ranks, forward_most, backward_most, monkeypatch):
+    """Counted in function calls, without kernels: a key, a look-up, the ranks' check, and the results."""
+
+    class Silent(SilentTransport):
+        recorded_with = ()
+
+    def record(inputs, addresses, work):
+        results = tuple(x.contiguous() for x in work())
+        return results, recordings._Recording(inputs[0].device, results, 512, lambda numbers: None, [])
+
+    q, k, v, dout = (torch.randn(1, 64, h, 8) for h in (4, 2, 2, 4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    statistic = torch.ones(1, 4, 64)
+    monkeypatch.setattr(recordings, "_record", record)
+    monkeypatch.setattr(local, "replayed", recordings.replay)
+    monkeypatch.setattr(local, "forward", lambda *_, state, **__: state or (0 * dout, statistic + 1, statistic + 2))
+    monkeypatch.setattr(local, "backward", lambda *_, **__: None)
+    layout, mask, group, outs, losses = ra.zigzag(64 * ranks, ranks), ra.causal(), Silent(0, ranks), [], []
+    for _ in range(4):
+        forward, _ = calls_of(lambda: outs.append(ra.ring_attention(*leaves, layout=layout, mask=mask, group=group)))
+        losses.append(outs.pop().sum())
+        backward, _ = calls_of(lambda: torch.autograd.grad(losses.pop(), leaves))
+    assert forward <= forward_most and backward <= backward_most, (forward, backward)
 
 
 def test_an_operation_of_torch_is_never_left_out(host):

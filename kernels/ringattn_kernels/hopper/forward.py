@@ -82,7 +82,7 @@ def work_queue(
 
     def build() -> WorkQueue:
         items, segments = split(*table.cut("q", config.block, config.step, align), config.step, splits)
-        segments, places = np.split(segments, [ROW_END + 1], axis=1)
+        segments, places = segments[:, : ROW_END + 1], segments[:, ROW_END + 1 :]
         works, segments = order_works(items, segments, config.step, b * h, together, touched_only, multiprocessors(q.device))
         # a place for the empty segment, too
         places = np.concatenate([places, np.zeros((1, places.shape[1]), dtype=np.int32)])
