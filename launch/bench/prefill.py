@@ -10,6 +10,9 @@ and `ring`, where pages move. All other chunks are computed once, by the default
     rate     TFLOP/s a GPU over the live pairs, and its ratio to that of `ring_attention` over the whole document without gradients
 
 Each chunk's results are compared between schedules, and those of the first chunk with `ring_attention`. `--device cpu` needs toy sizes.
+
+`--plans` measures plans alone, on this host without GPUs or other ranks: a transport that moves nothing stands in for them, and nothing is
+attended. Its times are of the processor; the least of some.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ import argparse
 import time
 from collections.abc import Callable
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import ringattn as ra
+from ringattn.device import local
+from ringattn.transport import SilentTransport
 
 from .shared.ranks import add_ranks, group_of, slowest, start_ranks
 from .shared.timing import spread
@@ -49,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, default=64, help="(default: %(default)s)")
     parser.add_argument("--page-size", type=int, default=64, help="(default: %(default)s)")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), help="(default: all)")
+    parser.add_argument("--plans", action="store_true", help="measure what plans take the host, for --world-size ranks (8)")
     add_ranks(parser)
 
 
@@ -56,7 +63,10 @@ def main(arguments: argparse.Namespace) -> None:
     for name in ("tokens", "chunk", "heads", "kv_heads", "head_dim"):
         if getattr(arguments, name) < 1:
             raise SystemExit(f"bench prefill: {name} is {getattr(arguments, name)}, but must be at least 1")
-    start_ranks(run_rank, arguments)
+    if arguments.plans:
+        plans(arguments)
+    else:
+        start_ranks(run_rank, arguments)
 
 
 class Server:
@@ -178,3 +188,54 @@ def compare(outs: dict[str, torch.Tensor], device: str) -> None:
         (error,) = slowest([error], device)
         if not error < _LARGEST_ERROR:
             raise SystemExit(f"bench prefill: {first} does not compute what {name} does: the relative difference is {error:.2g}")
+
+
+@torch.no_grad()
+def plans(arguments: argparse.Namespace) -> None:
+    """Print what the plans of the chunks that are compared take the host of one rank."""
+    size = arguments.world_size or 8
+    group = SilentTransport(size // 2, size)
+    # rows as short as can be
+    heads = (arguments.heads, arguments.kv_heads, arguments.kv_heads)
+    pages = -(-arguments.tokens // (arguments.page_size * size)) + 1
+    cache = ra.PagedCache(pages=pages, kv_heads=heads[1], head_dim=1, page_size=arguments.page_size, group=group)
+    document = cache.add()
+    print(f"{size} ranks, chunks of {arguments.chunk:,} tokens, pages of {arguments.page_size}; milliseconds of the host")
+    print(f"{'cached':>11} {'schedule':>9} {'plan ms':>9}", flush=True)
+    for cached in range(0, arguments.tokens, arguments.chunk):
+        layout = ra.zigzag(min(arguments.chunk, arguments.tokens - cached), size)
+        if not is_compared(cached, arguments):
+            cache.extend([document], layout.seq_len)
+            continue
+        shards = [torch.zeros(1, layout.lengths[group.rank], h, 1) for h in heads]
+        for name in arguments.schedules:
+            times = [plan_seconds(cache, document, layout, shards, SCHEDULES[name]()) for _ in range(_REPEATS)]
+            print(f"{cached:>11,} {name:>9} {1e3 * min(times):>9.1f}", flush=True)
+        cache.extend([document], layout.seq_len)
+
+
+def plan_seconds(
+    cache: ra.PagedCache,
+    document: ra.CachedSequence,
+    layout: ra.Layout,
+    shards: list[torch.Tensor],
+    schedule: ra.Schedule | None,
+) -> float:
+    """Seconds of the processor that the first call of `prefill` with a chunk takes beyond the second; the cache is as before."""
+    length = document.length
+    batch = cache.extend([document], layout.seq_len)
+    # sliding windows of other lengths, all longer than the document, have plans of their own
+    mask = ra.sliding_window((1 << 24) + document.edition)
+
+    def nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: object, **options: object) -> local.State:
+        stats = q.new_zeros(q.shape[0], q.shape[2], q.shape[1])
+        return torch.zeros_like(q), stats, stats
+
+    times = [time.process_time()]
+    with mock.patch.object(local, "forward", nothing):
+        for _ in range(2):
+            ra.prefill(*shards, cache, batch, layout, mask=mask, schedule=schedule)
+            times.append(time.process_time())
+    cache.truncate(document, length)
+    begin, middle, end = times
+    return max(0.0, 2 * middle - begin - end)

@@ -47,6 +47,14 @@ def test_chunks_of_a_document():
     assert "training forward of the whole document" in found and "all chunks by default" in found
 
 
+@pytest.mark.thorough
+def test_plans_alone():
+    sizes = ["--tokens", "3000", "--chunk", "1024", "--heads", "4", "--kv-heads", "2", "--page-size", "16"]
+    found = run("--device", "cpu", "--plans", "--world-size", "3", *sizes)
+    rows = re.findall(r"^ +([\d,]+) +(\w+) +[\d.]+$", found, re.MULTILINE)
+    assert rows == [(n, name) for n in ("0", "1,024", "2,048") for name in ("default", "pass_q", "ring")]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_gpus():
