@@ -734,6 +734,20 @@ MUTATIONS = (
     ),
     Mutation(
         "ringattn/integrations/generation.py",
+        "or inputs.tokens > _MOST_ALIKE",
+        "or False",
+        "a second document on every rank",
+        "tests/integrations/test_generation.py -k questions",
+    ),
+    Mutation(
+        "ringattn/serving/prefilling.py",
+        "-(-(length - 1 - window) // page_size)",
+        "(length - 1 - window) // page_size",
+        "pages at the far end of a window are planned as seen by all of a chunk",
+        "tests/serving/test_prefilling.py -k alike",
+    ),
+    Mutation(
+        "ringattn/integrations/generation.py",
         "if length + count < sequence.length:\n",
         "if length + count < 0:\n",
         "padding stays in the cache",

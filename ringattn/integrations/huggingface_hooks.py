@@ -109,8 +109,8 @@ def live_mask(*args: Any, local_size: int | None = None, **options: Any) -> Live
 def _whole_tokens(attachment: Attachment) -> int:
     """The length of the whole sequence of a call."""
     cached = attachment.cached
-    # every rank has all new tokens where there is no layout of them
-    return attachment.layout.seq_len if cached is None or cached.layout is not None else cached.last_position + 1
+    # a call with a cache has a layout of the new tokens at most
+    return attachment.layout.seq_len if cached is None else cached.last_position + 1
 
 
 @not_compiled
