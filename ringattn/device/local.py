@@ -150,8 +150,10 @@ def prepare(program: Program, shapes: RowShapes, softmax_scale: float, *, final:
                     rows.index(shapes.device)
     if shapes.device.type == "cuda":
         for launch in program.forward.launches:
-            first = launch is program.forward.launches[0]
-            _prepare_forward(launch.tiles, shapes, softmax_scale, first=first, final=final and launch.last)
+            # where queries move, each launch makes partials of its own
+            first = program.queries_move or launch is program.forward.launches[0]
+            last = launch.last and not program.queries_move
+            _prepare_forward(launch.tiles, shapes, softmax_scale, first=first, final=final and last)
         for launch in program.backward.launches:
             _prepare_backward(launch.tiles, shapes)
 
