@@ -12,6 +12,7 @@ from ringattn_kernels.page_table import PageTable
 from ringattn_kernels.table import TileTable
 
 from ..geometry.rows import Rows
+from ..partial import Partial, merge
 from ..schedule.instructions import Add, Exchange
 from ..schedule.program import Pass, Program
 from ..scores import Score
@@ -107,6 +108,21 @@ def add(totals: Pair, more: Pair, rows: Rows) -> None:
     else:
         for total, x in zip(totals, more):
             rows.add_to(total, x)
+
+
+def merge_rows(totals: State, more: State) -> None:
+    """Merge partials of the same rows into others, in place: out (n, b, h, d_v), row_max and row_sum (n, b, h); totals are contiguous."""
+    if totals[0].is_cuda:
+        import ringattn_kernels
+
+        ringattn_kernels.merge_rows(totals, more)
+        return
+    parts = (
+        Partial(out.transpose(0, 1), row_max.permute(1, 2, 0), row_sum.permute(1, 2, 0)) for out, row_max, row_sum in (totals, more)
+    )
+    found = merge(*parts)
+    for total, x in zip(totals, (found.out.transpose(0, 1), found.row_max.permute(2, 0, 1), found.row_sum.permute(2, 0, 1))):
+        total.copy_(x)
 
 
 def rounded(pair: Pair, dtype: torch.dtype) -> Pair:
