@@ -527,8 +527,9 @@ def translated(group, name: str):
     return found
 
 
+@pytest.mark.thorough
 @scored_models.makes_own_masks
-@pytest.mark.parametrize("name", ["bart", pytest.param("t5", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["bart", "t5"])
 def test_an_encoder_and_a_decoder_are_compared(gloo, name):
     for right, wrong in gloo.run(2, translated, name, timeout=120):
         assert right.passed, right
