@@ -11,6 +11,7 @@ Shapes: rows first, as in `passes.py`: (rows, b, h, d); a launch sees them as (b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -96,7 +97,7 @@ def _run(
     own: Rowwise,
     empty: Callable[[int], Rowwise],
     launch: Callable[[Launch, Rowwise], Rowwise],
-    add: Callable[[Rowwise, Rowwise], None],
+    add: Callable[[Any, Any], None],
     zero: Sequence[float],
 ) -> Rowwise:
     """What comes back for this rank's rows.
@@ -147,7 +148,7 @@ def _peers(held: dict[Buffer, Rowwise], messages: Iterable[Message]) -> list[Pee
     return [Peer(m.peer, x if m.whole else m.rows.take(x)) for m in messages for x in held[m.buffer]]
 
 
-def _add_rows(totals: Rowwise, more: Rowwise, rows: Rows, add: Callable[[Rowwise, Rowwise], None]) -> None:
+def _add_rows(totals: Rowwise, more: Rowwise, rows: Rows, add: Callable[[Any, Any], None]) -> None:
     parts = tuple(map(rows.take, totals))
     add(parts, more)
     # one range is a view, others are copies
