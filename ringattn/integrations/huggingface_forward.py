@@ -102,7 +102,7 @@ def attend_to_states(
         group=attachment.group,
         softmax_scale=asked.scaling,
         score=modified,
-        name=_call_name(module),
+        name=call_name(module),
     )
 
 
