@@ -10,11 +10,11 @@ from . import check
 from .device import local
 from .geometry.layout import Layout
 from .geometry.mask import Mask, causal
-from .runtime.calls import check_layout
+from .runtime.calls import check_keys, check_layout, keys_of
 from .runtime.context import Context
 from .runtime.groups import Group, get_context
 from .schedule.memory import RowBytes
-from .schedule.schedules import Schedule
+from .schedule.schedules import RowTraffic, Schedule
 from .scores import ScoreMod
 
 _DEFAULT_MASK = causal()
@@ -25,6 +25,8 @@ def prepare(
     layout: Layout,
     mask: Mask | None = None,
     *,
+    kv_layout: Layout | None = None,
+    q_offset: int = 0,
     like: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     group: Group | None = None,
     score: ScoreMod | None = None,
@@ -36,10 +38,11 @@ def prepare(
     is communicated, and not every rank has to. The latest 16 that no call has used yet are kept.
 
     Args:
-        layout, mask, group, score, schedule: as they will be passed to `ring_attention`.
+        layout, mask, kv_layout, q_offset, group, score, schedule: as they will be passed to `ring_attention`.
         like: (q, k, v) of such a call, (b, tokens, heads, head_dim) each, with any number of tokens; only shapes, dtype and device are
-            read. On a GPU the tables that kernels read are then copied there, on the current stream: on another thread, make the stream
-            of the calls the current one. Without it, and with a score that modifies scores, the first call makes these tables.
+            read. With a kv_layout and no schedule it is needed, for its bytes choose the default one. On a GPU the tables that kernels
+            read are then copied there, on the current stream: on another thread, make the stream of the calls the current one. Without
+            it, and with a score that modifies scores, the first call makes these tables.
 
     Raises ValueError for what `ring_attention` refuses of these arguments, on this rank alone.
 
@@ -53,15 +56,26 @@ def prepare(
     check.instance("mask", mask, Mask, check.BUILD_A_MASK)
     check.optional("schedule", schedule, Schedule, check.BUILD_A_SCHEDULE)
     check.optional("score", score, ScoreMod, check.BUILD_A_SCORE)
-    check_layout(layout, mask, context.ranks)
+    keys = keys_of(layout, kv_layout, q_offset)
+    if keys is None:
+        check_layout(layout, mask, context.ranks)
+    else:
+        check_keys(keys, layout, mask, context.ranks)
     shapes = None if like is None else _shapes(like, context)
-    row_bytes = None
+    row_bytes = traffic = None
+    if keys is not None and schedule is None:
+        if shapes is None:
+            raise ValueError(
+                f"kv_layout is given without a schedule, which then follows from the bytes of q and k, but like is None: {_LIKE}, or "
+                "pass schedule="
+            )
+        traffic = RowTraffic.of(shapes.h, shapes.hk, shapes.d, shapes.d_v, shapes.dtype.itemsize, backward=True)
     if schedule is not None and schedule.by_memory:
         if shapes is None:
             raise ValueError(f"schedule is {schedule!r}, which chooses by the bytes of k and v, but like is None: {_LIKE}")
         row_bytes = RowBytes.of_shapes(shapes.b, shapes.hk, shapes.d + shapes.d_v, shapes.dtype.itemsize)
     kind = None if score is None else score.kind
-    found = context.prepare(layout, mask, schedule, row_bytes, kind is not None and kind.placed)
+    found = context.prepare(layout, mask, schedule, row_bytes, kind is not None and kind.placed, keys, traffic)
     for launch in (*found.program.forward.launches, *found.program.backward.launches):
         assert launch.tiles is not None
     if shapes is None:

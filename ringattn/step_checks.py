@@ -20,10 +20,15 @@ from .scores import ScoreMod
 from .whole_step import has_mixers, of_transformers, takes_masks
 
 
-def check_arguments(model: Any, batch: Any, layout: Any, mask: Any, loss: Any, whole: Any, score: Any) -> None:
+def check_arguments(
+    model: Any, batch: Any, layout: Any, kv_layout: Any, of_keys: Any, mask: Any, loss: Any, whole: Any, score: Any
+) -> None:
     check.instance("model", model, nn.Module, "pass the model itself")
     check.instance("batch", batch, Mapping, "give a dict of whole sequences, such as {'input_ids': ...}")
     check.optional("layout", layout, Layout, check.BUILD_A_LAYOUT)
+    check.optional("kv_layout", kv_layout, Layout, check.BUILD_A_LAYOUT)
+    for name in check.listed("of_keys", of_keys, "the names of the batch's tensors that are of the keys' tokens"):
+        check.instance("of_keys", name, str, "give names of the batch's tensors")
     check.optional("mask", mask, Mask, check.BUILD_A_MASK)
     check.optional("whole", whole, nn.Module, "pass a copy of the model that runs whole sequences")
     if loss is not None:
@@ -67,11 +72,10 @@ def check_comparable(
 def _check_own_attention(model: Any, batch: Mapping[str, Any], mask: Mask | None) -> None:
     """Raise ValueError if a model of transformers cannot run whole sequences with its own attention."""
     name = type(model).__name__
-    if "decoder_input_ids" in inspect.signature(type(model).forward).parameters:
-        raise ValueError(
-            f"{name} has an encoder and a decoder, but verify compares models of one sequence: verify its encoder, such as "
-            "T5EncoderModel, with a loss= of its outputs"
-        )
+    if has_encoder_and_decoder(model):
+        if mask is not None:
+            raise ValueError(f"mask is given, but {name} has an encoder and a decoder, which have masks of their own: leave it out")
+        return
     if (mask is not None or batch.get("cu_seq_lens_q") is not None) and not takes_masks(model):
         raise ValueError(
             f"{name} makes ALiBi from its own mask, so its whole step takes no other: verify it without mask= and without packed "
@@ -89,6 +93,11 @@ def _has_documents(batch: Mapping[str, Any]) -> bool:
     positions = batch.get("position_ids")
     restarts = isinstance(positions, torch.Tensor) and bool((positions.diff() < 0).any())
     return restarts or batch.get("cu_seq_lens_q") is not None
+
+
+def has_encoder_and_decoder(model: nn.Module) -> bool:
+    """Whether it is a model of transformers that answers a text."""
+    return of_transformers(model) and "decoder_input_ids" in inspect.signature(type(model).forward).parameters
 
 
 def check_unwrapped(model: nn.Module) -> None:

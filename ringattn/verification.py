@@ -11,7 +11,7 @@ import contextlib
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,15 +22,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import scores
-from .geometry.layout import Layout, zigzag
+from .geometry.layout import Layout
 from .geometry.mask import Mask
 from .integrations.replace import replace_attention
 from .runtime.agree import Facts, agree, refusing
 from .runtime.groups import Group, get_context, process_groups
 from .scores import ScoreMod
+from .step_batch import StepBatch, step_batch
 from .step_checks import check_arguments, check_comparable, check_unwrapped, is_replaced, refusing_dropout
 from .training.causal_lm import IGNORE
-from .training.data import shard_batch, tokens_of
 from .whole_step import (
     DenseCalls,
     OwnAttention,
@@ -106,6 +106,8 @@ def verify(
     batch: Mapping[str, Any],
     *,
     layout: Layout | None = None,
+    kv_layout: Layout | None = None,
+    of_keys: Collection[str] = (),
     mask: Mask | None = None,
     group: Group | None = None,
     loss: Loss | None = None,
@@ -120,8 +122,12 @@ def verify(
             and the attention of one that calls scaled_dot_product_attention is replaced, as by `replace_attention`; afterwards the
             model is as it was. Another model must shard its attention by itself, for `layout`, and come with `whole`.
         batch: whole sequences, the same on every rank: `input_ids` (b, s) and whatever else `shard_batch` takes. Without labels, the
-            tokens are the labels. Give short sequences: rank 0 also runs them whole, in fp64, with dense attention.
-        layout: which positions each rank holds; zigzag over the group by default.
+            tokens are the labels. An encoder with a decoder takes `input_ids` (b, t) for the encoder, and `labels` (b, s), one for each
+            of `decoder_input_ids`, which follow from them. Give short sequences: rank 0 also runs them whole, in fp64, with dense
+            attention.
+        layout: which positions each rank holds; zigzag over the group by default. Of an encoder with a decoder, that of the decoder.
+        kv_layout: the layout of an encoder's tokens, zigzag by default; or of the keys of a model that comes with `whole`.
+        of_keys: of a model that comes with `whole`, the names of the tensors in the batch that `kv_layout` cuts, (b, t) or (b, t, ...).
         mask: which pairs are live, as for `attach` and `replace_attention`.
         group: the ranks of the ring, as for `attach`.
         loss: `loss(model, inputs)`, the summed loss of the tokens in `inputs`, a shard or the whole; by default the cross-entropy of
@@ -137,9 +143,10 @@ def verify(
 
     Returns a `Report`: `assert report.passed, report`. Raises ValueError if the ranks' weights, batches or scores differ, if a dropout
     other than of weights is on or the step draws other random numbers, if no label counts, if nothing is trainable, if the weights
-    are sharded, for a score of a model that brings its own attention, for a model with an encoder and a decoder, for a mask or packed
-    documents where the model makes ALiBi from its mask (BLOOM, Falcon), and if nothing says how the model runs whole sequences. A score
-    or another argument of a wrong type is an error on every rank.
+    are sharded, for a score of a model that brings its own attention, for a mask, padding or packed documents of an encoder with a
+    decoder, for a mask or packed documents where the model makes ALiBi from its mask (BLOOM, Falcon), for a kv_layout of a model with
+    one sequence, and if nothing says how the model runs whole sequences. A score or another argument of a wrong type is an error on
+    every rank.
 
     >>> report = ringattn.verify(model, {"input_ids": tokens})  # doctest: +SKIP
     """
@@ -148,29 +155,26 @@ def verify(
     with context.turn:
         with refusing(ranks):
             ranks.order.check()
-            check_arguments(model, batch, layout, mask, loss, whole, score)
+            check_arguments(model, batch, layout, kv_layout, of_keys, mask, loss, whole, score)
             if score is not None or is_replaced(model, whole):
                 score = _prepared(scores.score() if score is None else score, model)
             facts = _facts(score)
         if ranks.size > 1:
             agree(ranks, facts, 0)
     check_unwrapped(model)
-    layout = zigzag(tokens_of(batch).shape[1], ranks.size) if layout is None else layout
-    batch = _with_labels(batch)
-    check_comparable(model, batch, mask, whole, score, autocast)
+    cut = step_batch(model, batch, layout, kv_layout, of_keys, whole, ranks.size)
+    check_comparable(model, cut.tensors, mask, whole, score, autocast)
     device = next(model.parameters()).device
     _check_weights(model, axes)
-    _check_batches(batch, axes, device)
+    _check_batches(cut.tensors, axes, device)
     loss = _summed_cross_entropy if loss is None else loss
-    # a layout of one rank holds all positions in order: the whole sequence gets labels and positions as the shards do
-    everything = shard_batch(batch, zigzag(layout.seq_len, 1), 0)
-    inputs = on_device(shard_batch(batch, layout, ranks.rank), device)
+    everything, inputs = cut.whole(), on_device(cut.shards(ranks.rank), device)
     counted = int((everything["shift_labels"] != IGNORE).sum())
     if not counted:
         raise ValueError(f"all labels are {IGNORE}, so that there is no loss to compare: give some that count")
     step = functools.partial(_step, loss=loss, counted=counted)
     before = _random_states(device)
-    with _around_ring(model, layout, mask, group, whole, score), refusing_dropout(model):
+    with _around_ring(model, cut, mask, group, whole, score), refusing_dropout(model):
         ours = step(model, score, inputs, autocast)
     if not all(map(torch.equal, before, _random_states(device))):
         raise ValueError("the step draws random numbers (dropout, noise), so no two steps are alike: call model.eval() first")
@@ -199,7 +203,7 @@ def verify(
         Difference(name, sharded, theirs, max(floor, bound))
         for name, (sharded, theirs), bound in zip(names, rows, bounds, strict=True)
     )
-    return Report(layout, ours[0].item(), whole_loss, differences)
+    return Report(cut.layout, ours[0].item(), whole_loss, differences)
 
 
 def gradient_limit(theirs: float, numbers: int) -> float:
@@ -287,11 +291,11 @@ def _facts(score: ScoreMod | None) -> Facts:
 
 @contextlib.contextmanager
 def _around_ring(
-    model: Any, layout: Layout, mask: Mask | None, group: Group | None, whole: nn.Module | None, score: ScoreMod | None
+    model: Any, cut: StepBatch, mask: Mask | None, group: Group | None, whole: nn.Module | None, score: ScoreMod | None
 ):
     """Run the model's attention around the ring within the block, unless the model does so by itself; afterwards it is as it was."""
     if is_replaced(model, whole):
-        replaced = replace_attention(model, layout=layout, mask=mask, group=group, score=score)
+        replaced = replace_attention(model, layout=cut.layout, mask=mask, group=group, score=score)
         try:
             yield
         finally:
@@ -300,6 +304,18 @@ def _around_ring(
     if not of_transformers(model):
         yield
         return
+    parts = [(model, cut.layout)]
+    if cut.is_answer:
+        parts = [(model.get_encoder(), cut.kv_layout), (model.get_decoder(), cut.layout)]
+    with contextlib.ExitStack() as stack:
+        for part, layout in parts:
+            stack.enter_context(_attached(part, layout, mask, group))
+        yield
+
+
+@contextlib.contextmanager
+def _attached(model: Any, layout: Layout | None, mask: Mask | None, group: Group | None):
+    """Attach a model of transformers, or its part that is attached already, within the block; afterwards it is as it was."""
     from .integrations.huggingface import NAME, attach, attach_seeded, detach
 
     part = attached_part(model)
@@ -312,15 +328,6 @@ def _around_ring(
             detach(model)
         if before is not None:
             attach(part, layout=before.fixed_layout, mask=before.live.mask, group=before.group, ignore=before.ignored)
-
-
-def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The batch, with its tokens as labels if it has none."""
-    if batch.get("labels") is not None or batch.get("shift_labels") is not None:
-        return batch
-    if batch.get("input_ids") is None:
-        raise ValueError(f"the batch has {sorted(batch)}, but neither labels nor input_ids to take them from: give labels")
-    return {**batch, "labels": batch["input_ids"]}
 
 
 def _check_batches(batch: Mapping[str, Any], axes: list[dist.ProcessGroup], device: torch.device) -> None:

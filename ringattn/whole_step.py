@@ -149,9 +149,13 @@ def dense_copy(model: Any) -> nn.Module:
     if not of_transformers(dense):
         return dense
     if attached_part(dense) is not None:
-        from .integrations.huggingface import detach
+        from .integrations.huggingface import NAME, detach
 
-        detach(dense)
+        both = getattr(dense.config, "is_encoder_decoder", False) and NAME not in vars(dense)
+        # an encoder and its decoder are attached each by itself
+        for part in (dense.get_encoder(), dense.get_decoder()) if both else (dense,):
+            if part is dense or NAME in vars(part):
+                detach(part)
     caps = any(getattr(module, "attn_logit_softcapping", None) is not None for module in dense.modules())
     if dense.config._attn_implementation not in ("eager", *(() if caps else ("sdpa",))):
         dense.set_attn_implementation("eager")

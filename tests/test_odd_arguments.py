@@ -243,7 +243,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]]]] = {
     "process_group": (ra.process_group, {}),
     "relative_bias": (ra.relative_bias, {"table": lambda: x(2, 32), "buckets": lambda: ra.t5_buckets(bidirectional=False)}),
     "replace_attention": (ra.replace_attention, {"model": Attention}),
-    "prepare": (ra.prepare, {"layout": lambda: LAYOUT, "like": lambda: (x(), x(), x())}),
+    "prepare": (ra.prepare, {"layout": lambda: LAYOUT, "kv_layout": lambda: LAYOUT, "like": lambda: (x(), x(), x())}),
     "ring": (ra.ring, {}),
     "ring_attention": (ra.ring_attention, {"q": x, "k": x, "v": x}),
     "score": (ra.score, {}),

@@ -42,6 +42,7 @@ def forbid(monkeypatch):
         raise AssertionError("made in the call")
 
     monkeypatch.setattr(context_module, "make_placed_plan", late)
+    monkeypatch.setattr(context_module, "make_cross_plan", late)
     monkeypatch.setattr(context_module, "compile_program", late)
 
 
@@ -173,6 +174,20 @@ def test_scores_that_depend_on_positions_are_prepared_too(monkeypatch):
         step(group, layout, mask)
 
 
+@pytest.mark.parametrize("schedule", [None, ra.ring(), ra.waves(memory=1 << 20), ra.pass_q()], ids=repr)
+def test_queries_and_keys_of_their_own_layouts_are_prepared(schedule, monkeypatch):
+    layout, kv_layout, group = ra.zigzag(50, 3), ra.striped(96, 3), SilentTransport(1, 3)
+    q, k, v = inputs(layout, 1)[0], *inputs(kv_layout, 1)[1:]
+    options = dict(layout=layout, kv_layout=kv_layout, q_offset=46, schedule=schedule, group=group)
+    ra.prepare(**options, like=(q, k[:, :1], v[:, :1]))
+    forbid(monkeypatch)
+    monkeypatch.setattr(rows_module, "on_device", None)
+    out = ra.ring_attention(q, k, v, **options)
+    torch.autograd.grad(out.sum(), (q, k, v))
+    with pytest.raises(AssertionError, match="made in the call"):
+        ra.ring_attention(q, k, v, **options | dict(q_offset=45))
+
+
 LAYOUT = ra.contiguous(8, 1)
 Q = torch.zeros(1, 8, 2, 4)
 REFUSED = {
@@ -187,6 +202,13 @@ REFUSED = {
     "not-tensors": (lambda: ra.prepare(LAYOUT, like=(Q, Q, 3)), "v is a int, but must be a torch.Tensor"),
     "shapes": (lambda: ra.prepare(LAYOUT, like=(Q, Q[:, :, :, :2], Q)), "k has head_dim 2 and q has 4"),
     "group": (lambda: ra.prepare(LAYOUT, group="world"), "group is a str"),
+    "kv_layout": (lambda: ra.prepare(LAYOUT, kv_layout="zigzag"), "kv_layout is 'zigzag', but must be a Layout"),
+    "ranks of keys": (lambda: ra.prepare(LAYOUT, kv_layout=ra.zigzag(8, 2)), "kv_layout .* is for 2 ranks, but the group has 1"),
+    "offset alone": (lambda: ra.prepare(LAYOUT, q_offset=3), "q_offset is 3, but without kv_layout"),
+    "bytes of rows": (
+        lambda: ra.prepare(LAYOUT, kv_layout=ra.contiguous(9, 1)),
+        "kv_layout is given without a schedule, which then follows from the bytes of q and k, but like is None",
+    ),
     "memory": (lambda: ra.prepare(LAYOUT, schedule=ra.waves(memory=9)), "chooses by the bytes of k and v, but like is None"),
 }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ringattn as ra
 from ringattn.device import blocked, local
 from ringattn.device.philox import kept
-from ringattn.integrations import huggingface, huggingface_attachment
+from ringattn.integrations import huggingface, huggingface_attachment, huggingface_forward
+from ringattn.integrations.huggingface import attach
 from ringattn.scores import ScoreKind
 from ringattn.training.causal_lm import IGNORE, CausalLMLoss
 from ringattn.training.data import pack
@@ -81,7 +84,7 @@ def report_of(
         patch.setattr(local, "with_sinks", lambda out, row_max, row_sum, sinks: (out, row_max, row_sum))
     elif mistake == "labels":
         batch = {**batch, "shift_labels": batch["input_ids"]}
-        patch.setattr(ra.verification, "shard_batch", shifted_within_shards)
+        patch.setattr(ra.step_batch, "shard_batch", shifted_within_shards)
     with patch.context():
         try:
             report = ra.verify(model, batch, group=group, mask=mask, autocast=autocast)
@@ -494,11 +497,114 @@ def test_whole_steps_that_cannot_be_are_refused():
         for options in (dict(mask=ra.causal()), dict(batch=pack([tokens()[0]]))):
             with pytest.raises(ValueError, match="makes ALiBi from its own mask, so its whole step takes no other"):
                 ra.verify(scored_models.build(name), **{"batch": dict(input_ids=tokens()), **options})
-    config = transformers.T5Config(vocab_size=61, d_model=24, d_kv=8, d_ff=32, num_layers=1, num_heads=3)
-    with pytest.raises(
-        ValueError, match="T5ForConditionalGeneration has an encoder and a decoder, but verify compares models of one"
+
+
+def translator(name: str):
+    """A model with an encoder and a decoder."""
+    torch.manual_seed(0)
+    if name == "t5":
+        sizes = dict(d_model=24, d_kv=8, d_ff=32, num_layers=1, num_heads=3, decoder_start_token_id=0, pad_token_id=0)
+        return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=61, **sizes)).eval()
+    sizes = dict(d_model=24, encoder_layers=1, decoder_layers=1, encoder_attention_heads=3, decoder_attention_heads=3)
+    widths = dict(encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64)
+    return transformers.BartForConditionalGeneration(transformers.BartConfig(vocab_size=61, **sizes, **widths)).eval()
+
+
+def answer():
+    return torch.randint(3, 61, (2, 19), generator=torch.Generator().manual_seed(4))
+
+
+def translated(group, name: str):
+    """Reports of a right step, and of one in which answers see the first half of the text alone."""
+    torch.set_num_threads(1)
+    model, batch = translator(name), dict(input_ids=tokens(), labels=answer())
+    if name == "t5":
+        attach(model.encoder, layout=ra.striped(37, group.size()), group=group)
+    found = [ra.verify(model, batch, kv_layout=ra.contiguous(37, group.size()), layout=ra.striped(19, group.size()), group=group)]
+    assert hasattr(model.get_encoder(), huggingface.NAME) == (name == "t5") and not hasattr(model.get_decoder(), huggingface.NAME)
+    with mock.patch.object(huggingface_forward, "full", return_value=ra.sliding_window(40, 0)):
+        found.append(ra.verify(model, batch, group=group))
+    return found
+
+
+@pytest.mark.thorough
+@scored_models.makes_own_masks
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_an_encoder_and_a_decoder_are_compared(gloo, name):
+    for right, wrong in gloo.run(2, translated, name, timeout=120):
+        assert right.passed, right
+        assert not wrong.passed, wrong
+        assert right.layout == ra.striped(19, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(mask=ra.causal()), "mask is given, but BartForConditionalGeneration has an encoder and a decoder"),
+        (dict(of_keys=["input_ids"]), "of_keys is given, but BartForConditionalGeneration says itself that its encoder takes"),
+        (dict(labels=None), "has an encoder and a decoder: give labels"),
+        (dict(attention_mask=torch.arange(37).expand(2, -1) < 30), "attention_mask hides tokens"),
+        (
+            dict(position_ids=torch.arange(37)[None]),
+            "the batch has 'position_ids', but for BartForConditionalGeneration verify takes",
+        ),
+        (dict(kv_layout=ra.zigzag(36, 1)), "input_ids has shape .*, but zigzag.* is for 36 tokens in dim 1"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_an_encoder_and_a_decoder_cannot_take_is_refused(options, message):
+    named = {"mask", "of_keys", "kv_layout"}
+    batch = dict(input_ids=tokens(), labels=answer()) | {name: x for name, x in options.items() if name not in named}
+    with pytest.raises(ValueError, match=message):
+        ra.verify(translator("bart"), batch, **{name: x for name, x in options.items() if name in named})
+
+
+class Looking(nn.Module):
+    """Queries that see other tokens, around a ring or dense."""
+
+    def __init__(self, mask: ra.Mask | None = None, **options) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.out, self.mask = nn.Embedding(61, 24), nn.Linear(24, 61), mask or ra.full()
+        self.options = options
+
+    def forward(self, input_ids, seen, **unused):
+        q, k = (self.embed(x).unflatten(-1, (3, 8)) for x in (input_ids, seen))
+        around, whole = (
+            functools.partial(f, **x) for f, x in ((ra.ring_attention, self.options), (ra.reference.attention, dict(q_offset=0)))
+        )
+        call = around if self.options else whole
+        return transformers.modeling_outputs.CausalLMOutput(logits=self.out(call(q, k, k, mask=self.mask).flatten(2)))
+
+
+def looking(group):
+    """Reports of a right step, and of one that sees too few keys."""
+    torch.set_num_threads(1)
+    layout, kv_layout = ra.zigzag(19, group.size()), ra.striped(37, group.size())
+    around = dict(layout=layout, kv_layout=kv_layout, group=group)
+    batch, options = dict(input_ids=answer(), seen=tokens()), dict(of_keys=["seen"], whole=Looking(), **around)
+    return [ra.verify(Looking(mask, **around), batch, **options) for mask in (ra.full(), ra.sliding_window(30, 30))]
+
+
+def test_keys_of_their_own_layout_are_compared(gloo):
+    for right, wrong in gloo.run(2, looking):
+        assert right.passed, right
+        assert not wrong.passed, wrong
+
+
+def test_keys_that_cannot_be_told_are_refused():
+    batch, layouts = dict(input_ids=answer(), seen=tokens()), dict(layout=ra.zigzag(19, 1), kv_layout=ra.zigzag(37, 1))
+    whole, model = Looking(), Looking(**layouts)
+    for options, message in (
+        (dict(kv_layout=ra.zigzag(37, 1)), "kv_layout is given without of_keys"),
+        (dict(of_keys=["seen"]), "of_keys is given without kv_layout"),
+        (dict(kv_layout=ra.zigzag(37, 1), of_keys=["sen"]), "of_keys holds 'sen', but the batch has no such tensor"),
+        (dict(kv_layout=ra.zigzag(36, 1), of_keys=["seen"]), "seen has shape"),
     ):
-        ra.verify(transformers.T5ForConditionalGeneration(config), dict(input_ids=tokens()))
+        with pytest.raises(ValueError, match=message):
+            ra.verify(model, batch, whole=whole, **options)
+    with pytest.raises(ValueError, match="kv_layout or of_keys is given, but Handwritten is compared with one sequence"):
+        ra.verify(Handwritten(), batch, kv_layout=ra.zigzag(37, 1))
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_is_compared_with_all():

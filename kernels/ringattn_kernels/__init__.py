@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .page_table import PageTable
     from .paged import attend_pages, merge_packed
     from .pairs import add_pair, rounded_pair
+    from .partials import merge_rows
     from .queries import Queries
     from .query_sums import QuerySums, ready_queries
     from .recordings import replay
@@ -30,6 +31,7 @@ __all__ = [
     "delta",
     "forward",
     "merge_packed",
+    "merge_rows",
     "prepare_backward",
     "prepare_forward",
     "ready_queries",
@@ -50,6 +52,7 @@ _MODULES = {
     "delta": "statistics",
     "forward": "attention",
     "merge_packed": "paged",
+    "merge_rows": "partials",
     "prepare_backward": "ahead",
     "prepare_forward": "ahead",
     "ready_queries": "query_sums",

@@ -15,6 +15,7 @@ ROOT = FOLDER.parents[1]
 COMMANDS = (
     "batches",
     "cold",
+    "cross",
     "curves",
     "decode",
     "fit",
@@ -22,6 +23,7 @@ COMMANDS = (
     "overhead",
     "packed",
     "pictures",
+    "prefill",
     "ring",
     "scores",
     "short",

@@ -44,7 +44,7 @@ class Entry:
 
     def turn(self) -> None:
         """Forward and backward once, on an idle GPU; the ranks start together."""
-        _rest(self.case.device)
+        rest(self.case.device)
         self.times.append(Times(0.0, 0.0, 0.0) if self.method is None else once(self.method, self.case.device))
 
     def make(self) -> Method | None:
@@ -144,7 +144,7 @@ def once(method: Method, device: str) -> Times:
     return Times(start.elapsed_time(turned) / 1e3, start.elapsed_time(done) / 1e3, host)
 
 
-def _rest(device: str) -> None:
+def rest(device: str) -> None:
     """Let all ranks idle for a moment and leave together, so that earlier work does not lower the clocks of the next turn."""
     if device == "cpu":
         dist.barrier()

@@ -226,8 +226,8 @@ MUTATIONS = (
     # running a pass, and the agreement before it
     Mutation(
         "ringattn/runtime/query_passes.py",
-        "found = add(parts, more)",
-        "found = more",
+        "add(parts, more)",
+        "_write(parts, more)",
         "a partial that comes back takes the place of the rank's own",
         CROSS,
     ),

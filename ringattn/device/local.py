@@ -12,6 +12,7 @@ from ringattn_kernels.page_table import PageTable
 from ringattn_kernels.table import TileTable
 
 from ..geometry.rows import Rows
+from ..partial import Partial, merge
 from ..schedule.instructions import Add, Exchange
 from ..schedule.program import Pass, Program
 from ..scores import Score
@@ -109,6 +110,21 @@ def add(totals: Pair, more: Pair, rows: Rows) -> None:
             rows.add_to(total, x)
 
 
+def merge_rows(totals: State, more: State) -> None:
+    """Merge partials of the same rows into others, in place: out (n, b, h, d_v), row_max and row_sum (n, b, h); totals are contiguous."""
+    if totals[0].is_cuda:
+        import ringattn_kernels
+
+        ringattn_kernels.merge_rows(totals, more)
+        return
+    parts = (
+        Partial(out.transpose(0, 1), row_max.permute(1, 2, 0), row_sum.permute(1, 2, 0)) for out, row_max, row_sum in (totals, more)
+    )
+    found = merge(*parts)
+    for total, x in zip(totals, (found.out.transpose(0, 1), found.row_max.permute(2, 0, 1), found.row_sum.permute(2, 0, 1))):
+        total.copy_(x)
+
+
 def rounded(pair: Pair, dtype: torch.dtype) -> Pair:
     """Two tensors of one dtype in another one, with their strides."""
     if pair[0].dtype == dtype:
@@ -150,8 +166,10 @@ def prepare(program: Program, shapes: RowShapes, softmax_scale: float, *, final:
                     rows.index(shapes.device)
     if shapes.device.type == "cuda":
         for launch in program.forward.launches:
-            first = launch is program.forward.launches[0]
-            _prepare_forward(launch.tiles, shapes, softmax_scale, first=first, final=final and launch.last)
+            # where queries move, each launch makes partials of its own
+            first = program.queries_move or launch is program.forward.launches[0]
+            last = launch.last and not program.queries_move
+            _prepare_forward(launch.tiles, shapes, softmax_scale, first=first, final=final and last)
         for launch in program.backward.launches:
             _prepare_backward(launch.tiles, shapes)
 

@@ -5,8 +5,8 @@
     answer = model.generate(prompt, past_key_values=cache, max_new_tokens=100)  # the whole prompt, on every rank
 
 A call of the model with such a cache takes whole tokens on every rank and returns whole logits. The first call, the prefill, runs on
-shards: each rank computes its tokens' keys and values, which go to the ranks that keep their pages. Later calls run on all ranks
-alike, and each layer attends to the pages of all ranks by `decode`.
+shards: each rank computes its tokens' keys and values, which go to the ranks that keep their pages. So does a later call of many tokens,
+in which each layer attends to the pages of all ranks by `prefill`. Calls of few tokens run on all ranks alike, and attend by `decode`.
 
 Rows of a batch that end together (left padding) are turned to begin together: what follows a row's last token is then hidden by
 causality, and its keys are forgotten after the call.
@@ -16,12 +16,10 @@ Shapes: b rows of a call, n columns of its tokens.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,42 +27,21 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .. import check
 from ..geometry.layout import Layout, contiguous, zigzag
-from ..geometry.mask import Causal
-from ..runtime.agree import Facts, agree, refusing
+from ..runtime.agree import refusing
 from ..serving.cache import PagedCache
+from ..serving.decoding import MOST_QUERIES
 from ..serving.pages import CachedSequence, OutOfPages
+from .generation_agreement import agree_on_tokens, generators
+from .generation_models import CachedHeads, check_decodes
 from .huggingface_attachment import NAME, Attachment, in_one_dtype, not_compiled
 from .huggingface_call import CachedCall
-from .huggingface_heads import answers_from
-from .huggingface_inputs import CachedInputs, check_inputs
+from .huggingface_inputs import check_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_TOKENS, _DRAWS = 40, 22  # bits of digests, of a call's tokens and of a rank's generators
-
-
-@dataclass(frozen=True)
-class _Heads:
-    """What a model's layers keep: their number, K/V heads, and dims of keys and values."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-
-    @classmethod
-    def of(cls, model: Any) -> _Heads:
-        """Those of an attached model. Raises ValueError if its layers cannot be told."""
-        modules = [x for x in model.modules() if hasattr(x, NAME) and isinstance(getattr(x, "layer_idx", None), int)]
-        if not modules:
-            raise ValueError(f"{type(model).__name__} has no attention modules with a layer_idx, by which a cache tells layers")
-        config, first = model.config.get_text_config(decoder=True), modules[0]
-        heads = config.num_attention_heads
-        is_latent = hasattr(first, "qk_head_dim")  # MLA, whose keys have as many heads as its queries
-        kv_heads = heads if is_latent else getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(first, "qk_head_dim" if is_latent else "head_dim", None) or config.hidden_size // heads
-        return cls(max(x.layer_idx for x in modules) + 1, kv_heads, head_dim, getattr(first, "v_head_dim", None) or head_dim)
+# tokens that continue a cache and are computed by all ranks alike: `prefill` reads the cache about as often as `decode` in four parts
+_MOST_ALIKE = 4 * MOST_QUERIES
 
 
 class RingCache(Cache):
@@ -100,8 +77,8 @@ class RingCache(Cache):
         if attachment is None:
             raise ValueError(f"{type(model).__name__} is not attached: call ringattn.integrations.huggingface.attach(model) first")
         with refusing(attachment.ranks):
-            _check_model(model, attachment)
-            self._heads = _Heads.of(model)
+            check_decodes(model, attachment)
+            self._heads = CachedHeads.of(model)
             tokens = check.integer("tokens", tokens, least=1)
             sequences = check.integer("sequences", sequences, least=1)
             page_size = check.integer("page_size", page_size, least=16, most=1 << 16)
@@ -222,7 +199,10 @@ class RingCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the new keys (b, hk, s, d) and values of a layer, and return them alone: attention finds the others itself."""
+        """Keep the new keys (b, hk, s, d) and values of a layer, and return them alone: attention finds the others itself.
+
+        What continues on shards is kept by `prefill`, when it attends.
+        """
         call = self._call
         if call is None:
             raise ValueError(
@@ -232,7 +212,7 @@ class RingCache(Cache):
         k, v = in_one_dtype(key_states.transpose(1, 2), value_states.transpose(1, 2))
         if call.layout is None:
             self.paged.append(call.batch, k, v, layer=layer_idx)
-        else:
+        elif not call.continues:
             self.paged.fill(call.batch, k, v, call.layout, layer=layer_idx)
         call.written.add(layer_idx)
         return key_states, value_states
@@ -248,12 +228,12 @@ class RingCache(Cache):
         self._settle()
         with refusing(ranks):
             if attachment is not self._fitting:
-                _check_model(model, attachment)
+                check_decodes(model, attachment)
                 self._check_fits(model, attachment)
                 self._fitting = attachment
             inputs = check_inputs(model, kwargs, [x.length for x in self._sequences], self._seen, self._visible)
         if ranks.size > 1:
-            self._agree(ranks, inputs)
+            agree_on_tokens(self.paged.pool, inputs, self._seen, self._drawn)
         is_first = not self._seen
         if is_first:
             self.reset()
@@ -262,7 +242,7 @@ class RingCache(Cache):
         lengths = [sequence.length for sequence in self._sequences]
         try:
             with refusing(ranks):
-                layout = self._prompt_layout(inputs.tokens, ranks.size) if is_first else None
+                layout = self._prompt_layout(inputs.tokens, ranks.size) if is_first or inputs.tokens > _MOST_ALIKE else None
                 if max(lengths) + inputs.tokens > self.paged.max_tokens:
                     raise OutOfPages(
                         f"a row would have {max(lengths) + inputs.tokens} tokens, but the pages of all ranks hold {self.paged.max_tokens}: "
@@ -287,7 +267,7 @@ class RingCache(Cache):
         self._seen += call.inputs.columns
         self._visible = call.inputs.visible
         self._call = None
-        self._drawn = _generators(self.paged.pool.device)
+        self._drawn = generators(self.paged.pool.device)
 
     def roll_back(self) -> None:
         """After a model failed: as before its call."""
@@ -326,7 +306,7 @@ class RingCache(Cache):
                 f"the cache was made for {own.size} ranks and {type(model).__name__} is attached to {theirs.size}, in another group: make "
                 "a RingCache for each group"
             )
-        heads = _Heads.of(model)
+        heads = CachedHeads.of(model)
         if heads != self._heads:
             raise ValueError(
                 f"the cache was made for a model of {self._heads}, but {type(model).__name__} has {heads}: make a RingCache for each model"
@@ -341,33 +321,6 @@ class RingCache(Cache):
         if layout.world_size != ranks or layout.seq_len != tokens:
             raise ValueError(f"layout makes {layout!r} for {tokens} tokens on {ranks} ranks: let it take both as they are")
         return contiguous(tokens, ranks) if 0 in layout.lengths else layout
-
-    def _agree(self, ranks: Any, inputs: CachedInputs) -> None:
-        """Raise ValueError, on every rank, unless all ranks give the same tokens, and have drawn them from equal generators."""
-        now = _generators(self.paged.pool.device)
-        # in a loop of steps, what moved the generators is the choice of the token
-        drew = bool(self._seen) and inputs.columns == 1 and now != self._drawn
-        number = inputs.digest >> (63 - _TOKENS) << (_DRAWS + 1) | _digest(now) >> (63 - _DRAWS) << 1 | drew
-        facts = {
-            "function": "a model's call with a RingCache",
-            "cache": repr(self.paged.pool),
-            "batch size": inputs.batch_size,
-            "tokens of a row": inputs.columns,
-            "tokens of a row in the cache": self._seen,
-        }
-        numbers, _ = agree(ranks, Facts(facts), number)
-        tokens = [x >> (_DRAWS + 1) for x in numbers]
-        generators = [x >> 1 & (1 << _DRAWS) - 1 for x in numbers]
-        if len(set(tokens)) > 1:
-            raise ValueError(
-                f"ranks disagree on the tokens of a model's call with a RingCache: {_alike(tokens)} are ranks that agree: give the same "
-                "whole input_ids and attention_mask on every rank; if tokens are sampled, call torch.manual_seed with one seed on all ranks"
-            )
-        if len(set(generators)) > 1 and any(x & 1 for x in numbers):
-            raise ValueError(
-                f"ranks sampled a token from generators in different states: {_alike(generators)} are ranks that agree: call "
-                "torch.manual_seed with one seed on all ranks before generate"
-            )
 
 
 class _Layer(CacheLayerMixin):
@@ -402,47 +355,3 @@ class _Layer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.cache.get_max_length()
-
-
-def _check_model(model: Any, attachment: Attachment) -> None:
-    """Raise ValueError if a model cannot decode around the ring."""
-    kind = type(model).__name__
-    if attachment.has_forwards:
-        raise ValueError(f"the attention of {kind} has no door for a RingCache: generate with a detached model")
-    if attachment.mixes:
-        raise ValueError(
-            f"{kind} has layers with states or convolutions, of which a RingCache keeps nothing: generate with a detached model"
-        )
-    if attachment.first_position or not attachment.takes_positions:
-        raise ValueError(
-            f"{kind} counts positions in a way of its own, which a RingCache does not support: generate with a detached model"
-        )
-    if answers_from(model) is not None:
-        raise ValueError(f"{kind} answers once for a sequence, and keeps nothing for later tokens: call it without a RingCache")
-    if attachment.live.mask is not None and not isinstance(attachment.live.mask, Causal):
-        raise ValueError(
-            f"{kind} was attached with mask={attachment.live.mask!r}, but generation is causal: attach it without a mask, and windows "
-            "of its layers hold"
-        )
-    shared = getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0)
-    if shared:
-        raise ValueError(f"num_kv_shared_layers is {shared}, but a RingCache does not support layers that share keys and values")
-
-
-def _alike(values: Sequence[int]) -> str:
-    """Which ranks have equal values."""
-    holders: defaultdict[int, list[str]] = defaultdict(list)
-    for rank, value in enumerate(values):
-        holders[value].append(str(rank))
-    return " / ".join(map(", ".join, holders.values()))
-
-
-def _generators(device: torch.device) -> bytes:
-    """The state of the generators that tokens may be drawn from."""
-    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-    return b"".join(state.numpy().tobytes() for state in states)
-
-
-def _digest(content: bytes) -> int:
-    """63 bits."""
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1

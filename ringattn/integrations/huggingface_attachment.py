@@ -163,6 +163,7 @@ class Attachment:
     first_position: int = 0  # of a sequence, as the model counts: RoBERTa's kind begins after padding_idx
     seed: int | None = None  # of dropout; None: each call draws one
     of_call: Attachment | None = None
+    states: Layout | None = None  # of the encoder's states that a decoder was called with
     cached: Any = None  # a `huggingface_call.CachedCall`
 
     @property

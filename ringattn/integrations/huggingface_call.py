@@ -17,9 +17,11 @@ from ..geometry.layout import Layout
 from ..geometry.mask import causal, sliding_window
 from ..geometry.span import Span
 from ..runtime.agree import refusing
+from ..scores import ScoreMod
 from ..serving.batch import CacheBatch
 from ..serving.cache import PagedCache
 from ..serving.decoding import MOST_QUERIES, decode
+from ..serving.prefilling import prefill
 from .huggingface_attachment import Attachment, Window, in_one_dtype, not_compiled
 from .huggingface_inputs import CachedInputs
 
@@ -55,6 +57,11 @@ class CachedCall:
     selects: bool = False  # whether the model makes logits of the kept positions alone
 
     @property
+    def continues(self) -> bool:
+        """Whether tokens were cached before."""
+        return any(self.lengths)
+
+    @property
     def last_position(self) -> int:
         """Of all rows."""
         return max(length + count for length, count in zip(self.lengths, self.inputs.counts)) - 1
@@ -86,12 +93,25 @@ class CachedCall:
         return window
 
     @not_compiled
-    def decode(self, module: nn.Module, q: torch.Tensor, window: int | None, scaling: float | None, score: Any) -> torch.Tensor:
-        """Attention of a layer's new tokens, q (u, m, h, d), to all tokens of their rows up to each: (u, m, h, d_v)."""
-        layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType]
+    def attend(
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        window: int | None,
+        scaling: float | None,
+        score: ScoreMod | None,
+    ) -> torch.Tensor:
+        """Attention of a layer's new tokens, q (u, m, h, d), to all tokens of their rows up to each: (u, m, h, d_v).
+
+        k, v: the new tokens' keys (u, m, hk, d) and values (u, m, hk, d_v). With a layout, m are this rank's tokens.
+        """
         mask = causal() if window is None else sliding_window(window - 1)
-        options: Any = dict(layer=layer, mask=mask, softmax_scale=scaling, score=score)
-        (q,) = in_one_dtype(q)
+        options: Any = dict(layer=module.layer_idx, mask=mask, softmax_scale=scaling, score=score)
+        q, k, v = in_one_dtype(q, k, v)
+        if self.layout is not None:
+            return prefill(q, k, v, self.cache.paged, self.batch, self.layout, **options)
         after = q.shape[1]
         parts = []
         for part in q.split(MOST_QUERIES, 1):

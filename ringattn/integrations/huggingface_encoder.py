@@ -4,18 +4,18 @@
     attach(model.decoder, layout=of_the_answer)
     logits = model(input_ids=shard_of_the_text, decoder_input_ids=shard_of_the_answer).logits
 
-Attention to the encoder's states has no distances, so it runs on each rank by itself: the decoder gets the states of all ranks, once
-a call. Shapes: b batch, t tokens of the encoder's sequence, n hidden size.
+Attention to the encoder's states runs around the ring too: each rank makes keys and values of its own states, with the encoder's layout.
+Shapes: b batch, t tokens of the encoder's sequence on this rank, n hidden size.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..collective import unshard
 from ..runtime.agree import refusing
 from .huggingface_attachment import NAME, Attachment, running_calls
 
@@ -35,14 +35,16 @@ def check_both_attached(holder: Any) -> None:
         )
 
 
-def with_whole_states(decoder: nn.Module, kwargs: dict[str, Any], attachment: Attachment, packed: bool) -> dict[str, Any]:
-    """A decoder's arguments, with the encoder's states (b, t, n) of all ranks in the place of this rank's. A collective if there are any.
+def with_states(
+    decoder: nn.Module, kwargs: dict[str, Any], attachment: Attachment, packed: bool
+) -> tuple[dict[str, Any], Attachment]:
+    """A decoder's arguments, and its attachment with the layout of the encoder's states (b, t, n) among them, if there are any.
 
     Raises ValueError, on every rank, if it is unknown which tokens the states are of, or if documents are packed.
     """
     states: torch.Tensor | None = kwargs.get("encoder_hidden_states")
     if states is None:
-        return kwargs
+        return kwargs, attachment
     with refusing(attachment.ranks):
         encoder = _encoder_of(decoder, attachment)
         if packed:
@@ -57,7 +59,7 @@ def with_whole_states(decoder: nn.Module, kwargs: dict[str, Any], attachment: At
                 "those of the attached encoder"
             )
     # padding was refused where the encoder ran
-    return {**kwargs, "encoder_hidden_states": unshard(states, encoder.layout, encoder.group), "encoder_attention_mask": None}
+    return {**kwargs, "encoder_attention_mask": None}, replace(attachment, states=encoder.layout, of_call=attachment.attached)
 
 
 def _encoder_of(decoder: nn.Module, attachment: Attachment) -> Attachment:

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention import attend, ring_attention
+from ..attention import ring_attention
 from ..geometry.mask import full
-from ..partial import finish
 from ..runtime.agree import refusing
 from ..scores import ScoreMod, score
 from ..training.checkpoint import runs_again_reentrantly
-from .huggingface_attachment import NAME, Attachment, ChunkedWindow, LiveMask, Window, in_one_dtype, not_compiled, running_call
+from .huggingface_attachment import NAME, Attachment, ChunkedWindow, LiveMask, Window, in_one_dtype, running_call
 from .huggingface_checks import check_attention
 
 
@@ -62,8 +61,8 @@ def attend_around_ring(
             modified, sees_past_only, window = _request(module, attachment, q, k, mask, asked, options)
     if attachment.cached is not None:
         limit = attachment.cached.check_layer(module, sees_past_only, window)
-        if attachment.cached.layout is None:
-            return attachment.cached.decode(module, q, limit, asked.scaling, modified)
+        if attachment.cached.layout is None or attachment.cached.continues:
+            return attachment.cached.attend(module, q, k, v, limit, asked.scaling, modified)
     live = attachment.live if mask is None or mask.live is None else mask.live
     return ring_attention(
         *in_one_dtype(q, k, v),
@@ -76,8 +75,7 @@ def attend_around_ring(
     )
 
 
-@not_compiled
-def attend_to_whole(
+def attend_to_states(
     module: nn.Module,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -86,20 +84,36 @@ def attend_to_whole(
     asked: Asked,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of this rank's q (b, s, h, d) to all of k (b, t, hk, d) and v (b, t, hk, d_v), which every rank holds: (b, s, h, d_v).
+    """Attention of this rank's q (b, s, h, d) to all of an encoder's states, of which this rank has k (b, t, hk, d) and v: (b, s, h, d_v).
 
-    Compiled layers have a graph break here, because `attend` cannot be traced.
+    Raises ValueError, on every rank, for what cannot be honoured.
     """
     attachment = attachment_of(module, mask)
-    with refusing(attachment.ranks):
-        check_attention(options, attachment.ignored)
-        modified = asked.score(attachment.seed)
-    q, k, v = in_one_dtype(q, k, v)
-    positions = attachment.layout.positions(attachment.rank)
-    partial = attend(q, k, v, mask=full(), q_positions=positions, softmax_scale=asked.scaling, score=modified)
-    out = finish(partial, q.dtype)
-    assert isinstance(out, torch.Tensor)
-    return out
+    if torch.compiler.is_compiling():
+        modified = _score_to_states(module, attachment, asked, options)
+    else:
+        with refusing(attachment.ranks):
+            modified = _score_to_states(module, attachment, asked, options)
+    return ring_attention(
+        *in_one_dtype(q, k, v),
+        layout=attachment.layout,
+        kv_layout=attachment.states,
+        mask=full(),
+        group=attachment.group,
+        softmax_scale=asked.scaling,
+        score=modified,
+        name=call_name(module),
+    )
+
+
+def _score_to_states(module: nn.Module, attachment: Attachment, asked: Asked, options: dict[str, Any]) -> ScoreMod | None:
+    check_attention(options, attachment.ignored)
+    if attachment.states is None:
+        raise ValueError(
+            f"{type(module).__name__} attends to an encoder's states without the mask that says which tokens they are of: the model does "
+            "not pass it on in this version of transformers, use a newer one, such as 5.23; or the layer is called by itself"
+        )
+    return asked.score(attachment.seed)
 
 
 def attachment_of(module: nn.Module, mask: LiveMask | None) -> Attachment:

@@ -40,7 +40,7 @@ from .huggingface_checks import (
     models,
     take_documents,
 )
-from .huggingface_encoder import check_both_attached, with_whole_states
+from .huggingface_encoder import check_both_attached, with_states
 from .huggingface_labels import agree_on_count, check_targets
 from .huggingface_padding import agreed_rows, check_padded_labels
 from .huggingface_positions import check_unpadded, give_positions
@@ -109,8 +109,8 @@ def live_mask(*args: Any, local_size: int | None = None, **options: Any) -> Live
 def _whole_tokens(attachment: Attachment) -> int:
     """The length of the whole sequence of a call."""
     cached = attachment.cached
-    # every rank has all new tokens where there is no layout of them
-    return attachment.layout.seq_len if cached is None or cached.layout is not None else cached.last_position + 1
+    # a call with a cache has a layout of the new tokens at most
+    return attachment.layout.seq_len if cached is None else cached.last_position + 1
 
 
 @not_compiled
@@ -182,7 +182,7 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
     else:
         kwargs = {name: value for name, value in kwargs.items() if name != "position_ids"}
     if attachment.has_forwards:
-        kwargs = with_whole_states(model, kwargs, attachment, packed is not None)
+        kwargs, attachment = with_states(model, kwargs, attachment, packed is not None)
     if rows is not None and packed is not None:
         raise ValueError("position_ids restart at packed documents, and attention_mask hides tokens: give one of the two")
     if rows is not None and len(set(rows)) == 1:

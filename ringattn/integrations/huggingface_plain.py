@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .huggingface_attachment import LiveMask, not_compiled, running_call
-from .huggingface_forward import Asked, attend_around_ring, attend_to_whole
+from .huggingface_forward import Asked, attend_around_ring, attend_to_states
 
 
 def _bart(
@@ -30,14 +30,14 @@ def _bart(
     attention_mask: LiveMask | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of BART's way to these tokens, or to the encoder's whole states (b, t, n)."""
+    """Attention of BART's way to these tokens, or to the encoder's states (b, t, n)."""
     seen = hidden_states if key_value_states is None else key_value_states
     q = module.q_proj(hidden_states).unflatten(-1, (module.num_heads, -1))
     k, v = (project(seen).unflatten(-1, (module.num_heads, -1)) for project in (module.k_proj, module.v_proj))
     options = {**options, "past_key_values": past_key_values}
     scores = dict(dropout=module.dropout if module.training else 0.0)
     if key_value_states is not None:
-        out = attend_to_whole(module, q, k, v, attention_mask, Asked(module.scaling, scores=scores), options)
+        out = attend_to_states(module, q, k, v, attention_mask, Asked(module.scaling, scores=scores), options)
     else:
         # modules of decoders without an encoder may not say that they are causal
         is_causal = None if attention_mask is None else attention_mask.is_causal

@@ -31,7 +31,7 @@ from ..geometry.region import LO
 from ..scores import Buckets, relative_bias, t5_buckets
 from ..training.causal_lm import forward_names
 from .huggingface_attachment import LiveMask
-from .huggingface_forward import Asked, attend_around_ring, attend_to_whole
+from .huggingface_forward import Asked, attend_around_ring, attend_to_states
 from .huggingface_plain import FORWARDS as PLAIN
 
 _BUCKETS = "ringattn_buckets"  # the attribute of a module that holds the `Buckets` of its bias; None without one
@@ -224,14 +224,14 @@ def _with_bias(
     mask: LiveMask | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """T5's attention, with the bias of a table (h, buckets), to these tokens, or to the encoder's whole states (b, t, n)."""
+    """T5's attention, with the bias of a table (h, buckets), to these tokens, or to the encoder's states (b, t, n)."""
     seen = hidden if states is None else states
     q, k, v = (
         project(x).unflatten(-1, (module.n_heads, -1)) for project, x in ((module.q, hidden), (module.k, seen), (module.v, seen))
     )
     scores: dict[str, Any] = dict(dropout=module.dropout if module.training else 0.0)
     if states is not None:
-        return module.o(attend_to_whole(module, q, k, v, mask, Asked(1.0, scores=scores), options).flatten(2))
+        return module.o(attend_to_states(module, q, k, v, mask, Asked(1.0, scores=scores), options).flatten(2))
     if table is not None:
         scores["bias"] = relative_bias(table, vars(module)[_BUCKETS])
     return module.o(attend_around_ring(module, q, k, v, mask, Asked(1.0, scores=scores), options).flatten(2))

@@ -216,7 +216,7 @@ class RingCall(Call):
                 check_layout(layout, mask, ranks)
                 _check_tokens(layout, ranks, q)
         else:
-            _check_keys(self.keys, layout, mask, ranks, q.shape[1], k.shape[1])
+            check_keys(self.keys, layout, mask, ranks, (q.shape[1], k.shape[1]))
         softmax_scale = check.softmax_scale(softmax_scale, q.shape[3])
         if hybrid is not None:
             hybrid.check_heads(q.shape[2])
@@ -298,16 +298,17 @@ def keys_of(layout: Layout | None, kv_layout: Layout | None, q_offset: int) -> K
     return None if layout == kv_layout and found.q_offset == 0 else found
 
 
-def _check_keys(keys: Keys, layout: Layout | None, mask: Mask, ranks: Ranks, q_tokens: int, k_tokens: int) -> None:
-    """Raise ValueError if q's layout or that of the keys is not for these ranks, the mask, or this rank's shards."""
+def check_keys(keys: Keys, layout: Layout | None, mask: Mask, ranks: Ranks, shards: tuple[int, int] | None = None) -> None:
+    """Raise ValueError if q's layout or that of the keys is not for these ranks, the mask, or this rank's shards.
+
+    shards: how many tokens of q, and of k, this rank has.
+    """
     assert layout is not None
-    for name, x, argument, one, tokens in (
-        ("layout", layout, "q", "q", q_tokens),
-        ("kv_layout", keys.layout, "k", "k and v", k_tokens),
-    ):
+    for name, x, argument, one in (("layout", layout, "q", "q"), ("kv_layout", keys.layout, "k", "k and v")):
         if x.world_size != ranks.size:
             raise ValueError(f"{name} {x!r} is for {x.world_size} ranks, but the group has {ranks.size}: build it for the group")
-        if x.lengths[ranks.rank] != tokens:
+        tokens = None if shards is None else shards[argument == "k"]
+        if tokens is not None and x.lengths[ranks.rank] != tokens:
             raise ValueError(
                 f"{argument} has {tokens} tokens, but rank {ranks.rank} of {name} {x!r} holds {x.lengths[ranks.rank]}: "
                 f"shard {one} with shard(x, {name}, rank), or build the layout for this sequence length"

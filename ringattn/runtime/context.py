@@ -86,15 +86,23 @@ class Context:
         return found
 
     def prepare(
-        self, layout: Layout, mask: Mask, schedule: Schedule | None, row_bytes: RowBytes | None = None, placed: bool = False
+        self,
+        layout: Layout,
+        mask: Mask,
+        schedule: Schedule | None,
+        row_bytes: RowBytes | None = None,
+        placed: bool = False,
+        keys: Keys | None = None,
+        traffic: RowTraffic | None = None,
     ) -> RankAttention:
         """As `rank_attention`, for a call to come, from any thread."""
-        key = _key(layout, mask, schedule, row_bytes, placed)
+        options = layout, mask, schedule, row_bytes, placed, keys, traffic
+        key = _key(*options)
         found = self._attentions.get(key)
         if found is not None:
             return found
         early = key, self.transport.copy_engines
-        return _kept(self._prepared, early, lambda: self._make_rank_attention(layout, mask, schedule, row_bytes, placed), _PREPARED)
+        return _kept(self._prepared, early, lambda: self._make_rank_attention(*options), _PREPARED)
 
     def _make_room(self) -> None:
         """Drop the least recently used until one more may come."""

@@ -2,7 +2,8 @@
 
 Instructions are those of a backward pass over the transposed plan: buffers hold queries in the place of K/V, and their sums hold what
 comes back. In the forward pass these are partials, and to add is to merge. In the backward pass queries move with the gradient of the
-output and its statistics, and dQ comes back. dK/dV never move. Everything runs in the order of the instructions on the caller's stream.
+output and its statistics, and dQ comes back. dK/dV never move. Everything runs in the order of the instructions on the caller's stream;
+messages, of queries and of what comes back, are under way beside the launch of their step.
 
 Shapes: rows first, as in `passes.py`: (rows, b, h, d); a launch sees them as (b, rows, h, d).
 """
@@ -10,6 +11,7 @@ Shapes: rows first, as in `passes.py`: (rows, b, h, d); a launch sees them as (b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -17,7 +19,6 @@ from ringattn_kernels.modifiers import ModifierSums
 
 from ..device import local
 from ..geometry.rows import Rows
-from ..partial import Partial, merge
 from ..schedule.instructions import Add, Buffer, Close, Exchange, Holds, Launch, Message, Open, Wait, Zero
 from ..schedule.program import Pass
 from ..scores import Score
@@ -49,7 +50,7 @@ def forward(
         out, row_max, row_sum = local.settled(local.forward(part, k, v, x.tiles, score, state=None, final=False), part)
         return out.transpose(0, 1), row_max.permute(2, 0, 1), row_sum.permute(2, 0, 1)
 
-    sums = _run(transport, program, (q.transpose(0, 1).contiguous(),), empty, launch, _merge, _EMPTY)
+    sums = _run(transport, program, (q.transpose(0, 1).contiguous(),), empty, launch, local.merge_rows, _EMPTY)
     out, row_max, row_sum = sums
     out = out.transpose(0, 1)
     row_max, row_sum = (x.permute(1, 2, 0).contiguous() for x in (row_max, row_sum))
@@ -96,13 +97,13 @@ def _run(
     own: Rowwise,
     empty: Callable[[int], Rowwise],
     launch: Callable[[Launch, Rowwise], Rowwise],
-    add: Callable[[Rowwise, Rowwise], Rowwise],
+    add: Callable[[Any, Any], None],
     zero: Sequence[float],
 ) -> Rowwise:
     """What comes back for this rank's rows.
 
     own: what moves of its queries. empty: uninitialised results for so many rows. launch: the results of some queries with this rank's
-    keys. add: two results of the same rows as one. zero: what adds nothing.
+    keys. add: adds results to others of the same rows, in place. zero: what adds nothing.
     """
     assert program.sums is not None
     held: dict[Buffer, Rowwise] = {program.own: own, program.sums: empty(program.sums.rows)}
@@ -113,7 +114,12 @@ def _run(
                 assert x.sums is not None
                 found = launch(x, tuple(y[x.begin : x.end] for y in held[x.keys]))
                 into = tuple(y[x.begin : x.end] for y in held[x.sums])
-                _write(into, add(into, found) if x.add else found)
+                if x.add:
+                    add(into, found)
+                elif x.end - x.begin == x.sums.rows:
+                    held[x.sums] = tuple(y.contiguous() for y in found)
+                else:
+                    _write(into, found)
             case Open():
                 if x.buffer not in held:
                     if x.reuse is not None:
@@ -142,13 +148,12 @@ def _peers(held: dict[Buffer, Rowwise], messages: Iterable[Message]) -> list[Pee
     return [Peer(m.peer, x if m.whole else m.rows.take(x)) for m in messages for x in held[m.buffer]]
 
 
-def _add_rows(totals: Rowwise, more: Rowwise, rows: Rows, add: Callable[[Rowwise, Rowwise], Rowwise]) -> None:
+def _add_rows(totals: Rowwise, more: Rowwise, rows: Rows, add: Callable[[Any, Any], None]) -> None:
     parts = tuple(map(rows.take, totals))
-    found = add(parts, more)
-    if rows.only is not None:
-        _write(parts, found)
-    else:
-        for total, x in zip(totals, found, strict=True):
+    add(parts, more)
+    # one range is a view, others are copies
+    if rows.only is None:
+        for total, x in zip(totals, parts, strict=True):
             total.index_copy_(0, rows.index(total.device), x)
 
 
@@ -157,12 +162,6 @@ def _write(into: Rowwise, values: Rowwise) -> None:
         x.copy_(value)
 
 
-def _merge(a: Rowwise, b: Rowwise) -> Rowwise:
-    """Partials (rows, b, h, d_v), (rows, b, h), (rows, b, h), merged."""
-    parts = (Partial(out.transpose(0, 1), *(x.permute(1, 2, 0) for x in stats)) for out, *stats in (a, b))
-    found = merge(*parts)
-    return found.out.transpose(0, 1), found.row_max.permute(2, 0, 1), found.row_sum.permute(2, 0, 1)
-
-
-def _sum(a: Rowwise, b: Rowwise) -> Rowwise:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
+def _sum(totals: Rowwise, more: Rowwise) -> None:
+    for x, y in zip(totals, more, strict=True):
+        x.add_(y)

@@ -9,8 +9,10 @@ Shapes: b sequences, t new tokens of each, of which a rank holds s_local; h quer
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .. import check
@@ -28,6 +30,8 @@ from .cache import PagedCache
 from .decoding import check_evicted, window_of
 from .filling import check_shards, fill
 from .pages import CachedSequence
+
+Run = tuple[int, int]  # pages [begin, end)
 
 _DEFAULT_MASK = causal()
 
@@ -153,7 +157,8 @@ def _chunk(
     pool, context = batch.pool, batch.pool.context
     sequences = [batch.sequences[row] for row in rows]
     first = sequences[0]
-    kv_layout = page_layout(first, pool.page_size, context.ranks.size)
+    runs = () if placed else alike_pages(first, pool.page_size, batch.tokens, window_of(mask, "prefill"))
+    kv_layout = page_layout(first, pool.page_size, context.ranks.size, runs)
     # positions count from the first token that is not evicted: masks and scores know distances alone
     keys = Keys(kv_layout, kv_layout.seq_len - batch.tokens)
     traffic = None
@@ -166,14 +171,32 @@ def _chunk(
     return _Alike(pool.sent(rows), sent, kv_layout.lengths[context.ranks.rank], work)
 
 
-def page_layout(sequence: CachedSequence, page_size: int, world_size: int) -> Layout:
-    """Which rank holds which tokens of a cached sequence, from the first that is not evicted."""
+def page_layout(sequence: CachedSequence, page_size: int, world_size: int, runs: Sequence[Run] = ()) -> Layout:
+    """Which rank holds which tokens of a cached sequence, from the first that is not evicted.
+
+    The pages of each of `runs` trade positions among themselves, so that those of a rank follow one another: one span instead of many.
+    """
     length = sequence.length - sequence.evicted * page_size
-    number = torch.arange(-(-length // page_size)).numpy()
+    number = np.arange(-(-length // page_size))
     rank = (sequence.home + sequence.evicted + number) % world_size
+    place = number.copy()
+    for begin, end in runs:
+        place[begin + rank[begin:end].argsort(kind="stable")] = number[begin:end]
     order = rank.argsort(kind="stable")
-    start = (number * page_size)[order]
+    start = (place * page_size)[order]
     return layout_of_pieces(rank[order], start, (start + page_size).clip(max=length), world_size, length, "pages")
+
+
+def alike_pages(sequence: CachedSequence, page_size: int, tokens: int, window: int | None) -> list[Run]:
+    """Runs of pages that the queries of the last `tokens` tokens see alike: those that none of them sees, and those that all see whole.
+
+    Pages are counted from the first that is not evicted. window: how far back a query sees; None: to the first token.
+    """
+    length = sequence.length - sequence.evicted * page_size
+    begin = length - tokens
+    unseen = 0 if window is None else max(0, begin - window) // page_size
+    seen = unseen if window is None else max(unseen, -(-(length - 1 - window) // page_size))
+    return [(0, unseen), (seen, max(seen, begin // page_size))]
 
 
 def _check(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import transformers
 from torch import nn
 
 import ringattn as ra
+from ringattn.integrations import huggingface_call
 from ringattn.integrations.generation import RingCache
 from ringattn.integrations.huggingface import attach
 
@@ -60,7 +62,7 @@ CALLS = {
     "left padding": (prompts(40, 13, 40, 2), dict(max_new_tokens=4, repetition_penalty=1.3), 4),
     "end of text": (prompts(17, 23), dict(max_new_tokens=30, eos_token_id=list(range(3, VOCAB, 5)), pad_token_id=0), 2),
     "lookup of drafts": (dict(input_ids=torch.arange(60)[None] % 7 + 1), dict(max_new_tokens=6, prompt_lookup_num_tokens=4), 1),
-    "prefill in pieces": (prompts(45), dict(max_new_tokens=2, prefill_chunk_size=23), 1),
+    "prefill in pieces": (prompts(150), dict(max_new_tokens=2, prefill_chunk_size=75), 1),
 }
 
 
@@ -147,7 +149,15 @@ def conversation(group) -> list[str]:
     twin, copied = cache.fork(), copy.deepcopy(cache)
     # 18 tokens: two pieces of queries
     question = more(told, *range(2, 20))
-    ask("question", cache, question)
+    with mock.patch.object(huggingface_call, "prefill", wraps=ra.prefill) as on_shards:
+        ask("question", cache, question)
+        if on_shards.call_count:
+            found.append("a question on shards")
+    book = more(question, *torch.randint(1, VOCAB, (90,), generator=torch.Generator().manual_seed(1)).tolist())
+    with mock.patch.object(huggingface_call, "prefill", wraps=ra.prefill) as on_shards:
+        ask("a second document", cache, book)
+        if on_shards.call_count != 2:
+            found.append("a second document, but not on shards")
     ask("of a fork", twin, more(told, 9, 8, 7))
     mask = torch.ones(1, told.shape[1] + 2, dtype=torch.int64)
     expected = whole.generate(more(told, 4, 4), max_new_tokens=3)[:, told.shape[1] - 1 :]
@@ -170,18 +180,19 @@ def conversation(group) -> list[str]:
     cache.reset()
     batch = prompts(40, 13)
     told = ask("rows", cache, batch["input_ids"], whole.generate(**batch, max_new_tokens=3), attention_mask=batch["attention_mask"])
-    second = prompts(3, 20)
-    ids = torch.cat([told, second["input_ids"]], 1)
-    mask = torch.cat([batch["attention_mask"], torch.ones(2, 3, dtype=torch.int64), second["attention_mask"]], 1)
-    with torch.no_grad():
-        logits = model(ids[:, 42:], past_key_values=cache, attention_mask=mask).logits
-    for row in range(2):
-        seen = mask[row] > 0
+    ids, mask = told, torch.cat([batch["attention_mask"], torch.ones(2, 3, dtype=torch.int64)], 1)
+    for second in (prompts(3, 20), prompts(70, 11)):
+        begin = cache.get_seq_length()
+        ids, mask = torch.cat([ids, second["input_ids"]], 1), torch.cat([mask, second["attention_mask"]], 1)
         with torch.no_grad():
-            alone = whole(ids[row][None, seen]).logits[0]
-        new = seen[42:]
-        if not torch.allclose(logits[row, new], alone[-int(new.sum()) :], atol=1e-9) or logits[row, ~new].any():
-            found.append(f"row {row} of a padded question")
+            logits = model(ids[:, begin:], past_key_values=cache, attention_mask=mask).logits
+        for row in range(2):
+            seen = mask[row] > 0
+            with torch.no_grad():
+                alone = whole(ids[row][None, seen]).logits[0]
+            new = seen[begin:]
+            if not torch.allclose(logits[row, new], alone[-int(new.sum()) :], atol=1e-9) or logits[row, ~new].any():
+                found.append(f"row {row} of a padded question of {len(new)} tokens")
 
     # all outputs are whole; a call that fails leaves nothing
     cache.reset()

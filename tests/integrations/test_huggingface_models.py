@@ -126,8 +126,12 @@ def bart_on_shards(group):
     of_text, of_answer = ra.zigzag(N, group.size()), ra.contiguous(13, group.size())
     attach(model.model.encoder, layout=of_text, group=group)
     attach(model.model.decoder, layout=of_answer, group=group)
-    rank = group.rank()
+    rank, seen = group.rank(), []
+    for layer in model.model.decoder.layers:
+        layer.encoder_attn.k_proj.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
     logits = model(input_ids=ra.shard(text, of_text, rank), decoder_input_ids=ra.shard(answer, of_answer, rank)).logits
+    # no rank makes the keys of another one's states
+    assert seen == [of_text.lengths[rank]] * 2
     logits.square().sum().backward()
     sum_gradients(model.parameters(), group)
     torch.testing.assert_close(logits, ra.shard(wanted, of_answer, rank), rtol=1e-6, atol=1e-7)

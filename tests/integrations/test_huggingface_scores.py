@@ -175,13 +175,13 @@ def test_compiled_layers_have_no_graph_break(name):
 
 
 @pytest.mark.thorough
-def test_compiled_layers_of_a_decoder_break_at_the_encoders_states():
+def test_compiled_layers_of_a_decoder_have_no_graph_break():
     model = build("t5-both")
     attach(model.encoder, layout=ra.zigzag(N, 1))
     attach(model.decoder, layout=ra.zigzag(ANSWER, 1))
     torch.compiler.reset()
     for layer in [*model.encoder.block, *model.decoder.block]:
-        layer.compile(backend="aot_eager")
+        layer.compile(fullgraph=True, backend="aot_eager")
     assert_same([run(model)], dense("t5-both"))
     torch.compiler.reset()
 
@@ -391,6 +391,10 @@ def test_an_encoder_and_a_decoder_are_attached_by_parts():
     attach(model.decoder, layout=ra.zigzag(ANSWER, 1))
     with pytest.raises(ValueError, match="encoder_hidden_states are given to T5Stack itself"):
         model.decoder(input_ids=sequence(ANSWER), encoder_hidden_states=states)
+    with pytest.raises(
+        ValueError, match="T5Attention attends to an encoder's states without the mask that says which tokens they are of"
+    ):
+        model.decoder.block[0].layer[1].EncDecAttention(states, key_value_states=states)
     with pytest.raises(ValueError, match="the encoder's states have 22 tokens, but rank 0"):
         model(encoder_outputs=(states[:, 1:],), decoder_input_ids=sequence(ANSWER))
     with pytest.raises(ValueError, match="packed documents are given to a model with an encoder and a decoder"):

@@ -9,6 +9,7 @@ import torch
 
 import ringattn_kernels as rk
 from ringattn.device import blocked
+from ringattn.partial import Partial, merge
 from ringattn_kernels import splits
 from ringattn_kernels.hopper.fused import finish
 from ringattn_kernels.modifiers import Bias, Dropout, Modifiers, ModifierSums
@@ -267,6 +268,27 @@ def test_pairs_are_added_and_rounded_in_one_launch(counts):
     turned = tuple(x.t() for x in totals)
     rounded = rk.rounded_pair(turned, torch.float16)
     assert all(torch.equal(x, y.half()) and x.stride() == y.stride() for x, y in zip(rounded, turned))
+
+
+@pytest.mark.parametrize("rows_first", [False, True], ids=["as launches leave them", "as messages come"])
+def test_partials_of_the_same_rows_are_merged(rows_first):
+    generator = torch.Generator().manual_seed(0)
+
+    def partial(empty):
+        out = torch.randn(2, 21, 3, 24, generator=generator)
+        row_max, row_sum = 9 * torch.randn(2, 3, 21, generator=generator), 1 + torch.rand(2, 3, 21, generator=generator)
+        # two of them have the greatest logits that fp32 tells apart
+        row_max[0, 0, :2] += 2.5e5
+        out[:, empty], row_max[:, :, empty], row_sum[:, :, empty] = 0.0, -torch.inf, 0.0
+        return out, row_max, row_sum
+
+    totals, more = partial([4, 5]), partial([5, 20])
+    wanted = merge(*(Partial(*(x.double() for x in part)) for part in (totals, more)))
+    totals, more = ((out.transpose(0, 1), *(x.permute(2, 0, 1) for x in stats)) for out, *stats in (totals, more))
+    totals = tuple(x.contiguous() for x in totals)
+    rk.merge_rows(totals, tuple(x.contiguous() for x in more) if rows_first else more)
+    for x, y in zip(totals, (wanted.out.transpose(0, 1), *(z.permute(2, 0, 1) for z in (wanted.row_max, wanted.row_sum)))):
+        torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("drow_sum", [None, "each its own", "one for all"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ringattn_kernels as rk
+from ringattn.partial import Partial, merge
 from ringattn_kernels.dispatch import Kernels
 from tests.kernels import dense, fuzz
 
@@ -254,3 +255,24 @@ def run_last_rows(q, k, dout, rows):
     queries = rk.Queries(q, dout, row_max, row_sum, rk.delta(out, dout))
     rk.backward(queries, k, k, table, softmax_scale=0.1, **outputs)
     return out, dq, dk[:, -64:].clone(), dv[:, -64:].clone()
+
+
+@pytest.mark.parametrize("d", [24, 64, 128])
+def test_partials_of_the_same_rows_are_merged(d):
+    """As launches leave them, and, in the second step, as messages bring them; one row has nothing live."""
+    parts = []
+    for _ in range(3):
+        out, row_max = torch.randn(2, 301, 6, d, device="cuda"), 9 * torch.randn(2, 6, 301, device="cuda")
+        row_sum = 1 + torch.rand(2, 6, 301, device="cuda")
+        out[:, 7], row_max[:, :, 7], row_sum[:, :, 7] = 0.0, -torch.inf, 0.0
+        parts.append(Partial(out, row_max, row_sum))
+    wanted = Partial(*(x.double() for x in vars(parts[0]).values()))
+    for part in parts[1:]:
+        wanted = merge(wanted, Partial(*(x.double() for x in vars(part).values())))
+    first, second, third = ((x.out.transpose(0, 1), x.row_max.permute(2, 0, 1), x.row_sum.permute(2, 0, 1)) for x in parts)
+    totals = tuple(x.contiguous() for x in first)
+    rk.merge_rows(totals, second)
+    rk.merge_rows(totals, tuple(x.contiguous() for x in third))
+    expected = wanted.out.transpose(0, 1), wanted.row_max.permute(2, 0, 1), wanted.row_sum.permute(2, 0, 1)
+    for x, y in zip(totals, expected):
+        torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=2e-6)

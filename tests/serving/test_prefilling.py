@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
+from ringattn.serving.pages import CachedSequence
+from ringattn.serving.prefilling import alike_pages, page_layout
 from ringattn.transport import run_ranks
 from tests.serving.twin import Twin, reference
 
@@ -95,6 +97,47 @@ def test_queries_move_where_pages_are_more_bytes(one_thread):
     # a row of keys is 16 numbers, one of queries and its partial 40
     assert run_ranks(3, lambda group: moved(group, 0, 60)) == [False] * 3
     assert run_ranks(3, lambda group: moved(group, 600, 30)) == [True] * 3
+
+
+def live_pairs(layout, mask, kv_layout, q_offset):
+    """By rank and owner: which of a rank's queries see which of an owner's rows."""
+    plan = ra.make_plan(layout, mask, kv_layout, q_offset)
+    found = []
+    for rank in range(layout.world_size):
+        for owner in range(layout.world_size):
+            live = np.zeros((layout.lengths[rank], kv_layout.lengths[owner]), dtype=int)
+            for q_begin, q_end, k_begin, k_end, lo, hi in plan.tiles(rank, owner).tolist():
+                apart = np.arange(q_begin, q_end)[:, None] - np.arange(k_begin, k_end)
+                live[q_begin:q_end, k_begin:k_end] += (lo <= apart) & (apart <= hi)
+            found.append(live)
+    return found
+
+
+def test_pages_that_are_seen_alike_trade_positions():
+    draw, spans = np.random.default_rng(5), []
+    for _ in range(60):
+        size, ranks, evicted = int(draw.integers(1, 6)), int(draw.integers(1, 5)), int(draw.integers(0, 4))
+        length, home = evicted * size + int(draw.integers(1, 90)), int(draw.integers(ranks))
+        tokens = int(draw.integers(1, min(30, length - evicted * size) + 1))
+        window = (None, int(draw.integers(0, 80)))[draw.integers(2)]
+        mask = ra.causal() if window is None else ra.sliding_window(window)
+        sequence, layout = CachedSequence(0, length, home, evicted=evicted), ra.zigzag(tokens, ranks)
+        exact = page_layout(sequence, size, ranks)
+        layouts = exact, page_layout(sequence, size, ranks, alike_pages(sequence, size, tokens, window))
+        wanted, found = (live_pairs(layout, mask, x, x.seq_len - tokens) for x in layouts)
+        assert all(map(np.array_equal, wanted, found))
+        spans.append([sum(map(len, x.spans)) for x in layouts])
+    before, after = np.sum(spans, axis=0)
+    assert after < 0.7 * before
+
+
+def test_a_plan_grows_with_its_chunk_and_not_with_the_cache():
+    sizes = []
+    for cached in (1 << 14, 1 << 20):
+        sequence = CachedSequence(0, cached + 4096)
+        layout = page_layout(sequence, 64, 8, alike_pages(sequence, 64, 4096, None))
+        sizes.append(sum(map(len, layout.spans)))
+    assert sizes == [8 + 4096 // 64] * 2
 
 
 def message_of(function):
