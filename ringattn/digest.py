@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable)
 
 
 class Digested:
-    """An immutable value (a frozen dataclass) with its `digest`: 32 hex digits, which are the same for equal values on all ranks."""
+    """An immutable value with its `digest`: 32 hex digits, which are the same for equal values on all ranks."""
 
     # computed when the value is made: torch.compile can read it but cannot trace the hashing
     digest: str

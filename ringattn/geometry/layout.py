@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -33,7 +32,6 @@ _EVEN_ENOUGH = 1.01
 _MOST_CHUNKS = 64
 
 
-@dataclass(frozen=True, eq=False, init=False)
 class Layout(Digested):
     """Which positions each rank holds: `spans[rank]` are the spans of a rank's shard, in the order of its local rows.
 
@@ -70,6 +68,9 @@ class Layout(Digested):
         layout = object.__new__(cls)
         layout._keep(seq_len, name, world_size, table)
         return layout
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} cannot be set: a layout is immutable")
 
     def _keep(self, seq_len: int, name: str, world_size: int, table: Table) -> None:
         self.__dict__.update(seq_len=seq_len, name=name, world_size=world_size, table=table)

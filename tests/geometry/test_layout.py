@@ -75,6 +75,20 @@ def test_an_empty_sequence(name):
     assert layout.balance(ra.causal()) == 1.0
 
 
+def test_wrappers_that_rebuild_values_leave_layouts_and_masks_as_they_are():
+    """FSDP2 rebuilds dataclasses among the arguments of a module, field by field."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    masks = (ra.causal(), ra.documents(lengths=[3, 4]), ra.documents(lengths=[3, 4], kv_lengths=[2, 9], causal=False), ra.prefix(3))
+    for value in (ra.zigzag(13, 3), ra.placed(masks[1], 7, 2), *masks, ra.sliding_window(3) | ra.global_tokens(2)):
+        assert _apply_to_tensors(lambda x: x, value) == value
+
+
+def test_a_layout_is_immutable():
+    with pytest.raises(AttributeError, match="seq_len cannot be set: a layout is immutable"):
+        ra.zigzag(13, 3).seq_len = 5
+
+
 def test_positions_of_the_named_layouts():
     assert ra.contiguous(10, 4).positions(1).tolist() == [2, 3, 4]
     assert ra.zigzag(16, 2).positions(0).tolist() == [0, 1, 2, 3, 12, 13, 14, 15]

@@ -18,7 +18,7 @@ import torch
 import triton
 
 import ringattn_kernels as rk
-from ringattn_kernels import attention, dispatch, hopper, paged, plain_backward, plain_forward
+from ringattn_kernels import attention, dispatch, hopper, mailbox, paged, plain_backward, plain_forward
 from ringattn_kernels import launches as kernel_launches
 from ringattn_kernels.dispatch import Kernels
 from ringattn_kernels.modifiers import Modifiers
@@ -163,6 +163,10 @@ def test_the_forms_launch_every_kernel_there_is(monkeypatch):
     for form in PLAIN + HOPPER:
         run(form, launches=3, splits=3, sums=True, device="cpu")
     run_paged(*PAGED[0], "cpu")
+    state = torch.empty(3, 2, 4, 8), *torch.empty(2, 3, 2, 4)
+    rk.merge_rows(state, state)
+    arena, turns = (torch.empty(mailbox.flag_words(n) + 64, dtype=torch.int32) for n in (2, 1))
+    mailbox.all_gather(torch.empty(2, 16, dtype=torch.int32), arena, torch.empty(2, dtype=torch.int64), turns, 0)
     modules = [importlib.import_module(module.name) for module in pkgutil.walk_packages(rk.__path__, "ringattn_kernels.")]
     kernels = {name for module in modules for name, x in vars(module).items() if isinstance(x, triton.JITFunction)}
     assert launched == {name for name in kernels if name.endswith("_kernel")}
