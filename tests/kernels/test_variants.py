@@ -84,7 +84,7 @@ def test_compiles_within_the_limits_of_the_architecture(variant, compiled):
         assert resources.stack == resources.spills == 0
 
 
-@pytest.mark.parametrize("kernel", MODIFIED)
+@pytest.mark.parametrize("kernel", [MODIFIED[0], *(pytest.param(kernel, marks=pytest.mark.thorough) for kernel in MODIFIED[1:])])
 def test_each_part_of_a_score_compiles_alone(kernel):
     """A part that is not there is no argument of the kernel."""
     for modifiers in (

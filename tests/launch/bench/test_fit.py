@@ -129,6 +129,7 @@ def test_the_page_says_what_was_fitted(command):
     assert command.with_accuracy(page, H200.with_rates({"nccl_latency_us": 777}), rows).count("777 us, ") == 1
 
 
+@pytest.mark.thorough
 def test_tables_of_a_page_are_made_again(command):
     line = "`python -m ringattn plan --gpus 2 --tokens 4096`"
     page = command.with_tables(f"# A page\n\nText,\n{line}. More.\n\n| old |\n|---|\n\nand `code`\n\n| another | table |\n")

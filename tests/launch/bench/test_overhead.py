@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -24,6 +26,7 @@ def test_overhead():
     assert all(float(value) < 5000 for line in lines for value in line.split()[2:])
 
 
+@pytest.mark.thorough
 def test_the_time_of_whole_calls_on_all_ranks():
     toy = ["--tokens", "32", "--rounds", "1", "--calls", "1", "--methods", "ring", "gather", "--profile"]
     heading, *lines = overhead("--real", *toy)

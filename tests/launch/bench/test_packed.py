@@ -34,6 +34,7 @@ def run(tmp_path, *options):
     return json.loads((tmp_path / "packed.json").read_text()), done.stdout
 
 
+@pytest.mark.thorough
 def test_layouts_are_compared_on_new_batches(tmp_path):
     record, said = run(tmp_path)
     assert (record["world_size"], record["steps"], record["heads"]) == (2, 2, 4)

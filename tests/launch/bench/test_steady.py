@@ -10,6 +10,7 @@ import pytest
 LAUNCH = Path(__file__).resolve().parents[3] / "launch"
 
 
+@pytest.mark.thorough
 def test_steps_are_counted_on_every_rank(tmp_path):
     toy = ["--tokens", 32, "--steps", 3, "--heads", 2, "--kv-heads", 1, "--head-dim", 8, "--methods", "ring", "--out", tmp_path]
     command = [sys.executable, LAUNCH / "bench", "steady", "--device", "cpu", *map(str, toy)]
