@@ -261,7 +261,7 @@ def assert_steps(found, wanted, parameters_within, loss_within):
 @pytest.mark.parametrize(
     ("ring", "replicas", "stage", "accumulation", "checkpointing", "scatter"),
     [
-        (2, 2, 0, 1, False, True),
+        pytest.param(2, 2, 0, 1, False, True, marks=pytest.mark.thorough),
         pytest.param(2, 2, 1, 2, False, True, marks=pytest.mark.thorough),
         (2, 2, 2, 1, True, True),
         pytest.param(2, 2, 2, 2, False, False, marks=pytest.mark.thorough),

@@ -39,6 +39,7 @@ def chosen(arch: str, thorough: bool) -> list[Variant]:
         forms += [("forward", 64, FP32), ("merge", 128, BF16)]
     if thorough or arch == "sm_90":
         forms += [(kernel, 128, BF16) for kernel in KERNELS]
+    if thorough:
         forms += [(kernel, 64, BF16) for kernel in ("forward", "dkdv", "dq", "paged")]
     if arch == "sm_90":
         forms += [("forward", 128, FP16), ("forward", 64, FP32), ("dq", 64, FP32)]
