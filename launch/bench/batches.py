@@ -27,13 +27,10 @@ from ringattn.schedule.program import Program, compile_program
 from ringattn_kernels import TensorKind, TileTable, hopper
 from ringattn_kernels.hopper.forward_config import configs_for
 
+from .shared.cases import LAYOUTS
+
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
 _CASES = ("16:32768:4", "128:131072:8", "128:1048576:8", "2000:1048576:8", "500:1048576:64")
-LAYOUTS: dict[str, Callable[[ra.Mask, int, int], ra.Layout]] = {
-    "balanced": ra.balanced,
-    "placed": ra.placed,
-    "zigzag": lambda mask, tokens, ranks: ra.zigzag(tokens, ranks),
-}
 PARTS = ("mask", "layout", "plan", "schedule", "program", "tiles", "tables")
 
 

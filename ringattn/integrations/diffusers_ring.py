@@ -26,6 +26,7 @@ from ..geometry.span import Span
 from ..runtime.agree import Facts, gather_integers, refusing
 from ..runtime.context import Context
 from ..runtime.groups import Group, get_context
+from ..runtime.op import in_one_dtype
 from ..schedule.schedules import Schedule
 from ..scores import ScoreMod, with_dropout
 
@@ -112,7 +113,7 @@ class DiffusersRing:
         else:
             queries = keys = joint
         return ring_attention(
-            *_as_autocast(q, k, v),
+            *in_one_dtype(q, k, v),
             layout=queries,
             kv_layout=None if keys == queries else keys,
             mask=mask,
@@ -271,12 +272,3 @@ def _lengths(context: Context, facts: Facts, *rows: int) -> list[tuple[int, ...]
     with context.turn:
         found = gather_integers(context.ranks, facts, np.array(rows, dtype=np.int64))
     return [tuple(map(int, numbers)) for numbers in zip(*found)]
-
-
-def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Under autocast in its dtype, as torch's own attention runs there: norms leave q and k in fp32."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)

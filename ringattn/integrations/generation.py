@@ -28,12 +28,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from .. import check
 from ..geometry.layout import Layout, contiguous, zigzag
 from ..runtime.agree import refusing
+from ..runtime.op import in_one_dtype
 from ..serving.cache import PagedCache
 from ..serving.decoding import MOST_QUERIES
 from ..serving.pages import CachedSequence, OutOfPages
 from .generation_agreement import agree_on_tokens, generators
 from .generation_models import CachedHeads, check_decodes
-from .huggingface_attachment import NAME, Attachment, in_one_dtype, not_compiled
+from .huggingface_attachment import NAME, Attachment, not_compiled
 from .huggingface_call import CachedCall
 from .huggingface_inputs import check_inputs
 

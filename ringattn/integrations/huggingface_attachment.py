@@ -253,15 +253,6 @@ def not_compiled(function: _Function) -> _Function:
     return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
 
 
-def in_one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Under autocast in its dtype: rotary embeddings leave q and k in fp32 and v in the low precision."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
-
-
 def calling_frame() -> FrameType:
     """The frame that called a module's hook, and waits for the module to end."""
     frame = sys._getframe(2)

@@ -17,12 +17,13 @@ from ..geometry.layout import Layout
 from ..geometry.mask import causal, sliding_window
 from ..geometry.span import Span
 from ..runtime.agree import refusing
+from ..runtime.op import in_one_dtype
 from ..scores import ScoreMod
 from ..serving.batch import CacheBatch
 from ..serving.cache import PagedCache
 from ..serving.decoding import MOST_QUERIES, decode
 from ..serving.prefilling import prefill
-from .huggingface_attachment import Attachment, Window, in_one_dtype, not_compiled
+from .huggingface_attachment import Attachment, Window, not_compiled
 from .huggingface_inputs import CachedInputs
 
 _OUTPUTS = ("logits", "last_hidden_state", "hidden_states", "past_key_values")  # that are made whole

@@ -14,9 +14,10 @@ from torch import nn
 from ..attention import ring_attention
 from ..geometry.mask import full
 from ..runtime.agree import refusing
+from ..runtime.op import in_one_dtype
 from ..scores import ScoreMod, score
 from ..training.checkpoint import runs_again_reentrantly
-from .huggingface_attachment import NAME, Attachment, ChunkedWindow, LiveMask, Window, in_one_dtype, running_call
+from .huggingface_attachment import NAME, Attachment, ChunkedWindow, LiveMask, Window, running_call
 from .huggingface_checks import check_attention
 
 

@@ -271,6 +271,15 @@ def without_autocast(device_type: str) -> AbstractContextManager:
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _AS_IT_IS
 
 
+def in_one_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Under autocast in its dtype, as torch's own attention runs: norms and rotary embeddings leave q and k in fp32."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
+
+
 def _gradient_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alone: bool) -> list[tuple[int, ...]]:
     """The strides of the gradients as the passes return them: dq like q; dk and dv contiguous, with their rows first if there are other
     ranks."""

@@ -44,8 +44,8 @@ class Mailbox:
         from ringattn_kernels.mailbox import all_gather
 
         current = torch.cuda.current_stream(self.device)
-        if self._last is not None and self._last != current and not torch.cuda.is_current_stream_capturing():
-            current.wait_stream(self._last)
-        all_gather(rows.view(torch.int32), self._arena.view(torch.int32), self._bases, self._turns, self.rank)
         if not torch.cuda.is_current_stream_capturing():
+            if self._last is not None and self._last != current:
+                current.wait_stream(self._last)
             self._last = current
+        all_gather(rows.view(torch.int32), self._arena.view(torch.int32), self._bases, self._turns, self.rank)

@@ -234,12 +234,7 @@ def attend_rows(
         if LATE_CAP:
             pairs, alpha, pivot, row_sum, row_max = capped_softmax_step(s, pivot, row_sum, row_max, scale, score.into_cap, dtype)
         else:
-            if LATE_CAP:
-                pairs, alpha, pivot, row_sum, row_max = capped_softmax_step(
-                    s, pivot, row_sum, row_max, scale, score.into_cap, dtype
-                )
-            else:
-                pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
+            pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
         if DROPPED:
             pairs = drop_pairs(pairs, kept)
         if HAS_STATE:
