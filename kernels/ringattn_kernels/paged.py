@@ -75,11 +75,13 @@ def attend_pages(
     """Attention of the last t tokens of each sequence to the tokens in this rank's pages up to each: (out, row_max, row_sum).
 
     window: how many tokens before itself a query sees; None: all. modifiers: a softcap and slopes. sinks: (h,), fp32, as in `with_sinks`.
+    k and v: contiguous within a head of a page.
     packed: (b * t * h * (dv + 2),), fp32, to leave the three tensors in, in fp32; without it out is in q's dtype.
     """
     b, t, h, d = q.shape
     hk, page_size, dv = v.shape[1:]
     assert q.dtype == k.dtype == v.dtype and q.stride(3) == k.stride(3) == v.stride(3) == 1 and page_size >= 16 and h % hk == 0
+    # a page's rows of a head are contiguous
     assert k.stride(2) == d and v.stride(2) == dv
     assert (
         table.pages.shape[0] == b and table.lengths.is_contiguous() and table.first.is_contiguous() and table.pages.is_contiguous()
@@ -117,7 +119,7 @@ def merge_packed(packed: torch.Tensor, q: torch.Tensor, dv: int, sinks: torch.Te
 
 def merge_form(segments: int, programs: int) -> tuple[int, int]:
     """(partials that a program of `merge_pages_kernel` reads at a time, its warps): a segment's, if segments are about equally long."""
-    together = min(triton.next_power_of_2(programs // segments + 2), _MOST_TOGETHER)
+    together = min(1 << (programs // segments + 1).bit_length(), _MOST_TOGETHER)
     return together, 4 if together > 16 else 1
 
 
@@ -154,7 +156,7 @@ def _sizes(q: torch.Tensor, v: torch.Tensor, rows: int, programs: int, config: P
         BLOCK_Q=rows,
         BLOCK_K=keys,
         PAGE=page_size,
-        BLOCK_B=triton.next_power_of_2(q.shape[0]),
+        BLOCK_B=1 << (q.shape[0] - 1).bit_length(),
         PROGRAMS=programs,
     )
 
