@@ -14,7 +14,7 @@ import torch
 import triton
 
 from . import launches
-from .config import architecture, bucket, descriptor, padded, precision
+from .config import architecture, bucket, padded, precision
 from .launches import strides
 from .modifiers import Modifiers
 from .page_table import NO_WINDOW, PageTable
@@ -22,22 +22,19 @@ from .paged_kernels import merge_pages_kernel, merge_ranks_kernel, paged_kernel
 from .splits import State, multiprocessors
 from .units import LOG2_E
 
-MERGE_WARPS, TOGETHER = 4, 16  # of a program that merges: its warps, and the partials that it reads at a time
+MERGE_WARPS, TOGETHER = 4, 16  # of a program that merges ranks' partials: its warps, and the partials that it reads at a time
+_MOST_TOGETHER = 64
 
 
 @dataclass(frozen=True)
 class PagedConfig:
-    """A program holds up to `rows` query rows, loads `keys` keys at a time, and shares its multiprocessor with others, `programs` in all.
-
-    copy_engine: whether it loads keys by TMA where it can.
-    """
+    """A program holds up to `rows` query rows and loads `keys` keys at a time; a multiprocessor has `programs` of them."""
 
     rows: int
     keys: int
     programs: int
     num_warps: int
     num_stages: int
-    copy_engine: bool = False
 
 
 # by head-dim bucket, for 16-bit keys. A multiprocessor holds all its programs at once, by registers and shared memory, with BLOCK_Q = 16.
@@ -78,11 +75,14 @@ def attend_pages(
     """Attention of the last t tokens of each sequence to the tokens in this rank's pages up to each: (out, row_max, row_sum).
 
     window: how many tokens before itself a query sees; None: all. modifiers: a softcap and slopes. sinks: (h,), fp32, as in `with_sinks`.
+    k and v: contiguous within a head of a page.
     packed: (b * t * h * (dv + 2),), fp32, to leave the three tensors in, in fp32; without it out is in q's dtype.
     """
     b, t, h, d = q.shape
     hk, page_size, dv = v.shape[1:]
     assert q.dtype == k.dtype == v.dtype and q.stride(3) == k.stride(3) == v.stride(3) == 1 and page_size >= 16 and h % hk == 0
+    # a page's rows of a head are contiguous
+    assert k.stride(2) == d and v.stride(2) == dv
     assert (
         table.pages.shape[0] == b and table.lengths.is_contiguous() and table.first.is_contiguous() and table.pages.is_contiguous()
     )
@@ -97,9 +97,10 @@ def attend_pages(
     moving, make = paged_launch(q, k, v, table, partial, rows, programs, softmax_scale, window, modifiers, config, arch)
     launches.launch(paged_kernel, None, (config, rows, table.ranks), moving, make, num_warps=config.num_warps)
     state = _unpacked(packed, q, dv) if packed is not None else (q.new_empty(b, t, h, dv), *_statistics(q))
-    moving, make = merge_launch(q, v, table, partial, rows, programs, window, sinks, state, config)
+    together, num_warps = merge_form(b * hk * triton.cdiv(t * (h // hk), rows), programs)
+    moving, make = merge_launch(q, v, table, partial, rows, programs, window, sinks, state, config, together, arch)
     facts = config, rows, programs, table.ranks, hk, page_size
-    launches.launch(merge_pages_kernel, None, facts, moving, make, num_warps=MERGE_WARPS)
+    launches.launch(merge_pages_kernel, None, facts, moving, make, num_warps=num_warps)
     return state
 
 
@@ -114,6 +115,17 @@ def merge_packed(packed: torch.Tensor, q: torch.Tensor, dv: int, sinks: torch.Te
     moving, make = ranks_launch(packed, q, dv, sinks, state)
     launches.launch(merge_ranks_kernel, None, (tuple(q.shape),), moving, make, num_warps=MERGE_WARPS)
     return state
+
+
+def merge_form(segments: int, programs: int) -> tuple[int, int]:
+    """(partials that a program of `merge_pages_kernel` reads at a time, its warps): a segment's, if segments are about equally long."""
+    together = min(1 << (programs // segments + 1).bit_length(), _MOST_TOGETHER)
+    return together, 4 if together > 16 else 1
+
+
+def starts_ahead(arch: str) -> bool:
+    """Whether a kernel may be launched while the one before it runs (programmatic dependent launch)."""
+    return arch.startswith("sm_") and int(arch[3:]) >= 90
 
 
 def _statistics(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,14 +143,22 @@ def _unpacked(packed: torch.Tensor, q: torch.Tensor, dv: int) -> State:
     return out.view(b, t, h, dv), row_max.view(b, h, t), row_sum.view(b, h, t)
 
 
-def _sizes(q: torch.Tensor, v: torch.Tensor, rows: int, config: PagedConfig) -> dict[str, int]:
+def _sizes(q: torch.Tensor, v: torch.Tensor, rows: int, programs: int, config: PagedConfig) -> dict[str, int]:
     """Arguments that both kernels of a call take."""
     _, t, h, _ = q.shape
     hk, page_size, dv = v.shape[1:]
     keys = min(config.keys, page_size)
     blocks = triton.cdiv(t * (h // hk), rows)
-    counts = dict(sequences=q.shape[0], tokens=t, group=h // hk, kv_heads=hk, row_blocks=blocks)
-    return counts | dict(V_DIM=dv, BLOCK_DV=padded(dv), BLOCK_Q=rows, BLOCK_K=keys, PAGE=page_size, BLOCK_B=padded(q.shape[0]))
+    counts = dict(sequences=q.shape[0], tokens=t, row_blocks=blocks, KV_HEADS=hk, GROUP=h // hk)
+    return counts | dict(
+        V_DIM=dv,
+        BLOCK_DV=padded(dv),
+        BLOCK_Q=rows,
+        BLOCK_K=keys,
+        PAGE=page_size,
+        BLOCK_B=1 << (q.shape[0] - 1).bit_length(),
+        PROGRAMS=programs,
+    )
 
 
 def paged_launch(
@@ -147,22 +167,17 @@ def paged_launch(
 ) -> tuple:  # fmt: skip
     """What moves, and the function that makes the grid and all arguments, of a launch of `paged_kernel`."""
     slopes = None if modifiers is None else modifiers.slopes
-    sizes = _sizes(q, v, rows, config)
+    sizes = _sizes(q, v, rows, programs, config)
     moving = dict(
         q_ptr=q, k_ptr=k, v_ptr=v, partial_ptr=partial, slopes_ptr=slopes, scale=softmax_scale * LOG2_E.value, window=window
     )
     moving |= dict(pages_ptr=table.pages, lengths_ptr=table.lengths, first_ptr=table.first)
     moving |= dict(cap=None if modifiers is None or modifiers.softcap is None else float(modifiers.softcap))
-    # (pages, page_size, hk, d), as tensors of (b, s, h, d)
-    keys, values = k.transpose(1, 2), v.transpose(1, 2)
-    found = [descriptor(x, sizes["BLOCK_K"], arch) if config.copy_engine else None for x in (keys, values)]
-    moving |= {name: None if x is None else x.base for name, x in zip(("k_desc", "v_desc"), found)}
 
     def make() -> tuple:
         arguments = dict(
-            k_desc=found[0],
-            v_desc=found[1],
-            **strides(q=q, k=keys, v=values),
+            **strides(q=q),
+            **{f"stride_{name}{axis}": x.stride(dim) for name, x in (("k", k), ("v", v)) for axis, dim in (("b", 0), ("h", 1))},
             slots=partial.numel() // (rows * (sizes["V_DIM"] + 2)),
             width=table.pages.shape[1],
             ranks=table.ranks,
@@ -173,27 +188,32 @@ def paged_launch(
             MODIFIED=modifiers is not None,
             num_stages=config.num_stages,
         )
-        return programs, moving | sizes | arguments
+        return programs, moving | sizes | arguments | _ahead(arch)
 
     return moving, make
 
 
 def merge_launch(
     q: torch.Tensor, v: torch.Tensor, table: PageTable, partial: torch.Tensor, rows: int, programs: int, window: int,
-    sinks: torch.Tensor | None, state: State, config: PagedConfig,
+    sinks: torch.Tensor | None, state: State, config: PagedConfig, together: int, arch: str,
 ) -> tuple:  # fmt: skip
     """The same of a launch of `merge_pages_kernel`."""
     moving = dict(partial_ptr=partial, out_ptr=state[0], row_max_ptr=state[1], row_sum_ptr=state[2], sinks_ptr=sinks, window=window)
     moving |= dict(lengths_ptr=table.lengths, first_ptr=table.first)
     b, t, h, _ = q.shape
-    sizes = _sizes(q, v, rows, config)
+    sizes = _sizes(q, v, rows, programs, config)
 
     def make() -> tuple:
         slots = partial.numel() // (rows * (sizes["V_DIM"] + 2))
-        arguments = dict(slots=slots, programs=programs, ranks=table.ranks, TOGETHER=TOGETHER)
-        return b * t * h, moving | sizes | arguments
+        arguments = dict(slots=slots, ranks=table.ranks, TOGETHER=together)
+        return b * t * h, moving | sizes | arguments | _ahead(arch)
 
     return moving, make
+
+
+def _ahead(arch: str) -> dict[str, bool]:
+    """What both kernels and their launches are told of an early start."""
+    return {"AHEAD": True, "launch_pdl": True} if starts_ahead(arch) else {"AHEAD": False}
 
 
 def ranks_launch(packed: torch.Tensor, q: torch.Tensor, dv: int, sinks: torch.Tensor | None, state: State) -> tuple:

@@ -93,7 +93,8 @@ def source(kernel: triton.JITFunction, arguments: dict) -> ASTSource:
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
-        if parameter.is_constexpr or value is None:
+        one = type(value) is int and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or one:
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
         elif isinstance(value, TensorDescriptor):
@@ -177,8 +178,9 @@ def paged_arguments(variant: Variant, config: paged.PagedConfig | None = None) -
     table = PageTable(lengths, lengths, torch.empty(b, 48, dtype=torch.int32), 2)
     partial = torch.empty(10 * 16 * (d + 2))
     if variant.kernel == "merge pages":
-        launch = paged.merge_launch(q, k, table, partial, 16, 8, paged.NO_WINDOW, sinks, state, config)
-        return paged.merge_pages_kernel, launch[1]()[1] | {"num_warps": paged.MERGE_WARPS}
+        together, num_warps = paged.merge_form(b * hk, 264)
+        launch = paged.merge_launch(q, k, table, partial, 16, 8, paged.NO_WINDOW, sinks, state, config, together, arch)
+        return paged.merge_pages_kernel, launch[1]()[1] | {"num_warps": num_warps}
     modifiers = Modifiers(30.0, torch.empty(b, h)) if variant.kernel.endswith("scored") else None
     launch = paged.paged_launch(q, k, k, table, partial, 16, 8, 0.1, paged.NO_WINDOW, modifiers, config, arch)
     return paged.paged_kernel, launch[1]()[1] | {"num_warps": config.num_warps}

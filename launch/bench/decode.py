@@ -1,11 +1,18 @@
-"""Times decoding over a paged cache: the rate at which it reads keys and values, beside the rate of a copy in the same run.
+"""Times decoding over a paged cache, beside a copy and torch's attention in the same run.
 
-A step decodes a token of each sequence in every layer, with so many layers that no step finds its keys in a cache of the chip; on a GPU
-it is replayed as a CUDA graph. Bytes are those of all keys and values. Contestants on one rank:
+A step decodes a token of each sequence in every layer, with so many layers that no step finds its keys in a cache of the chip. On a GPU
+it is replayed as a CUDA graph, and contestants take turns: the host's time does not count. `--host` prints that apart. Bytes are those of
+all keys and values. Contestants on one rank:
 
     pages      pages of --page-size tokens, in random order
     in order   the same pages in the order of their memory
-    SDPA       torch's scaled_dot_product_attention over contiguous keys and values
+    one page   the same kernel, with all tokens of a sequence in one page, or in pages of 65,536: keys and values are contiguous
+    SDPA       torch's scaled_dot_product_attention over contiguous keys and values, with the backend that torch chooses
+    cuDNN, flash    the same with this backend
+    Flex       torch's compiled flex_attention over the same
+
+Each rate stands beside its share of two copies' rates: of one with the same bytes a layer, half of them read and half written, as kernels
+of such a graph; and of one of a gigabyte.
 
 On several ranks, which share the sequences, the step is timed with and without the exchange of partials between ranks: the difference is
 what the exchange costs. `--sweep` times forms of the kernel instead.
@@ -16,12 +23,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import ringattn as ra
@@ -29,8 +38,12 @@ from ringattn.transport import SilentTransport
 
 from .shared.ranks import add_ranks, group_of, slowest, start_ranks
 
-_LEAST = 256 << 20  # bytes of keys and values that a step reads, on a GPU
+_LEAST = 1 << 30  # bytes of keys and values that a step reads, on a GPU: what it takes to start a graph is then little
+_LARGEST_PAGE = 1 << 16
 _COPIED = 1 << 30  # bytes of the tensor that is copied
+_BUSY = 60_000_000  # clock cycles, about thirty milliseconds
+_AHEAD = 20  # calls that are queued while the GPU is busy
+_CONTESTANTS = ("pages", "in order", "one page", "SDPA", "cuDNN", "flash", "Flex")
 
 Step = Callable[[], list[torch.Tensor]]
 
@@ -76,6 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, default=128, help="(default: %(default)s)")
     parser.add_argument("--page-size", type=int, default=64, help="(default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=10, help="steps of each contestant (default: %(default)s)")
+    parser.add_argument("--contestants", nargs="+", choices=_CONTESTANTS, default=["pages", "in order", "SDPA"], metavar="NAME")
+    parser.add_argument("--host", action="store_true", help="time what a call takes the host, too")
     parser.add_argument("--sweep", action="store_true", help="time forms of the kernel, on one GPU")
     add_ranks(parser)
     parser.set_defaults(world_size=1)
@@ -102,10 +117,20 @@ def run_rank(arguments: argparse.Namespace) -> None:
             for form, step in forms(load).items():
                 print(f"{name}  {form}: {rate(step, load, arguments.repeats) / 1e9:7.1f} GB/s", flush=True)
         elif size == 1:
-            steps = contestants(load)
+            steps = contestants(load, arguments.contestants)
             compare(steps)
-            rates = {each: rate(step, load, arguments.repeats) for each, step in steps.items()}
-            print(name + "".join(f"   {each} {x / 1e9:7.1f} GB/s ({x / bandwidth:4.0%})" for each, x in rates.items()), flush=True)
+            found = in_turns(steps | {"copy": copying(load)}, load.device, arguments.repeats)
+            rates = {each: load.layers * load.layer_bytes / x for each, x in found.items()}
+            alike = rates.pop("copy")
+            text = f"{name}   copy {alike / 1e9:7.1f} GB/s"
+            for each, x in rates.items():
+                text += f"   {each} {x / 1e9:7.1f} GB/s ({x / alike:4.0%}, {x / bandwidth:4.0%})"
+            print(text, flush=True)
+            if arguments.host:
+                times = {each: host(step, load) for each, step in steps.items()}
+                print(f"{name}   host" + "".join(f"   {each} {1e6 * x:5.1f} us" for each, x in times.items()), flush=True)
+            # what a contestant holds goes before the next one's memory is asked for
+            del steps
         else:
             seconds = slowest([timed(step, load.device, arguments.repeats) for step in over_ranks(load, arguments)], load.device)
             whole, alone = (1e6 * x / load.layers for x in seconds)
@@ -113,32 +138,57 @@ def run_rank(arguments: argparse.Namespace) -> None:
                 print(f"{name}   on {size} ranks {whole:8.1f} us a layer, {alone:8.1f} without the exchange", flush=True)
 
 
-def contestants(load: DecodeLoad) -> dict[str, Step]:
+def contestants(load: DecodeLoad, names: Sequence[str] = _CONTESTANTS[:4]) -> dict[str, Step]:
     """What decodes a token of each sequence in every layer, by name. All have the same keys and values."""
     q, layers = load.queries(), load.layers
-    caches = {"pages": filled(load, None), "in order": filled(load, None)}
-    for cache, _ in caches.values():
-        torch.nn.init.normal_(cache.pool.k)
-        torch.nn.init.normal_(cache.pool.v)
-    scatter(*caches["pages"])
-    whole = [[], []]
-    cache, batch = caches["pages"]
-    for layer, (kept, pool) in itertools.product(range(layers), zip(whole, (cache.pool.k, cache.pool.v))):
-        kept.append(gathered(pool[layer], batch))
-    ordered, table = caches["in order"]
-    for pool, kept in zip((ordered.pool.k, ordered.pool.v), whole):
-        for layer in range(layers):
-            put(pool[layer], table, kept[layer])
-    steps = {name: decoding(q, *each, layers) for name, each in caches.items()}
-    queries = q.transpose(1, 2)
+    cache, batch = filled(load, None)
+    torch.nn.init.normal_(cache.pool.k)
+    torch.nn.init.normal_(cache.pool.v)
+    scatter(cache, batch)
+    whole = [[gathered(pool[layer], batch) for layer in range(layers)] for pool in (cache.pool.k, cache.pool.v)]
+    steps = {"pages": decoding(q, cache, batch, layers)}
+    sizes = {"in order": load.page_size, "one page": min(1 << (load.length - 1).bit_length(), _LARGEST_PAGE)}
+    for name, page_size in sizes.items():
+        if name in names:
+            ordered, table = filled(replace(load, page_size=max(16, page_size)), None)
+            for pool, kept in zip((ordered.pool.k, ordered.pool.v), whole):
+                for layer in range(layers):
+                    put(pool[layer], table, kept[layer])
+            steps[name] = decoding(q, ordered, table, layers)
+    return {name: step for name, step in (steps | peers(load, q, whole, names)).items() if name in names}
 
-    def contiguous() -> list[torch.Tensor]:
-        pairs = zip(*whole)
-        return [
-            scaled_dot_product_attention(queries, k, v, enable_gqa=load.heads != load.kv_heads).transpose(1, 2) for k, v in pairs
-        ]
 
-    return steps | {"SDPA": contiguous}
+def peers(load: DecodeLoad, q: torch.Tensor, whole: list[list[torch.Tensor]], names: Sequence[str]) -> dict[str, Step]:
+    """The same by torch, over contiguous keys and values."""
+    queries, options = q.transpose(1, 2), dict(enable_gqa=load.heads != load.kv_heads)
+
+    def over(attend: Callable[..., torch.Tensor]) -> Step:
+        return lambda: [attend(queries, k, v, **options).transpose(1, 2) for k, v in zip(*whole)]
+
+    def by(backend: SDPBackend) -> Step:
+        step = over(scaled_dot_product_attention)
+
+        def run() -> list[torch.Tensor]:
+            with sdpa_kernel(backend):
+                return step()
+
+        return run
+
+    found = {"SDPA": over(scaled_dot_product_attention)}
+    found |= {"cuDNN": by(SDPBackend.CUDNN_ATTENTION), "flash": by(SDPBackend.FLASH_ATTENTION)}
+    if "Flex" in names:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        # each load compiles again, and dynamo compiles one function only so many times
+        torch._dynamo.reset()
+        found["Flex"] = over(torch.compile(flex_attention, dynamic=False))
+    return found
+
+
+def copying(load: DecodeLoad) -> Step:
+    """What moves as many bytes in each layer, half of them read and half written, by kernels: a graph would copy by other means."""
+    pairs = [torch.zeros(2, load.layer_bytes // 8, dtype=torch.int32, device=load.device) for _ in range(load.layers)]
+    return lambda: [torch.bitwise_not(pair[0], out=pair[1]) for pair in pairs]
 
 
 def over_ranks(load: DecodeLoad, arguments: argparse.Namespace) -> list[Step]:
@@ -157,8 +207,8 @@ def forms(load: DecodeLoad) -> dict[str, Step]:
     cache, batch = filled(load, None)
     scatter(cache, batch)
     q, found = load.queries(), {}
-    for programs, warps, stages, engine in itertools.product((1, 2, 3), (4, 8), (3, 4, 5), (False, True)):
-        config = PagedConfig(64, min(64, load.page_size), programs, warps, stages, engine)
+    for keys, programs, warps, stages in itertools.product((32, 64), (1, 2, 3, 4), (2, 4, 8), (3, 4, 5)):
+        config = PagedConfig(64, min(keys, load.page_size), programs, warps, stages)
 
         def step(config: PagedConfig = config) -> list[torch.Tensor]:
             options = dict(softmax_scale=load.head_dim**-0.5, config=config)
@@ -169,7 +219,7 @@ def forms(load: DecodeLoad) -> dict[str, Step]:
         except Exception as error:
             print(f"{config}: {type(error).__name__}")
             continue
-        found[f"{programs} programs, {warps} warps, {stages} stages{', copy engine' * engine}"] = step
+        found[f"{config.keys} keys, {programs} programs, {warps} warps, {stages} stages"] = step
     return found
 
 
@@ -234,7 +284,28 @@ def copy_bandwidth(device: str, repeats: int) -> float:
     return 2 * x.numel() / timed(lambda: [y.copy_(x)], device, repeats, graph=False)
 
 
-def timed(step: Step, device: str, repeats: int, graph: bool = True) -> float:
+def in_turns(steps: dict[str, Step], device: str, repeats: int) -> dict[str, float]:
+    """Seconds of each step, on a GPU as a graph; the least median of three rounds in which the steps take turns."""
+    graphs = {name: graph_of(step) if device == "cuda" else step for name, step in steps.items()}
+    rounds = [{name: timed(graph, device, repeats, graph=False) for name, graph in graphs.items()} for _ in range(3)]
+    return {name: min(found[name] for found in rounds) for name in steps}
+
+
+def host(step: Step, load: DecodeLoad) -> float:
+    """Seconds that the host takes to queue the call of one layer, while the device is busy; the median."""
+    times = []
+    for _ in range(5):
+        if load.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda._sleep(_BUSY)
+        began = time.perf_counter()
+        for _ in range(max(1, _AHEAD // load.layers)):
+            step()
+        times.append((time.perf_counter() - began) / (max(1, _AHEAD // load.layers) * load.layers))
+    return median(times)
+
+
+def timed(step: Callable[[], Any], device: str, repeats: int, graph: bool = True) -> float:
     """Seconds of a step; the median. On a GPU between events of the device, as a `graph` or as it is."""
     if device != "cuda":
         times = []

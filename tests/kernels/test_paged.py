@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ringattn as ra
-from ringattn_kernels.paged import paged_config
+from ringattn_kernels.paged import merge_form, paged_config
 from tests.cuda_graphs import captured
 from tests.kernels import interpreted
 from tests.serving.twin import reference
@@ -23,6 +23,13 @@ def test_kernels_through_the_interpreter():
 def test_there_is_a_configuration_for_each_size(arch, dtype, head_dim):
     config = paged_config(arch, head_dim, dtype)
     assert config.keys >= 16 and config.rows >= 16 and config.programs >= 1
+
+
+@pytest.mark.parametrize(
+    ("segments", "programs", "form"), [(8, 264, (64, 4)), (64, 264, (8, 1)), (512, 264, (2, 1)), (1, 9999, (64, 4))]
+)
+def test_a_merge_reads_the_partials_of_a_segment_at_a_time(segments, programs, form):
+    assert merge_form(segments, programs) == form
 
 
 def filled(lengths, heads, dims, page_size, dtype):
@@ -96,3 +103,28 @@ def test_a_cuda_graph_goes_on_as_sequences_grow():
             x.copy_(torch.randn(x.shape, generator=generator, device="cuda"))
         graph.replay()
         assert torch.equal(out, ra.decode(q, cache, batch))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("lengths", [(8192,), (4000, 100, 63), (128,) * 64], ids=str)
+def test_calls_wait_for_those_before_them(lengths):
+    """Each call's queries are what the call before returned: the same bits whether the host waits in between, in a stream, in a graph."""
+    cache, batch, _, generator = filled(lengths, (32, 8), (128, 128), 64, torch.bfloat16)
+    first = torch.randn(len(lengths), 1, 32, 128, generator=generator, device="cuda").bfloat16()
+
+    def chain(wait: bool) -> list[torch.Tensor]:
+        found = [first]
+        for _ in range(20):
+            # no kernel lies between two calls
+            found.append(ra.decode(found[-1], cache, batch))
+            if wait:
+                torch.cuda.synchronize()
+        return found
+
+    exact = chain(wait=True)
+    assert all(torch.equal(x, y) for _ in range(5) for x, y in zip(exact, chain(wait=False), strict=True))
+    graph, results = captured(lambda: chain(wait=False))
+    for _ in range(5):
+        graph.replay()
+        assert all(torch.equal(x, y) for x, y in zip(exact, results, strict=True))

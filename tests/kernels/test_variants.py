@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
+import triton
 
 from ringattn_kernels.modifiers import Bias, Dropout, Modifiers
 from ringattn_kernels.paged import paged_config
@@ -22,6 +23,9 @@ from ringattn_kernels.variants import (
     Variant,
     all_variants,
     compile_variant,
+    launch_arguments,
+    source,
+    target,
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -106,3 +110,19 @@ def test_keys_of_pages_are_loaded_ahead():
     """Two steps' keys and values are under way while a third is computed: buffers of three steps fill the shared memory."""
     found = compile_variant(Variant("paged", 128, BF16, "sm_90"))
     assert found.shared >= 3 * 2 * 64 * 128 * 2
+
+
+@pytest.mark.parametrize("kernel", ["merge pages", pytest.param("paged", marks=pytest.mark.thorough)])
+def test_kernels_for_pages_wait_for_the_kernel_before(kernel):
+    """All that they write, and the partials that they read, come after the wait; the split kernel reads nothing before it."""
+    function, arguments = launch_arguments(Variant(kernel, 128, BF16, "sm_90"))
+    assert arguments["launch_pdl"]
+    options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
+    ptx = triton.compile(source(function, arguments), target=target("sm_90"), options=options).asm["ptx"]
+    assert ptx.count("griddepcontrol.wait") == ptx.count("griddepcontrol.launch_dependents") == 1
+    before, after = ptx.split("griddepcontrol.wait")
+    assert "st.global" not in before and "st.global" in after
+    # the merge reads lengths and first pages, past the caches of a multiprocessor
+    assert before.count("ld.global") == before.count("ld.global.cg") == (2 if kernel == "merge pages" else 0)
+    function, arguments = launch_arguments(Variant(kernel, 128, BF16, "sm_80"))
+    assert "launch_pdl" not in arguments and not arguments["AHEAD"]

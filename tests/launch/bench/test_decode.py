@@ -23,8 +23,9 @@ def decode(monkeypatch):
 def test_contestants_compute_the_same(decode):
     load = decode.DecodeLoad(3, 210, 4, 2, 8, 16, torch.float32, "cpu")
     steps = decode.contestants(load)
-    assert list(steps) == ["pages", "in order", "SDPA"]
+    assert list(steps) == ["pages", "in order", "one page", "SDPA"]
     decode.compare(steps)
+    assert list(decode.contestants(load, ["SDPA", "pages"])) == ["pages", "SDPA"]
     assert load.layer_bytes == 3 * 70 * 2 * 8 * 2 * 4
     first, other = (step()[0] for step in list(steps.values())[:2])
     assert torch.equal(first, other) and first.std() > 0.01
@@ -39,8 +40,10 @@ def run(*options) -> str:
 
 
 def test_one_rank():
-    found = run(*TOY, "--batches", "1", "2", "--tokens", "100")
-    assert len(re.findall(r"tokens   pages +[\d.]+ GB/s \( *\d+%\)   in order +[\d.]+ GB/s \( *\d+%\)   SDPA", found)) == 2
+    found = run(*TOY, "--batches", "1", "2", "--tokens", "100", "--host")
+    rate = r" +[\d.]+ GB/s \( *\d+%, *\d+%\)"
+    assert len(re.findall(rf"tokens   copy +[\d.]+ GB/s   pages{rate}   in order{rate}   SDPA{rate}", found)) == 2
+    assert len(re.findall(r"tokens   host   pages +[\d.]+ us   in order +[\d.]+ us   SDPA", found)) == 2
 
 
 def test_two_ranks():
