@@ -155,7 +155,7 @@ def _fused_backward(
 ) -> None:  # fmt: skip
     """`backward` by the fused kernel, which adds dq to sums in an order of their own."""
     fused, q = hopper.fused, queries.q
-    block, step = fused.block_and_step(q.shape[3])
+    block, step = fused.block_and_step(q.shape[3], modifiers)
     how = key_splits(table, block, step, k.shape[0] * k.shape[2], q.shape[2] // k.shape[2], q.device, splits)
     sums = dq.permuted() if isinstance(dq, QuerySums) else fused.zero_sums(q)
     prepared = dq.prepared(queries.statistics) if isinstance(dq, QuerySums) and not ordered else None

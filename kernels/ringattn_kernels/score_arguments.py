@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .modifiers import Bias, Dropout, Modifiers
+from .modifiers import LEVELS, Bias, Dropout, Modifiers
 from .table import BlockTable, TileTable
 from .units import LOG2_E
 
@@ -20,6 +20,8 @@ HOPPER_ARGUMENTS = (
 _FARTHEST = (1 << 31) - 1
 # positions of blocks of rows that Hopper kernels draw for are multiples of it
 ALIGNED = 16
+# of the numbers that drop a pair: Hopper kernels compare them as fp16, whose infinity this is
+_MOST_DROPPED = 0x7C00
 # of distances, whose biases Hopper kernels look up one by one
 _MOST_BIASES = 1 << 14
 
@@ -54,6 +56,8 @@ def hopper_obstacle(modifiers: Modifiers, table: TileTable) -> str:
         return f"the edges of a bias are more than {_MOST_BIASES} positions apart"
     if modifiers.dropout is not None and not table.aligned(ALIGNED):
         return f"tiles do not begin at positions that are multiples of {ALIGNED}, where pairs are drawn fast"
+    if modifiers.dropout is not None and modifiers.dropout.dropped > _MOST_DROPPED:
+        return f"dropout of {modifiers.dropout.p} is above {_MOST_DROPPED / LEVELS}"
     return ""
 
 

@@ -756,8 +756,8 @@ MUTATIONS = (
     # modified scores on Hopper
     Mutation(
         "kernels/ringattn_kernels/hopper/kept_pairs.py",
-        "0x80008000, 0xd8;",
-        "0x80008000, 0xe4;",
+        "2 * m + word // 2",
+        "2 * m + word % 2",
         "bits of dropout are those of the wrong pairs",
         STEPS,
     ),

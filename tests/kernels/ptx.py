@@ -67,6 +67,13 @@ class _Machine:
             (value,) = self._read(names)
             self.registers[low.strip()], self.registers[high.strip()] = value & LOW, value >> np.uint64(32)
             return
+        if "|" in target:
+            # one predicate for each half of a register
+            halves = [_halves(x) for x in self._read(names)]
+            found = _compare_halves(operation.split(".")[1], *halves)
+            for i, name in enumerate(target.split("|")):
+                self.registers[name.strip()] = found[i]
+            return
         if operation == "red.global.add.f32":
             address, (added,) = self.registers[target.strip("[]")], self._read(names)
             assert self.memory is not None and (address[guard] % np.uint64(4) == 0).all()
@@ -97,8 +104,22 @@ def _constant(name: str) -> np.ndarray:
     return np.full(128, int(name, 0) % 2**64, np.uint64)
 
 
+def _halves(x: np.ndarray) -> np.ndarray:
+    """The lower and the upper 16 bits as fp16: (2, 128)."""
+    return np.stack([bits(x) & np.uint64(0xFFFF), bits(x) >> np.uint64(16)]).astype(np.uint16).view(np.float16)
+
+
+def _compare_halves(kind: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return {"geu": ~(x < y), "neu": ~(x == y)}[kind]
+
+
 def _compute(operation: str, x: list[np.ndarray]) -> np.ndarray:
     name, *kinds = operation.split(".")
+    if operation == "abs.f16x2":
+        return bits(x[0]) & np.uint64(0x7FFF7FFF)
+    if name == "set" and kinds[1:] == ["u32", "f16x2"]:
+        low, high = (y.astype(np.uint64) * np.uint64(0xFFFF) for y in _compare_halves(kinds[0], *(_halves(y) for y in x)))
+        return low | high << np.uint64(16)
     if operation == "or.pred":
         return x[0] | x[1]
     if name in ("mov", "shfl", "prmt", "and", "or", "xor", "shl", "shr", "vote", "selp", "lop3"):

@@ -22,7 +22,8 @@ import ringattn_kernels as rk
 from ringattn_kernels import dispatch
 from ringattn_kernels import launches as kernel_launches
 from ringattn_kernels.dispatch import Kernels, choose_backward, choose_forward
-from ringattn_kernels.hopper import backward, fused
+from ringattn_kernels.hopper import backward, dq_sums, fused
+from ringattn_kernels.hopper.panels import main_columns
 from ringattn_kernels.hopper.statistics import PaddedStatistics
 from ringattn_kernels.hopper.turns import key_turns
 from ringattn_kernels.launches import check
@@ -286,6 +287,16 @@ def test_a_launch_of_items_that_take_turns(d, launches):
     assert launches == [prepare, ("fused_kernel", 2 * 2 * 6), finish, prepare, ("fused_kernel", 2 * 2 * 2)]
     with pytest.raises(ValueError, match=r"splits is 2, but Kernels\.HOPPER_ORDERED splits no block"):
         rk.backward(*inputs, **options, dq=torch.empty(q.shape), splits=2)
+
+
+@pytest.mark.parametrize(("d", "step"), [(64, 128), (64, 64), (96, 64), (128, 64), (192, 64)])
+def test_the_parts_of_dq_fill_its_sums_once(d, step):
+    filled = np.zeros(d * step // dq_sums.SUMS.value, int)
+    for half, part in itertools.product(range(2), range(2 if d == 192 else 1)):
+        panel, first, rows = dq_sums.place_of_dq(d, step, half, part)
+        first += panel * main_columns(d) * 64 // dq_sums.SUMS.value
+        filled[first : first + rows] += 1
+    assert (filled == 1).all()
 
 
 @pytest.mark.parametrize(("d", "short", "long"), [(64, 4, 2), (96, 4, 2), (128, 4, 1), (192, 4, 1)])

@@ -29,33 +29,64 @@ def everywhere(number, dtype=np.uint64):
     return np.full(128, number, dtype)
 
 
-@pytest.mark.parametrize(("count", "direction"), [(128, 1), (64, 1), (64, -1), (128, -1)])
-def test_a_block_keeps_the_pairs_that_the_cpu_keeps(count, direction):
-    dropout = Dropout(0.3, (5 << 40) + 3, 7, 9)
-    head, q_position, k_position = 11, 48, 1 << 20
-    low, high, *_ = (int(x) for x in philox(tuple(np.array(x) for x in (head, dropout.offset, 0, 0)), dropout.seed))
-    numbers = q_position // 2, k_position // 4, low, high, dropout.dropped
-    operands = [everywhere(0)] * 2 + [everywhere(x) for x in numbers for _ in range(2)]
-    found = ptx.run(kept_pairs.draw_assembly(count, direction), operands)[:2]
-    shape = (64, count) if direction == 1 else (count, 64)
-    wanted = kept(dropout, 2, 9, q_position + np.arange(shape[0]), k_position + np.arange(shape[1])).reshape(18, *shape)[head]
-    wanted = held(wanted if direction == 1 else wanted.T)
+PLACE_OF_Q, PLACE_OF_K = 48, 1 << 20
 
-    # as fp32
+
+def drawn(p, rows_count, count, transposed):
+    """(the words of a stream, the numbers that drop, which pairs of a block of 64 rows are kept by each register)."""
+    dropout, head = Dropout(p, (5 << 40) + 3, 7, 9), 11
+    low, high, *_ = (int(x) for x in philox(tuple(np.array(x) for x in (head, dropout.offset, 0, 0)), dropout.seed))
+    shape = (rows_count, count) if not transposed else (count, rows_count)
+    wanted = kept(dropout, 2, 9, PLACE_OF_Q + np.arange(shape[0]), PLACE_OF_K + np.arange(shape[1])).reshape(18, *shape)[head]
+    return (low, high), dropout.dropped, held(wanted.T if transposed else wanted)
+
+
+def pairs_of(wanted):
+    """Registers of two neighbours of a row, those of 2 i and 2 i + 1 of a product: all bits of what is kept."""
+    low, high = ([x.astype(np.uint64) * np.uint64(0xFFFF) for x in wanted[half::2]] for half in range(2))
+    return [x | y << np.uint64(16) for x, y in zip(low, high)]
+
+
+@pytest.mark.parametrize("count", [128, 64])
+@pytest.mark.parametrize("p", [0.3, 0.96])
+def test_queries_keep_the_pairs_that_the_cpu_keeps(count, p):
+    stream, dropped, wanted = drawn(p, 64, count, False)
+    number = count // 4
+    groups = (PLACE_OF_Q >> 1) + ((rows(0) >> 4 << 3) | (rows(0) & 7))
+    operands = [everywhere(0xFFFFFFFF)] * 2 * number + [groups.astype(np.uint64)] * number
+    operands += [everywhere(x) for x in (PLACE_OF_K >> 2, *stream, dropped) for _ in range(number)]
+    found = ptx.run(kept_pairs.drop_assembly(number), operands)
+    for got, exact in zip(found, pairs_of(wanted)):
+        assert np.array_equal(got, exact)
+
+
+@pytest.mark.parametrize("count", [64, 128])
+@pytest.mark.parametrize("p", [0.3, 0.96])
+def test_keys_keep_the_pairs_that_the_cpu_keeps(count, p):
+    stream, dropped, wanted = drawn(p, 64, count, True)
+    groups = (PLACE_OF_K >> 2) + ((rows(0) >> 4 << 2) | (rows(0) >> 1 & 3))
+    operands = [everywhere(0)] * 2 + [groups.astype(np.uint64)] * 2
+    operands += [everywhere(x) for x in (PLACE_OF_Q >> 1, *stream, dropped) for _ in range(2)]
+    found = ptx.run(kept_pairs.draw_assembly(count), operands)[:2]
     number = count // 2
-    values = ptx.run(
-        kept_pairs.values_assembly(number, (number, number + 1)), [everywhere(1.0, np.float32)] * number + [found[0], found[1]]
-    )
-    for i in range(number):
-        assert np.array_equal(ptx.floats(values[i]), wanted[i].astype(np.float32)), i
     # as pairs of 16 bits
     pairs = ptx.run(
         kept_pairs.pairs_assembly(number // 2, (number // 2, number // 2 + 1)), [everywhere(0xFFFFFFFF)] * (number // 2) + found
     )
-    for i in range(number // 2):
-        # a register holds neighbours of a row: those of registers 2 i and 2 i + 1 of the product
-        low, high = (wanted[2 * i + half].astype(np.uint64) * np.uint64(0xFFFF) for half in range(2))
-        assert np.array_equal(pairs[i], low | high << np.uint64(16)), i
+    for got, exact in zip(pairs, pairs_of(wanted)):
+        assert np.array_equal(got, exact)
+
+
+def test_gradients_are_zeros_where_weights_are():
+    generator = np.random.default_rng(0)
+    x, weights = generator.standard_normal((64, 64)).astype(np.float32), generator.random((64, 64)).astype(np.float16)
+    # what bf16 holds is no number, or less than the least normal one, as fp16
+    weights[generator.random((64, 64)) < 0.5] = 0.0
+    weights[0, :4] = np.array([1, 0x8000, 0x7FFF, 0xFC01], np.uint16).view(np.float16)
+    halves = [y.view(np.uint16).astype(np.uint64) for y in held(weights)]
+    operands = held(x) * 2 + [low | high << np.uint64(16) for low, high in zip(halves[::2], halves[1::2])]
+    for got, exact in zip(ptx.run(kept_pairs.values_assembly(32), operands), held(np.where(weights != 0, x, 0.0))):
+        assert np.array_equal(got, exact.astype(np.float32))
 
 
 @pytest.mark.parametrize("largest", [0.7, 0.8, 30.0, 1e30])

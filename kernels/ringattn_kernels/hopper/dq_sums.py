@@ -45,7 +45,7 @@ def dq_part(head_dim, step, half, part):
     main, rest = main_columns(head_dim), head_dim - main_columns(head_dim)
     if step == 128:
         return 0, 0, main
-    if main == 64:
+    if main == 64 and rest:
         return half, 0, (main, rest)[half]
     width = (main, rest)[part] // 2
     return part, half * width, width
@@ -118,7 +118,7 @@ def add_dq(sums, staging, dq, row, HALF: gl.constexpr, STEP: gl.constexpr, HEAD_
         place = place.slice(0, PLACE[2], dim=0)
     stage_dq(place, dq)
     coordinates = [first_row_of_sums(row, HEAD_DIM) + PLACE[0] * (main_columns(HEAD_DIM) * WIDTH // SUMS) + PLACE[1], 0]
-    if WHERE[2] < WIDTH:
+    if WHERE[2] < WIDTH and len(sums) == 2:
         async_add_shared_to_global(sums[1], coordinates, place)
     else:
         async_add_shared_to_global(sums[0], coordinates, place)

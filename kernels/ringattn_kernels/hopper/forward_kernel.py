@@ -22,7 +22,7 @@ from .fences import pin
 from .forward_output import layout_to_store, load_state, store_out
 from .forward_softcap import capped_softmax_step
 from .forward_softmax import as_column, divided, mask_edge, rescale, scaled, softmax_step, unpack
-from .kept_pairs import drop_pairs, kept_bits
+from .kept_pairs import drop_drawn
 from .language import async_load, barrier, reinterpret, wait_for_products
 from .panels import part_panels, start_each, start_sum, zero_block, zeros
 from .score_steps import ScoreSteps, load_head, load_places, modified, position
@@ -227,8 +227,6 @@ def attend_rows(
             k_position = position(score, place_of_k, start)
             if CHANGED:
                 s, _ = modified(s, score, head, q_position, k_position, 1)
-            if DROPPED:
-                kept = kept_bits((head.stream_low, head.stream_high), score.dropped, q_position, k_position, BLOCK_K, 1)
         if (start < full_begin) | (start >= full_end):
             s = mask_edge(s, start, end, queue.segments_ptr, segment, first_row)
         if LATE_CAP:
@@ -236,7 +234,7 @@ def attend_rows(
         else:
             pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
         if DROPPED:
-            pairs = drop_pairs(pairs, kept)
+            pairs = drop_drawn(pairs, (head.stream_low, head.stream_high), score.dropped, q_position, k_position)
         if HAS_STATE:
             # pinned: LLVM would merge this product with the one in the loop, and move it between the loop's matrix products
             acc = [pin(scaled(x, alpha)) for x in acc]
@@ -251,8 +249,6 @@ def attend_rows(
                     q_position = position(score, place_of_q, first_row)
             if MODIFIED:
                 k_position = position(score, place_of_k, start)
-            if DROPPED:
-                kept = kept_bits((head.stream_low, head.stream_high), score.dropped, q_position, k_position, BLOCK_K, 1)
             # the values of `block` are due, and the scores of `block + 1`
             if TURNS:
                 named_barrier("sync", WARPGROUP)
@@ -287,7 +283,7 @@ def attend_rows(
             else:
                 pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
             if DROPPED:
-                pairs = drop_pairs(pairs, kept)
+                pairs = drop_drawn(pairs, (head.stream_low, head.stream_high), score.dropped, q_position, k_position)
             acc = [rescale(x, alpha) for x in acc]
         q_stored = q_place
         if not STAGED:

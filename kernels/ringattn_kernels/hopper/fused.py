@@ -18,7 +18,7 @@ from . import statistics
 from .backward import BackwardConfig, key_arguments, key_blocks_of
 from .blocks import BLOCK, ROWS
 from .descriptors import plain_layout, rest_descriptor
-from .dq_sums import SUMS, WIDTH, finish_kernel
+from .dq_sums import SUMS, WIDTH, dq_part, finish_kernel
 from .fused_kernel import fused_kernel, is_wide
 from .panels import has_rest, main_columns
 from .statistics import PaddedStatistics, whole_blocks
@@ -26,6 +26,8 @@ from .turns import Turns, key_turns
 
 # by head dim; measured on an H200
 CONFIGS = {64: BackwardConfig(128, 2), 96: BackwardConfig(64, 3), 128: BackwardConfig(64, 2), 192: BackwardConfig(64, 2)}
+# where a softcap takes the registers of a longer step
+ROOMY = {64: BackwardConfig(64, 3)}
 # (head dim of q and k, head dim of v)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
 # heads run side by side until together they have at least so many programs; measured on an H200
@@ -36,9 +38,15 @@ ORDERED_SIDE_BY_SIDE = {64: 1024, 96: 512, 128: 512, 192: 512}
 ONE_BY_ONE = (128, 192)
 
 
-def block_and_step(head_dim: int) -> tuple[int, int]:
+def config_for(head_dim: int, modifiers: Modifiers | None = None) -> BackwardConfig:
+    """The configuration that runs."""
+    capped = modifiers is not None and modifiers.softcap is not None
+    return (ROOMY if capped and head_dim in ROOMY else CONFIGS)[head_dim]
+
+
+def block_and_step(head_dim: int, modifiers: Modifiers | None = None) -> tuple[int, int]:
     """Key rows of a program, and query rows of each of its steps."""
-    return BLOCK.value, CONFIGS[head_dim].step
+    return BLOCK.value, config_for(head_dim, modifiers).step
 
 
 def has_items_for_turns(k: torch.Tensor, table: TileTable) -> bool:
@@ -140,7 +148,7 @@ def backward(
     found = gradient_sums(modifier_sums, modifiers, b)
     score = moving_arguments(modifiers, table, softmax_scale, b, q.device) | found
     if ordered:
-        step = CONFIGS[d].step
+        step = config_for(d, modifiers).step
         turns = key_turns(table, BLOCK.value, step, sums.device)
         # one for each step, and the number that the next program draws
         counters = torch.empty(b * h * (whole_blocks(q_rows) // step) + 1, device=sums.device, dtype=torch.int32)
@@ -199,20 +207,21 @@ def fused_arguments(
     q, dout = queries.q, queries.dout
     b, q_rows, h, d = q.shape
     assert sums.shape == (b * h, whole_blocks(q_rows), d) and sums.is_contiguous()
-    grid, arguments = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add, CONFIGS[d])
-    places = key_blocks_of(table, k.device, dk.shape[0] // k.shape[0], CONFIGS[d]).places
+    config = config_for(d, modifiers)
+    grid, arguments = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add, config)
+    places = key_blocks_of(table, k.device, dk.shape[0] // k.shape[0], config).places
     if turns is not None:
         arguments |= dict(items_ptr=turns.items, segments_ptr=turns.segments)
         places = turns.places
     arguments |= fixed_arguments(modifiers, table, places) | gradient_sums(None, None, b)
     items = SIDE_BY_SIDE if turns is None else ORDERED_SIDE_BY_SIDE[d]
-    step, main = CONFIGS[d].step, main_columns(d)
+    step, main = config.step, main_columns(d)
     return grid, arguments | dict(
         q_rest=rest_descriptor(q, step),
         k_rest=rest_descriptor(k, ROWS.value),
         v_rest=rest_descriptor(v, ROWS.value),
         dout_rest=rest_descriptor(dout, step),
-        sums_desc=sums_descriptor(sums, WIDTH.value if turns is None else main * step // WIDTH.value),
+        sums_desc=sums_descriptor(sums, dq_part(d, step, 0, 0)[2] if turns is None else main * step // WIDTH.value),
         sums_rest=sums_descriptor(sums, 32 if turns is None else d - main) if d > main else None,
         V_DIM=v.shape[3],
         chunk=max(1 if turns is None and d in ONE_BY_ONE else 2, items // arguments["item_count"]),

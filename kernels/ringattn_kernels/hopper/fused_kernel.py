@@ -20,7 +20,7 @@ from .barriers import advance
 from .blocks import BLOCK, ROWS, Gradients, drop_dead, mask_scores, write_rows
 from .dq_sums import SUMS, WIDTH, Handover, Staging, add_dq, allocate_staging, hand_over_dq, start_dq
 from .fences import hide_uniform, pin_pairs
-from .kept_pairs import drop_halves, drop_values, kept_bits
+from .kept_pairs import drop_halves, kept_bits, where_kept
 from .language import wait_for_products
 from .loads import Inputs, allocate_queries, produce_queries
 from .ordered_loads import TurnsOfItem, load_walk, produce_and_add, walk_back
@@ -59,7 +59,7 @@ def score_gradient(p16, dp, edge, ORDERED: gl.constexpr):
 def kept_of_step(score, head, place_of_q, place_of_k, start, row0, STEP: gl.constexpr):
     """Which pairs of the keys from row0 on dropout keeps, in the step of queries from `start` on."""
     q_position, k_position = position(score, place_of_q, start), position(score, place_of_k, row0)
-    return kept_bits((head.stream_low, head.stream_high), score.dropped, q_position, k_position, STEP, -1)
+    return kept_bits((head.stream_low, head.stream_high), score.dropped, q_position, k_position, STEP)
 
 
 @gluon.jit
@@ -173,7 +173,8 @@ def consume_and_add(
             dp = warpgroup_mma_wait(len(dv), deps=[dp])
             p16 = pin_pairs(p16)
             if DROPPED:
-                dp = drop_values(dp, kept) * whole_share + gl.expand_dims(tiles.delta.index(done).load(COLUMNS), 0)
+                dp = where_kept(dp, gl.convert_layout(p16, SCORES, assert_trivial=True)) * whole_share
+                dp += gl.expand_dims(tiles.delta.index(done).load(COLUMNS), 0)
             if ORDERED and edge:
                 # without turns there is no time for it: it takes 6 % at head dim 128
                 dp = drop_dead(dp, p)
