@@ -8,6 +8,9 @@ works on GPUs, in the dtype of q, k and v: it multiplies matrices in that dtype,
     none, a number    chunk_simple_gla    chunk_gated_delta_rule
     a vector          chunk_gla           chunk_kda
 
+On Hopper GPUs with Triton 3.4 to 3.7.0, the backward pass of chunk_simple_gla and chunk_gated_delta_rule is wrong with decays
+(https://github.com/fla-org/flash-linear-attention/issues/640; fla 0.6 refuses it): there a number a head runs as a vector of equal numbers.
+
 They take logarithms of decays, betas after their sigmoid, tensors (b, s, h, d) and states (n, h, d_k, d_v). Sequences of several lengths
 come as one row of tokens with their bounds (`cu_seqlens`).
 
@@ -20,6 +23,7 @@ import functools
 import importlib
 import inspect
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -124,7 +128,7 @@ class FlaKernels(RecurrenceKernels):
             return f"fla needs head dims that are multiples of {_MULTIPLE} up to {_MOST}, but q has {q.shape[3]} and v has {v.shape[3]}"
         if q.dtype == torch.float64:
             return "fla does not compute in float64"
-        found = _function(*_kind(decay, beta))
+        found = _function(_runs_vectors(decay, beta, q.device), beta is not None)
         return found if isinstance(found, str) else None
 
     def dtype(self, q: torch.Tensor) -> torch.dtype:
@@ -144,17 +148,19 @@ class FlaKernels(RecurrenceKernels):
         if not lengths:
             return Recurred(initial, lambda: v)
         (b, s, h, _), m = v.shape, len(lengths)
-        function = _function(*_kind(decay, beta))
+        vectors = _runs_vectors(decay, beta, q.device)
+        function = _function(vectors, beta is not None)
         assert not isinstance(function, str), function
         options: dict[str, Any] = {}
         if beta is None:
             q, k = (repeated(x, h) for x in (q, k))  # its delta rules alone share heads of q and k
         else:
             options["beta"] = beta
+        if decay is None and beta is not None:
+            decay = torch.zeros_like(beta)
         if decay is not None:
-            options["g"] = decay.clamp(min=_ERASES)
-        elif beta is not None:
-            options["g"] = torch.zeros_like(beta)
+            decay = decay.clamp(min=_ERASES)
+            options["g"] = decay[..., None].expand(*decay.shape, q.shape[3]) if vectors and decay.dim() == 3 else decay
         rows = {"q": q, "k": k, "v": v, **options}
         state = initial.transpose(0, 1).flatten(0, 1)  # (b m, h, d_k, d_v)
         bounds = None
@@ -215,8 +221,20 @@ def repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
-def _kind(decay: torch.Tensor | None, beta: torch.Tensor | None) -> tuple[bool, bool]:
-    return decay is not None and decay.dim() == 4, beta is not None
+def _runs_vectors(decay: torch.Tensor | None, beta: torch.Tensor | None, device: torch.device) -> bool:
+    """Whether fla runs a call by its functions for decays that are vectors."""
+    if decay is not None and decay.dim() == 4:
+        return True
+    return (decay is not None or beta is not None) and device.type == "cuda" and _lacks_numbers(device)
+
+
+@functools.cache
+def _lacks_numbers(device: torch.device) -> bool:
+    """Whether fla's functions for a number a head have no backward pass, or a wrong one."""
+    import triton
+
+    version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
+    return torch.cuda.get_device_capability(device)[0] == 9 and (3, 4, 0) <= version < (3, 7, 1)
 
 
 @functools.cache

@@ -47,6 +47,31 @@ def test_what_is_given_to_fla_and_made_of_it():
         assert case.difference([found]) < 1e-9, case
 
 
+def test_numbers_run_as_vectors_where_fla_lacks_them(monkeypatch):
+    monkeypatch.setattr(kernels, "_runs_vectors", lambda decay, beta, device: decay is not None or beta is not None)
+    cases = [Case(9, 1, decays=decays, beta=beta, initial=True, seed=3) for decays, beta in ALL]
+    for case, found in zip(cases, run_stand_in(None, cases)):
+        assert case.difference([found]) < 1e-9, case
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "lacks"),
+    [
+        ("3.3.1", 9, False),
+        ("3.4.0", 9, True),
+        ("3.7.0+git1", 9, True),
+        ("3.7.1", 9, False),
+        ("3.10.0", 9, False),
+        ("3.6.0", 10, False),
+    ],
+)
+def test_where_fla_lacks_numbers(monkeypatch, version, capability, lacks):
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__=version))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    assert kernels._lacks_numbers.__wrapped__(torch.device("cuda")) == lacks
+    assert not kernels._runs_vectors(None, None, torch.device("cuda"))
+
+
 @pytest.mark.thorough
 def test_what_is_given_to_fla_on_several_ranks(gloo):
     cases = stand_in_cases(3, 41, (0, 13, 1, 20))
@@ -55,8 +80,9 @@ def test_what_is_given_to_fla_on_several_ranks(gloo):
 
 
 @pytest.fixture
-def no_choice_yet():
-    """No choice is remembered, before the test or after it."""
+def no_choice_yet(monkeypatch):
+    """No choice is remembered, before the test or after it, and the GPU is none that needs vectors."""
+    monkeypatch.setattr(kernels, "_lacks_numbers", lambda device: False)
     for remembered in (kernels._function, kernels._say):
         remembered.cache_clear()
     yield
