@@ -152,7 +152,7 @@ class RerunRecurrence:
         self,
         own: OwnSegments,
         inputs: RecurrenceInputs,
-        before: Mapping[int, torch.Tensor],
+        before: dict[int, torch.Tensor],
         scale: float,
         kernels: RecurrenceKernels,
     ) -> None:
