@@ -246,7 +246,9 @@ def _recurrent(given: argparse.Namespace) -> RecurrentWork | None:
         raise ValueError(f"--layers is {given.layers!r}, but takes ATTENTION:RECURRENT, such as 6:18")
     if given.kv_tokens is not None:
         raise ValueError("--recurrent is for tokens that are queries and keys: leave out --kv-tokens")
-    return RecurrentWork(1, *map(int, sizes), *kinds[kind], layout=LAYOUTS[given.layout])
+    heads, d_k, d_v = map(int, sizes)
+    decays, delta = kinds[kind]
+    return RecurrentWork(1, heads, d_k, d_v, decays, delta, layout=LAYOUTS[given.layout])
 
 
 def _predict_states(
