@@ -47,6 +47,21 @@ def test_what_is_given_to_fla_and_made_of_it():
         assert case.difference([found]) < 1e-9, case
 
 
+@pytest.mark.parametrize("decays", ["scalar", "vector"])
+def test_a_decay_that_erases_is_finite_for_fla(decays):
+    """Logarithms of -inf: results and gradients are as those of plain torch, within what a factor of 2e-35 leaves."""
+    *tensors, _ = random_inputs(20, decays, True, "cpu", d_k=4, d_v=3)
+    *leaves, initial = (x.double().requires_grad_() for x in tensors)
+    found = []
+    for chosen in (FlaKernels(), TorchKernels()):
+        with use_stand_in():
+            ran = chosen.run(*leaves, initial.transpose(0, 1), [12, 8], 0.5)
+        out = ran.read()
+        grads = torch.autograd.grad(out.sum() + ran.finals.sum(), leaves)
+        found.append([out.detach(), ran.finals.detach(), *(grad.nan_to_num() for grad in grads)])
+    assert max(errors(*found)) < 1e-12
+
+
 def test_numbers_run_as_vectors_where_fla_lacks_them(monkeypatch):
     monkeypatch.setattr(kernels, "_runs_vectors", lambda decay, beta, device: decay is not None or beta is not None)
     cases = [Case(9, 1, decays=decays, beta=beta, initial=True, seed=3) for decays, beta in ALL]
