@@ -30,7 +30,7 @@ import torch.distributed as dist
 import ringattn as ra
 from ringattn.transport import Alone
 
-from .linear_layers import LAYERS, FlaAlone, Layer, Mixing, Sharded, make_layer
+from .linear_layers import LAYERS, FlaAlone, Sharded, StatefulLayer, TokenPath, make_layer
 from .ring_measure import once, rest
 from .shared.cases import Tensors
 from .shared.methods import Method, count_sent
@@ -102,7 +102,9 @@ class Row:
 class LayerMethod(Method):
     """A layer with one way of mixing, on random tokens of this rank."""
 
-    def __init__(self, name: str, mixing: Mixing, tokens: int, layout: ra.Layout, transport: object, arguments: argparse.Namespace):
+    def __init__(
+        self, name: str, mixing: TokenPath, tokens: int, layout: ra.Layout, transport: object, arguments: argparse.Namespace
+    ):
         dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
         layer = make_layer(name, arguments.device, dtype, small=arguments.small)
         x, dout = (torch.randn(1, tokens, layer.out.out_features, device=arguments.device, dtype=dtype) for _ in range(2))
@@ -206,7 +208,7 @@ def compare(name: str, ranks: RankGroup, arguments: argparse.Namespace) -> Itera
         yield label, errors
 
 
-def step(layer: Layer, x: torch.Tensor, dout: torch.Tensor, mixing: Mixing) -> Tensors:
+def step(layer: StatefulLayer, x: torch.Tensor, dout: torch.Tensor, mixing: TokenPath) -> Tensors:
     """out, and the gradients of x and of all weights."""
     leaves = (x.detach().requires_grad_(), *layer.parameters())
     out = layer.mix(leaves[0], mixing)

@@ -1,6 +1,6 @@
 """The layers of `bench linear`: a gated delta rule as in Qwen3-Next and Qwen3.5, and Mamba-2, each over ranks or in one process with fla.
 
-`Mixing` says how tokens reach each other; all else in a layer is local to a token.
+`TokenPath` says how tokens reach each other; all else in a layer is local to a token.
 
 Shapes: x and out (b, s, hidden), of a rank's tokens.
 """
@@ -20,7 +20,7 @@ import ringattn as ra
 _WIDTH = 4  # of the convolutions
 
 
-class Mixing(Protocol):
+class TokenPath(Protocol):
     """A causal convolution (b, s, c), and a recurrence as `ra.linear_attention` defines it."""
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...
@@ -31,7 +31,7 @@ class Mixing(Protocol):
 
 
 @dataclass(frozen=True)
-class Sharded(Mixing):
+class Sharded(TokenPath):
     """ringattn's, on shards."""
 
     layout: ra.Layout
@@ -48,7 +48,7 @@ class Sharded(Mixing):
         return ra.linear_attention(q, k, v, **options)
 
 
-class FlaAlone(Mixing):
+class FlaAlone(TokenPath):
     """flash-linear-attention in one process, as one would call it: the peer."""
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -67,15 +67,15 @@ class FlaAlone(Mixing):
         return chunk_simple_gla(q, k, v, decay, scale=scale)[0]
 
 
-class Layer(nn.Module, ABC):
+class StatefulLayer(nn.Module, ABC):
     """A layer of random weights, the same on every rank."""
 
     @abstractmethod
-    def mix(self, x: torch.Tensor, mixing: Mixing) -> torch.Tensor:
+    def mix(self, x: torch.Tensor, mixing: TokenPath) -> torch.Tensor:
         """The output of the layer."""
 
 
-class GatedDeltaNet(Layer):
+class GatedDeltaNet(StatefulLayer):
     """Qwen3-Next's: hidden 2048, 16 heads of queries and keys, 32 of values, of 128 each, by default."""
 
     def __init__(self, hidden: int = 2048, heads: int = 32, key_heads: int = 16, d: int = 128) -> None:
@@ -88,7 +88,7 @@ class GatedDeltaNet(Layer):
         self.log_rate = nn.Parameter(torch.rand(heads).mul(16).clamp(min=0.01).log())
         self.norm, self.out = nn.RMSNorm(d), nn.Linear(heads * d, hidden, bias=False)
 
-    def mix(self, x: torch.Tensor, mixing: Mixing) -> torch.Tensor:
+    def mix(self, x: torch.Tensor, mixing: TokenPath) -> torch.Tensor:
         qkv = F.silu(mixing.convolve(self.qkv(x), self.conv))
         q, k, v = (part.unflatten(2, (-1, self.d)) for part in qkv.split(self.sizes, dim=2))
         q, k = (F.normalize(part.float(), dim=3).to(x.dtype) for part in (q, k))
@@ -98,7 +98,7 @@ class GatedDeltaNet(Layer):
         return self.out(self.norm(out).flatten(2) * F.silu(self.gates(x)))
 
 
-class Mamba2(Layer):
+class Mamba2(StatefulLayer):
     """That of the 1.3B model: hidden 2048, 64 heads of 64, a state of 128 that all heads share, by default."""
 
     def __init__(self, hidden: int = 2048, heads: int = 64, d: int = 64, state: int = 128) -> None:
@@ -112,7 +112,7 @@ class Mamba2(Layer):
         self.skip = nn.Parameter(torch.ones(heads))
         self.norm, self.out = nn.RMSNorm(heads * d), nn.Linear(heads * d, hidden, bias=False)
 
-    def mix(self, x: torch.Tensor, mixing: Mixing) -> torch.Tensor:
+    def mix(self, x: torch.Tensor, mixing: TokenPath) -> torch.Tensor:
         read, written, values = F.silu(mixing.convolve(self.inner(x), self.conv)).split(self.sizes, dim=2)
         values = values.unflatten(2, (-1, self.d))
         step = F.softplus(self.steps(x).float() - 4)
@@ -127,7 +127,7 @@ LAYERS = {"gdn": GatedDeltaNet, "mamba2": Mamba2}
 SMALL = {"gdn": dict(hidden=32, heads=4, key_heads=2, d=16), "mamba2": dict(hidden=32, heads=4, d=16, state=16)}
 
 
-def make_layer(name: str, device: str, dtype: torch.dtype, *, small: bool) -> Layer:
+def make_layer(name: str, device: str, dtype: torch.dtype, *, small: bool) -> StatefulLayer:
     """The same weights for each name."""
     torch.manual_seed(0)
     return LAYERS[name](**(SMALL[name] if small else {})).to(device, dtype)

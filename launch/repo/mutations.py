@@ -720,8 +720,8 @@ MUTATIONS = (
     ),
     Mutation(
         "ringattn/integrations/huggingface_recurrences.py",
-        "A.to(step.dtype) * step, scale=1.0)",
-        "A.to(step.dtype) * step)",
+        "A.to(step.dtype) * step, scale=1.0, dtype",
+        "A.to(step.dtype) * step, dtype",
         "Mamba-2 with attention's scale",
         "tests/integrations/test_huggingface_mixers.py -k packed_documents_of",
     ),

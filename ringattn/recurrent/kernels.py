@@ -9,7 +9,7 @@ works on GPUs, in the dtype of q, k and v: it multiplies matrices in that dtype,
     a vector          chunk_gla           chunk_kda
 
 On Hopper GPUs with Triton 3.4 to 3.7.0, the backward pass of chunk_simple_gla and chunk_gated_delta_rule is wrong with decays
-(https://github.com/fla-org/flash-linear-attention/issues/640; fla 0.6 refuses it): there a number a head runs as a vector of equal numbers.
+(fla 0.6 refuses it): there a number a head runs as a vector of equal numbers.
 
 They take logarithms of decays, betas after their sigmoid, tensors (b, s, h, d) and states (n, h, d_k, d_v). Sequences of several lengths
 come as one row of tokens with their bounds (`cu_seqlens`).
