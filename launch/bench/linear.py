@@ -6,7 +6,7 @@ of the rounds. Methods:
 
     ours     ringattn: fla's kernels where fla is installed, else plain torch
     torch    ringattn with plain torch on each rank
-    fla      flash-linear-attention, called in one process without ringattn; one GPU only
+    fla      flash-linear-attention, called in one process without ringattn, by the functions that have a backward pass there; one GPU only
 
 Columns: milliseconds; thousands of tokens a second and GPU; MB that a rank sends, as counted, forward and backward; GiB of a GPU beyond
 inputs and weights; and the rate's ratio to that of the same method (of fla, on one GPU) on one GPU. What one GPU's memory does not hold is

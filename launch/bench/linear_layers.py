@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ringattn as ra
+from ringattn.recurrent.kernels import repeated, runs_vectors
 
 _WIDTH = 4  # of the convolutions
 
@@ -59,12 +60,18 @@ class FlaAlone(TokenPath):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor | None, scale: float
     ) -> torch.Tensor:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.gla import chunk_gla
+        from fla.ops.kda import chunk_kda
         from fla.ops.simple_gla import chunk_simple_gla
 
+        delta, alone = chunk_gated_delta_rule, chunk_simple_gla
+        if runs_vectors(decay, beta, q.device):
+            # the only functions of fla that have a backward pass here
+            delta, alone, decay = chunk_kda, chunk_gla, decay[..., None].expand(*decay.shape, q.shape[3])
         if beta is not None:
-            return chunk_gated_delta_rule(q, k, v, decay, beta, scale=scale)[0]
-        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
-        return chunk_simple_gla(q, k, v, decay, scale=scale)[0]
+            return delta(q=q, k=k, v=v, g=decay, beta=beta, scale=scale)[0]
+        q, k = (repeated(x, v.shape[2]) for x in (q, k))
+        return alone(q=q, k=k, v=v, g=decay, scale=scale)[0]
 
 
 class StatefulLayer(nn.Module, ABC):

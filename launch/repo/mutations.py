@@ -875,6 +875,27 @@ MUTATIONS = (
         "the halo of a convolution goes on into the document before",
         "tests/recurrent/test_convolution.py",
     ),
+    Mutation(
+        "ringattn/recurrent/kernels.py",
+        "decay.clamp(min=_ERASES)",
+        "decay",
+        "fla subtracts -inf from -inf where a token forgets all",
+        "tests/recurrent/test_kernels.py -k erases",
+    ),
+    Mutation(
+        "ringattn/recurrent/kernels.py",
+        "tuple(lengths) * b",
+        "tuple(length for length in lengths for _ in range(b))",
+        "sequences of a batch are cut elsewhere than they are joined",
+        "tests/recurrent/test_kernels.py -k made_of_it",
+    ),
+    Mutation(
+        "ringattn/predict/recurrence.py",
+        "4 * halos.T",
+        "4 * halos",
+        "gradients of halos are predicted to go the way of the rows",
+        "tests/predict/test_recurrence.py -k messages",
+    ),
     # predictions
     Mutation(
         "ringattn/predict/planner.py",

@@ -128,7 +128,7 @@ class FlaKernels(RecurrenceKernels):
             return f"fla needs head dims that are multiples of {_MULTIPLE} up to {_MOST}, but q has {q.shape[3]} and v has {v.shape[3]}"
         if q.dtype == torch.float64:
             return "fla does not compute in float64"
-        found = _function(_runs_vectors(decay, beta, q.device), beta is not None)
+        found = _function(runs_vectors(decay, beta, q.device), beta is not None)
         return found if isinstance(found, str) else None
 
     def dtype(self, q: torch.Tensor) -> torch.dtype:
@@ -148,7 +148,7 @@ class FlaKernels(RecurrenceKernels):
         if not lengths:
             return Recurred(initial, lambda: v)
         (b, s, h, _), m = v.shape, len(lengths)
-        vectors = _runs_vectors(decay, beta, q.device)
+        vectors = runs_vectors(decay, beta, q.device)
         function = _function(vectors, beta is not None)
         assert not isinstance(function, str), function
         options: dict[str, Any] = {}
@@ -216,16 +216,16 @@ def check_kernels(kernels: RecurrenceKernels, q: torch.Tensor, v: torch.Tensor, 
         raise ValueError(f"kernels is {kernels!r}, but {refusal}: pass kernels=torch_kernels(), or None to choose by what is there")
 
 
-def repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(b, s, hk, d) to (b, s, heads, d): each head serves as many."""
-    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
-
-
-def _runs_vectors(decay: torch.Tensor | None, beta: torch.Tensor | None, device: torch.device) -> bool:
+def runs_vectors(decay: torch.Tensor | None, beta: torch.Tensor | None, device: torch.device) -> bool:
     """Whether fla runs a call by its functions for decays that are vectors."""
     if decay is not None and decay.dim() == 4:
         return True
     return (decay is not None or beta is not None) and device.type == "cuda" and _lacks_numbers(device)
+
+
+def repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(b, s, hk, d) to (b, s, heads, d): each head serves as many."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
 @functools.cache

@@ -63,7 +63,7 @@ def test_a_decay_that_erases_is_finite_for_fla(decays):
 
 
 def test_numbers_run_as_vectors_where_fla_lacks_them(monkeypatch):
-    monkeypatch.setattr(kernels, "_runs_vectors", lambda decay, beta, device: decay is not None or beta is not None)
+    monkeypatch.setattr(kernels, "runs_vectors", lambda decay, beta, device: decay is not None or beta is not None)
     cases = [Case(9, 1, decays=decays, beta=beta, initial=True, seed=3) for decays, beta in ALL]
     for case, found in zip(cases, run_stand_in(None, cases)):
         assert case.difference([found]) < 1e-9, case
@@ -84,7 +84,7 @@ def test_where_fla_lacks_numbers(monkeypatch, version, capability, lacks):
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__=version))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     assert kernels._lacks_numbers.__wrapped__(torch.device("cuda")) == lacks
-    assert not kernels._runs_vectors(None, None, torch.device("cuda"))
+    assert not kernels.runs_vectors(None, None, torch.device("cuda"))
 
 
 @pytest.mark.thorough
