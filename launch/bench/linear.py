@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
-from ringattn.transport import Alone
+from ringattn.transport import Alone, Transport
 
 from .linear_layers import LAYERS, FlaAlone, Sharded, StatefulLayer, TokenPath, make_layer
 from .ring_measure import once, rest
@@ -114,7 +114,7 @@ class LayerMethod(Method):
 
 def make_methods(name: str, tokens: int, ranks: RankGroup, arguments: argparse.Namespace) -> Iterator[tuple[str, Method]]:
     """By name, of a rank that takes part."""
-    layout, transport = ra.contiguous(tokens * ranks.size, ranks.size), ranks.transports[""]
+    layout, transport = ra.contiguous(tokens * ranks.size, ranks.size), transport_of(ranks)
     for method in arguments.methods:
         if method == "fla" and ranks.size > 1:
             continue
@@ -197,7 +197,7 @@ def compare(name: str, ranks: RankGroup, arguments: argparse.Namespace) -> Itera
     for label, dtype, kernels in options:
         layer = make_layer(name, device, dtype, small=arguments.small)
         shards = (ra.shard(each, layout, rank).to(dtype) for each in (x, dout))
-        out, dx, *weights = step(layer, *shards, Sharded(layout, ranks.transports[""], kernels))
+        out, dx, *weights = step(layer, *shards, Sharded(layout, transport_of(ranks), kernels))
         for gradient in weights:
             dist.all_reduce(gradient)
         pairs = zip((out, dx, *weights), wanted, strict=True)
@@ -213,6 +213,11 @@ def step(layer: StatefulLayer, x: torch.Tensor, dout: torch.Tensor, mixing: Toke
     leaves = (x.detach().requires_grad_(), *layer.parameters())
     out = layer.mix(leaves[0], mixing)
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+def transport_of(ranks: RankGroup) -> Transport:
+    """Copy engines where ranks have GPUs, as groups have by default."""
+    return ranks.transports.get("symmetric", ranks.transports[""])
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
