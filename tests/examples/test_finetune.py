@@ -207,6 +207,7 @@ def test_model_flops_are_counted(program):
 TINY_HYBRID = dict(vocab=300, hidden=32, intermediate=48, layers=4, heads=2, kv_heads=1)
 
 
+@pytest.mark.thorough
 def test_the_flops_of_a_hybrid_are_its_own(program, monkeypatch):
     """By hand: one layer of attention, 2 heads of 16, and three gated delta rules of 4 heads with states (8, 8); 10 tokens."""
     import finetune.model
