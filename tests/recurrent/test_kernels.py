@@ -85,6 +85,8 @@ def test_where_fla_lacks_numbers(monkeypatch, version, capability, lacks):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     assert kernels._lacks_numbers.__wrapped__(torch.device("cuda")) == lacks
     assert not kernels.runs_vectors(None, None, torch.device("cuda"))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert not kernels._lacks_numbers.__wrapped__(torch.device("cuda"))
 
 
 @pytest.mark.thorough
