@@ -6,6 +6,7 @@
     python examples/finetune_long_document.py --text book.txt --steps 300
     python examples/finetune_long_document.py --model path/of/a/model --wrapper fsdp2 --tokens 1000000 --mlp-tile 8192
     python examples/finetune_long_document.py --shape 8b --tokens 131072 --steps 3     # random weights: speed and memory
+    torchrun --nproc-per-node 2 examples/finetune_long_document.py --shape 1.5b-hybrid --tokens 1048576 --mlp-tile 16384 --steps 4
     python examples/finetune_long_document.py --shape 1b --wrapper deepspeed --zero 3 --tokens 131072 --steps 3
     python examples/finetune_long_document.py --resume runs/long_document/checkpoint-000050
     torchrun --max-restarts 3 --nproc-per-node 8 examples/finetune_long_document.py --save-every 50 --resume last

@@ -33,6 +33,7 @@ from .partial import Partial, Stats, finish, merge
 from .predict import planner
 from .preparation import prepare
 from .recurrent.convolution import causal_conv1d
+from .recurrent.kernels import RecurrenceKernels, fla_kernels, torch_kernels
 from .recurrent.linear_attention import linear_attention
 from .runtime.groups import hybrid, process_group, symmetric
 from .schedule.schedules import Schedule, default_schedule, double_ring, gather, pass_q, ring, waves
@@ -58,6 +59,7 @@ __all__ = [
     "PagedCache",
     "Partial",
     "Plan",
+    "RecurrenceKernels",
     "RelativeBias",
     "Report",
     "Schedule",
@@ -84,6 +86,7 @@ __all__ = [
     "documents",
     "double_ring",
     "finish",
+    "fla_kernels",
     "full",
     "gather",
     "global_tokens",
@@ -109,6 +112,7 @@ __all__ = [
     "striped",
     "symmetric",
     "t5_buckets",
+    "torch_kernels",
     "unshard",
     "verify",
     "warm",

@@ -12,6 +12,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from itertools import product
 from math import inf, nan
 
@@ -28,6 +29,7 @@ from .geometry.placement import placed
 from .predict import timeline
 from .predict.machine import MACHINES, Machine
 from .predict.planner import check_work, held_bytes, options, predict, recommend
+from .predict.recurrence import RecurrentPrediction, RecurrentWork, predict_recurrence
 from .predict.simulation import Prediction, Workload
 from .warmup import warm
 
@@ -81,6 +83,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan.add_argument("--machine", choices=sorted(MACHINES), default="h200", help="(default h200, the only one that was measured)")
     plan.add_argument("--rates", nargs="+", default=[], metavar="NAME=VALUE", help="machine figures to replace, e.g. node_gbs=90")
     plan.add_argument("--nccl", action="store_true", help="move messages over NCCL within nodes too, not by copy engines")
+    plan.add_argument(
+        "--recurrent",
+        metavar="KIND:HEADS:D_K:D_V",
+        help="a layer with a state, beside attention: none, number, vector (its decays), delta or delta-vector (the delta rule with a "
+        "number or a vector); delta:32:128:128 is Qwen3-Next's",
+    )
+    plan.add_argument(
+        "--layers", metavar="ATTENTION:RECURRENT", help="add up so many layers of both, such as 6:18; with --recurrent"
+    )
     plan.add_argument("--json", action="store_true", help="print all figures as JSON")
     plan.add_argument("--timeline", metavar="PNG", help="draw the recommended schedule, step by step; needs matplotlib")
     plan.set_defaults(run=_plan, command=plan)
@@ -166,6 +177,7 @@ def _plan(given: argparse.Namespace) -> None:
         raise ValueError(f"--timeline draws one world, but {len(worlds)} are given: give one value of --gpus and one of --tokens")
     if given.timeline:
         timeline.need_figures()
+    states = _recurrent(given)
     found = []
     for gpus, tokens in worlds:
         mask = parse_mask(given.mask, tokens)
@@ -182,19 +194,31 @@ def _plan(given: argparse.Namespace) -> None:
         predictions = [
             predict(machine, work, gpus, given.gpus_per_node, option)
             for option in options(work, gpus, given.gpus_per_node, nccl=given.nccl or not machine.copies)
+            if states is None or option.heads_axis == 1  # states pass between ranks in one row
         ]
         found.append((gpus, tokens, predictions, recommend(predictions, memory), memory))
     if given.json:
         print(
             json.dumps(
-                [{**_record(machine, *world), "code": _code(given, world[0], world[1], world[3])} for world in found], indent=1
+                [
+                    {
+                        **_record(machine, *world),
+                        "code": _code(given, world[0], world[1], world[3]),
+                        **({} if states is None else {"recurrent": asdict(_predict_states(given, states, machine, *world[:2]))}),
+                    }
+                    for world in found
+                ],
+                indent=1,
             )
         )
-    elif len(found) == 1:
-        _print_world(*found[0])
-        _print_rest(given, machine, found)
     else:
-        _print_worlds(found)
+        if len(found) == 1:
+            _print_world(*found[0])
+        else:
+            _print_worlds(found)
+        if states is not None:
+            for gpus, tokens, _, best, _ in found:
+                _print_hybrid(given, gpus, tokens, best, _predict_states(given, states, machine, gpus, tokens))
         _print_rest(given, machine, found)
     if given.timeline:
         _, _, predictions, best, _ = found[0]
@@ -203,6 +227,35 @@ def _plan(given: argparse.Namespace) -> None:
         except OSError as error:
             raise ValueError(f"--timeline cannot be saved: {error}") from None
         print(f"timeline: {given.timeline}", file=sys.stderr)
+
+
+def _recurrent(given: argparse.Namespace) -> RecurrentWork | None:
+    """The layer with a state that is asked for, of one token: its length, mask and layout are those of a world."""
+    if given.recurrent is None:
+        if given.layers is not None:
+            raise ValueError("--layers goes with --recurrent, which says what the recurrent layers are")
+        return None
+    kind, *sizes = given.recurrent.split(":")
+    kinds = {"none": ("none", False), "number": ("number", False), "vector": ("vector", False)}
+    kinds |= {"delta": ("number", True), "delta-vector": ("vector", True)}
+    if kind not in kinds or len(sizes) != 3 or not all(size.isdigit() for size in sizes):
+        raise ValueError(
+            f"--recurrent is {given.recurrent!r}, but takes KIND:HEADS:D_K:D_V, where KIND is one of {', '.join(kinds)}: delta:32:128:128"
+        )
+    if given.layers is not None and not re.fullmatch(r"\d+:\d+", given.layers):
+        raise ValueError(f"--layers is {given.layers!r}, but takes ATTENTION:RECURRENT, such as 6:18")
+    if given.kv_tokens is not None:
+        raise ValueError("--recurrent is for tokens that are queries and keys: leave out --kv-tokens")
+    heads, d_k, d_v = map(int, sizes)
+    decays, delta = kinds[kind]
+    return RecurrentWork(1, heads, d_k, d_v, decays, delta, layout=LAYOUTS[given.layout])
+
+
+def _predict_states(
+    given: argparse.Namespace, states: RecurrentWork, machine: Machine, gpus: int, tokens: int
+) -> RecurrentPrediction:
+    work = replace(states, tokens=tokens, mask=parse_mask(given.mask, tokens))
+    return predict_recurrence(machine, work, gpus, given.gpus_per_node, nccl=given.nccl)
 
 
 def parse_mask(text: str, tokens: int) -> Mask:
@@ -270,10 +323,27 @@ def _print_worlds(found: list) -> None:
         print(f"| {gpus:,} | {tokens:,} | {row} |")
 
 
+def _print_hybrid(given: argparse.Namespace, gpus: int, tokens: int, best: Prediction | None, states: RecurrentPrediction) -> None:
+    """The recurrent layer, and the sum of the layers of both kinds."""
+    columns = "forward ms | fwd+bwd ms | exposed ms | sent MiB | between nodes MiB"
+    print(f"\nBeside attention, {gpus:,} GPUs, {tokens:,} tokens:\n\n| layers | {columns} |")
+    print("|---" * 6 + "|")
+    rows = {f"recurrent {given.recurrent}": (1, 0)}
+    if given.layers is not None and best is not None:
+        attention, recurrent = map(int, given.layers.split(":"))
+        rows[f"{attention} of attention and {recurrent} recurrent"] = recurrent, attention
+    for name, (recurrent, attention) in rows.items():
+        parts = ("forward", "total", "exposed", "sent", "sent_between_nodes")
+        sums = [recurrent * getattr(states, part) + (attention * getattr(best, part) if attention else 0) for part in parts]
+        times = " | ".join(f"{seconds * 1e3:,.1f}" for seconds in sums[:3])
+        print(f"| {name} | {times} | {sums[3] / (1 << 20):,.1f} | {sums[4] / (1 << 20):,.1f} |")
+
+
 def _print_rest(given: argparse.Namespace, machine: Machine, found: list) -> None:
     """What the figures rest on and, for one world, the code of the recommended schedule."""
     replaced = f", with {', '.join(given.rates)}" if given.rates else ""
-    print(f"\n{machine.name}{replaced}: {machine.assumed}.")
+    rate = f"; {machine.recurrence_tflops:g} TFLOP/s of recurrences are assumed" if given.recurrent else ""
+    print(f"\n{machine.name}{replaced}: {machine.assumed}{rate}.")
     code = _code(given, found[0][0], found[0][1], found[0][3]) if len(found) == 1 else None
     if code is not None:
         print(f"\n{textwrap.indent(code, '    ')}")

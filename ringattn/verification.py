@@ -327,7 +327,8 @@ def _attached(model: Any, layout: Layout | None, mask: Mask | None, group: Group
         if part is not model:
             detach(model)
         if before is not None:
-            attach(part, layout=before.fixed_layout, mask=before.live.mask, group=before.group, ignore=before.ignored)
+            options = dict(group=before.group, ignore=before.ignored, recurrence_kernels=before.recurrence_kernels)
+            attach(part, layout=before.fixed_layout, mask=before.live.mask, **options)
 
 
 def _check_batches(batch: Mapping[str, Any], axes: list[dist.ProcessGroup], device: torch.device) -> None:

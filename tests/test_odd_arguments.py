@@ -229,6 +229,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]]]] = {
     "documents of lengths": (of_lengths, {"lengths": lambda: [3]}),
     "double_ring": (ra.double_ring, {}),
     "finish": (ra.finish, {"part": partial}),
+    "fla_kernels": (ra.fla_kernels, {}),
     "full": (ra.full, {}),
     "gather": (ra.gather, {}),
     "global_tokens": (ra.global_tokens, {"n_or_positions": lambda: 2}),
@@ -253,6 +254,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]]]] = {
     "striped": (ra.striped, {"seq_len": lambda: 6, "world_size": lambda: 2}),
     "symmetric": (ra.symmetric, {}),
     "t5_buckets": (ra.t5_buckets, {"bidirectional": lambda: False}),
+    "torch_kernels": (ra.torch_kernels, {}),
     "unshard": (ra.unshard, {"x_local": lambda: TOKENS, "layout": lambda: LAYOUT}),
     "verify": (ra.verify, {"model": lambda: torch.nn.Linear(2, 2), "batch": lambda: {"input_ids": TOKENS}}),
     "waves": (ra.waves, {}),
@@ -367,7 +369,7 @@ def test_every_public_function_is_tried():
     public = {name for name in ra.__all__ if callable(getattr(ra, name))}
     # abstract bases, results that functions return, and functions that torch calls
     untried = {"Mask", "Schedule", "Plan", "Partial", "Report", "Stats", "checkpoint_contexts", "checkpoint_policy"}
-    untried |= {"Buckets", "RelativeBias", "ScoreMod", "CacheBatch", "CachedSequence", "OutOfPages"}
+    untried |= {"Buckets", "RelativeBias", "ScoreMod", "CacheBatch", "CachedSequence", "OutOfPages", "RecurrenceKernels"}
     assert public - set(CALLS) == untried
     for module in (causal_lm, data, loss, tiled, planner, huggingface, deepspeed):
         functions = {

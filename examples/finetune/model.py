@@ -22,7 +22,7 @@ from ringattn.integrations.huggingface import attach
 from ringattn.training.causal_lm import CausalLMLoss, fused_token_loss, token_loss
 from ringattn.training.tiled import tile_modules
 
-from .settings import DTYPES, WEIGHTS, Settings
+from .settings import DTYPES, QWEN, WEIGHTS, Settings
 
 
 def make_config(settings: Settings, vocab: int) -> PretrainedConfig:
@@ -35,6 +35,8 @@ def make_config(settings: Settings, vocab: int) -> PretrainedConfig:
             )
         config.use_cache = False
         return config
+    if settings.shape in QWEN:
+        return qwen_config(settings, QWEN[settings.shape])
     return LlamaConfig(
         vocab_size=settings.vocab,
         hidden_size=settings.hidden,
@@ -48,6 +50,31 @@ def make_config(settings: Settings, vocab: int) -> PretrainedConfig:
         use_cache=False,
         bos_token_id=None,
         eos_token_id=None,
+    )
+
+
+def qwen_config(settings: Settings, every: int) -> PretrainedConfig:
+    """Qwen3.5's model of text, in which one of `every` layers is attention and the others are gated delta rules."""
+    from transformers import Qwen3_5TextConfig  # of transformers 5
+
+    d = settings.hidden // settings.heads
+    return Qwen3_5TextConfig(
+        vocab_size=settings.vocab,
+        hidden_size=settings.hidden,
+        intermediate_size=settings.intermediate,
+        num_hidden_layers=settings.layers,
+        layer_types=["linear_attention" if (i + 1) % every else "full_attention" for i in range(settings.layers)],
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.kv_heads,
+        head_dim=d,
+        linear_num_key_heads=2 * settings.heads,
+        linear_num_value_heads=2 * settings.heads,
+        linear_key_head_dim=d // 2,
+        linear_value_head_dim=d // 2,
+        max_position_embeddings=1 << 20,
+        rope_parameters=dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25),
+        tie_word_embeddings=False,
+        use_cache=False,
     )
 
 
@@ -116,7 +143,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 @torch.no_grad()
 def draw_weights(model: nn.Module, seed: int, device: torch.device, prefix: str = "") -> None:
-    """Allocate weights on the device and draw Llama's initial values, seeded by each parameter's name (after `prefix`).
+    """Allocate weights on the device and draw Llama's or Qwen3.5's initial values, seeded by each parameter's name (after `prefix`).
 
     The values do not depend on the sharding. One whole parameter exists at a time.
     """
@@ -124,11 +151,18 @@ def draw_weights(model: nn.Module, seed: int, device: torch.device, prefix: str 
     model.to_empty(device=device)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
+    # Qwen3.5's norms, but for the gated ones, add 1 to their weights
+    centred = {id(module.weight) for module in model.modules() if type(module).__name__ == "Qwen3_5RMSNorm"}
     for name, parameter in model.named_parameters(prefix):
-        if parameter.dim() < 2:
-            parameter.fill_(1.0)  # of norms: the shapes have no biases
-            continue
         generator = torch.Generator(device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+        if name.endswith("A_log"):
+            _fill(parameter, torch.empty(parameter.shape, device=device).uniform_(0.01, 16, generator=generator).log_())
+            continue
+        if parameter.dim() < 2:
+            parameter.fill_(
+                0.0 if id(parameter) in centred else 1.0
+            )  # the shapes have no other biases than dt_bias, which begins as 1
+            continue
         _fill(parameter, torch.empty(parameter.shape, device=device).normal_(0.0, 0.02, generator=generator))
 
 
@@ -177,8 +211,9 @@ def activation_bytes(config: Any, tokens: float) -> float:
 def count_flops(config: Any, model: nn.Module, tokens: int) -> float | None:
     """Model FLOPs of a step on a sequence, forward and twice that backward, with causal attention; None for windows and experts.
 
-    2 a weight and token in matmuls (the input embedding is none), and 2 * tokens^2 * heads * head_dim a layer for the causal half of
-    scores and values (Narayanan et al. 2021, appendix; recomputation does not count).
+    2 a weight and token in matmuls (the input embedding is none), and 2 * tokens^2 * heads * head_dim a layer of attention for the causal
+    half of scores and values (Narayanan et al. 2021, appendix). A layer of gated delta rules multiplies its state, (d_k, d_v) a head, by
+    three vectors a token: 6 * d_k * d_v; that chunks do more does not count, and neither does recomputation.
     """
     config = config.get_text_config()
     experts = any(getattr(config, name, None) for name in ("num_local_experts", "n_routed_experts", "num_experts"))
@@ -188,5 +223,10 @@ def count_flops(config: Any, model: nn.Module, tokens: int) -> float | None:
     if not config.tie_word_embeddings:
         weights -= config.vocab_size * config.hidden_size
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 2 * tokens**2 * config.num_attention_heads * head_dim * config.num_hidden_layers
-    return 3.0 * (2 * weights * tokens + attention)
+    recurrent = (getattr(config, "layer_types", None) or []).count("linear_attention")
+    attention = 2 * tokens**2 * config.num_attention_heads * head_dim * (config.num_hidden_layers - recurrent)
+    states = 0
+    if recurrent:
+        heads, d_k, d_v = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+        states = 6 * tokens * heads * d_k * d_v * recurrent
+    return 3.0 * (2 * weights * tokens + attention + states)

@@ -22,11 +22,16 @@ WHOLE = ("ddp", "none")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 WEIGHTS = {"bfloat16": torch.float32, "float32": torch.float32, "float64": torch.float64}
 
-# Llama 3 (Dubey et al. 2024, table 3) and Llama 3.2 1B with an output embedding of its own: random weights, made on the device
+# Llama 3 (Dubey et al. 2024, table 3), and Llama 3.2 1B and Qwen3.5's layers in 1.5B with an output embedding of its own: random weights,
+# made on the device
 SHAPES = {
     "8b": dict(vocab=128256, hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8),
     "1b": dict(vocab=128256, hidden=2048, intermediate=8192, layers=16, heads=32, kv_heads=8),
+    "1.5b-hybrid": dict(vocab=32768, hidden=2048, intermediate=6144, layers=24, heads=8, kv_heads=2),
+    "1.5b-full": dict(vocab=32768, hidden=2048, intermediate=6144, layers=24, heads=8, kv_heads=2),
 }
+# shapes that are Qwen3.5's: one of so many layers is attention, the others are gated delta rules
+QWEN = {"1.5b-hybrid": 4, "1.5b-full": 1}
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,11 @@ def parse(argv: list[str] | None = None, description: str | None = None) -> Sett
         "none yet",
     )
     add("--model", default="tiny", metavar="tiny|DIR|CONFIG.json", help="a model's folder, or its config for random weights")
-    add("--shape", choices=tuple(SHAPES), help="a Llama of this size with random weights made on the device, instead of --model")
+    add(
+        "--shape",
+        choices=tuple(SHAPES),
+        help="a Llama or Qwen3.5 of this size with random weights made on the device, instead of --model",
+    )
     add("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     add("--ranks", type=int, help="ranks to start (default: all GPUs, or 2 on a CPU); torchrun's number under torchrun")
     add("--wrapper", choices=WRAPPERS, help="what shards or copies weights (default: none, and fsdp2 with --shape)")

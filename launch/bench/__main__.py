@@ -20,6 +20,7 @@ COMMANDS = (
     "decode",
     "fit",
     "kernels",
+    "linear",
     "overhead",
     "packed",
     "pictures",

@@ -720,8 +720,8 @@ MUTATIONS = (
     ),
     Mutation(
         "ringattn/integrations/huggingface_recurrences.py",
-        "A.to(step.dtype) * step, scale=1.0)",
-        "A.to(step.dtype) * step)",
+        "A.to(step.dtype) * step, scale=1.0, dtype",
+        "A.to(step.dtype) * step, dtype",
         "Mamba-2 with attention's scale",
         "tests/integrations/test_huggingface_mixers.py -k packed_documents_of",
     ),
@@ -874,6 +874,27 @@ MUTATIONS = (
         "if source < 0:",
         "the halo of a convolution goes on into the document before",
         "tests/recurrent/test_convolution.py",
+    ),
+    Mutation(
+        "ringattn/recurrent/kernels.py",
+        "decay.clamp(min=_ERASES)",
+        "decay",
+        "fla subtracts -inf from -inf where a token forgets all",
+        "tests/recurrent/test_kernels.py -k erases",
+    ),
+    Mutation(
+        "ringattn/recurrent/kernels.py",
+        "tuple(lengths) * b",
+        "tuple(length for length in lengths for _ in range(b))",
+        "sequences of a batch are cut elsewhere than they are joined",
+        "tests/recurrent/test_kernels.py -k made_of_it",
+    ),
+    Mutation(
+        "ringattn/predict/recurrence.py",
+        "4 * halos.T",
+        "4 * halos",
+        "gradients of halos are predicted to go the way of the rows",
+        "tests/predict/test_recurrence.py -k messages",
     ),
     # predictions
     Mutation(

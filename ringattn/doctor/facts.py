@@ -116,7 +116,7 @@ class Versions:
 def versions(device: torch.device) -> dict[str, str]:
     """The versions of everything that a step depends on."""
     found = {"Python": platform.python_version(), "torch": torch.__version__}
-    found |= {name: installed(name) for name in ("triton", "transformers", "deepspeed")}
+    found |= {name: installed(name) for name in ("triton", "fla-core", "transformers", "deepspeed")}
     found |= {"ringattn": ringattn.__version__, "its code": source_digest()}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -31,6 +31,7 @@ from torch import nn
 from .. import check
 from ..geometry.layout import Layout
 from ..geometry.mask import Mask
+from ..recurrent.kernels import RecurrenceKernels
 from ..runtime.groups import Group, get_context
 from .huggingface_attachment import NAME, Attachment, LiveMask, LivePairs, check_layout
 from .huggingface_checks import (
@@ -82,6 +83,7 @@ def attach(
     mask: Mask | None = None,
     group: Group | None = None,
     ignore: Iterable[str] = (),
+    recurrence_kernels: RecurrenceKernels | None = None,
 ) -> None:
     """Run a transformers model's attention around a ring, from the next forward on. Call it again to change the layout.
 
@@ -95,6 +97,8 @@ def attach(
             It is intersected with a module's own sliding window, and with the documents of a call. With ALiBi it must be causal.
         group: the ranks of the ring: a ProcessGroup, a DeviceMesh, a hybrid, or None for the default group.
         ignore: names of further options that the model passes to its attention and that, as you know, do not affect it.
+        recurrence_kernels: of the recurrent layers of hybrid models, as `kernels` of `linear_attention`. None: fla's for layers in bf16 or
+            fp16 on GPUs where it is installed, else plain torch in fp32.
 
     Call the model with this rank's rows: `input_ids` or `inputs_embeds` of `layout.lengths[rank]` tokens. Caches are off, but for
     `ringattn.integrations.generation.RingCache`, with which the model generates from whole prompts.
@@ -122,14 +126,21 @@ def attach(
     attention, and if it would take a shard for the whole sequence: it mixes tokens by other means too, pools them, or has its own
     positions.
     """
-    attach_seeded(model, layout, mask, group, ignore, None)
+    attach_seeded(model, layout, mask, group, ignore, None, recurrence_kernels)
 
 
 def attach_seeded(
-    model: PreTrainedModel, layout: Layout | None, mask: Mask | None, group: Group | None, ignore: Iterable[str], seed: int | None
+    model: PreTrainedModel,
+    layout: Layout | None,
+    mask: Mask | None,
+    group: Group | None,
+    ignore: Iterable[str],
+    seed: int | None,
+    recurrence_kernels: RecurrenceKernels | None = None,
 ) -> None:
     """`attach`, with one seed for the dropout of all calls."""
     rank = _check_arguments(layout, mask, group, ignore)
+    check.optional("recurrence_kernels", recurrence_kernels, RecurrenceKernels, "pass torch_kernels(), fla_kernels() or None")
     parts = model.modules() if isinstance(model, nn.Module) else ()
     mixing = mixers(model) if isinstance(model, nn.Module) else []
     modules = [module for module in parts if _ATTENTION.search(type(module).__name__) and not _holds(module, mixing)]
@@ -169,6 +180,7 @@ def attach_seeded(
         gives_mask=needs_mask(model, mixing),
         first_position=first,
         seed=seed,
+        recurrence_kernels=recurrence_kernels,
     )
     _attach_models(model, attachment)
     for module in rotary:

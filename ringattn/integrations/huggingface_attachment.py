@@ -22,6 +22,7 @@ from torch import nn
 from .. import check
 from ..geometry.layout import Layout
 from ..geometry.mask import Documents, Mask, causal, documents, full, sliding_window
+from ..recurrent.kernels import RecurrenceKernels
 from ..runtime.groups import Group, get_context
 from ..transport import Ranks
 
@@ -162,6 +163,7 @@ class Attachment:
     gives_mask: bool = False  # the model hands its attention_mask to such layers as it is
     first_position: int = 0  # of a sequence, as the model counts: RoBERTa's kind begins after padding_idx
     seed: int | None = None  # of dropout; None: each call draws one
+    recurrence_kernels: RecurrenceKernels | None = None  # of those layers; None: chosen in each call
     of_call: Attachment | None = None
     states: Layout | None = None  # of the encoder's states that a decoder was called with
     cached: Any = None  # a `huggingface_call.CachedCall`

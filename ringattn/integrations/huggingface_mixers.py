@@ -166,7 +166,7 @@ def _mixing(module: nn.Module, mask: Any, arguments: Mapping[str, Any], options:
             )
         check_attention(options, attachment.ignored)
         live = attachment.live if mask is None or mask.live is None else mask.live
-        return Mixing(attachment.layout, _mask_of(live, kind), attachment.group, call_name(module))
+        return Mixing(attachment.layout, _mask_of(live, kind), attachment.group, call_name(module), attachment.recurrence_kernels)
 
 
 def _mask_of(live: LivePairs, kind: str) -> Mask:

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from ..geometry.layout import Layout
 from ..geometry.mask import Mask
 from ..recurrent.convolution import causal_conv1d
+from ..recurrent.kernels import RecurrenceKernels, choose_kernels
 from ..recurrent.linear_attention import linear_attention
 from ..runtime.groups import Group
 
@@ -40,6 +41,7 @@ class Mixing:
     mask: Mask
     group: Group | None
     name: str | None
+    kernels: RecurrenceKernels | None
     used: set[str] = field(default_factory=set)
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -54,11 +56,14 @@ class Mixing:
         decay: torch.Tensor,
         beta: torch.Tensor | None = None,
         scale: float | None = None,
+        *,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
-        """`linear_attention` in fp32 or wider, as transformers computes it: (b, s, h, d_v)."""
-        dtype = torch.promote_types(v.dtype, torch.float32)
+        """`linear_attention`, (b, s, h, d_v), for a layer of this dtype: fla's kernels compute in it, others in fp32 or wider."""
+        like_q, like_v = (x.new_empty(1, dtype=dtype).expand_as(x) for x in (q, v))
+        kernels = self.kernels or choose_kernels(like_q, like_v, decay, beta)
         out = linear_attention(
-            *(x.to(dtype) for x in (q, k, v)),
+            *(x.to(kernels.dtype(like_q)) for x in (q, k, v)),
             decay=decay,
             beta=beta,
             layout=self.layout,
@@ -66,6 +71,7 @@ class Mixing:
             group=self.group,
             scale=scale,
             name=self.name,
+            kernels=kernels,
         )
         assert isinstance(out, torch.Tensor)
         return out.contiguous()  # some layers take views of it
@@ -101,7 +107,7 @@ def _delta_rule(
     q, k = query.to(dtype), key.to(dtype)
     if use_qk_l2norm_in_kernel:
         q, k = (x * (x.square().sum(-1, keepdim=True) + _NORM_EPSILON).rsqrt() for x in (q, k))
-    return mixing.recur(q, k, value, g, beta).to(query.dtype), None
+    return mixing.recur(q, k, value, g, beta, dtype=query.dtype).to(query.dtype), None
 
 
 def _mamba2(
@@ -120,7 +126,7 @@ def _mamba2(
     """States (b, s, h, d), steps (b, s, h), A and D (h,), B and C (b, s, g, n) to (b, s, h, d), in fp32 or wider."""
     step = _step(dt, dt_bias, dt_softplus).clamp(*dt_limit)
     x = hidden_states.to(step.dtype)
-    out = mixing.recur(C, B, x * step[..., None], A.to(step.dtype) * step, scale=1.0)
+    out = mixing.recur(C, B, x * step[..., None], A.to(step.dtype) * step, scale=1.0, dtype=hidden_states.dtype).to(step.dtype)
     return out if D is None else out + x * D[:, None]
 
 
@@ -144,7 +150,8 @@ def _mamba(
     step = _step(dt.transpose(1, 2), delta_bias, delta_softplus)  # (b, s, c)
     x = hidden_states.transpose(1, 2).to(step.dtype)
     q, k = (states.transpose(1, 2)[:, :, None] for states in (C, B))
-    out = mixing.recur(q, k, (x * step)[..., None], A.to(step.dtype) * step[..., None], scale=1.0).squeeze(-1)
+    v = (x * step)[..., None]
+    out = mixing.recur(q, k, v, A.to(step.dtype) * step[..., None], scale=1.0, dtype=hidden_states.dtype).squeeze(-1)
     if D is not None:
         out = out + x * D
     out = out.transpose(1, 2)
@@ -167,7 +174,7 @@ def lightning(mixing: Mixing, module: Any, hidden_states: torch.Tensor) -> tuple
     qkv = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (module.num_attention_heads, 3 * module.head_dim))
     q, k, v = qkv.chunk(3, dim=-1)
     decay = -module.slope_rate.flatten().to(torch.promote_types(v.dtype, torch.float32))
-    out = module.norm(mixing.recur(q, k, v, decay, scale=1.0).to(v.dtype).flatten(2))
+    out = module.norm(mixing.recur(q, k, v, decay, scale=1.0, dtype=v.dtype).to(v.dtype).flatten(2))
     return module.out_proj(F.sigmoid(module.output_gate(hidden_states)) * out), None
 
 
@@ -192,7 +199,7 @@ def recurrent_block(
     factor = torch.where(begins, 1.0, root(1 - torch.exp(2 * decay)))
     v = (x * input_gate * factor.type(x.dtype))[..., None]  # (b, s, c, 1)
     one = v.new_ones(*v.shape[:2], 1, 1)
-    states = mixing.recur(one, one, v, decay.masked_fill(begins, -torch.inf), scale=1.0).to(x.dtype)
+    states = mixing.recur(one, one, v, decay.masked_fill(begins, -torch.inf), scale=1.0, dtype=x.dtype).to(x.dtype)
     return module.linear_out(states.squeeze(-1) * gate), None
 
 

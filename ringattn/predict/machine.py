@@ -19,7 +19,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """The rates of a GPU and its links. Attention counts 4 h d operations a live pair forward, 2.5 times that backward."""
+    """The rates of a GPU and its links. Attention counts 4 h d operations a live pair forward, 2.5 times that backward; recurrences count
+    as `recurrence.py` says."""
 
     name: str
     forward_tflops: float  # of the kernels, on long shards
@@ -35,6 +36,7 @@ class Machine:
     copy_slowdown: float
     memory_gib: float
     assumed: str = ""  # what the figures rest on, for people
+    recurrence_tflops: float = 30.0  # of the kernels of recurrences; assumed for every machine
     copies: bool = True  # whether its copy engines move messages within a node
 
     @property
@@ -91,6 +93,7 @@ A100 = replace(
     forward_tflops=185,
     backward_tflops=140,
     hbm_gbs=1750,
+    recurrence_tflops=10.0,
     nvlink_gbs=200,
     node_gbs=20,
     memory_gib=79,
@@ -103,6 +106,7 @@ B200 = replace(
     forward_tflops=900,
     backward_tflops=675,
     hbm_gbs=6900,
+    recurrence_tflops=45.0,
     nvlink_gbs=600,
     memory_gib=178,
     assumed=f"{_UNTRIED}: the plain kernels at 40 % (forward) and 30 % (backward) of 2,250 TFLOP/s, NVLink at 2/3 of 900 GB/s, 50 GB/s a "
@@ -114,6 +118,7 @@ MI300X = replace(
     forward_tflops=450,
     backward_tflops=325,
     hbm_gbs=4600,
+    recurrence_tflops=20.0,
     nvlink_gbs=42,
     memory_gib=190,
     copies=False,

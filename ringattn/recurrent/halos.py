@@ -15,7 +15,7 @@ from ..transport import Handle, Peer, Transport
 from .segments import Segments
 
 
-class _HaloPiece(NamedTuple):
+class HaloPiece(NamedTuple):
     """Rows of a rank (by position) that are rows `place` of the halo of its receiver's `number`-th following segment."""
 
     rank: int
@@ -73,24 +73,8 @@ class Halos:
         return found
 
     @cached_property
-    def _pieces(self) -> defaultdict[tuple[int, int], list[_HaloPiece]]:
-        """The pieces of all halos that this rank sends or receives, by (rank that holds them, rank that needs them)."""
-        found: defaultdict[tuple[int, int], list[_HaloPiece]] = defaultdict(list)
-        every, numbers = self._segments.every, defaultdict(int)
-        for index, segment in enumerate(every):
-            if segment.first:
-                continue
-            number, end, source = numbers[segment.rank], self._width - 1, index - 1
-            numbers[segment.rank] += 1
-            while end > 0:
-                held = every[source]
-                n = min(end, len(held))
-                rows = slice(held.rows.stop - n, held.rows.stop)
-                found[held.rank, segment.rank].append(_HaloPiece(held.rank, rows, segment.rank, number, slice(end - n, end)))
-                end, source = end - n, source - 1
-                if held.first:
-                    break
-        return found
+    def _pieces(self) -> defaultdict[tuple[int, int], list[HaloPiece]]:
+        return halo_pieces(self._segments, self._width)
 
 
 class PendingHalos:
@@ -113,5 +97,25 @@ class PendingHalos:
         return self.whole
 
 
-def _rows(pieces: list[_HaloPiece]) -> int:
+def _rows(pieces: list[HaloPiece]) -> int:
     return sum(piece.rows.stop - piece.rows.start for piece in pieces)
+
+
+def halo_pieces(segments: Segments, width: int) -> defaultdict[tuple[int, int], list[HaloPiece]]:
+    """The pieces of all halos of a convolution, by (rank that holds them, rank that needs them)."""
+    found: defaultdict[tuple[int, int], list[HaloPiece]] = defaultdict(list)
+    every, numbers = segments.every, defaultdict(int)
+    for index, segment in enumerate(every):
+        if segment.first:
+            continue
+        number, end, source = numbers[segment.rank], width - 1, index - 1
+        numbers[segment.rank] += 1
+        while end > 0:
+            held = every[source]
+            n = min(end, len(held))
+            rows = slice(held.rows.stop - n, held.rows.stop)
+            found[held.rank, segment.rank].append(HaloPiece(held.rank, rows, segment.rank, number, slice(end - n, end)))
+            end, source = end - n, source - 1
+            if held.first:
+                break
+    return found

@@ -4,7 +4,7 @@ Each rank runs its segments from zero, which gives their outputs, their total tr
 the latter two gives each segment the state that it really begins with. As the recurrence is linear in the state, its outputs then grow by
 `state_queries @ state`, a matrix product: all else is done before the exchange is waited for.
 
-The backward pass computes all local tensors anew, while the gradients of states pass the other way.
+The backward pass runs each segment again, from the state that it begins with, while the gradients of states pass the other way.
 
 Shapes: b batch, s tokens of this rank, hk heads of q and k, h heads of v, n documents; states (b, h, d_k, d_v).
 """
@@ -24,11 +24,14 @@ from ..runtime.groups import Group, get_context
 from ..runtime.op import without_autocast
 from .calls import DEFAULT_MASK, CheckedCall, agree_on_segments, check_call
 from .checks import check_states, check_tensors, overflow
-from .local import InputGradients, LocalRecurrence, RecurrenceInputs
+from .kernels import RecurrenceKernels, check_kernels, choose_kernels
+from .local import InputGradients, LocalRecurrence, RecurrenceInputs, RerunRecurrence
 from .recomputed import gradients_of, leaves_of
 from .segments import OwnSegments, Segments
 from .state_passing import StatePassing, Summary
 from .transitions import Decays, Matrices
+
+_ROWS = 8192  # of one product over tokens
 
 
 @overload
@@ -45,6 +48,7 @@ def linear_attention(
     scale: float | None = ...,
     initial_state: torch.Tensor | None = ...,
     name: str | None = ...,
+    kernels: RecurrenceKernels | None = ...,
     return_final_state: Literal[False] = ...,
 ) -> torch.Tensor: ...
 
@@ -63,6 +67,7 @@ def linear_attention(
     scale: float | None = ...,
     initial_state: torch.Tensor | None = ...,
     name: str | None = ...,
+    kernels: RecurrenceKernels | None = ...,
     return_final_state: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -80,6 +85,7 @@ def linear_attention(
     scale: float | None = None,
     initial_state: torch.Tensor | None = None,
     name: str | None = None,
+    kernels: RecurrenceKernels | None = None,
     return_final_state: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """A layer whose memory is a state, over the whole sequence, of which each rank holds a shard. A differentiable collective.
@@ -108,11 +114,13 @@ def linear_attention(
         scale: of q; 1/sqrt(d_k) by default. Mamba-2 has 1.
         initial_state: (b, h, d_k, d_v), or (b, n, h, d_k, d_v) for n documents, the same on every rank; zeros by default.
         name: what this call is called on every rank, as for `ring_attention`.
+        kernels: what computes a rank's own tokens: `torch_kernels()`, or `fla_kernels()`, those of flash-linear-attention. None: fla's for
+            bf16 and fp16 on GPUs where it is installed and can compute the call, else plain torch.
         return_final_state: also return the state after the last token, or after that of each document, in the shape of `initial_state`.
 
-    Returns out (b, s_local, h, d_v) in q's dtype; with `return_final_state` also the states, on every rank. States and all computation are
-    fp32, fp64 for fp64 input. The gradient of a final state is the sum of all ranks' gradients. The gradient of `initial_state` is a part
-    on each rank: their sum is the gradient; so is that of constant decays.
+    Returns out (b, s_local, h, d_v) in q's dtype; with `return_final_state` also the states, on every rank. States are fp32, fp64 for fp64
+    input, and so is all computation in plain torch. The gradient of a final state is the sum of all ranks' gradients. The gradient of
+    `initial_state` is a part on each rank: their sum is the gradient; so is that of constant decays.
 
     Raises ValueError for bad input, and on every rank if ranks disagree or one refuses its input. On CPUs, also for a decay above 0, and
     for a state that overflows although all input is finite.
@@ -133,6 +141,9 @@ def linear_attention(
             factor = q.shape[3] ** -0.5 if scale is None else check.number("scale", scale, advice=" or None")
             if initial_state is not None:
                 check_states(initial_state, q, v, mask)
+            if kernels is not None:
+                check_kernels(kernels, q, v, decay, beta)
+        chosen = choose_kernels(q, v, decay, beta) if kernels is None else kernels
         tensors = q, k, v, decay, beta, initial_state
         needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         facts: dict[str, Any] = {
@@ -144,6 +155,7 @@ def linear_attention(
             "decay": "none" if decay is None else "a vector over head_dim" if decay.dim() == 4 else "a number a head",
             "beta": "none" if beta is None else "given",
             "scale": factor,
+            "kernels": repr(chosen),
             "initial_state": "none" if initial_state is None else "given",
             "return_final_state": return_final_state,
             "requires_grad": needs_grad,
@@ -153,7 +165,7 @@ def linear_attention(
             decay = decay.expand(*v.shape[:3])
         if initial_state is not None and not isinstance(mask, Documents):
             initial_state = initial_state[:, None]
-        call = _LinearCall(agreed, factor, return_final_state)
+        call = _LinearCall(agreed, factor, return_final_state, chosen)
         out, last = _LinearAttention.apply(call, q, k, v, decay, beta, initial_state)  # pyright: ignore[reportGeneralTypeIssues]
     if not return_final_state:
         return out
@@ -167,6 +179,7 @@ class _LinearCall:
     checked: CheckedCall
     scale: float
     last_states: bool
+    kernels: RecurrenceKernels
 
     @property
     def own(self) -> OwnSegments:
@@ -186,7 +199,11 @@ class _LinearCall:
 
     def local(self, inputs: RecurrenceInputs) -> LocalRecurrence:
         """What this rank computes by itself."""
-        return LocalRecurrence(self.own, inputs, self.scale)
+        return LocalRecurrence(self.own, inputs, self.scale, self.kernels)
+
+    def rerun(self, inputs: RecurrenceInputs, before: dict[int, torch.Tensor]) -> RerunRecurrence:
+        """The same in the backward pass, from the states that segments which follow others begin with."""
+        return RerunRecurrence(self.own, inputs, before, self.scale, self.kernels)
 
     def check_finite(
         self, inputs: RecurrenceInputs, own: dict[int, Summary], summaries: dict[int, Summary], states: dict[int, torch.Tensor]
@@ -256,32 +273,34 @@ def _gradients(
     """The gradients of the inputs that are wanted, from those of out and of the last states."""
     dout, dlast = grads
     assert dout is not None
-    passing, own = call.passing(inputs), call.own
-    dout = own.by_position(dout).to(inputs.dtype)
-    dout_first, dout_following = own.rows(own.first, dout), own.rows(own.following, dout)
+    passing, own, dtype = call.passing(inputs), call.own, call.kernels.dtype(inputs.q)
+    dout = own.by_position(dout).to(dtype)
     # of the states that segments begin with, through the segments' own outputs
-    pairs = zip(own.parts(own.following, state_queries).values(), own.parts(own.following, dout_following).values())
-    through = [queries.permute(0, 2, 3, 1) @ part.transpose(1, 2) for queries, part in pairs]
+    pairs = zip(own.parts(own.following, state_queries).values(), own.parts(own.following, own.rows(own.following, dout)).values())
+    through = [_over_tokens(*pair).to(inputs.dtype) for pair in pairs]
     pending = passing.start_backward({i: Summary(*pair) for i, *pair in zip(own.following, totals, through)}, dlast)
     leaves = RecurrenceInputs(*leaves_of(inputs, wanted))  # pyright: ignore[reportArgumentType]
     with torch.enable_grad():
-        local = call.local(leaves)
-        out = local.read()
+        again = call.rerun(leaves, dict(zip(own.following, states)))
     after = passing.gradients_after(*pending.wait())
     nothing = torch.zeros(inputs.state_shape, dtype=inputs.dtype, device=dout.device)
-    dfirst, dstates = ([after.get(index, nothing) for index in indices] for indices in (own.first, own.following))
-    dtotals = [passing.transition.gradient(*three) for three in zip(totals, states, dstates)]
-    parts = own.parts(own.following, dout_following).values()
-    dqueries = [(part.transpose(1, 2) @ state.mT).transpose(1, 2) for part, state in zip(parts, states)]
     live: list[tuple[torch.Tensor, torch.Tensor]] = []
-    if own.first:
-        live += [(out.first, dout_first), (local.first_states, torch.stack(dfirst))]
-    if own.following:
-        live += [(out.following, dout_following), (out.state_queries, torch.cat(dqueries, dim=1))]
-        live += [(local.states, torch.stack(dstates)), (local.totals, torch.stack(dtotals))]
+    if again.indices:
+        dfinals = torch.stack([after.get(index, nothing) for index in again.indices])
+        live += [(again.out, own.rows(again.indices, dout)), (again.finals, dfinals)]
     result = InputGradients(*gradients_of(leaves, live))
     if result.initial is not None and dlast is not None:
         # the last state of a document without tokens is its first
         empty = [document for document in range(call.segments.documents) if document not in call.segments.held]
         result.initial[:, empty] += dlast[:, empty].to(result.initial.dtype)
     return result
+
+
+def _over_tokens(queries: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+    """The sum over tokens of q^T dout: (b, s, h, d_k) and (b, s, h, d_v) to (b, h, d_k, d_v). Parts of half precision add up in fp32."""
+    parts = zip(queries.split(_ROWS, dim=1), dout.split(_ROWS, dim=1))
+    products = ((q.permute(0, 2, 3, 1) @ rows.transpose(1, 2)) for q, rows in parts)
+    total = next(products).to(torch.promote_types(queries.dtype, torch.float32))
+    for product in products:
+        total = total + product
+    return total

@@ -4,6 +4,8 @@ Segments that begin a document know the state that they begin with. Those that f
 state h are then `out + state_queries @ h`, and their last states `total h + state`. With the delta rule, both follow from d_k more columns
 of values: as columns of the state do not mix, values of 0 and an initial state of 1 (the identity) give `state_queries` and `total`.
 
+The backward pass knows all states, so `RerunRecurrence` runs each segment from the state that it really begins with.
+
 Shapes: b batch, s tokens of this rank, hk heads of q and k, h heads of v, n documents; m segments that follow others, of s' tokens in all.
 """
 
@@ -14,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from .chunks import Chunks
+from .kernels import RecurrenceKernels, repeated
 from .segments import OwnSegments
 from .state_passing import Summary
 
@@ -31,7 +33,7 @@ class RecurrenceInputs(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all computation."""
+        """Of states, and of decays and betas."""
         return torch.promote_types(self.q.dtype, torch.float32)
 
     @property
@@ -66,54 +68,47 @@ class RecurrenceOutputs(NamedTuple):
 
 class LocalRecurrence:
     """The states of a rank's segments: `first_states` (those that begin documents, b, h, d_k, d_v), `states` (m, b, h, d_k, d_v) from zero
-    and `totals` (m, b, h, numbers). `read` gives the outputs. Differentiable."""
+    and `totals` (m, b, h, numbers). `read` gives the outputs."""
 
-    def __init__(self, own: OwnSegments, inputs: RecurrenceInputs, scale: float) -> None:
-        self._own, self._inputs = own, inputs
-        q, k, v, decay, beta = (None if x is None else own.by_position(x).to(inputs.dtype) for x in inputs[:5])
-        assert q is not None
-        assert k is not None
-        assert v is not None
-        q = q * scale
-        copies = v.shape[2] // k.shape[2]
-        if copies > 1:
-            q, k = q.repeat_interleave(copies, dim=2), k.repeat_interleave(copies, dim=2)
-        first, following = (
-            (own.rows(i, k), own.rows(i, v), _rows(own, i, decay), _rows(own, i, beta)) for i in (own.first, own.following)
-        )
-        self._first_q, self._following_q = own.rows(own.first, q), own.rows(own.following, q)
-        self._first = Chunks(*first, self._initial(), own.lengths(own.first))
+    def __init__(self, own: OwnSegments, inputs: RecurrenceInputs, scale: float, kernels: RecurrenceKernels) -> None:
+        self._own, self._inputs, self._scale, self._kernels = own, inputs, scale, kernels
+        lengths = own.lengths(own.first)
+        self._first = kernels.run(*rows_of(own, own.first, inputs), first_states(own, inputs), lengths, scale)
         self.first_states = self._first.finals
-        self._begin_following(*following)
+        self._begin_following(*rows_of(own, own.following, inputs))
 
-    def _begin_following(self, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor | None, beta: torch.Tensor | None) -> None:
-        lengths, shape = self._own.lengths(self._own.following), self._inputs.state_shape
-        zero, (*_, d_k, d_v) = v.new_zeros(len(lengths), *shape), shape
-        self._left: torch.Tensor | None = None  # of a state before the segment, at each token, as a logarithm
+    def _begin_following(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor | None, beta: torch.Tensor | None
+    ) -> None:
+        lengths, shape, run = self._own.lengths(self._own.following), self._inputs.state_shape, self._kernels.run
+        zero, (*_, d_k, d_v) = v.new_zeros(len(lengths), *shape, dtype=self._inputs.dtype), shape
         if beta is None:
-            self._from_zero = Chunks(k, v, decay, None, zero, lengths)
+            self._from_zero = run(q, k, v, decay, None, zero, lengths, self._scale)
             self.states = self._from_zero.finals
             self.totals = zero.new_zeros(*zero.shape[:3], self._inputs.decays)
+            self._queries, left = q, None
             if decay is not None and lengths:
-                left = [part.unflatten(2, (shape[1], -1)).cumsum(1) for part in decay.flatten(2).split(lengths, dim=1)]
-                self._left = torch.cat(left, dim=1)  # (b, s', h, 1 or d_k)
-                self.totals = torch.stack([part[:, -1] for part in left])
+                # of a state before the segment, at each token, as a logarithm
+                parts = [part.unflatten(2, (shape[1], -1)).cumsum(1) for part in decay.flatten(2).split(lengths, dim=1)]
+                left = torch.cat(parts, dim=1)  # (b, s', h, 1 or d_k)
+                self.totals = torch.stack([part[:, -1] for part in parts])
+            self._left = left
             return
-        identity = torch.eye(d_k, dtype=v.dtype, device=v.device).expand(*zero.shape[:3], d_k, d_k)
+        identity = torch.eye(d_k, dtype=zero.dtype, device=v.device).expand(*zero.shape[:3], d_k, d_k)
         wide = torch.cat([v, v.new_zeros(*v.shape[:3], d_k)], dim=3)
-        self._from_zero = Chunks(k, wide, decay, beta, torch.cat([zero, identity], dim=4), lengths)
+        self._from_zero = run(q, k, wide, decay, beta, torch.cat([zero, identity], dim=4), lengths, self._scale)
         self.states, totals = self._from_zero.finals.split([d_v, d_k], dim=4)
         self.totals = totals.flatten(3)
 
     def read(self) -> RecurrenceOutputs:
         """The outputs, which are no part of what other ranks need."""
-        first, following = self._first.read(self._first_q), self._from_zero.read(self._following_q)
+        first, following = self._first.read(), self._from_zero.read()
+        _, h, d_k, d_v = self._inputs.state_shape
         if self._inputs.beta is not None:
-            _, _, d_k, d_v = self._inputs.state_shape
             return RecurrenceOutputs(first, *following.split([d_v, d_k], dim=3))
-        return RecurrenceOutputs(
-            first, following, self._following_q if self._left is None else self._following_q * self._left.exp()
-        )
+        factor = self._scale if self._left is None else self._left.exp() * self._scale
+        dtype = self._kernels.dtype(self._queries)
+        return RecurrenceOutputs(first, following, (repeated(self._queries.to(dtype), h) * factor).to(dtype))
 
     def summaries(self, numbers: int) -> dict[int, Summary]:
         """What each segment makes of a state, by index; `numbers` are those of a total."""
@@ -127,15 +122,43 @@ class LocalRecurrence:
         queries = own.parts(own.following, out.state_queries)
         parts = own.parts(own.first, out.first)
         for index, rows in own.parts(own.following, out.following).items():
-            parts[index] = rows + (queries[index].transpose(1, 2) @ before[index]).transpose(1, 2)
-        return own.whole(parts, self._inputs.v.to(self._inputs.dtype))
-
-    def _initial(self) -> torch.Tensor:
-        initial, documents = self._inputs.initial, self._own.documents(self._own.first)
-        if initial is None or not documents:
-            return torch.zeros(len(documents), *self._inputs.state_shape, dtype=self._inputs.dtype, device=self._inputs.q.device)
-        return torch.stack([initial[:, document] for document in documents]).to(self._inputs.dtype)
+            asked = queries[index].transpose(1, 2)
+            parts[index] = rows + (asked @ before[index].to(asked.dtype)).transpose(1, 2)
+        return own.whole(parts, self._inputs.v.to(out.following.dtype))
 
 
-def _rows(own: OwnSegments, indices: list[int], x: torch.Tensor | None) -> torch.Tensor | None:
-    return None if x is None else own.rows(indices, x)
+def rows_of(
+    own: OwnSegments, indices: list[int], inputs: RecurrenceInputs
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """q, k, v, and decay and beta in the dtype of states: the rows of some segments, one after the other."""
+    q, k, v = (own.rows(indices, own.by_position(x)) for x in inputs[:3])  # pyright: ignore[reportArgumentType]
+    factors = (None if x is None else own.rows(indices, own.by_position(x)).to(inputs.dtype) for x in inputs[3:5])
+    return q, k, v, *factors  # pyright: ignore[reportReturnType]
+
+
+def first_states(own: OwnSegments, inputs: RecurrenceInputs) -> torch.Tensor:
+    """The states (m, b, h, d_k, d_v) that the segments begin with that begin documents."""
+    initial, documents = inputs.initial, own.documents(own.first)
+    if initial is None or not documents:
+        return torch.zeros(len(documents), *inputs.state_shape, dtype=inputs.dtype, device=inputs.q.device)
+    return torch.stack([initial[:, document] for document in documents]).to(inputs.dtype)
+
+
+class RerunRecurrence:
+    """A rank's segments in the order of their positions, from the states that they begin with: `finals` (m, b, h, d_k, d_v), and `out`
+    (b, rows, h, d_v). Differentiable."""
+
+    def __init__(
+        self,
+        own: OwnSegments,
+        inputs: RecurrenceInputs,
+        before: dict[int, torch.Tensor],
+        scale: float,
+        kernels: RecurrenceKernels,
+    ) -> None:
+        self.indices = sorted((*own.first, *own.following))
+        begins = before | dict(zip(own.first, first_states(own, inputs)))
+        nothing = torch.zeros(0, *inputs.state_shape, dtype=inputs.dtype, device=inputs.q.device)
+        initial = torch.stack([begins[index] for index in self.indices]) if self.indices else nothing
+        ran = kernels.run(*rows_of(own, self.indices, inputs), initial, own.lengths(self.indices), scale)
+        self.finals, self.out = ran.finals, ran.read()

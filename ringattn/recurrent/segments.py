@@ -89,6 +89,10 @@ class Segments:
         """The sender's segments that follow a segment of the receiver in their chain."""
         return [index for index in self._linked.get(sender, ()) if self._first(index, receiver) < index]
 
+    def is_linked(self, rank: int) -> bool:
+        """Whether a rank holds a part of a document that other segments hold, too."""
+        return bool(self._linked.get(rank))
+
     def documents_of(self, rank: int) -> list[int]:
         """The documents of which a rank holds tokens."""
         return sorted({self.every[index].document for index in self.own(rank)})

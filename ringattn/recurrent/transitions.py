@@ -30,10 +30,6 @@ class Transition(ABC):
     def transposed(self, total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of the state before, from the gradient of what is left of it."""
 
-    @abstractmethod
-    def gradient(self, total: torch.Tensor, state: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient of the total, from the gradient of what is left of a state."""
-
 
 @dataclass(frozen=True)
 class Decays(Transition):
@@ -46,10 +42,6 @@ class Decays(Transition):
 
     def transposed(self, total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         return self.apply(total, gradient)
-
-    def gradient(self, total: torch.Tensor, state: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        of_rows = (self.apply(total, state) * gradient).sum(-1)  # (b, h, d_k)
-        return of_rows.sum_to_size(total.shape) if self.numbers else total
 
 
 @dataclass(frozen=True)
@@ -67,9 +59,6 @@ class Matrices(Transition):
 
     def transposed(self, total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         return self._matrix(total).mT @ gradient
-
-    def gradient(self, total: torch.Tensor, state: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        return (gradient @ state.mT).flatten(-2)
 
     def _matrix(self, total: torch.Tensor) -> torch.Tensor:
         return total.unflatten(-1, (self.d_k, self.d_k))

@@ -204,6 +204,49 @@ def test_model_flops_are_counted(program):
     assert finetune.model.count_flops(model.model.config, model, 10) is None
 
 
+TINY_HYBRID = dict(vocab=300, hidden=32, intermediate=48, layers=4, heads=2, kv_heads=1)
+
+
+@pytest.mark.thorough
+def test_the_flops_of_a_hybrid_are_its_own(program, monkeypatch):
+    """By hand: one layer of attention, 2 heads of 16, and three gated delta rules of 4 heads with states (8, 8); 10 tokens."""
+    import finetune.model
+    import finetune.settings
+
+    monkeypatch.setitem(finetune.settings.SHAPES, "1.5b-hybrid", TINY_HYBRID)
+    model = program.build_model(program.parse(["--device", "cpu", "--shape", "1.5b-hybrid"]), torch.device("cpu"))
+    weights = finetune.model.count_parameters(model) - 300 * 32
+    attention, states = 2 * 10 * 10 * 2 * 16, 6 * 10 * 4 * 8 * 8 * 3
+    assert finetune.model.count_flops(model.model.config, model, 10) == 3 * (2 * weights * 10 + attention + states)
+
+
+def hybrid_steps(shape, wrapper):
+    """Two steps of a small hybrid, tiled and recomputed: losses and norms, and the kinds of layers."""
+    sys.path.insert(0, str(EXAMPLES))
+    import finetune.settings
+    import finetune_long_document as program
+
+    finetune.settings.SHAPES[shape] = TINY_HYBRID
+    options = ["--shape", shape, "--tokens", "61", "--wrapper", wrapper, "--mlp-tile", "16", "--clip", "0.3"]
+    settings = program.parse(["--device", "cpu", *options])
+    trainer = program.make_trainer(settings, program.build_model(settings, torch.device("cpu")), torch.device("cpu"))
+    program.ra.checkpoint_layers(program.decoder_layers(trainer.model))
+    trainer.run.train()
+    tokens = torch.randint(300, (500,), generator=torch.Generator().manual_seed(0))
+    steps = [trainer.step(program.window(tokens, 61, settings, step), 0.01) for step in range(2)]
+    return [number for step in steps for number in step], trainer.model.model.config.layer_types
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("shape", ["1.5b-hybrid", "1.5b-full"])
+def test_a_hybrid_shape_on_two_ranks(shape):
+    (wanted, kinds), *_ = call(hybrid_steps, shape, "none", ranks=1)
+    assert kinds.count("full_attention") == (1 if shape == "1.5b-hybrid" else 4)
+    assert wanted[0] == pytest.approx(math.log(300), rel=0.02)
+    for found, _ in call(hybrid_steps, shape, "fsdp2", ranks=2):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
 def test_mlps_and_norms_are_tiled(program):
     model = program.build_model(program.parse([*TOY, "--layers", "2", "--mlp-tile", "8"]), torch.device("cpu"))
     kinds = [type(module).__name__ for module in model.modules() if getattr(module, "tile_rows", None) == 8]

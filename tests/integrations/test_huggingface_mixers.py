@@ -19,6 +19,7 @@ from ringattn.runtime.ulysses import Hybrid
 from ringattn.training.causal_lm import sum_gradients
 from ringattn.transport import Alone
 from tests.integrations.test_huggingface_models import N, sweep, tokens
+from tests.recurrent.fla_stand_in import use_stand_in
 
 pytestmark = pytest.mark.skipif(
     not hasattr(masking_utils, "create_recurrent_attention_mask"), reason="this version of transformers has other hybrid layers"
@@ -125,6 +126,28 @@ def test_packed_documents_of_a_hybrid_model_equal_one_process(gloo, name):
 def test_a_hybrid_model_equals_one_process(gloo, name, layout, kind):
     for world_size in (2, 3, 4):
         gloo.run(world_size, equals_one_process, name, layout, kind, timeout=120)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "mamba 2"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
+def test_named_kernels_get_a_layers_own_dtype(monkeypatch, name, dtype):
+    """A stand-in of fla's kernels computes in it, as plain torch does in fp32 or wider: the same logits and loss."""
+    seen = []
+    model = sweep.tiny("causal", HYBRIDS[name]).train().to(dtype)
+    ids, found = tokens(N), []
+    for chosen in (ra.torch_kernels(), ra.fla_kernels()):
+        run = type(chosen).run
+        monkeypatch.setattr(type(chosen), "run", lambda self, q, *args, run=run: seen.append(q.dtype) or run(self, q, *args))
+        attach(model, layout=ra.zigzag(N, 1), recurrence_kernels=chosen)
+        with use_stand_in():
+            logits = model(input_ids=ids).logits
+        found.append((logits.detach(), step(logits.float(), ids, weights_of("whole")).detach()))
+    assert set(seen) == {torch.promote_types(dtype, torch.float32), dtype}
+    for got, wanted in zip(*found):
+        error = ((got - wanted).double().norm() / wanted.double().norm()).item()
+        assert error < (1e-9 if dtype == torch.float64 else 2e-2)
+    with pytest.raises(ValueError, match="recurrence_kernels is 'fla', but must be a RecurrenceKernels"):
+        attach(model, layout=ra.zigzag(N, 1), recurrence_kernels="fla")
 
 
 def gradients(group, name, saving):
