@@ -116,10 +116,11 @@ def integers(name: str, values: Any) -> np.ndarray:
     array = as_array(name, values, "one-dimensional")
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}, but must be one-dimensional")
-    if array.size and not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{name} has dtype {array.dtype}, but must hold integers")
-    if array.size and array.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"{name} holds {array.max()}, but must hold integers below 2**63")
+    if array.size and array.dtype != np.int64:
+        if not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"{name} has dtype {array.dtype}, but must hold integers")
+        if array.max() > np.iinfo(np.int64).max:
+            raise ValueError(f"{name} holds {array.max()}, but must hold integers below 2**63")
     return array.astype(np.int64)
 
 

@@ -155,15 +155,22 @@ class Order:
 
 def joined(ranges: Table, gap: int = 0) -> Table:
     """Sort ranges [begin, end), drop the empty ones, and join those that overlap or lie at most `gap` rows apart."""
-    ranges = ranges[ranges[:, 0] < ranges[:, 1]]
+    begin, end = ranges.T
+    some = begin < end
+    if not some.all():
+        ranges = ranges[some]
+        begin, end = ranges.T
     if len(ranges) < 2:
         return ranges
-    begin, end = ranges.T
     if (begin[1:] < begin[:-1]).any():
-        ascending = np.argsort(begin, kind="stable")
+        ascending = begin.argsort(kind="stable")
         begin, end = begin[ascending], end[ascending]
     reach = np.maximum.accumulate(end)
     apart = begin[1:] > reach[:-1] + gap
-    first = np.flatnonzero(np.concatenate([[True], apart]))
-    last = np.flatnonzero(np.concatenate([apart, [True]]))
-    return np.stack([begin[first], reach[last]], axis=1)
+    # a range begins at the first row and after each gap, and ends before each gap and at the last row
+    first = apart.nonzero()[0]
+    found = np.empty((2, len(first) + 1), dtype=np.int64)
+    found[0, 0], found[1, -1] = begin[0], reach[-1]
+    found[1, :-1] = reach[first]
+    found[0, 1:] = begin[first + 1]
+    return found.T
