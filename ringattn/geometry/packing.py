@@ -64,6 +64,9 @@ class DocumentPart(NamedTuple):
 class Pool:
     """Parts that no rank holds yet, those with the least work a token first: the order of lengths, if documents are whole.
 
+    Sums of the first parts, and of the last ones, are kept as far as they have been asked for: ranks ask again after each part that they
+    take, and mostly take the last one.
+
     Parts are numbers: the documents come first, and then what is cut off them. rows, work, density: columns of the parts.
     """
 
@@ -95,7 +98,9 @@ class Pool:
         cuts = [(x.start + x.begin, x.start + x.end) for x in self._cuts]
         if reverse:
             cuts = [(x.start + x.length - x.end, x.start + x.length - x.begin) for x in self._cuts]
-        return np.concatenate([[start, start + rows], np.array(cuts, dtype=np.int64).reshape(-1, 2).T], axis=1).take(numbers, axis=1)
+        return np.concatenate([[start, start + rows], np.array(cuts, dtype=np.int64).reshape(-1, 2).T], axis=1).take(
+            numbers, axis=1
+        )
 
     def cut(self, part: DocumentPart, begin: int, end: int) -> int:
         """The number of a new part: rows [begin, end) of the document of another one."""
@@ -106,7 +111,7 @@ class Pool:
         """Remove the parts [begin, end). Returns them, their rows and their work."""
         some = slice(begin, end)
         found = self.parts[some], sum(self.rows[some]), sum(self.work[some])
-        self.forget(begin, end, 0)
+        self._forget(begin, end, 0)
         for column in (self.parts, self.work, self.rows, self.density):
             del column[some]
         self.all_rows -= found[1]
@@ -115,9 +120,9 @@ class Pool:
 
     def take_one(self, at: int) -> tuple[list[int], int, int]:
         """`take` of one part."""
-        self.forget(at, at + 1, 0)
-        self.density.pop(at)
-        found = [self.parts.pop(at)], self.rows.pop(at), self.work.pop(at)
+        found = [self.parts[at]], self.rows[at], self.work[at]
+        self._forget(at, at + 1, 0)
+        del self.parts[at], self.rows[at], self.work[at], self.density[at]
         self.all_rows -= found[1]
         self.all_work -= found[2]
         return found
@@ -129,7 +134,7 @@ class Pool:
             number = self.cut(part, begin, end)
             work = self.part(number).head(rows)
             at = bisect_left(self.density, work / rows)
-            self.forget(at, at, 1)
+            self._forget(at, at, 1)
             self.parts.insert(at, number)
             self.rows.insert(at, rows)
             self.work.insert(at, work)
@@ -162,13 +167,13 @@ class Pool:
         whole = max(first, end - 1)
         if work_of[whole] >= enough_work:
             return True
-        if end == len(rows_of):
+        if end == len(rows_of) or not parts:
             return False
         at, rows, work = parts - 1 - whole + first, enough_rows - rows_of[whole], enough_work - work_of[whole]
         # a tail has more work a token than the whole part
         return self.density[at] * rows >= work or self.tail(at, rows) >= work
 
-    def forget(self, begin: int, end: int, more: int) -> None:
+    def _forget(self, begin: int, end: int, more: int) -> None:
         """The parts [begin, end) are about to be replaced by so many others."""
         del self._rows_of_first[begin + 1 :], self._work_of_first[begin + 1 :]
         after, known = len(self.parts) - end, len(self._rows_of_last) - 1 - self._gone

@@ -20,21 +20,31 @@ class Rows:
     def __init__(self, ranges: Table) -> None:
         """Takes any ranges; joins those that overlap or touch."""
         self.ranges = joined(ranges)
-        self._index: dict[torch.device, torch.Tensor] = {}
 
     @classmethod
     def disjoint(cls, ranges: Table, count: int | None = None) -> Rows:
         """From ranges that ascend and neither overlap nor touch, with `count` rows in all, if that is known."""
         rows = cls.__new__(cls)
-        rows.ranges, rows._index = ranges, {}
+        rows.ranges = ranges
         if count is not None:
             rows.__dict__["_count"] = count
         return rows
 
     @classmethod
     def span(cls, begin: int, end: int) -> Rows:
-        ranges = np.array([[begin, end]]) if begin < end else np.empty((0, 2), dtype=np.int64)
-        return cls.disjoint(ranges, max(0, end - begin))
+        """The rows [begin, end)."""
+        rows = cls.__new__(cls)
+        rows.__dict__.update(only=(begin, end) if begin < end else None, _count=max(0, end - begin))
+        return rows
+
+    @cached_property
+    def ranges(self) -> Table:
+        """An (n, 2) table of [begin, end). It is made at its first use, because most sets of one range are only counted and sliced."""
+        return np.array([self.only] if self.only else [], dtype=np.int64).reshape(-1, 2)
+
+    @cached_property
+    def _index(self) -> dict[torch.device, torch.Tensor]:
+        return {}
 
     @property
     def _begins(self) -> Table:

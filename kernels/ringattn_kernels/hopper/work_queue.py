@@ -38,16 +38,22 @@ def order_works(
     if touched_only:
         touched = steps > 0
         items, steps = items[touched], steps[touched]
+    blocks = np.empty((len(items), 4), dtype=np.int32)
+    blocks[:, 0] = items[:, SPLIT] * heads
+    blocks[:, 1] = items[:, ROW]
+    blocks[:, 2] = np.where(steps > 0, items[:, FIRST_SEGMENT], len(segments))
+    blocks[:, 3] = np.maximum(steps, 1)
     # (items, heads, 4); longest first, as they come
-    found = np.empty((len(items), heads, 4), dtype=np.int32)
-    found[:, :, 0] = items[:, SPLIT, None] * heads + np.arange(heads, dtype=np.int32)
-    found[:, :, 1] = items[:, ROW, None]
-    found[:, :, 2] = np.where(steps > 0, items[:, FIRST_SEGMENT], len(segments))[:, None]
-    found[:, :, 3] = np.maximum(steps, 1)[:, None]
-    segments = np.concatenate([segments, _NO_SEGMENT])
+    found = blocks.repeat(heads, axis=0).reshape(-1, heads, 4)
+    found[:, :, 0] += np.arange(heads, dtype=np.int32)
     kept = len(items) - _held_back(steps, heads, processors)
-    groups = [found[:kept, max(0, end - together) : end] for end in range(heads, 0, -together)][::-1]
-    return np.concatenate([works.reshape(-1, 4) for works in (*groups, found[kept:])]), segments
+    works, begin = np.empty((len(items) * heads, 4), dtype=np.int32), 0
+    for end in [*range(heads, 0, -together)][::-1]:
+        group = found[:kept, max(0, end - together) : end]
+        works[begin : begin + group.size // 4].reshape(group.shape)[:] = group
+        begin += group.size // 4
+    works[begin:] = found[kept:].reshape(-1, 4)
+    return works, np.concatenate([segments, _NO_SEGMENT])
 
 
 def _held_back(steps: np.ndarray, heads: int, processors: int) -> int:
