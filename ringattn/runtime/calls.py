@@ -143,6 +143,7 @@ class RingCall(Call):
         # of the one call that this is, if it is not compiled: its facts, and what this rank does for a sequence of a length
         self._known: Facts | None = None
         self._known_attention: tuple[int, RankAttention] | None = None
+        self._latest_default: Layout | None = None  # of its latest forward pass, if `layout` is None
         self.turn = context.turn
 
     def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Score, needs_grad: bool) -> tuple[int, int]:
@@ -157,12 +158,15 @@ class RingCall(Call):
         if ranks.size > 1:
             tokens, place = agree(ranks, facts, q.shape[1], self._label)
             ranks.connect(q.device)
+        seq_len = sum(tokens)
         if self.layout is None:
-            check_default_layout(self.context.default_layout(self.mask, sum(tokens)), self.mask, tokens)
-        length = sum(tokens) if self.keys is None or self.layout is None else self.keys.seq_len(self.layout)
+            layout = self.context.default_layout(self.mask, seq_len)
+            check_default_layout(layout, self.mask, tokens)
+            self._latest_default = layout
+        length = seq_len if self.keys is None or self.layout is None else self.keys.seq_len(self.layout)
         if self._placed and length > MOST_PLACES:
             raise ValueError(f"the sequence has {length} tokens, but scores that depend on positions take at most 2**31")
-        return sum(tokens), place
+        return seq_len, place
 
     def identity(self, score: Score) -> int:
         return hash((*self._named, score.softmax_scale, None if score.modifiers is None else score.modifiers.seed_and_offset))
@@ -178,7 +182,11 @@ class RingCall(Call):
     def rank_attention(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> RankAttention:
         if self._known_attention is not None and self._known_attention[0] == seq_len:
             return self._known_attention[1]
-        layout = self.context.default_layout(self.mask, seq_len) if self.layout is None else self.layout
+        layout = self.layout
+        if layout is None:
+            layout = self._latest_default
+            if layout is None or layout.seq_len != seq_len:
+                layout = self.context.default_layout(self.mask, seq_len)
         row_bytes = traffic = None
         hybrid = self.context.hybrid
         if self.keys is not None and self.schedule is None:
