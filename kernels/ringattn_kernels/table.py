@@ -134,7 +134,7 @@ class TileTable:
     def _blocks(self, axis: str, block: int, step: int, device: torch.device, splits: int) -> BlockTable:
         def build() -> BlockTable:
             items, segments = split(*self.cut(axis, block, step), step, splits)
-            touched = np.count_nonzero(items[:, FIRST_SEGMENT] < items[:, LAST_SEGMENT])
+            touched = int(np.count_nonzero(items[:, FIRST_SEGMENT] < items[:, LAST_SEGMENT]))
             items, segments, places = on_device((items, segments[:, : ROW_END + 1], segments[:, ROW_END + 1 :]), device)
             return BlockTable(items, segments, touched, None if self.places is None else places)
 

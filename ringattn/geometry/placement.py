@@ -65,7 +65,8 @@ def placed(mask: Mask, seq_len: int, world_size: int, tolerance: float = 0.03) -
         for ranks_of in (ranks, np.concatenate([ranks, ranks[::-1]])):
             found += task.chunks(ranks_of, costs[0][0])
     costs += map(task.cost, found[1:])
-    return layout_of_pieces(*found[costs.index(min(costs))], world_size, seq_len, "placed")
+    rank, start, stop = found[costs.index(min(costs))]
+    return layout_of_pieces(rank, start, stop, world_size, seq_len, "placed")
 
 
 def _are_documents(regions: Table) -> bool:

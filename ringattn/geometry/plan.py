@@ -33,7 +33,7 @@ _TILE = 6  # columns without the places
 # gaps of up to so many rows between needed rows move too: leaving them out costs more, since a copy must then gather the needed rows
 _GAP = 64
 # numbers of keys whose pairs are counted together
-_AT_ONCE = 64
+_AT_ONCE = 32
 
 
 @dataclass(frozen=True, eq=False)

@@ -297,7 +297,7 @@ def compiled_call(
 
 def find_call(number: int | Call) -> Call:
     """The call with a number, or the call itself. Raises ValueError if it is gone."""
-    if isinstance(number, Call):
+    if not isinstance(number, int):  # asking whether it is a Call would take longer, because that is an abstract class
         return number
     call = _calls.get(number)
     if call is None:

@@ -38,7 +38,7 @@ def attention(
         q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(*modifying[:3])
     )
     if torch.compiler.is_compiling() or _seen(q, k, v):
-        number = call.number if isinstance(call, Call) else call
+        number = call if isinstance(call, int) else call.number
         out, row_max, row_sum, _ = FORWARD(q, k, v, *modifying, number, softmax_scale, needs_grad)
     elif needs_grad:
         out, row_max, row_sum = _apply(_forward, q, k, v, *modifying, call, softmax_scale, True)
@@ -183,7 +183,7 @@ def _backward_operator(
 ) -> tuple[torch.Tensor, ...]:
     k, v, number = rest[0], rest[1], rest[-3]
     strides = _gradient_strides(q, k, v, find_call(number).alone)
-    gradients = _backward(dout, drow_sum, q, *rest)
+    gradients: tuple[Any, ...] = _backward(dout, drow_sum, q, *rest)
     dq, dk, dv = [x if x.stride() == wanted else _with_strides(x, wanted) for x, wanted in zip(gradients[:3], strides, strict=True)]
     # an operator returns tensors: what is not asked for is empty
     return dq, dk, dv, *[q.new_empty(0) if x is None else x for x in gradients[3:]]
@@ -241,14 +241,15 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():
             ctx.call.refuse(ValueError("ring attention has no second derivative: call backward without create_graph=True"))
         dout, _, drow_sum, *_ = grads
-        saved = ctx.saved_tensors
+        saved: Any = ctx.saved_tensors
         if not ctx.call.alone:
             ctx.call.check_backward(check.captured(saved[0]), ctx.captured)
         wanted = ctx.needs_input_grad[4:7]
         if torch.compiler.is_compiling() or _seen(*saved[:3]):
             dq, dk, dv, *others = BACKWARD(dout, drow_sum, *saved, ctx.call.number, ctx.softmax_scale, wanted)
         else:
-            dq, dk, dv, *others = _backward(dout, drow_sum, *saved, ctx.call, ctx.softmax_scale, wanted)
+            run: Any = _backward
+            dq, dk, dv, *others = run(dout, drow_sum, *saved, ctx.call, ctx.softmax_scale, wanted)
         others = [x if asked else None for x, asked in zip(others, wanted)]
         return None, dq, dk, dv, *others, None, None, None, None
 

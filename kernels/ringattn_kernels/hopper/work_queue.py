@@ -65,7 +65,7 @@ def _held_back(steps: np.ndarray, heads: int, processors: int) -> int:
     longest = steps.max(initial=0)
     enough = min(processors * longest / heads, steps.sum() / 20)
     last_first = steps[::-1]
-    return np.count_nonzero((last_first.cumsum() <= enough) & (last_first <= longest // 4))
+    return int(np.count_nonzero((last_first.cumsum() <= enough) & (last_first <= longest // 4)))
 
 
 @functools.cache
