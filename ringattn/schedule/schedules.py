@@ -167,15 +167,18 @@ class Waves(Schedule):
         return _in_time([t for rank in range(plan.world_size) for t in self._into(plan, rank, enumerate(_owners(plan, rank)))])
 
     def traffic(self, plan: Plan, rank: int) -> Traffic:
-        n, ranks = plan.world_size, np.arange(plan.world_size)
-        # the owners of which each rank needs rows; their columns are the ways to go back, the nearest first
-        others = (plan.needed > 0)[ranks[:, None], (ranks[:, None] - ranks[1:]) % n]
-        before = others.cumsum(axis=1)
-        most = int(before[:, -1].max(initial=0)) if n > 1 else 0
-        # K/V, and so dK/dV, go between a rank and an owner alone: to the ranks ahead that need this one's
-        ahead = ranks[others[(rank + ranks[1:]) % n, ranks[1:] - 1].nonzero()[0]] + 1
-        askers = (rank + ahead) % n
-        number_of = dict(zip(askers.tolist(), (before[askers, ahead - 1] - 1).tolist()))
+        n = plan.world_size
+        others = (plan.needed > 0) & ~np.eye(n, dtype=bool)
+        most = int(others.sum(axis=1).max())  # owners of which a rank needs rows
+        # K/V, and so dK/dV, go between a rank and an owner alone
+        askers = others[:, rank].nonzero()[0]
+        number_of: dict[int, int] = {}
+        if len(askers):
+            # how many owners each of them needs, from the nearest one before it on, and of these how many before this rank
+            owners = (askers[:, None] - np.arange(1, n)) % n
+            count = others[askers[:, None], owners].cumsum(axis=1)
+            before = count[np.arange(len(askers)), (askers - rank) % n - 1] - 1
+            number_of = dict(zip(askers.tolist(), before.tolist()))
         found: list[Transfer] = []
         for dst in sorted([rank, *number_of]):
             found += self._into(plan, dst, enumerate(_owners(plan, rank)) if dst == rank else [(number_of[dst], rank)])
