@@ -16,7 +16,7 @@ from .geometry.mask import Mask, causal
 from .geometry.plan import make_local_plan
 from .partial import Partial, Stats
 from .runtime.agree import refusing
-from .runtime.calls import LocalCall, RingCall, compiled_call, keys_of
+from .runtime.calls import Call, LocalCall, RingCall, compiled_call, keys_of
 from .runtime.groups import Group, get_context, group_names
 from .runtime.op import attention
 from .runtime.order import label
@@ -157,7 +157,7 @@ def ring_attention(
         if score is not None:
             _check_score(score, q)
     call = RingCall(context, layout, mask, schedule, label(name), None if score is None else score.kind, keys=keys)
-    results = attention(q, k, v, call.number, scale) if score is None else _modified(q, k, v, call.number, scale, score)
+    results = attention(q, k, v, call, scale) if score is None else _modified(q, k, v, call, scale, score)
     return (results[0], Stats(*results[1:])) if return_stats else results[0]
 
 
@@ -206,7 +206,7 @@ def attend(
         raise ValueError(f"there are positions up to {seq_len - 1}, but scores that depend on positions take at most 2**31")
     tiles, q_order, k_order = make_local_plan(queries, keys, mask, seq_len, placed)
     call = LocalCall(RankAttention(Alone(), local_program(tiles), q_order, k_order), kind)
-    return Partial(*_modified(q, k, v, call.number, scale, score))
+    return Partial(*_modified(q, k, v, call, scale, score))
 
 
 def _check_score(score: ScoreMod, q: torch.Tensor) -> None:
@@ -215,7 +215,7 @@ def _check_score(score: ScoreMod, q: torch.Tensor) -> None:
 
 
 def _modified(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: int, softmax_scale: float, score: ScoreMod | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: int | Call, softmax_scale: float, score: ScoreMod | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out, row_max and row_sum of a call with a number, whose scores are modified."""
     if score is None:

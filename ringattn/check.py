@@ -116,10 +116,11 @@ def integers(name: str, values: Any) -> np.ndarray:
     array = as_array(name, values, "one-dimensional")
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}, but must be one-dimensional")
-    if array.size and not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"{name} has dtype {array.dtype}, but must hold integers")
-    if array.size and array.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"{name} holds {array.max()}, but must hold integers below 2**63")
+    if array.size and array.dtype != np.int64:
+        if not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"{name} has dtype {array.dtype}, but must hold integers")
+        if array.max() > np.iinfo(np.int64).max:
+            raise ValueError(f"{name} holds {array.max()}, but must hold integers below 2**63")
     return array.astype(np.int64)
 
 
@@ -285,7 +286,7 @@ def dense_tensor(name: str, x: Any) -> None:
 def _attention_tensor(name: str, x: Any) -> None:
     if type(x) not in PLAIN or x.is_nested or x.layout is not torch.strided:
         dense_tensor(name, x)
-    shape, dtype, device_type = x.shape, x.dtype, x.device.type
+    shape, dtype = x.shape, x.dtype
     if len(shape) != 4:
         raise ValueError(
             f"{name} has {len(shape)} dimensions, shape {tuple(shape)}, but must have 4: (batch, tokens, heads, head_dim)"
@@ -294,9 +295,9 @@ def _attention_tensor(name: str, x: Any) -> None:
         raise ValueError(f"{name} has head_dim {shape[3]}, but it must be 1 to {MAX_HEAD_DIM}")
     if dtype not in DTYPES:
         raise ValueError(f"{name} has dtype {dtype}, but must be bfloat16, float16, float32 or (on CPU) float64")
-    if device_type not in ("cpu", "cuda", "meta"):
+    if not (x.is_cuda or x.is_cpu or x.is_meta):
         raise ValueError(f"{name} is on {x.device}, but ringattn computes on cpu and cuda devices")
-    if dtype == torch.float64 and device_type == "cuda":
+    if dtype == torch.float64 and x.is_cuda:
         raise ValueError(
             f"{name} is float64 on {x.device}: GPUs compute in bfloat16, float16 or float32; float64 is for CPU tensors"
         )

@@ -53,11 +53,14 @@ def replay(found: dict[tuple, Any], facts: tuple, inputs: Tensors, work: Callabl
     where = device, inputs[0].device, stream
     kinds = [(x.shape, x.stride(), x.dtype, not address % 16) for x, address in zip(inputs, addresses)]
     key = (facts, where, torch.are_deterministic_algorithms_enabled(), *kinds)
-    known = found.get(key, _NEW)
+    # calls of many layers are alike, and comparing keys costs less than hashing them
+    latest = found.get(facts)
+    known = latest[1] if latest is not None and latest[0] == key else found.get(key, _NEW)
     # inputs that begin at one address, such as one tensor given twice, would be taken for one another
     if known is None or len(set(addresses)) < len(addresses) or hooked():
         return work()
     if isinstance(known, _Recording):
+        found[facts] = key, known
         return known(addresses)
     if len(found) >= _KEPT:
         found.clear()

@@ -23,6 +23,8 @@ BEGIN, FULL_BEGIN, FULL_END, END, LO, HI, ROW_BEGIN, ROW_END = range(8)
 BEGIN_OF_KEYS = 2
 # arrays that are copied together begin at multiples of so many numbers, aligned as separate ones are
 _APART = 128
+# added to the ends of queries, keys and band of a tile: a band holds its end
+_LAST_IN_BAND = np.array([0, 0, 1])
 
 
 @dataclass(frozen=True)
@@ -65,17 +67,18 @@ class TileTable:
         tiles = np.array(tiles, dtype=np.int64, copy=True).reshape(-1, 6)
         q_begin, q_end, k_begin, k_end, lo, hi = tiles.T
         assert q_rows >= 0 and k_rows >= 0 and q_rows + k_rows < 2**30, f"rows {q_rows}, {k_rows}: row arithmetic is int32"
+        places = None if places is None else np.array(places, dtype=np.int64).reshape(-1, 2)
         if len(tiles):
             least, most = tiles.min(axis=0).tolist(), tiles.max(axis=0).tolist()
             inside = least[0] >= 0 and most[1] <= q_rows and least[2] >= 0 and most[3] <= k_rows
             assert inside, f"a tile leaves the {q_rows} query rows or the {k_rows} key rows"
-            assert (tiles[:, ::2] < tiles[:, 1::2] + (0, 0, 1)).all(), "a tile or its band is empty"
-        live = (lo < q_end - k_begin) & (hi > q_begin - k_end)
-        places = None if places is None else np.array(places, dtype=np.int64).reshape(-1, 2)
-        if not live.all():
-            tiles, places = tiles[live], None if places is None else places[live]
-        # every difference of rows lies within, and the kernels' row - lo must not overflow
-        tiles[:, LO:] = np.minimum(np.maximum(tiles[:, LO:], -k_rows), q_rows)
+            assert (tiles[:, ::2] < tiles[:, 1::2] + _LAST_IN_BAND).all(), "a tile or its band is empty"
+            live = (lo < q_end - k_begin) & (hi > q_begin - k_end)
+            if not live.all():
+                tiles, places = tiles[live], None if places is None else places[live]
+            # every difference of rows lies within, and the kernels' row - lo must not overflow
+            if least[LO] < -k_rows or most[LO] > q_rows or least[HI] < -k_rows or most[HI] > q_rows:
+                tiles[:, LO:] = np.minimum(np.maximum(tiles[:, LO:], -k_rows), q_rows)
         tiles.setflags(write=False)
         self.tiles, self.q_rows, self.k_rows = tiles, int(q_rows), int(k_rows)
         self.places, self.stride = places, int(stride)
@@ -131,7 +134,7 @@ class TileTable:
     def _blocks(self, axis: str, block: int, step: int, device: torch.device, splits: int) -> BlockTable:
         def build() -> BlockTable:
             items, segments = split(*self.cut(axis, block, step), step, splits)
-            touched = int((items[:, FIRST_SEGMENT] < items[:, LAST_SEGMENT]).sum())
+            touched = int(np.count_nonzero(items[:, FIRST_SEGMENT] < items[:, LAST_SEGMENT]))
             items, segments, places = on_device((items, segments[:, : ROW_END + 1], segments[:, ROW_END + 1 :]), device)
             return BlockTable(items, segments, touched, None if self.places is None else places)
 
@@ -156,8 +159,9 @@ def on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.
     ends = np.cumsum([-(-x.size // _APART) * _APART for x in arrays]).tolist()
     begins = [0, *ends[:-1]]
     packed = torch.empty(ends[-1], dtype=torch.from_numpy(arrays[0]).dtype, pin_memory=True)
+    numbers = packed.numpy()
     for x, begin in zip(arrays, begins):
-        packed[begin : begin + x.size] = torch.from_numpy(x).flatten()
+        numbers[begin : begin + x.size] = x.ravel()
     there = packed.to(device, non_blocking=True)
     return [there[begin : begin + x.size].view(x.shape) for x, begin in zip(arrays, begins)]
 
@@ -172,17 +176,21 @@ def cut(tiles: np.ndarray, rows: int, block: int, step: int, align: int = 1) -> 
 
     Further columns of the tiles become further columns of their segments. align: as in `TileTable.cut`.
     """
-    begin, end, other_begin, other_end, lo, hi, *more = tiles.T
-    # one row for each (tile, block that the tile meets)
+    begin, end = tiles.T[:2]
+    # one column for each (tile, block that the tile meets), by block
     first = begin // block
     count = (end - 1) // block - first + 1
     tile = np.arange(len(tiles)).repeat(count)
     owner = np.arange(len(tile)) + (first - count.cumsum() + count)[tile]
+    if (owner[1:] < owner[:-1]).any():
+        # the smallest integer type, which numpy sorts fastest: by counting
+        order = owner.astype(np.min_scalar_type(rows // block + 1)).argsort(kind="stable")
+        tile, owner = tile[order], owner[order]
+    # `take` copies all columns of a tile at once
+    begin, end, other_begin, other_end, lo, hi, *more = tiles.T.take(tile, axis=1)
     block_begin = owner * block
     block_end = np.minimum(block_begin + block, rows)
-    row_begin = np.maximum(begin[tile], block_begin)
-    row_end = np.minimum(end[tile], block_end)
-    lo, hi, other_begin, other_end = lo[tile], hi[tile], other_begin[tile], other_end[tile]
+    row_begin, row_end = np.maximum(begin, block_begin), np.minimum(end, block_end)
 
     # columns live for some row: the band's steps overlap, so that this is one interval
     live_begin = np.maximum(other_begin, row_begin - hi)
@@ -190,30 +198,25 @@ def cut(tiles: np.ndarray, rows: int, block: int, step: int, align: int = 1) -> 
         live_begin = live_begin // align * align
     live_end = np.minimum(other_end, row_end - lo)
     # columns live for every row of the block, in whole steps from live_begin
-    whole = (row_begin == block_begin) & (row_end == block_end)
-    full_begin = np.maximum(live_begin, block_end - 1 - hi)
-    full_end = np.minimum(live_end, block_begin - lo + 1)
-    first_step = -((live_begin - full_begin) // step)
-    last_step = (full_end - live_begin) // step
-    none = ~whole | (last_step <= first_step)
-    full_begin = live_begin + np.where(none, 0, first_step * step)
-    full_end = live_begin + np.where(none, 0, last_step * step)
+    before = np.maximum(block_end - 1 - hi - live_begin, 0)
+    until = np.minimum(live_end, block_begin - lo + 1) - live_begin
+    if step > 1:
+        before, until = -(-before // step) * step, until // step * step
+    some = (until > before) & (row_end - row_begin == block_end - block_begin)
 
-    columns = [live_begin, full_begin, full_end, live_end, lo, hi, row_begin, row_end, *(x[tile] for x in more)]
-    # the smallest integer type, which numpy sorts fastest: by counting
-    order = owner.astype(np.min_scalar_type(rows // block + 1)).argsort(kind="stable")
+    columns = [live_begin, live_begin + before * some, live_begin + until * some, live_end, lo, hi, row_begin, row_end, *more]
+    segments = np.array(columns, dtype=np.int32).T
     live = live_begin < live_end
     if not live.all():
-        order = order[live[order]]
-    segments, owner = np.array(columns, dtype=np.int32)[:, order].T, owner[order]
+        segments, owner = segments[live], owner[live]
+    segments = np.ascontiguousarray(segments)
 
     blocks = -(-rows // block)
     bounds = owner.searchsorted(np.arange(blocks + 1))
     work = np.bincount(owner, weights=_steps(segments, step), minlength=blocks)
-    items = np.zeros((4, blocks), dtype=np.int32)
-    items[:3] = np.arange(blocks) * block, bounds[:-1], bounds[1:]
-    items = items[:, (-work).argsort(kind="stable")].T
-    return np.ascontiguousarray(items), np.ascontiguousarray(segments)
+    items = np.zeros((blocks, 4), dtype=np.int32)
+    items.T[:3] = np.arange(blocks) * block, bounds[:-1], bounds[1:]
+    return items[(-work).argsort(kind="stable")], segments
 
 
 def split(items: np.ndarray, segments: np.ndarray, step: int, splits: int) -> tuple[np.ndarray, np.ndarray]:
@@ -249,15 +252,18 @@ def split(items: np.ndarray, segments: np.ndarray, step: int, splits: int) -> tu
 
 def steps_of(items: np.ndarray, segments: np.ndarray, step: int) -> np.ndarray:
     """The number of steps of each item."""
-    before = _before(segments, step)
-    return before[items[:, LAST_SEGMENT]] - before[items[:, FIRST_SEGMENT]]
+    before = _before(segments, step).take(items[:, FIRST_SEGMENT : LAST_SEGMENT + 1])
+    return before[:, 1] - before[:, 0]
 
 
 def _before(segments: np.ndarray, step: int) -> np.ndarray:
     """The number of steps before each segment, and at the end the number of all steps."""
-    return np.concatenate([[0], np.cumsum(_steps(segments, step))])
+    found = np.zeros(len(segments) + 1, dtype=np.int64)
+    _steps(segments, step).cumsum(out=found[1:])
+    return found
 
 
 def _steps(segments: np.ndarray, step: int) -> np.ndarray:
     """The number of steps of each segment."""
-    return -(-(segments[:, END] - segments[:, BEGIN]) // step)
+    rows = segments[:, END] - segments[:, BEGIN]
+    return rows if step == 1 else (rows + (step - 1)) // step

@@ -24,7 +24,7 @@ from ..check import MAX_POSITION, integer, integers
 from ..digest import Digested, constant
 from . import region
 from .picture import Shards, draw
-from .region import HI, STRIDE, Region, Table
+from .region import HI, K_START, K_STOP, LO, Q_START, Q_STOP, STRIDE, Region, Table
 
 Window = int | tuple[int | None, int | None]
 
@@ -84,11 +84,15 @@ class Mask(Digested):
         seq_len = self.check_length(seq_len)
         length, found = self.__dict__.get("_latest", (None, None))
         if found is None or length != seq_len:
-            found = region.clip(self._table(seq_len), seq_len)
+            found = self._clipped(seq_len)
             found.setflags(write=False)
             # a layout and a plan ask for one length
             object.__setattr__(self, "_latest", (seq_len, found))
         return found
+
+    def _clipped(self, seq_len: int) -> Table:
+        """The regions inside the sequence, each the bounding box of its live pairs."""
+        return region.clip(self._table(seq_len), seq_len)
 
     def check_length(self, seq_len: int) -> int:
         """`seq_len` as an int. Raises ValueError if the mask does not fit a sequence of so many tokens."""
@@ -237,14 +241,33 @@ class Documents(Mask):
     def _key(self) -> bytes:
         return repr((type(self).__name__, self.causal, self.left, self.right)).encode() + self._bounds.tobytes()
 
+    @classmethod
+    def _of(cls, bounds: np.ndarray, causal: bool, left: int | None, right: int | None) -> Documents:
+        """From checked bounds, which are not to be changed."""
+        found = object.__new__(cls)
+        found.__dict__.update(cu_seqlens=tuple(bounds.tolist()), causal=causal, left=left, right=right, _bounds=bounds)
+        found.__post_init__()
+        return found
+
     def _table(self, seq_len: int) -> Table:
         start, stop = self._bounds[:-1], self._bounds[1:]
         lo, hi = _band(self.left, self.right, seq_len)
         if self.causal:
             lo = max(lo, 0)
+        length = stop - start
         out = np.empty((STRIDE + 1, len(start)), dtype=np.int64)
-        out[:HI], out[HI:] = [start, stop, start, stop, np.full_like(start, lo)], [[hi], [1]]
-        return out.T[start < stop]
+        out[Q_START] = out[K_START] = start
+        out[Q_STOP] = out[K_STOP] = stop
+        # the band within the document
+        np.maximum(1 - length, lo, out=out[LO])
+        np.minimum(length - 1, hi, out=out[HI])
+        out[STRIDE] = 1
+        live = length > 0
+        return out.T if live.all() else out.T[live]
+
+    def _clipped(self, seq_len: int) -> Table:
+        # the mask's shortest sequence holds all documents, and each has its diagonal: the boxes are tight
+        return self._table(seq_len)
 
     def __repr__(self) -> str:
         window = "" if self.left is None and self.right is None else f", window=({self.left}, {self.right})"
@@ -448,13 +471,13 @@ def documents(
     left, right = check.window("window", window)
     rest = check.flag("causal", causal), _side("window", left), _side("window", right)
     if kv_lengths is None:
-        return Documents(bounds, *rest)
+        return Documents._of(bounds, *rest)
     kv_bounds = _bounds("kv_lengths", kv_lengths, cumulative=False)
     if len(kv_bounds) != len(bounds):
         raise ValueError(
             f"kv_lengths has {len(kv_bounds) - 1} documents and {name} has {len(bounds) - 1}: each document needs both, of any length"
         )
-    return CrossDocuments(bounds, kv_bounds, *rest)
+    return CrossDocuments(tuple(bounds.tolist()), tuple(kv_bounds.tolist()), *rest)
 
 
 @constant
@@ -540,7 +563,7 @@ def bigbird(
     return block_sparse(live, size)
 
 
-def _bounds(name: str, given: Any, cumulative: bool) -> tuple[int, ...]:
+def _bounds(name: str, given: Any, cumulative: bool) -> np.ndarray:
     """Where documents begin, and where the last one ends. cumulative: numbers that start with 0 are these already."""
     values = integers(name, given)
     if not len(values):
@@ -551,12 +574,13 @@ def _bounds(name: str, given: Any, cumulative: bool) -> tuple[int, ...]:
         if (total := sum(values.tolist())) > MAX_POSITION:
             raise ValueError(f"{name} adds up to {total} tokens, but documents hold at most {MAX_POSITION}")
         values = np.concatenate([[0], np.cumsum(values)])
-    if (np.diff(values) < 0).any():
-        at = int(np.argmax(np.diff(values) < 0))
+    decreases = values[1:] < values[:-1]
+    if decreases.any():
+        at = int(decreases.argmax())
         raise ValueError(f"cu_seqlens decreases from {values[at]} to {values[at + 1]} at index {at + 1}: it must be non-decreasing")
     if values[-1] > MAX_POSITION:
         raise ValueError(f"cu_seqlens ends with {values[-1]}, but documents hold at most {MAX_POSITION} tokens")
-    return tuple(values.tolist())
+    return values
 
 
 def _wholly_live(rectangles: Table, seq_len: int) -> Table:

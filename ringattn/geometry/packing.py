@@ -24,8 +24,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .region import Table
-
 # what a rank's first documents may use of its slack; the rest is for rounding
 _SLACK = 0.9
 # documents of up to this share of a rank's room are taken many at a time
@@ -66,46 +64,65 @@ class DocumentPart(NamedTuple):
 class Pool:
     """Parts that no rank holds yet, those with the least work a token first: the order of lengths, if documents are whole.
 
+    Sums of the first parts, and of the last ones, are kept as far as they have been asked for: ranks ask again after each part that they
+    take, and mostly take the last one.
+
     Parts are numbers: the documents come first, and then what is cut off them. rows, work, density: columns of the parts.
     """
 
-    def __init__(self, documents: Table, work: np.ndarray) -> None:
-        """documents: an (n, 6) table with the fields of DocumentPart, whole, in the order of parts; work: of each."""
+    def __init__(self, documents: np.ndarray, work: np.ndarray, density: np.ndarray) -> None:
+        """documents: a (4, n) array of start, length, lo and hi, in the order of parts; work: of each; density: work over rows."""
         self._documents, self._cuts = documents, list[DocumentPart]()
         self._seen: dict[int, DocumentPart] = {}  # documents that somebody has looked at
-        rows = documents[:, 1]
-        self.parts = list(range(len(documents)))
-        self.rows, self.work, self.density = rows.tolist(), work.tolist(), (work / rows).tolist()
+        self.parts = list(range(len(work)))
+        self.rows, self.work, self.density = documents[1].tolist(), work.tolist(), density.tolist()
+        self._whole = len(work)
         self.all_rows, self.all_work = sum(self.rows), sum(self.work)
         self._rows_of_first, self._work_of_first = [0], [0]
+        # sums of the last parts, among them `_gone` that were taken meanwhile
+        self._rows_of_last, self._work_of_last, self._gone = [0], [0], 0
 
     def part(self, number: int) -> DocumentPart:
         """The part of this number."""
-        cut = number - len(self._documents)
-        if cut >= 0:
-            return self._cuts[cut]
+        if number >= self._whole:
+            return self._cuts[number - self._whole]
         found = self._seen.get(number)
         if found is None:
-            found = self._seen[number] = DocumentPart(*self._documents[number].tolist())
+            start, length, lo, hi = self._documents[:, number].tolist()
+            found = self._seen[number] = DocumentPart(start, length, lo, hi, 0, length)
         return found
 
-    def table(self, numbers: list[int]) -> Table:
-        """Parts as a table with the fields of DocumentPart."""
-        cuts = np.array(self._cuts, dtype=np.int64).reshape(-1, len(DocumentPart._fields))
-        return np.concatenate([self._documents, cuts])[numbers]
+    def bounds(self, numbers: list[int], reverse: bool) -> np.ndarray:
+        """The positions of parts: (2, n), where each starts and stops. `reverse`: rows count from the end of their document."""
+        start, rows = self._documents[:2]
+        cuts = [(x.start + x.begin, x.start + x.end) for x in self._cuts]
+        if reverse:
+            cuts = [(x.start + x.length - x.end, x.start + x.length - x.begin) for x in self._cuts]
+        return np.concatenate([[start, start + rows], np.array(cuts, dtype=np.int64).reshape(-1, 2).T], axis=1).take(
+            numbers, axis=1
+        )
 
     def cut(self, part: DocumentPart, begin: int, end: int) -> int:
         """The number of a new part: rows [begin, end) of the document of another one."""
         self._cuts.append(DocumentPart(*part[:4], begin, end))
-        return len(self._documents) + len(self._cuts) - 1
+        return self._whole + len(self._cuts) - 1
 
     def take(self, begin: int, end: int) -> tuple[list[int], int, int]:
         """Remove the parts [begin, end). Returns them, their rows and their work."""
         some = slice(begin, end)
         found = self.parts[some], sum(self.rows[some]), sum(self.work[some])
+        self._forget(begin, end, 0)
         for column in (self.parts, self.work, self.rows, self.density):
             del column[some]
-        self._forget(begin)
+        self.all_rows -= found[1]
+        self.all_work -= found[2]
+        return found
+
+    def take_one(self, at: int) -> tuple[list[int], int, int]:
+        """`take` of one part."""
+        found = [self.parts[at]], self.rows[at], self.work[at]
+        self._forget(at, at + 1, 0)
+        del self.parts[at], self.rows[at], self.work[at], self.density[at]
         self.all_rows -= found[1]
         self.all_work -= found[2]
         return found
@@ -117,11 +134,11 @@ class Pool:
             number = self.cut(part, begin, end)
             work = self.part(number).head(rows)
             at = bisect_left(self.density, work / rows)
+            self._forget(at, at, 1)
             self.parts.insert(at, number)
             self.rows.insert(at, rows)
             self.work.insert(at, work)
             self.density.insert(at, work / rows)
-            self._forget(at)
             self.all_rows += rows
             self.all_work += work
 
@@ -139,19 +156,31 @@ class Pool:
 
     def has(self, work: float, rows: int) -> bool:
         """Whether so many rows of the last parts' tails have that much work."""
-        for at in range(len(self.rows) - 1, -1, -1):
-            if work <= 0:
-                return True
-            if rows <= self.rows[at]:
-                # a tail has more work a token than the whole part
-                return self.density[at] * rows >= work or self.tail(at, rows) >= work
-            work -= self.work[at]
-            rows -= self.rows[at]
-        return work <= 0
+        rows_of, work_of, first, parts = self._rows_of_last, self._work_of_last, self._gone, len(self.parts)
+        enough_rows, enough_work = rows + rows_of[first], work + work_of[first]
+        while (known := len(rows_of) - 1 - first) < parts and rows_of[-1] < enough_rows and work_of[-1] < enough_work:
+            some = slice(parts - known - 1, max(0, parts - 2 * known - 32) - 1 if parts > 2 * known + 32 else None, -1)
+            for column, sums in ((self.rows, rows_of), (self.work, work_of)):
+                sums += islice(accumulate(column[some], initial=sums[-1]), 1, None)
+        # whole parts, the last ones, that have fewer rows; the next one has all rows that are left
+        end = bisect_left(rows_of, enough_rows, first)
+        whole = max(first, end - 1)
+        if work_of[whole] >= enough_work:
+            return True
+        if end == len(rows_of) or not parts:
+            return False
+        at, rows, work = parts - 1 - whole + first, enough_rows - rows_of[whole], enough_work - work_of[whole]
+        # a tail has more work a token than the whole part
+        return self.density[at] * rows >= work or self.tail(at, rows) >= work
 
-    def _forget(self, at: int) -> None:
-        """The parts from this index on have changed."""
-        del self._rows_of_first[at + 1 :], self._work_of_first[at + 1 :]
+    def _forget(self, begin: int, end: int, more: int) -> None:
+        """The parts [begin, end) are about to be replaced by so many others."""
+        del self._rows_of_first[begin + 1 :], self._work_of_first[begin + 1 :]
+        after, known = len(self.parts) - end, len(self._rows_of_last) - 1 - self._gone
+        if not after and not more and end - begin <= known:
+            self._gone += end - begin
+        elif after < known:
+            del self._rows_of_last[self._gone + after + 1 :], self._work_of_last[self._gone + after + 1 :]
 
 
 class Room:
@@ -193,20 +222,15 @@ def _take_whole(pool: Pool, room: Room) -> bool:
         count = bisect_right(rows_of_first, int(rows)) - 1
         return work_of_first[count] + (rows - rows_of_first[count]) * density[count if count < len(density) else -1]
 
-    def with_rest(at: int) -> float:
-        """Work of a part, with the least of the rest of the room."""
-        return work_of[at] + least(room.rows - rows_of[at])
-
     def longest(most_work: float, end: int) -> int:
-        """The last part before `end` that has at most this work with the rest of the room; -1 if there is none."""
-        begin, all_rows, whole, parts = 0, room.rows, int(room.rows), len(density)
+        """The last part before `end` that has at most this work with the least of the rest of the room; -1 if there is none."""
+        begin, all_rows, parts = 0, room.rows, len(density)
         while begin < end:
-            # as `with_rest`, spelled out: packing spends its time here
+            # `least`, spelled out: packing spends its time here
             middle = (begin + end) // 2
-            own = rows_of[middle]
-            work, rows = work_of[middle], all_rows - own
+            work, rows = work_of[middle], all_rows - rows_of[middle]
             if rows > 0:
-                count = bisect_right(rows_of_first, whole - own) - 1
+                count = bisect_right(rows_of_first, int(rows)) - 1
                 work += work_of_first[count] + (rows - rows_of_first[count]) * density[count if count < parts else -1]
             if work > most_work:
                 end = middle
@@ -214,27 +238,28 @@ def _take_whole(pool: Pool, room: Room) -> bool:
                 begin = middle + 1
         return begin - 1
 
-    while pool.parts and room.rows > room.row_slack:
-        most_rows, most_work = room.rows + room.row_slack, room.work + room.work_slack
-        at = bisect_right(pool.rows, most_rows) - 1
-        if at >= 0 and with_rest(at) > most_work:
+    while rows_of and room.rows > room.row_slack:
+        left, wanted, work_slack = room.rows, room.work, room.work_slack
+        most_rows, most_work = left + room.row_slack, wanted + work_slack
+        at = bisect_right(rows_of, most_rows) - 1
+        if at >= 0 and work_of[at] + least(left - rows_of[at]) > most_work:
             at = longest(most_work, at)
             while at >= 0 and rows_of[at] > most_rows:  # what is left of a cut document
                 at -= 1
-                while at >= 0 and with_rest(at) > most_work:
+                while at >= 0 and work_of[at] + least(left - rows_of[at]) > most_work:
                     at -= 1
-        if not room.parts and at < len(pool.parts) - 1:
+        if not room.parts and at < len(rows_of) - 1:
             return True
         if at < 0:
             break
         begin, end, rows, work = at, at + 1, rows_of[at], work_of[at]
-        if rows < _SMALL * room.rows:
-            some = _some(pool, room, at)
-            if some[0] < some[1] and some[3] + least(room.rows - some[2]) <= room.work + room.work_slack / 2:
-                begin, end, rows, work = some
-        if not pool.has(room.work - room.work_slack - work, int(room.rows - rows)):
+        if rows < _SMALL * left:
+            first, last, some_rows, some_work = _some(pool, room, at)
+            if first < last and some_work + least(left - some_rows) <= wanted + work_slack / 2:
+                begin, end, rows, work = first, last, some_rows, some_work
+        if not pool.has(wanted - work_slack - work, int(left - rows)):
             break
-        room.add(*pool.take(begin, end))
+        room.add(*(pool.take_one(begin) if end == begin + 1 else pool.take(begin, end)))
     return False
 
 
@@ -247,8 +272,10 @@ def _some(pool: Pool, room: Room, at: int) -> tuple[int, int, int, int]:
     begin = max(0, middle - int(room.rows / pool.rows[middle]) // 2)
     rows, work = pool.sums(begin, inf)
     most = rows[begin] + int(room.rows)
-    pool.sums(at + 1, most)
-    end = bisect_right(rows, most, hi=min(len(rows), at + 2)) - 1
+    if len(rows) <= at + 1 and rows[-1] <= most:
+        pool.sums(at + 1, most)
+    # one past the last part is at most `at + 1`
+    end = bisect_right(rows, most, begin, min(len(rows), at + 2)) - 1
     return begin, end, rows[end] - rows[begin], work[end] - work[begin]
 
 

@@ -18,7 +18,7 @@ from ..digest import constant
 from .layout import Layout, balanced, layout_of_pieces
 from .mask import Mask
 from .packing import Pool, fill_ranks
-from .region import Q_START, STRIDE, Table, count_pairs
+from .region import HI, LO, Q_START, Q_STOP, Table
 
 
 @constant
@@ -51,7 +51,8 @@ def placed(mask: Mask, seq_len: int, world_size: int, tolerance: float = 0.03) -
     tolerance = number("tolerance", tolerance, least=0)
     seq_len, world_size = integer("seq_len", seq_len, most=MAX_TOKENS), integer("world_size", world_size, least=1, most=MAX_RANKS)
     regions = mask.regions(seq_len)
-    regions = regions[regions[:, Q_START].argsort(kind="stable")]
+    if (regions[1:, Q_START] < regions[:-1, Q_START]).any():
+        regions = regions[regions[:, Q_START].argsort(kind="stable")]
     if not _are_documents(regions):
         return balanced(mask, seq_len, world_size)
     task = _Task(regions, seq_len, world_size, tolerance)
@@ -61,10 +62,10 @@ def placed(mask: Mask, seq_len: int, world_size: int, tolerance: float = 0.03) -
         found.append(task.place(whole=False))
     if costs[0][1]:
         ranks = np.arange(world_size)
-        found += [task.chunks(ranks), task.chunks(np.concatenate([ranks, ranks[::-1]]))]
+        for ranks_of in (ranks, np.concatenate([ranks, ranks[::-1]])):
+            found += task.chunks(ranks_of, costs[0][0])
     costs += map(task.cost, found[1:])
-    pieces = found[costs.index(min(costs))]
-    rank, start, stop = pieces[np.lexsort((pieces[:, 1], pieces[:, 0]))].T
+    rank, start, stop = found[costs.index(min(costs))]
     return layout_of_pieces(rank, start, stop, world_size, seq_len, "placed")
 
 
@@ -76,68 +77,100 @@ def _are_documents(regions: Table) -> bool:
 
 
 class _Task:
-    """Documents for the ranks, and what a placement costs. A placement is an (n, 3) table of rank, start and stop, within documents."""
+    """Documents for the ranks, and what a placement costs.
+
+    A placement is a (3, n) array of rank, start and stop of pieces within documents, in the order of ranks and then of positions.
+    """
 
     def __init__(self, regions: Table, seq_len: int, world_size: int, tolerance: float) -> None:
-        self.start, self.stop, _, _, self.lo, self.hi, _ = regions.T
-        self.work = count_pairs(*regions[:, :STRIDE].T)
-        self.seq_len, self.world_size = seq_len, world_size
+        self.documents = regions.T[[Q_START, Q_STOP, LO, HI]]
+        self.start, self.stop, self.lo, self.hi = self.documents
+        self.rows = self.stop - self.start
+        self.longest, held = int(self.rows.max(initial=0)), int(self.rows.sum())
+        # whether a query sees later keys, and whether one does not see all earlier keys
+        self.sees_later, self.sees_few = bool(self.lo.any()), bool((self.hi + 1 < self.rows).any())
+        self.work = self._pairs_before(self.rows, self.rows, self.lo, self.hi)
+        self.seq_len, self.world_size, self.padding = seq_len, world_size, seq_len - held
         self.most_rows = max(ceil(seq_len / world_size), int(min(seq_len, (1 + tolerance) * seq_len / world_size)))
         self.most_work = (1 + tolerance) * int(self.work.sum()) / world_size
 
-    def place(self, whole: bool) -> Table:
+    def place(self, whole: bool) -> np.ndarray:
         """A placement of the documents, with the padding dealt evenly. `whole`: ranks take whole documents first."""
-        rows = self.stop - self.start
-        order = (self.work / rows).argsort(kind="stable")
+        density = self.work / self.rows
+        order = density.argsort(kind="stable")
         # packing takes later rows for those with more work: where earlier ones have more, it gets each document in reverse
-        reverse = self.hi.sum() < -self.lo.sum()
+        reverse = self.sees_later and self.hi.sum() < -self.lo.sum()
         lo, hi = (-self.hi, -self.lo) if reverse else (self.lo, self.hi)
-        table = np.array([self.start, rows, lo, hi, np.zeros_like(rows), rows]).T[order]
-        pool = Pool(table, self.work[order])
-        padding = self._padding()
-        most_rows = self.most_rows - int((padding[:, 2] - padding[:, 1]).sum() + self.world_size - 1) // self.world_size
+        documents = np.array([self.start, self.rows, lo, hi]).take(order, axis=1)
+        pool = Pool(documents, self.work[order], density[order])
+        most_rows = self.most_rows - (self.padding + self.world_size - 1) // self.world_size
         shards = fill_ranks(pool, self.world_size, most_rows, self.most_work, whole)
-        start, length, _, _, begin, end = pool.table(list(chain.from_iterable(shards))).T
-        if reverse:
-            begin, end = length - end, length - begin
-        ranks = np.repeat(np.arange(self.world_size), list(map(len, shards)))
-        return np.concatenate([np.array([ranks, start + begin, start + end]).T, padding])
+        start, stop = pool.bounds(list(chain.from_iterable(shards)), reverse)
+        rank = np.arange(self.world_size).repeat(list(map(len, shards)))
+        if self.padding:
+            rank, start, stop = np.concatenate([[rank, start, stop], self._dealt_padding()], axis=1)
+        return self._sorted(rank, start, stop)
 
-    def chunks(self, ranks: np.ndarray) -> Table:
-        """The placement of equal chunks of the sequence, which go to these ranks."""
+    def chunks(self, ranks: np.ndarray, most: float) -> list[np.ndarray]:
+        """The placement of equal chunks of the sequence, which go to these ranks, if it exceeds the limits by at most so much."""
         edges = self.seq_len * np.arange(len(ranks) + 1) // len(ranks)
+        document = np.maximum(self.start.searchsorted(edges, side="right") - 1, 0)
+        start, stop, lo, hi = self.documents.take(document, axis=1)
+        before = self._pairs_before(np.maximum(np.minimum(edges, stop) - start, 0), stop - start, lo, hi)
+        before += (self.work.cumsum() - self.work)[document]
+        tokens, work = (np.bincount(ranks, x[1:] - x[:-1]).max() for x in (edges, before))
+        if self._over(tokens, work) > most:
+            return []
         cuts = _distinct(edges, self.start, self.stop)
-        return np.array([ranks[edges.searchsorted(cuts[:-1], side="right") - 1], cuts[:-1], cuts[1:]]).T
+        return [self._sorted(ranks[edges.searchsorted(cuts[:-1], side="right") - 1], cuts[:-1], cuts[1:])]
 
-    def cost(self, pieces: Table) -> tuple[float, int]:
+    def cost(self, pieces: np.ndarray) -> tuple[float, int]:
         """By how much the limits of work and tokens are exceeded, but for two rows; and how many rows of K/V move."""
-        rank, start, stop = pieces[np.lexsort((pieces[:, 1], pieces[:, 0]))].T
-        document = (self.start.searchsorted(start, side="right") - 1).clip(0)
+        rank, start, stop = pieces
+        document = self.start.searchsorted(start, side="right") - 1
         tokens = np.bincount(rank, stop - start, self.world_size).max()
-        live = start < self.stop[document] if len(self.start) else np.zeros(len(start), dtype=bool)
-        rank, start, stop, document = (x[live] for x in (rank, start, stop, document))
-        first, end, lo, hi = (x[document] for x in (self.start, self.stop, self.lo, self.hi))
-        pairs = count_pairs(start, stop, first, end, lo, hi)
-        work = np.bincount(rank, pairs, self.world_size).max()
-        longest = int((self.stop - self.start).max(initial=0))
-        over = max(0.0, tokens - self.most_rows - 2, (work - self.most_work) / longest - 2 if longest else 0.0)
+        if self.padding:
+            document = np.maximum(document, 0)
+            live = start < self.stop[document] if len(self.start) else np.zeros(len(start), dtype=bool)
+            (rank, start, stop), document = pieces[:, live], document[live]
+        first, end, lo, hi = self.documents.take(document, axis=1)
+        pairs = self._pairs_before(np.array([stop, start]) - first, end - first, lo, hi)
+        work = np.bincount(rank, pairs[0] - pairs[1], self.world_size).max()
         # the keys of each piece, [low, high), without those of the rank's earlier pieces of the document; ranks lie far apart
         apart = rank * self.seq_len
-        low, high = np.maximum(first, start - hi) + apart, np.minimum(end, stop - lo) + apart
-        seen = np.maximum.accumulate(np.concatenate([[0], high]))[:-1]
-        return over, int((high - np.maximum(low, seen)).clip(0).sum() - (stop - start).sum())
+        low = (np.maximum(first, start - hi) if self.sees_few else first) + apart
+        high = (np.minimum(end, stop - lo) if self.sees_later else stop) + apart
+        low[1:] = np.maximum(low[1:], np.maximum.accumulate(high)[:-1])
+        return self._over(tokens, work), int(np.maximum(high - low, 0).sum() - (stop - start).sum())
 
-    def _padding(self) -> Table:
+    def _over(self, tokens: float, work: float) -> float:
+        """By how much the tokens and the work of a rank exceed the limits, but for two rows."""
+        return max(0.0, tokens - self.most_rows - 2, (work - self.most_work) / self.longest - 2 if self.longest else 0.0)
+
+    def _pairs_before(self, rows: np.ndarray, length: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> np.ndarray:
+        """Live pairs of the first rows of documents: as `DocumentPart.head`."""
+        pairs = rows * (rows + 1) // 2
+        if self.sees_later:
+            below = np.maximum(rows - length - lo, 0)
+            pairs -= lo * rows + below * (below + 1) // 2
+        if self.sees_few:
+            above = np.maximum(rows - 1 - hi, 0)
+            pairs -= above * (above + 1) // 2
+        return pairs
+
+    def _sorted(self, rank: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """Pieces in the order of ranks, and then of positions."""
+        return np.array([rank, start, stop]).take((rank * (self.seq_len + 1) + start).argsort(kind="stable"), axis=1)
+
+    def _dealt_padding(self) -> np.ndarray:
         """Positions of no document, in equal shares."""
         start, stop = np.append(0, self.stop), np.append(self.start, self.seq_len)
-        if (start == stop).all():
-            return np.empty((0, 3), dtype=np.int64)
         before = np.append(0, (stop - start).cumsum())
         shares = before[-1] * np.arange(self.world_size + 1) // self.world_size
         cuts = _distinct(before, shares)
         gap, rank = (edges.searchsorted(cuts[:-1], side="right") - 1 for edges in (before, shares))
         shift = start[gap] - before[gap]
-        return np.array([rank, cuts[:-1] + shift, cuts[1:] + shift]).T
+        return np.array([rank, cuts[:-1] + shift, cuts[1:] + shift])
 
 
 def _distinct(*values: np.ndarray) -> np.ndarray:

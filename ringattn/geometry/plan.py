@@ -449,8 +449,8 @@ def merge_full(tiles: Table) -> Table:
     boxes = tiles.T[:, full]
     for axis in (2, 0):
         boxes = _join(boxes, axis)
-    q_begin, q_end, k_begin, k_end, *_ = boxes
-    boxes[_BAND] = q_begin - k_end + 1, q_end - 1 - k_begin
+    boxes[_BAND.start] = boxes[0] - boxes[3] + 1
+    boxes[_BAND.start + 1] = boxes[1] - 1 - boxes[2]
     return np.concatenate([tiles.T[:, ~full], boxes], axis=1).T
 
 
@@ -459,12 +459,17 @@ def _join(boxes: Table, axis: int) -> Table:
     if boxes.shape[1] < 2:
         return boxes
     same = [2 - axis, 3 - axis, *range(_TILE, len(boxes))]
-    boxes = boxes[:, np.lexsort((boxes[axis], *boxes[same[::-1]]))]
-    others = boxes[same]
-    apart = (boxes[axis, 1:] != boxes[axis + 1, :-1]) | (others[:, 1:] != others[:, :-1]).any(axis=0)
-    first = np.concatenate([[True], apart]).nonzero()[0]
+    boxes = boxes.take(np.lexsort([boxes[axis], *boxes[same[::-1]]]), axis=1)
+    joins = boxes[axis, 1:] == boxes[axis + 1, :-1]
+    for other in same:
+        joins &= boxes[other, 1:] == boxes[other, :-1]
+    if not joins.any():
+        return boxes
+    # a joined box begins with its first box and ends with its last one
+    first, last = np.ones((2, boxes.shape[1]), dtype=bool)
+    first[1:] = last[:-1] = ~joins
     out = boxes[:, first]
-    out[axis + 1] = boxes[axis + 1, np.concatenate([first[1:], [boxes.shape[1]]]) - 1]
+    out[axis + 1] = boxes[axis + 1, last]
     return out
 
 

@@ -136,17 +136,22 @@ def count(regions: Table) -> NDArray[np.int64]:
 
 def count_pairs(q_begin: Table, q_end: Table, k_begin: Table, k_end: Table, lo: Table, hi: Table) -> Table:
     """The number of pairs (i, j) in each box with `lo <= i - j <= hi`, in closed form."""
-    # the sum over i of clip(i - low + 1 - k_begin, 0, k_end - k_begin) counts the keys j <= i - low: (2, 2, n), by low and by end of i
-    ends = np.array([q_end, q_begin]) - k_begin + 1 - np.array([lo, hi + 1])[:, None]
-    sums = _ramp(ends) - _ramp(ends - np.maximum(k_end - k_begin, 0))
-    pairs = sums[0, 0] - sums[0, 1] - sums[1, 0] + sums[1, 1]
-    return np.where((q_begin < q_end) & (k_begin < k_end) & (lo <= hi), pairs, 0)
-
-
-def _ramp(n: Table) -> Table:
-    """Sum of max(0, x) over x < n."""
-    n = np.maximum(n, 0)
-    return (n * (n - 1)) >> 1
+    # the sum over i of clip(i - low + 1 - k_begin, 0, k_end - k_begin) counts the keys j <= i - low: a difference of two sums of max(0, x)
+    # over x < n, which are n (n - 1) / 2. Here n is (2, 2, 2, ...): without and with the clip at k_end - k_begin, by low, by end of i
+    keys = k_end - k_begin
+    below = k_begin - 1
+    n = np.empty((2, 2, 2, *np.shape(keys)), dtype=np.int64)
+    n[0, 0] = q_end - below, q_begin - below
+    np.subtract(n[0, 0], hi + 1, out=n[0, 1])
+    n[0, 0] -= lo
+    np.subtract(n[0], np.maximum(keys, 0), out=n[1])
+    np.maximum(n, 0, out=n)
+    n *= n - 1
+    clipped = n[0] - n[1]
+    by_end = clipped[0] - clipped[1]
+    pairs = (by_end[0] - by_end[1]) >> 1
+    some = (q_begin < q_end) & (keys > 0) & (lo <= hi)
+    return pairs if some.all() else np.where(some, pairs, 0)
 
 
 def _lift(regions: Table, stride: int) -> Table:

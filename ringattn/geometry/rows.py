@@ -20,21 +20,31 @@ class Rows:
     def __init__(self, ranges: Table) -> None:
         """Takes any ranges; joins those that overlap or touch."""
         self.ranges = joined(ranges)
-        self._index: dict[torch.device, torch.Tensor] = {}
 
     @classmethod
     def disjoint(cls, ranges: Table, count: int | None = None) -> Rows:
         """From ranges that ascend and neither overlap nor touch, with `count` rows in all, if that is known."""
         rows = cls.__new__(cls)
-        rows.ranges, rows._index = ranges, {}
+        rows.ranges = ranges
         if count is not None:
             rows.__dict__["_count"] = count
         return rows
 
     @classmethod
     def span(cls, begin: int, end: int) -> Rows:
-        ranges = np.array([[begin, end]]) if begin < end else np.empty((0, 2), dtype=np.int64)
-        return cls.disjoint(ranges, max(0, end - begin))
+        """The rows [begin, end)."""
+        rows = cls.__new__(cls)
+        rows.__dict__.update(only=(begin, end) if begin < end else None, _count=max(0, end - begin))
+        return rows
+
+    @cached_property
+    def ranges(self) -> Table:
+        """An (n, 2) table of [begin, end). It is made at its first use, because most sets of one range are only counted and sliced."""
+        return np.array([self.only] if self.only else [], dtype=np.int64).reshape(-1, 2)
+
+    @cached_property
+    def _index(self) -> dict[torch.device, torch.Tensor]:
+        return {}
 
     @property
     def _begins(self) -> Table:
@@ -155,15 +165,22 @@ class Order:
 
 def joined(ranges: Table, gap: int = 0) -> Table:
     """Sort ranges [begin, end), drop the empty ones, and join those that overlap or lie at most `gap` rows apart."""
-    ranges = ranges[ranges[:, 0] < ranges[:, 1]]
+    begin, end = ranges.T
+    some = begin < end
+    if not some.all():
+        ranges = ranges[some]
+        begin, end = ranges.T
     if len(ranges) < 2:
         return ranges
-    begin, end = ranges.T
     if (begin[1:] < begin[:-1]).any():
-        ascending = np.argsort(begin, kind="stable")
+        ascending = begin.argsort(kind="stable")
         begin, end = begin[ascending], end[ascending]
     reach = np.maximum.accumulate(end)
     apart = begin[1:] > reach[:-1] + gap
-    first = np.flatnonzero(np.concatenate([[True], apart]))
-    last = np.flatnonzero(np.concatenate([apart, [True]]))
-    return np.stack([begin[first], reach[last]], axis=1)
+    # a range begins at the first row and after each gap, and ends before each gap and at the last row
+    first = apart.nonzero()[0]
+    found = np.empty((2, len(first) + 1), dtype=np.int64)
+    found[0, 0], found[1, -1] = begin[0], reach[-1]
+    found[1, :-1] = reach[first]
+    found[0, 1:] = begin[first + 1]
+    return found.T

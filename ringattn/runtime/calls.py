@@ -1,4 +1,4 @@
-"""Calls: what a call of attention needs besides tensors. The operators of `op.py` know each by a number.
+"""Calls: what a call of attention needs besides tensors. The operators of `op.py` know each by a number; without them it has none.
 
 A call lives until its backward pass has run or, in a compiled graph, as long as the group.
 """
@@ -32,7 +32,7 @@ from .rank_attention import RankAttention
 
 
 class Call(ABC):
-    """What an operator needs besides tensors; `number` finds it while it is alive.
+    """What an operator needs besides tensors; `number` finds it while it is alive. It gets one when an operator is first given it.
 
     final: out gets q's dtype. alone: there are no other ranks.
     """
@@ -43,8 +43,16 @@ class Call(ABC):
     turn: AbstractContextManager[None] = nullcontext()  # what a pass enters
 
     def __init__(self, number: int | None = None) -> None:
-        self.number = next(_numbers) if number is None else number
-        _calls[self.number] = self
+        self._number = number
+        if number is not None:
+            _calls[number] = self
+
+    @property
+    def number(self) -> int:
+        if self._number is None:
+            self._number = next(_numbers)
+            _calls[self._number] = self
+        return self._number
 
     def score(
         self,
@@ -73,7 +81,7 @@ class Call(ABC):
         """Agree with the other ranks that this is the backward pass of the call at that place."""
 
     def check_backward(self, captured: bool, forward_captured: bool) -> None:  # noqa: B027 - a rank alone may capture either
-        """Raise ValueError, on every rank, if only one of the passes is captured in a CUDA graph."""
+        """Raise ValueError, on every rank, if only one of the passes is captured in a CUDA graph. For calls with other ranks."""
 
     def refuse(self, error: ValueError) -> NoReturn:
         """Raise an error, on every rank."""
@@ -132,7 +140,10 @@ class RingCall(Call):
         self._label = label
         self._compiled = number is not None
         self.alone = context.ranks.size == 1
-        self._known: Facts | None = None  # of the one call that this is, if it is not compiled
+        # of the one call that this is, if it is not compiled: its facts, and what this rank does for a sequence of a length
+        self._known: Facts | None = None
+        self._known_attention: tuple[int, RankAttention] | None = None
+        self._latest_default: Layout | None = None  # of its latest forward pass, if `layout` is None
         self.turn = context.turn
 
     def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Score, needs_grad: bool) -> tuple[int, int]:
@@ -147,12 +158,15 @@ class RingCall(Call):
         if ranks.size > 1:
             tokens, place = agree(ranks, facts, q.shape[1], self._label)
             ranks.connect(q.device)
+        seq_len = sum(tokens)
         if self.layout is None:
-            check_default_layout(self.context.default_layout(self.mask, sum(tokens)), self.mask, tokens)
-        length = sum(tokens) if self.keys is None or self.layout is None else self.keys.seq_len(self.layout)
+            layout = self.context.default_layout(self.mask, seq_len)
+            check_default_layout(layout, self.mask, tokens)
+            self._latest_default = layout
+        length = seq_len if self.keys is None or self.layout is None else self.keys.seq_len(self.layout)
         if self._placed and length > MOST_PLACES:
             raise ValueError(f"the sequence has {length} tokens, but scores that depend on positions take at most 2**31")
-        return sum(tokens), place
+        return seq_len, place
 
     def identity(self, score: Score) -> int:
         return hash((*self._named, score.softmax_scale, None if score.modifiers is None else score.modifiers.seed_and_offset))
@@ -166,7 +180,13 @@ class RingCall(Call):
             agree_backward(ranks, facts, place)
 
     def rank_attention(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> RankAttention:
-        layout = self.context.default_layout(self.mask, seq_len) if self.layout is None else self.layout
+        if self._known_attention is not None and self._known_attention[0] == seq_len:
+            return self._known_attention[1]
+        layout = self.layout
+        if layout is None:
+            layout = self._latest_default
+            if layout is None or layout.seq_len != seq_len:
+                layout = self.context.default_layout(self.mask, seq_len)
         row_bytes = traffic = None
         hybrid = self.context.hybrid
         if self.keys is not None and self.schedule is None:
@@ -175,10 +195,13 @@ class RingCall(Call):
             traffic = RowTraffic.of(*heads, q.shape[3], v.shape[3], q.element_size(), backward=True)
         if self.schedule is not None and self.schedule.by_memory:
             row_bytes = RowBytes.of(k, v, k.shape[2] if hybrid is None else hybrid.kv_heads(q.shape[2], k.shape[2]))
-        return self.context.rank_attention(layout, self.mask, self.schedule, row_bytes, self._placed, self.keys, traffic)
+        found = self.context.rank_attention(layout, self.mask, self.schedule, row_bytes, self._placed, self.keys, traffic)
+        if not self._compiled:
+            self._known_attention = seq_len, found
+        return found
 
     def check_backward(self, captured: bool, forward_captured: bool) -> None:
-        if captured != forward_captured and self.context.ranks.size > 1:
+        if captured != forward_captured:
             one, other = ("backward", "forward") if captured else ("forward", "backward")
             self.refuse(
                 ValueError(f"the {one} pass is captured in a CUDA graph, but the {other} pass was not: capture both, or neither")
@@ -193,8 +216,9 @@ class RingCall(Call):
         softmax_scale, drawn = score.softmax_scale, None if score.modifiers is None else score.modifiers.seed_and_offset
         shapes, kinds = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
         key = *self._named, *shapes, *kinds, softmax_scale, needs_grad
-        captured = check.captured(q)
-        if captured and self.context.ranks.size > 1 and not self.context.has_facts((*key, False)):
+        # a rank alone may capture what it likes
+        captured = not self.alone and check.captured(q)
+        if captured and not self.context.has_facts((*key, False)):
             raise ValueError(
                 "this call is captured in a CUDA graph, and the first of its kind: make the same call once before, with its backward "
                 "pass if it has one, which makes the kernels, the tables and the memory that ranks share"
@@ -271,8 +295,10 @@ def compiled_call(
     return number
 
 
-def find_call(number: int) -> Call:
-    """The call with a number. Raises ValueError if it is gone."""
+def find_call(number: int | Call) -> Call:
+    """The call with a number, or the call itself. Raises ValueError if it is gone."""
+    if not isinstance(number, int):  # asking whether it is a Call would take longer, because that is an abstract class
+        return number
     call = _calls.get(number)
     if call is None:
         raise ValueError(

@@ -45,6 +45,9 @@ class Context:
         self.turn = ranks.order if ranks.size > 1 else nullcontext()  # what each pass of a call enters
         self._facts: OrderedDict[tuple, Facts] = OrderedDict()
         self._attentions: OrderedDict[_AttentionKey, RankAttention] = OrderedDict()
+        # the latest of both with their keys: calls of many layers are alike, and comparing keys costs less than hashing them
+        self._latest_facts: tuple[tuple, Facts] | None = None
+        self._latest_attention: tuple[_AttentionKey, RankAttention] | None = None
         self._sizes: dict[_AttentionKey, int] = {}
         self._lock = Lock()
         # what is made ahead of a first call; in it the default schedule may depend on what the group's first call finds
@@ -54,7 +57,10 @@ class Context:
 
     def facts(self, key: tuple, check: Callable[[], Facts]) -> Facts:
         """The facts of calls with this key, checked once. The key holds everything that the facts and their checks depend on."""
-        return _kept(self._facts, key, check)
+        latest = self._latest_facts
+        if latest is None or latest[0] != key:
+            latest = self._latest_facts = key, _kept(self._facts, key, check)
+        return latest[1]
 
     def has_facts(self, key: tuple) -> bool:
         """Whether a call with this key has been checked before."""
@@ -76,6 +82,9 @@ class Context:
         `traffic` then chooses what moves. Raises ValueError if the schedule does not fit the group or its memory.
         """
         key = _key(layout, mask, schedule, row_bytes, placed, keys, traffic)
+        latest = self._latest_attention
+        if latest is not None and latest[0] == key:
+            return latest[1]
         found = self._attentions.pop(key, None)
         if found is None:
             self._make_room()
@@ -83,6 +92,7 @@ class Context:
             if found is None:
                 found = self._make_rank_attention(layout, mask, schedule, row_bytes, placed, keys, traffic)
         self._attentions[key] = found
+        self._latest_attention = key, found
         return found
 
     def prepare(

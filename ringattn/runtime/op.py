@@ -11,7 +11,7 @@ whole sequence, the call's place in the group's order, and the identity of the c
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch._C._functorch import peek_interpreter_stack
 from .. import check
 from ..device import local
 from ..scores import Score
-from .calls import find_call
+from .calls import Call, find_call
 
 # slopes, values, sinks and seed, of `ScoreMod.tensors`
 Modifying = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -31,16 +31,17 @@ _AS_IT_IS = nullcontext()
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: int, softmax_scale: float, modifying: Modifying = UNMODIFIED
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: int | Call, softmax_scale: float, modifying: Modifying = UNMODIFIED
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out (b, s, h, d_v), row_max and row_sum (b, h, s) of the `Call` with the number `call`. Differentiable."""
+    """out (b, s, h, d_v), row_max and row_sum (b, h, s) of a `Call`, or of the one with the number `call`. Differentiable."""
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(*modifying[:3])
     )
     if torch.compiler.is_compiling() or _seen(q, k, v):
-        out, row_max, row_sum, _ = FORWARD(q, k, v, *modifying, call, softmax_scale, needs_grad)
+        number = call if isinstance(call, int) else call.number
+        out, row_max, row_sum, _ = FORWARD(q, k, v, *modifying, number, softmax_scale, needs_grad)
     elif needs_grad:
-        out, row_max, row_sum, _ = _apply(_forward, q, k, v, *modifying, call, softmax_scale, True)
+        out, row_max, row_sum = _apply(_forward, q, k, v, *modifying, call, softmax_scale, True)
     else:
         out, row_max, row_sum, _ = _forward(q, k, v, *modifying, call, softmax_scale, False)
     return out, row_max, row_sum
@@ -86,7 +87,7 @@ def _forward(
     values: torch.Tensor | None,
     sinks: torch.Tensor | None,
     seed: torch.Tensor | None,
-    number: int,
+    number: int | Call,
     softmax_scale: float,
     needs_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -135,9 +136,9 @@ def _backward(
     row_max: torch.Tensor,
     row_sum: torch.Tensor,
     agreed: torch.Tensor,
-    number: int,
+    number: int | Call,
     softmax_scale: float,
-    wanted: list[bool],
+    wanted: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     # wanted: whether the gradients of slopes, values and sinks are asked for
     call = find_call(number)
@@ -150,12 +151,11 @@ def _backward(
                 "pass: call backward before you change them, or checkpoint with ringattn.checkpoint_layers"
             )
         )
-    strides = _gradient_strides(q, k, v, call.alone)
     dout = torch.zeros_like(out) if dout is None else dout
     with call.turn, without_autocast(q.device.type):
         call.begin_backward(q, k, v, score, place)
         rank_attention = call.rank_attention(seq_len, q, k, v)
-        if dout.is_cuda:
+        if dout.is_cuda and dout.dtype != q.dtype:
             dout = dout.to(q.dtype)  # kernels multiply it by v; a partial's is fp32
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
         ready = rank_attention.takes_rows_as_they_come
@@ -175,15 +175,18 @@ def _backward(
             dq, dk, dv, sums = rank_attention.backward(score, queries, k, v, slopes_too=wanted[0], values_too=wanted[1])
             dslopes, dvalues = sums.slopes, sums.values
             dsinks = local.sinks_gradient(row_max, row_sum, queries.delta, sinks) if sinks is not None and wanted[2] else None
-    dq, dk, dv = [x if x.stride() == wanted else _with_strides(x, wanted) for x, wanted in zip((dq, dk, dv), strides, strict=True)]
     return dq, dk, dv, dslopes, dvalues, dsinks
 
 
 def _backward_operator(
     dout: torch.Tensor | None, drow_sum: torch.Tensor | None, q: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
+    k, v, number = rest[0], rest[1], rest[-3]
+    strides = _gradient_strides(q, k, v, find_call(number).alone)
+    gradients: tuple[Any, ...] = _backward(dout, drow_sum, q, *rest)
+    dq, dk, dv = [x if x.stride() == wanted else _with_strides(x, wanted) for x, wanted in zip(gradients[:3], strides, strict=True)]
     # an operator returns tensors: what is not asked for is empty
-    return tuple(q.new_empty(0) if x is None else x for x in _backward(dout, drow_sum, q, *rest))
+    return dq, dk, dv, *[q.new_empty(0) if x is None else x for x in gradients[3:]]
 
 
 def _backward_shapes(
@@ -217,27 +220,36 @@ class _Attention(torch.autograd.Function):
         values: torch.Tensor | None,
         sinks: torch.Tensor | None,
         seed: torch.Tensor | None,
-        number: int,
+        number: int | Call,
         softmax_scale: float,
         needs_grad: bool,
     ) -> tuple[torch.Tensor, ...]:
         output = run(q, k, v, slopes, values, sinks, seed, number, softmax_scale, needs_grad)
         ctx.save_for_backward(q, k, v, slopes, values, sinks, seed, *output)
-        ctx.call, ctx.softmax_scale, ctx.captured = find_call(number), softmax_scale, check.captured(q)
-        ctx.mark_non_differentiable(output[1], output[3])
+        call = find_call(number)
+        ctx.call, ctx.softmax_scale, ctx.captured = call, softmax_scale, not call.alone and check.captured(q)
         ctx.set_materialize_grads(False)
+        if run is _forward:
+            # one output less to wrap: `agreed` is for the backward pass alone
+            ctx.mark_non_differentiable(output[1])
+            return output[:3]
+        ctx.mark_non_differentiable(output[1], output[3])
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             ctx.call.refuse(ValueError("ring attention has no second derivative: call backward without create_graph=True"))
-        dout, _, drow_sum, _ = grads
-        saved = ctx.saved_tensors
-        ctx.call.check_backward(check.captured(saved[0]), ctx.captured)
+        dout, _, drow_sum, *_ = grads
+        saved: Any = ctx.saved_tensors
+        if not ctx.call.alone:
+            ctx.call.check_backward(check.captured(saved[0]), ctx.captured)
         wanted = ctx.needs_input_grad[4:7]
-        run: Any = BACKWARD if torch.compiler.is_compiling() or _seen(*saved[:3]) else _backward
-        dq, dk, dv, *others = run(dout, drow_sum, *saved, ctx.call.number, ctx.softmax_scale, wanted)
+        if torch.compiler.is_compiling() or _seen(*saved[:3]):
+            dq, dk, dv, *others = BACKWARD(dout, drow_sum, *saved, ctx.call.number, ctx.softmax_scale, wanted)
+        else:
+            run: Any = _backward
+            dq, dk, dv, *others = run(dout, drow_sum, *saved, ctx.call, ctx.softmax_scale, wanted)
         others = [x if asked else None for x, asked in zip(others, wanted)]
         return None, dq, dk, dv, *others, None, None, None, None
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -164,22 +164,31 @@ class Waves(Schedule):
         return Waves(bisect_right(widths, self.memory, key=lambda width: backward_bytes(Waves(width))))
 
     def transfers(self, plan: Plan) -> list[Transfer]:
-        return _in_time([t for rank in range(plan.world_size) for t in self._into(plan, rank)])
+        return _in_time([t for rank in range(plan.world_size) for t in self._into(plan, rank, enumerate(_owners(plan, rank)))])
 
     def traffic(self, plan: Plan, rank: int) -> Traffic:
-        others = (plan.needed > 0) & ~np.eye(plan.world_size, dtype=bool)
+        n = plan.world_size
+        others = (plan.needed > 0) & ~np.eye(n, dtype=bool)
         most = int(others.sum(axis=1).max())  # owners of which a rank needs rows
         # K/V, and so dK/dV, go between a rank and an owner alone
-        askers = others[:, rank].nonzero()[0].tolist()
-        found = [t for dst in sorted([rank, *askers]) for t in self._into(plan, dst, None if dst == rank else rank)]
+        askers = others[:, rank].nonzero()[0]
+        number_of: dict[int, int] = {}
+        if len(askers):
+            # how many owners each of them needs, from the nearest one before it on, and of these how many before this rank
+            owners = (askers[:, None] - np.arange(1, n)) % n
+            count = others[askers[:, None], owners].cumsum(axis=1)
+            before = count[np.arange(len(askers)), (askers - rank) % n - 1] - 1
+            number_of = dict(zip(askers.tolist(), before.tolist()))
+        found: list[Transfer] = []
+        for dst in sorted([rank, *number_of]):
+            found += self._into(plan, dst, enumerate(_owners(plan, rank)) if dst == rank else [(number_of[dst], rank)])
         return Traffic(_in_time(found), -(-most // self.width) if self.width else min(1, most), min(most, self.width or most) > 1)
 
-    def _into(self, plan: Plan, rank: int, only: int | None = None) -> Iterator[Transfer]:
-        """The transfers that come to a rank; `only`: those of this owner."""
-        for i, owner in enumerate(_owners(plan, rank)):
-            if only is None or owner == only:
-                wave = 1 + (i // self.width if self.width else 0)
-                yield Transfer(owner, rank, owner, plan.needs(rank, owner), 0, wave, wave - 1)
+    def _into(self, plan: Plan, rank: int, owners: Iterable[tuple[int, int]]) -> Iterator[Transfer]:
+        """The transfers that come to a rank from some owners, each with its number in the order of `_owners`."""
+        for i, owner in owners:
+            wave = 1 + (i // self.width if self.width else 0)
+            yield Transfer(owner, rank, owner, plan.needs(rank, owner), 0, wave, wave - 1)
 
     def __repr__(self) -> str:
         if self.memory is not None:

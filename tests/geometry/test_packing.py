@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.geometry.packing import DocumentPart, Pool, fill_ranks
@@ -12,7 +12,7 @@ from ringattn.geometry.packing import DocumentPart, Pool, fill_ranks
 
 def pool_of(lengths):
     rows = np.array(sorted(lengths))
-    return Pool(np.array([0 * rows, rows, 0 * rows, rows, 0 * rows, rows]).T, rows * (rows + 1) // 2)
+    return Pool(np.array([rows.cumsum() - rows, rows, 0 * rows, rows]), rows * (rows + 1) // 2, (rows + 1) / 2)
 
 
 @given(st.integers(1, 40), st.integers(0, 50), st.integers(0, 50), st.data())
@@ -51,7 +51,8 @@ def test_a_pool_keeps_its_columns():
     pool.put(pool.part(number), 0, 4)
     assert pool.rows == [2, 4, 5]
     assert pool.work == [3, 10, 15]
-    assert pool.table(pool.parts)[:, 1:].tolist() == [[2, 0, 2, 0, 2], [9, 0, 9, 0, 4], [5, 0, 5, 0, 5]]
+    assert pool.bounds(pool.parts, reverse=False).tolist() == [[0, 7, 2], [2, 11, 7]]
+    assert pool.bounds(pool.parts, reverse=True).tolist() == [[0, 12, 2], [2, 16, 7]]
     assert pool.sums(3, np.inf) == ([0, 2, 6, 11], [0, 3, 13, 28])
 
 
@@ -66,3 +67,27 @@ def test_sums_of_the_first_parts_end_beyond_the_limit():
 def test_most_work_of_so_many_rows(work, rows, wanted):
     """The tail of 3 rows of 5 has 3 + 4 + 5 pairs; behind it comes the tail of 4 rows."""
     assert pool_of([2, 4, 5]).has(work, rows) is wanted
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.data())
+def test_most_work_after_parts_were_taken_and_put(lengths, data):
+    """What is kept of sums of the last parts holds, whichever parts go and come."""
+    pool = pool_of(lengths)
+    for _ in range(12):
+        rows = data.draw(st.integers(0, pool.all_rows + 1))
+        # from the end on, the latest rows of each part
+        most, left = 0, rows
+        for number in reversed(pool.parts):
+            part = pool.part(number)
+            most, left = most + part.tail(min(left, part.rows)), max(0, left - part.rows)
+        assert pool.has(most, rows) and not pool.has(most + 1, rows)
+        if not pool.parts:
+            break
+        at = data.draw(st.sampled_from([len(pool.parts) - 1, data.draw(st.integers(0, len(pool.parts) - 1))]))
+        if data.draw(st.booleans()):
+            (number,), _, _ = pool.take_one(at)
+            part = pool.part(number)
+            pool.put(part, part.begin, data.draw(st.integers(part.begin, part.end)))
+        else:
+            pool.take(data.draw(st.integers(0, at)), at + 1)

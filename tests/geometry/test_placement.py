@@ -121,9 +121,11 @@ def test_counted_rows_are_those_of_the_definition(lengths, world_size, causal, p
     regions = mask.regions(n)
     task = _Task(regions, n, world_size, TOLERANCE)
     ranks = np.array(data.draw(st.lists(st.integers(0, world_size - 1), min_size=1, max_size=12)))
-    pieces = task.chunks(ranks)
-    spans = [tuple(ra.Span(a, b - a) for r, a, b in pieces.tolist() if r == rank) for rank in range(world_size)]
-    assert task.cost(pieces)[1] == moved(ra.Layout(n, tuple(spans)), mask)
+    (pieces,) = task.chunks(ranks, np.inf)
+    spans = [tuple(ra.Span(a, b - a) for r, a, b in pieces.T.tolist() if r == rank) for rank in range(world_size)]
+    over, rows = task.cost(pieces)
+    assert rows == moved(ra.Layout(n, tuple(spans)), mask)
+    assert task.chunks(ranks, over) and not (over and task.chunks(ranks, over * (1 - 1e-9)))
 
 
 MIXES = [(mean, tokens, ranks) for mean in (2048, 16384) for tokens in (8192, 32768) for ranks in (2, 8, 64)]

@@ -15,12 +15,12 @@ from tests.counting import calls_of
 # by layout, documents, tokens and ranks: the most function calls, Python's and built-in ones, of a layout and of what a rank does with it;
 # and the most bytes of arrays at a time
 NEW_BATCH = {
-    (ra.balanced, 16, 1 << 15, 4): (520, 1960, 90000),
-    (ra.balanced, 128, 1 << 17, 8): (1180, 2670, 190000),
-    (ra.balanced, 2000, 1 << 20, 8): (3800, 2680, 800000),
-    (ra.balanced, 2000, 1 << 20, 64): (13700, 7650, 1800000),
-    (ra.placed, 128, 1 << 17, 8): (1500, 900, 70000),
-    (ra.placed, 2000, 1 << 20, 8): (4100, 790, 900000),
+    (ra.balanced, 16, 1 << 15, 4): (495, 1890, 75000),
+    (ra.balanced, 128, 1 << 17, 8): (1160, 2600, 175000),
+    (ra.balanced, 2000, 1 << 20, 8): (3780, 2610, 760000),
+    (ra.balanced, 2000, 1 << 20, 64): (13690, 7600, 1680000),
+    (ra.placed, 128, 1 << 17, 8): (1340, 790, 60000),
+    (ra.placed, 2000, 1 << 20, 8): (4100, 700, 840000),
 }
 
 

@@ -9,6 +9,8 @@ from triton.runtime import driver
 
 from ..table import FIRST_SEGMENT, ROW, SPLIT, steps_of
 
+_NO_SEGMENT = np.array([[0, 0, 0, 1, 0, 0, 0, 0]], dtype=np.int32)
+
 
 @dataclass(frozen=True)
 class WorkQueue:
@@ -34,22 +36,24 @@ def order_works(
     """
     steps = steps_of(items, segments, step)
     if touched_only:
-        items, steps = items[steps > 0], steps[steps > 0]
-    first = np.where(steps > 0, items[:, FIRST_SEGMENT], len(segments))
-    segments = np.concatenate([segments, np.array([[0, 0, 0, 1, 0, 0, 0, 0]], dtype=np.int32)])
-    # (items, 3): first row, first segment, steps; longest first, as they come
-    blocks = np.array([items[:, ROW], first, np.maximum(steps, 1)], dtype=np.int32).T
-
-    def works_of(part: slice, group: np.ndarray) -> np.ndarray:
-        found = np.empty((len(blocks[part]), len(group), 4), dtype=np.int32)
-        found[:, :, 0] = items[part, SPLIT, None] * heads + group
-        found[:, :, 1:] = blocks[part, None]
-        return found.reshape(-1, 4)
-
+        touched = steps > 0
+        items, steps = items[touched], steps[touched]
+    blocks = np.empty((len(items), 4), dtype=np.int32)
+    blocks[:, 0] = items[:, SPLIT] * heads
+    blocks[:, 1] = items[:, ROW]
+    blocks[:, 2] = np.where(steps > 0, items[:, FIRST_SEGMENT], len(segments))
+    blocks[:, 3] = np.maximum(steps, 1)
+    # (items, heads, 4); longest first, as they come
+    found = blocks.repeat(heads, axis=0).reshape(-1, heads, 4)
+    found[:, :, 0] += np.arange(heads, dtype=np.int32)
     kept = len(items) - _held_back(steps, heads, processors)
-    groups = [np.arange(max(0, end - together), end) for end in range(heads, 0, -together)][::-1]
-    works = [works_of(slice(kept), group) for group in groups]
-    return np.concatenate([*works, works_of(slice(kept, None), np.arange(heads))]), segments
+    works, begin = np.empty((len(items) * heads, 4), dtype=np.int32), 0
+    for end in [*range(heads, 0, -together)][::-1]:
+        group = found[:kept, max(0, end - together) : end]
+        works[begin : begin + group.size // 4].reshape(group.shape)[:] = group
+        begin += group.size // 4
+    works[begin:] = found[kept:].reshape(-1, 4)
+    return works, np.concatenate([segments, _NO_SEGMENT])
 
 
 def _held_back(steps: np.ndarray, heads: int, processors: int) -> int:
@@ -60,7 +64,8 @@ def _held_back(steps: np.ndarray, heads: int, processors: int) -> int:
     """
     longest = steps.max(initial=0)
     enough = min(processors * longest / heads, steps.sum() / 20)
-    return int(((np.cumsum(steps[::-1]) <= enough) & (steps[::-1] <= longest // 4)).sum())
+    last_first = steps[::-1]
+    return int(np.count_nonzero((last_first.cumsum() <= enough) & (last_first <= longest // 4)))
 
 
 @functools.cache
