@@ -311,7 +311,9 @@ def test_launches_of_random_tables_as_on_a_gpu():
     fuzz.launch_many(range(2), fuzz.INTERPRETER, seconds=60)
 
 
-@pytest.mark.parametrize("head_dims", [(1, 1), (8, 3), (17, 40), (96, 64), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "head_dims", [(1, 1), (8, 3), (17, 40), (96, 64), (192, 128), (256, 256), (512, 512), (300, 257), (64, 512)], ids=str
+)
 def test_head_dims(head_dims):
     compare(*inputs(1, 33, 33, 1, 1, *head_dims), dense.causal(33), head_dims[0] ** -0.5)
 

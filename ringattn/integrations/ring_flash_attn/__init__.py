@@ -2,8 +2,11 @@
 
     import ringattn.integrations.ring_flash_attn as ring_flash_attn
 
-is the only change to a program. Which rows a rank holds follows from the name: `ring_*` one chunk of the sequence, `zigzag_ring_*` two,
-`stripe_*` every world_size-th token; of each document alike in `*_varlen_*`; and `llama3_*` one chunk of all documents together.
+is the only change to a program. The package's modules, such as `zigzag_ring_flash_attn` and `adapters.hf_adapter`, are modules of this one.
+Where libraries import the package themselves, call `install()` first.
+
+Which rows a rank holds follows from the name: `ring_*` one chunk of the sequence, `zigzag_ring_*` two, `stripe_*` every world_size-th
+token; of each document alike in `*_varlen_*`; and `llama3_*` one chunk of all documents together.
 
 `window_size`, `alibi_slopes` and `dropout_p` are honoured. So is `causal=False` by every function, and rows may be those of any group that
 `ring_attention` takes. What cannot be honoured is a ValueError, on every rank.
@@ -13,17 +16,19 @@ Shapes: b batch, s_local tokens of this rank, t those of its documents together,
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .. import check
-from ..geometry.layout import Layout, contiguous, striped, zigzag
-from ..runtime.agree import refusing
-from ..runtime.groups import Group, get_context
-from .ring_flash_attn_arguments import (
+from ... import check
+from ...geometry.layout import Layout, contiguous, striped, zigzag
+from ...runtime.agree import refusing
+from ...runtime.groups import Group, get_context
+from ..ring_flash_attn_arguments import (
     Prepared,
     Returned,
     around,
@@ -37,11 +42,12 @@ from .ring_flash_attn_arguments import (
     whole_bounds,
     whole_layout,
 )
-from .ring_flash_attn_models import substitute_hf_flash_attn, update_ring_flash_attn_params
+from ..ring_flash_attn_models import substitute_hf_flash_attn, update_ring_flash_attn_params
 
 __all__ = [
     "FunctionsOfBatches",
     "FunctionsOfDocuments",
+    "install",
     "llama3_flash_attn_prepare_cu_seqlens",
     "llama3_flash_attn_varlen_func",
     "llama3_flash_attn_varlen_kvpacked_func",
@@ -66,6 +72,38 @@ __all__ = [
 ]
 
 _WindowSize = tuple[int, int]
+_NAME = "ring_flash_attn"  # the package's
+_MODULES = (
+    "adapters",
+    "adapters.hf_adapter",
+    "llama3_flash_attn_varlen",
+    "ring_flash_attn",
+    "ring_flash_attn_varlen",
+    "stripe_flash_attn",
+    "utils",
+    "zigzag_ring_flash_attn",
+    "zigzag_ring_flash_attn_varlen",
+)
+
+
+def install() -> None:
+    """Make this the package `ring_flash_attn` of the process, its modules too, for programs and libraries that import it by name.
+
+    Call it before the first of them is imported. Raises ValueError if the package itself was imported already.
+
+    >>> import ringattn.integrations.ring_flash_attn
+    >>> ringattn.integrations.ring_flash_attn.install()
+    >>> from ring_flash_attn.zigzag_ring_flash_attn import zigzag_ring_flash_attn_func
+    """
+    here = sys.modules[__name__]
+    other = sys.modules.get(_NAME)
+    if other not in (None, here):
+        raise ValueError(
+            f"the package {_NAME} was imported already, from {getattr(other, '__file__', None)}: call install() before whatever imports it"
+        )
+    sys.modules[_NAME] = here
+    for module in _MODULES:
+        sys.modules[f"{_NAME}.{module}"] = importlib.import_module(f"{__name__}.{module}")
 
 
 @dataclass(frozen=True)
