@@ -60,7 +60,7 @@ _FP32_GFX942 = {
     "dq": {64: BlockConfig(32, 32, 4, 1), 128: BlockConfig(32, 16, 4, 1), 256: BlockConfig(16, 16, 4, 1)},
 }
 # Heads over 256. One gradient of 64 rows, or two of 32, fill the registers.
-_WIDE_SM90 = {"forward": BlockConfig(64, 32, 8, 2), "dkdv": BlockConfig(64, 32, 8, 1, apart=True), "dq": BlockConfig(64, 32, 8, 1)}
+_WIDE_SM90 = {"forward": BlockConfig(64, 64, 8, 1), "dkdv": BlockConfig(64, 32, 8, 1, apart=True), "dq": BlockConfig(64, 32, 8, 1)}
 _WIDE = {"forward": BlockConfig(32, 32, 8, 1), "dkdv": BlockConfig(32, 32, 8, 1, apart=True), "dq": BlockConfig(32, 32, 8, 1)}
 _WIDE_GFX942 = {"forward": BlockConfig(32, 16, 4, 1), "dkdv": BlockConfig(32, 16, 4, 1), "dq": BlockConfig(32, 16, 4, 1)}
 _WIDE_FP32 = {"forward": BlockConfig(16, 16, 4, 1), "dkdv": BlockConfig(16, 16, 4, 1, apart=True), "dq": BlockConfig(16, 16, 4, 1)}

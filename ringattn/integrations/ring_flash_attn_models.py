@@ -230,7 +230,7 @@ def use_ring_attn(flag: bool) -> None:
 
     Raises ValueError without `substitute_hf_flash_attn` before, and for False without the package flash_attn.
     """
-    from transformers.utils import is_flash_attn_2_available
+    from transformers.utils.import_utils import is_flash_attn_2_available
 
     around = _known()
     if not check.flag("flag", flag) and (around.before is None or not is_flash_attn_2_available()):

@@ -1,9 +1,10 @@
 """Names of the package ring_flash_attn that have no meaning here: an error names what takes their place."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 
-def absent(module: str, names: Mapping[str, str]) -> Callable[[str], object]:
+def absent(module: str, names: Mapping[Any, str]) -> Callable[[str], object]:
     """`__getattr__` for a module: ImportError, with what takes its place, for each of `names`; AttributeError for others."""
 
     def find(name: str) -> object:

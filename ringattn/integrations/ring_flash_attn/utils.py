@@ -20,8 +20,7 @@ def get_default_args(func: Callable) -> dict[str, Any]:
     >>> get_default_args(lambda x, scale=2.0: x)
     {'x': None, 'scale': 2.0}
     """
-    if hasattr(func, "_init_fn"):  # an operator made by torch.library.custom_op
-        func = func._init_fn
+    func = getattr(func, "_init_fn", func)  # of an operator made by torch.library.custom_op, the function
     empty = inspect.Parameter.empty
     return {name: None if x.default is empty else x.default for name, x in inspect.signature(func).parameters.items()}
 
