@@ -7,13 +7,15 @@ which sees itself only; those of `whole` are one document each. The ways (`doors
     attach            `attach`, around a loop written by hand
     accelerate        `attach` and accelerate's DDP, by `RingParallelismConfig`
     trainer           `attach` and transformers' Trainer, by `RingTrainer`
+    trl               `attach` and trl's SFTTrainer, by `RingSFTTrainer`, which takes zigzag whatever `--layout` says
     replicas          no ring: data parallelism over all ranks, by the same kernels
-    context_parallel  the same loop, around torch's own context parallelism (which accelerate's `cp_size` takes); on GPUs only. It knows no
-                      documents: they become rows of one batch, padded to the longest, with the same loss
+    context_parallel  the same loop, around torch's own context parallelism (which accelerate's `cp_size` takes); rings need GPUs. It knows
+                      no documents: they become rows of one batch, padded to the longest, with the same loss
 
 Each run begins with the same weights. Ways take turns in each round; a time is the slowest rank's, from step to step, after `--warm-up`
 steps of each run. `ratio` is to the first way. `loss` is the largest relative difference of a step's loss from the first way's. Rates
-count tokens without padding. `trainer` makes a row's logits whole, as transformers does; the other ways make a few tokens' at a time.
+count tokens without padding. `trainer` and `trl` make a shard's logits whole, as transformers does; the others a few
+tokens' at a time.
 
     python launch/bench doors --world-size 2 --tokens 65536 --cases whole --ways attach replicas context_parallel
 
@@ -31,7 +33,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from .doors_ways import WAYS, Run, Setting, Step, make_steps
+from .doors_ways import WAYS, Run, Setting, TrainedStep, make_steps
 from .shared.cases import LAYOUTS
 from .shared.ranks import add_ranks, circumstances, slowest, start_ranks
 from .shared.timing import spread
@@ -41,9 +43,7 @@ CASES = ("packed", "whole")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument(
-        "--ways", nargs="+", choices=sorted(WAYS), help="(default: all that run on the device; ratios are to the first)"
-    )
+    parser.add_argument("--ways", nargs="+", choices=sorted(WAYS), help="(default: all that run here; ratios are to the first)")
     parser.add_argument("--tokens", type=int, default=32768, help="of a row (default: %(default)s)")
     parser.add_argument("--mean", type=int, default=4096, help="length of packed documents (default: %(default)s)")
     parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of a length (default: 1)")
@@ -67,10 +67,11 @@ def main(arguments: argparse.Namespace) -> None:
 def run_rank(arguments: argparse.Namespace) -> None:
     """Measure every case; rank 0 prints and writes the results after each."""
     setting = Setting(arguments)
-    ways = arguments.ways or [name for name, way in WAYS.items() if arguments.device in way.devices]
+    obstacles = {name: way.obstacle(setting.device, setting.size) for name, way in WAYS.items()}
+    ways = arguments.ways or [name for name in WAYS if not obstacles[name]]
     for name in ways:
-        if arguments.device not in WAYS[name].devices:
-            raise ValueError(f"{name} is among --ways, but runs on {', '.join(WAYS[name].devices)} only: leave it out")
+        if obstacles[name]:
+            raise ValueError(f"{name} is among --ways, but {obstacles[name]}: leave it out")
     rows: list[dict] = []
     for case in arguments.cases:
         steps = make_steps(case, arguments, setting.size)
@@ -85,7 +86,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
             write(rows, arguments)
 
 
-def measured(name: str, setting: Setting, steps: list[Step]) -> Run:
+def measured(name: str, setting: Setting, steps: list[TrainedStep]) -> Run:
     """A run of a way, from the first weights; nothing of it stays."""
     run = Run(setting.device)
     if setting.device == "cuda":
@@ -101,7 +102,7 @@ def measured(name: str, setting: Setting, steps: list[Step]) -> Run:
     return run
 
 
-def row(case: str, name: str, runs: dict[str, list[Run]], steps: list[Step], arguments: argparse.Namespace) -> dict:
+def row(case: str, name: str, runs: dict[str, list[Run]], steps: list[TrainedStep], arguments: argparse.Namespace) -> dict:
     """What is known of a way in a case."""
     kept = range(arguments.warm_up, len(steps))
 

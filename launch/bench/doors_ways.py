@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ringattn as ra
 from ringattn.integrations.huggingface import attach
@@ -28,7 +31,7 @@ Batch = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainedRow:
     """Documents that are trained on together, each of token ids."""
 
     documents: list[torch.Tensor]
@@ -55,10 +58,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainedStep:
     """The rows of a step of the optimizer, one for each rank of the job."""
 
-    rows: list[Row]
+    rows: list[TrainedRow]
 
     @property
     def tokens(self) -> int:
@@ -70,17 +73,17 @@ class Step:
         return sum(row.tokens - len(row.documents) for row in self.rows)
 
 
-def make_steps(case: str, arguments: argparse.Namespace, ranks: int) -> list[Step]:
+def make_steps(case: str, arguments: argparse.Namespace, ranks: int) -> list[TrainedStep]:
     """The same random steps on every rank."""
 
-    def row(seed: int) -> Row:
+    def row(seed: int) -> TrainedRow:
         n = arguments.tokens
         lengths = make_batch(arguments.mean, arguments.sigma, n, seed).lengths if case == "packed" else [n]
         ids = torch.randint(arguments.vocabulary, (n,), generator=torch.Generator().manual_seed(seed))
-        return Row(list(ids.split(lengths)))
+        return TrainedRow(list(ids.split(lengths)))
 
     count = arguments.warm_up + arguments.steps
-    return [Step([row(number * ranks + i) for i in range(ranks)]) for number in range(count)]
+    return [TrainedStep([row(number * ranks + i) for i in range(ranks)]) for number in range(count)]
 
 
 @dataclass
@@ -145,7 +148,7 @@ class Setting:
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=self.arguments.rate, weight_decay=0.0, fused=self.device == "cuda")
 
-    def shard(self, row: Row, rank: int, size: int) -> Batch:
+    def shard(self, row: TrainedRow, rank: int, size: int) -> Batch:
         """A rank's part of a row, with the ring's layout."""
         layout = LAYOUTS[self.arguments.layout](ra.documents(lengths=row.lengths), row.tokens, size)
         parts = shard_batch(row.packed, layout, rank)
@@ -155,7 +158,12 @@ class Setting:
 
 
 def by_hand(
-    setting: Setting, model: nn.Module, steps: list[Step], run: Run, rows_of: Callable, backward: Callable[[Row, int], torch.Tensor]
+    setting: Setting,
+    model: nn.Module,
+    steps: list[TrainedStep],
+    run: Run,
+    rows_of: Callable,
+    backward: Callable[[TrainedRow, int], torch.Tensor],
 ) -> None:
     """Train: `backward` runs both passes of a row, and returns this rank's part of the loss, divided by the labels that count."""
     optimizer = setting.optimizer(model.parameters())
@@ -168,24 +176,24 @@ def by_hand(
         run.done(total)
 
 
-def around_ring(setting: Setting, steps: list[Step], run: Run) -> None:
+def around_ring(setting: Setting, steps: list[TrainedStep], run: Run) -> None:
     model = setting.model()
     attach(model)
     _train_attached(setting, model, steps, run, lambda step: step.rows, setting.rank, setting.size)
 
 
-def replicas(setting: Setting, steps: list[Step], run: Run) -> None:
+def replicas(setting: Setting, steps: list[TrainedStep], run: Run) -> None:
     model = setting.model()
     attach(model, group=setting.alone)
     _train_attached(setting, model, steps, run, lambda step: [step.rows[setting.rank]], 0, 1)
 
 
 def _train_attached(
-    setting: Setting, model: nn.Module, steps: list[Step], run: Run, rows_of: Callable, rank: int, size: int
+    setting: Setting, model: nn.Module, steps: list[TrainedStep], run: Run, rows_of: Callable, rank: int, size: int
 ) -> None:
     losses = CausalLMLoss(model)
 
-    def backward(row: Row, counted: int) -> torch.Tensor:
+    def backward(row: TrainedRow, counted: int) -> torch.Tensor:
         loss = losses(**setting.shard(row, rank, size)) / counted
         loss.backward()
         return loss.detach()
@@ -193,24 +201,26 @@ def _train_attached(
     by_hand(setting, model, steps, run, rows_of, backward)
 
 
-def context_parallel(setting: Setting, steps: list[Step], run: Run) -> None:
+def context_parallel(setting: Setting, steps: list[TrainedStep], run: Run) -> None:
     from torch.distributed.tensor.experimental import context_parallel as around
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
 
     model: Any = setting.model()
+    # every mask is causal, and torch's ring takes none
+    AttentionInterface.register("torchs_ring", torchs_attention)
+    AttentionMaskInterface.register("torchs_ring", lambda *_, **__: None)
+    model.set_attn_implementation("torchs_ring")
     mesh = init_device_mesh(setting.device, (setting.size,), mesh_dim_names=("cp",))
-    for module in model.modules():
-        if type(module).__name__.endswith("Attention"):
-            module.register_forward_pre_hook(_without_mask, with_kwargs=True)
-    # a mask in four dimensions is left as it is, where transformers would make one of all pairs; the hook takes it away
-    unused = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=setting.device)
 
-    def backward(row: Row, counted: int) -> torch.Tensor:
+    def backward(row: TrainedRow, counted: int) -> torch.Tensor:
         # torch cuts each row into two chunks a rank
         ids, labels = (x.to(setting.device) for x in row.padded(2 * setting.size))
         positions = torch.arange(ids.shape[1], device=setting.device).expand(ids.shape).contiguous()
         buffers = [ids, labels, positions]
-        with around(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)):
-            hidden = model.model(input_ids=ids, position_ids=positions, attention_mask=unused).last_hidden_state
+        cut = dict(buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers))
+        with around(mesh, **cut) if setting.size > 1 else nullcontext():
+            hidden = model.model(input_ids=ids, position_ids=positions).last_hidden_state
             loss = token_loss(hidden, model.lm_head.weight, labels) / counted
             loss.backward()
         return loss.detach()
@@ -218,12 +228,15 @@ def context_parallel(setting: Setting, steps: list[Step], run: Run) -> None:
     by_hand(setting, model, steps, run, lambda step: step.rows, backward)
 
 
-def _without_mask(module: nn.Module, arguments: tuple, given: Batch) -> tuple[tuple, Batch]:
-    """What accelerate does to attention under its `cp_size`."""
-    return arguments, {**given, "attention_mask": None, "is_causal": True}
+def torchs_attention(module: nn.Module, query, key, value, attention_mask, scaling=None, **unused):
+    """q (b, h, s, d), k and v (b, hk, s, d) -> (b, s, h, d), None: cuDNN's on a GPU, causal."""
+    # torch's ring has no grouped-query attention: repeat K and V
+    k, v = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if query.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(query, k, v, is_causal=True, scale=scaling).transpose(1, 2), None
 
 
-def accelerated(setting: Setting, steps: list[Step], run: Run) -> None:
+def accelerated(setting: Setting, steps: list[TrainedStep], run: Run) -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -251,36 +264,56 @@ def accelerated(setting: Setting, steps: list[Step], run: Run) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def trained(setting: Setting, steps: list[Step], run: Run) -> None:
-    from accelerate.state import AcceleratorState
+def trained(setting: Setting, steps: list[TrainedStep], run: Run) -> None:
     from torch.utils.data import DataLoader
-    from transformers import TrainerCallback, TrainingArguments
+    from transformers import TrainingArguments
 
     from ringattn.integrations.trainer import RingTrainer
 
-    class Clock(TrainerCallback):
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            run.start()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            run.done(None)
-
-        def on_log(self, arguments: Any, state: Any, control: Any, logs: dict | None = None, **_: Any) -> None:
-            if logs is not None and "loss" in logs:
-                run.losses.append(logs["loss"])
-
-    class InOrder(RingTrainer):
+    class InOrderTrainer(RingTrainer):
         def get_train_dataloader(self) -> DataLoader:
             return DataLoader(self.train_dataset, 1, shuffle=False, collate_fn=cut)
 
-    def cut(rows: list[Row]) -> Batch:
+    def cut(rows: list[TrainedRow]) -> Batch:
         # the Trainer counts what is called labels, and moves tensors itself
         found = setting.shard(rows[0], setting.rank, setting.size)
         return {**found, "labels": found["shift_labels"]}
 
-    _tell_ranks()
+    def make(model: nn.Module, callbacks: list) -> RingTrainer:
+        rows: Any = [row for step in steps for row in step.rows]
+        return InOrderTrainer(model, _settings(TrainingArguments, setting, steps), train_dataset=rows, callbacks=callbacks)
+
+    _run_trainer(make, setting, run)
+
+
+def trained_by_trl(setting: Setting, steps: list[TrainedStep], run: Run) -> None:
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig
+
+    from ringattn.integrations.trl import RingSFTTrainer
+
+    def make(model: nn.Module, callbacks: list) -> RingSFTTrainer:
+        # rows are packed already, and trl tells documents apart by seq_lengths
+        ready = dict(padding_free=True, max_length=None, dataset_kwargs={"skip_prepare_dataset": True}, bf16=False)
+        ready |= dict(gradient_checkpointing=False)  # the model does as `--checkpoint` says
+        arguments = _settings(SFTConfig, setting, steps, train_sampling_strategy="sequential", **ready)
+        rows = [dict(input_ids=torch.cat(row.documents).tolist(), seq_lengths=row.lengths) for step in steps for row in step.rows]
+        # no text is read
+        words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+        found = Dataset.from_list(rows)
+        return RingSFTTrainer(model, args=arguments, train_dataset=found, processing_class=tokenizer, callbacks=callbacks)
+
+    _run_trainer(make, setting, run)
+
+
+def _settings(kind: Any, setting: Setting, steps: list[TrainedStep], **more: Any) -> Any:
+    """A Trainer's settings: each step of the optimizer takes a row for each rank, one after the other."""
     on_cpu = setting.device == "cpu"
-    arguments = TrainingArguments(
+    _tell_ranks()
+    return kind(
         str(setting.arguments.out / "trainer"),
         max_steps=len(steps),
         per_device_train_batch_size=1,
@@ -295,11 +328,29 @@ def trained(setting: Setting, steps: list[Step], run: Run) -> None:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
+        **more,
     )
+
+
+def _run_trainer(make: Callable[[nn.Module, list], Any], setting: Setting, run: Run) -> None:
+    from accelerate.state import AcceleratorState
+    from transformers import PrinterCallback, TrainerCallback
+
+    class StepClock(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            run.start()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            run.done(None)
+
+        def on_log(self, arguments: Any, state: Any, control: Any, logs: dict | None = None, **_: Any) -> None:
+            if logs is not None and "loss" in logs:
+                run.losses.append(float(logs["loss"]))
+
     model = setting.model()
     attach(model)
-    rows: Any = [row for step in steps for row in step.rows]
-    trainer = InOrder(model, arguments, train_dataset=rows, callbacks=[Clock()])
+    trainer = make(model, [StepClock()])
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -313,13 +364,20 @@ def _tell_ranks() -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """How to train, and on which devices it can."""
+    """How to train. most_on_cpus: ranks with which it can on CPUs; None: any number. needs: a package."""
 
-    train: Callable[[Setting, list[Step], Run], None]
-    devices: tuple[str, ...] = ("cuda", "cpu")
+    train: Callable[[Setting, list[TrainedStep], Run], None]
+    most_on_cpus: int | None = None
     pads: bool = False
+    needs: str = "transformers"
 
-    def computed(self, steps: list[Step], ranks: int) -> float:
+    def obstacle(self, device: str, ranks: int) -> str:
+        """Why it cannot train here; empty where it can."""
+        if device == "cpu" and self.most_on_cpus is not None and ranks > self.most_on_cpus:
+            return f"on CPUs it runs with {self.most_on_cpus} rank only"
+        return "" if importlib.util.find_spec(self.needs) else f"the package {self.needs} is not installed"
+
+    def computed(self, steps: list[TrainedStep], ranks: int) -> float:
         """Tokens that are computed, over those that are there."""
         if not self.pads:
             return 1.0
@@ -329,9 +387,10 @@ class Way:
 
 WAYS = {
     "attach": Way(around_ring),
-    "accelerate": Way(accelerated),
-    "trainer": Way(trained),
+    "accelerate": Way(accelerated, needs="accelerate"),
+    "trainer": Way(trained, needs="accelerate"),
+    "trl": Way(trained_by_trl, needs="trl"),
     "replicas": Way(replicas),
     # on CPUs torch's ring takes no attention
-    "context_parallel": Way(context_parallel, ("cuda",), pads=True),
+    "context_parallel": Way(context_parallel, most_on_cpus=1, pads=True),
 }

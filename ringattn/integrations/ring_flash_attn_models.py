@@ -19,6 +19,7 @@ from ..runtime.agree import refusing
 from ..runtime.groups import Group, get_context
 from ..scores import score
 from .ring_flash_attn_arguments import contiguous_layout, not_traced, row_bounds, values
+from .ring_flash_attn_documents import llama3_flash_attn_prepare_cu_seqlens
 
 __all__ = [
     "DATA_PARAMS",
@@ -210,8 +211,6 @@ def update_ring_flash_attn_params(cu_seqlens: torch.Tensor, process_group: Group
 
     Raises ValueError for bad bounds and for another group.
     """
-    from .ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens
-
     around, ranks = _substituted(), get_context(process_group).ranks
     if around is not None and ranks is not get_context(around.group).ranks:
         raise ValueError("process_group is not that of substitute_hf_flash_attn, whose ring the models run around: pass the same")
