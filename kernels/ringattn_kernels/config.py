@@ -63,7 +63,12 @@ _FP32_GFX942 = {
 _WIDE_SM90 = {"forward": BlockConfig(64, 64, 8, 1), "dkdv": BlockConfig(64, 32, 8, 1, apart=True), "dq": BlockConfig(64, 32, 8, 1)}
 _WIDE = {"forward": BlockConfig(32, 32, 8, 1), "dkdv": BlockConfig(32, 32, 8, 1, apart=True), "dq": BlockConfig(32, 32, 8, 1)}
 _WIDE_GFX942 = {"forward": BlockConfig(32, 16, 4, 1), "dkdv": BlockConfig(32, 16, 4, 1), "dq": BlockConfig(32, 16, 4, 1)}
-_WIDE_FP32 = {"forward": BlockConfig(16, 16, 4, 1), "dkdv": BlockConfig(16, 16, 4, 1, apart=True), "dq": BlockConfig(16, 16, 4, 1)}
+_WIDE_FP32 = {"forward": BlockConfig(32, 16, 8, 1), "dkdv": BlockConfig(16, 16, 8, 1, apart=True), "dq": BlockConfig(16, 16, 8, 1)}
+_WIDE_FP32_GFX942 = {
+    "forward": BlockConfig(16, 16, 4, 1),
+    "dkdv": BlockConfig(16, 16, 4, 1, apart=True),
+    "dq": BlockConfig(16, 16, 4, 1),
+}
 _INTERPRETER = {"forward": BlockConfig(64, 32, 1, 1, 2), "dkdv": BlockConfig(64, 32, 1, 1), "dq": BlockConfig(64, 32, 1, 1)}
 _WIDE_INTERPRETER = _INTERPRETER | {"dkdv": BlockConfig(64, 32, 1, 1, apart=True)}
 
@@ -87,7 +92,9 @@ def launch_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> Blo
     is_amd, is_fp32 = arch.startswith("gfx"), dtype == torch.float32
     major = 0 if is_amd else int(arch[3:]) // 10
     if wide:
-        return (_WIDE_FP32 if is_fp32 else _WIDE_GFX942 if is_amd else _WIDE_SM90 if major == 9 else _WIDE)[kernel]
+        for_16_bits = _WIDE_GFX942 if is_amd else _WIDE_SM90 if major == 9 else _WIDE
+        for_fp32 = _WIDE_FP32_GFX942 if is_amd else _WIDE_FP32
+        return (for_fp32 if is_fp32 else for_16_bits)[kernel]
     if is_amd:
         table = _FP32_GFX942 if is_fp32 else _GFX942
     else:
@@ -105,11 +112,14 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def precision(dtype: torch.dtype, arch: str) -> str:
-    """How `tl.dot` multiplies. fp32 is never rounded to tf32: NVIDIA's units multiply it in three parts, which keeps fp32's error."""
+def precision(dtype: torch.dtype, arch: str, head_dim: int) -> str:
+    """How `tl.dot` multiplies. fp32 is never rounded to tf32: NVIDIA's units multiply it in three parts, which keeps fp32's error.
+
+    head_dim: the larger of the two. Over 256 the three parts do not fit in the registers, and the ordinary units multiply.
+    """
     if dtype != torch.float32:
         return "tf32"  # what the argument is for 16-bit operands, which it does not touch
-    return "tf32x3" if arch.startswith("sm_") else "ieee"
+    return "tf32x3" if arch.startswith("sm_") and head_dim <= 256 else "ieee"
 
 
 def descriptor(x: torch.Tensor, rows: int, arch: str) -> TensorDescriptor | None:

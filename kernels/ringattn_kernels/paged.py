@@ -45,7 +45,7 @@ _FP32 = {64: PagedConfig(32, 32, 2, 4, 3), 128: PagedConfig(32, 32, 1, 4, 3), 25
 _FP32_GFX942 = {64: PagedConfig(32, 32, 2, 4, 1), 128: PagedConfig(32, 16, 1, 4, 1), 256: PagedConfig(16, 16, 1, 4, 1)}
 # heads over 256
 _WIDE_SM90, _WIDE_SM80, _WIDE_GFX942 = PagedConfig(16, 32, 1, 8, 3), PagedConfig(16, 16, 1, 4, 3), PagedConfig(16, 16, 1, 4, 1)
-_WIDE_FP32 = PagedConfig(16, 16, 1, 4, 2)
+_WIDE_FP32 = PagedConfig(16, 16, 1, 8, 2)
 _INTERPRETER = PagedConfig(32, 32, 5, 1, 1)
 
 
@@ -191,7 +191,7 @@ def paged_launch(
             slopes_stride=0 if slopes is None or len(slopes) == 1 else slopes.stride(0),
             HEAD_DIM=q.shape[3],
             BLOCK_D=padded(q.shape[3]),
-            PRECISION=precision(q.dtype, arch),
+            PRECISION=precision(q.dtype, arch, max(q.shape[3], v.shape[3])),
             MODIFIED=modifiers is not None,
             num_stages=config.num_stages,
         )

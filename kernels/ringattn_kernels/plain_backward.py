@@ -124,7 +124,7 @@ def _shared_arguments(
         BLOCK_DV=padded(v_dim),
         ADD=add,
         WEIGHTED=weight is not None,
-        PRECISION=precision(q.dtype, arch),
+        PRECISION=precision(q.dtype, arch, max(d, v_dim)),
         **score_arguments(modifiers, blocks, table, q.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

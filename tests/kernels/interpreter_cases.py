@@ -148,7 +148,7 @@ def test_splits_merge_into_the_state_that_whole_blocks_would_leave(final):
 
 
 @pytest.mark.parametrize(
-    ("add", "d"), [*(pytest.param(False, d, marks=pytest.mark.thorough) for d in (16, 260)), (True, 16), (True, 260)]
+    ("add", "d"), [(True, 16), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((False, 16), (True, 260), (False, 260)))]
 )
 def test_the_gradients_of_splits_add_up_to_those_of_whole_blocks(add, d):
     """Where blocks without a pair are overwritten, or left as they are."""
@@ -179,7 +179,7 @@ def test_equal_huge_logits_average_exactly_over_splits(logit):
     torch.testing.assert_close(row_sum.log() + row_max, torch.full_like(row_max, logit * 0.37) + np.log(100))
 
 
-@pytest.mark.parametrize("d", [16, 264])
+@pytest.mark.parametrize("d", [16, pytest.param(264, marks=pytest.mark.thorough)])
 def test_modified_scores(d):
     """Over two launches whose tiles lie at places of their own, with a stride between positions; against the blocks of plain torch."""
     b, s, h, hk = 2, 40, 2, 1
