@@ -63,7 +63,7 @@ _FP32_GFX942 = {
 _WIDE_SM90 = {"forward": BlockConfig(64, 64, 8, 1), "dkdv": BlockConfig(64, 32, 8, 1, apart=True), "dq": BlockConfig(64, 32, 8, 1)}
 _WIDE = {"forward": BlockConfig(32, 32, 8, 1), "dkdv": BlockConfig(32, 32, 8, 1, apart=True), "dq": BlockConfig(32, 32, 8, 1)}
 _WIDE_GFX942 = {"forward": BlockConfig(32, 16, 4, 1), "dkdv": BlockConfig(32, 16, 4, 1), "dq": BlockConfig(32, 16, 4, 1)}
-_WIDE_FP32 = {"forward": BlockConfig(32, 16, 8, 1), "dkdv": BlockConfig(16, 16, 8, 1, apart=True), "dq": BlockConfig(16, 16, 8, 1)}
+_WIDE_FP32 = {"forward": BlockConfig(16, 16, 4, 1), "dkdv": BlockConfig(16, 16, 8, 1, apart=True), "dq": BlockConfig(16, 16, 8, 1)}
 _WIDE_FP32_GFX942 = {
     "forward": BlockConfig(16, 16, 4, 1),
     "dkdv": BlockConfig(16, 16, 4, 1, apart=True),

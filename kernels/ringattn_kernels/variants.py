@@ -55,7 +55,7 @@ Written by `python -m ringattn_kernels.variants`. Registers are those of a threa
 local loads and stores on NVIDIA, registers on AMD. Kernels called modified have all parts of a score at once: softcap, ALiBi, bias and
 dropout. `delta` and `delta and pivot` are one kernel, `rows_kernel`, without and with what the Hopper backward reads of rows.
 
-On sm_90 no 16-bit `forward` spills up to head dim 128, and every modified kernel spills but the fp32 forward at head dim 64.
+On sm_90 no 16-bit `forward` spills up to head dim 128, and up to 256 every modified kernel spills but the fp32 forward at head dim 64.
 """
 HEAD_DIMS = (64, 128, 256, 512)
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
