@@ -323,7 +323,7 @@ ERRORS = {
     "nodes": (["--gpus", "12"], "gpus is 12, but must be a multiple of the 8 GPUs of a node, or fewer"),
     "tokens": (["--tokens", "-5"], "tokens is -5, but must be at least 1"),
     "too many tokens": (["--tokens", "5000000000"], "tokens is 5000000000, but must be at most 3000000000"),
-    "head_dim": (["--head-dim", "513"], "head_dim is 513, but must be at most 512"),
+    "head_dim": (["--head-dim", "257"], "head_dim is 257, but must be at most 256"),
     "heads": (["--kv-heads", "5"], "kv_heads is 5, which does not divide the 32 heads"),
     "mask": (["--mask", "windows:3"], "mask is 'windows:3', but must be causal, full, window:TOKENS or documents:MEAN"),
     "window": (["--mask", "window:0"], "mask is 'window:0', but must be causal"),
