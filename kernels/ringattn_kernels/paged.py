@@ -44,7 +44,7 @@ _GFX942 = {64: PagedConfig(64, 64, 2, 4, 1), 128: PagedConfig(64, 32, 2, 4, 1), 
 _FP32 = {64: PagedConfig(32, 32, 2, 4, 3), 128: PagedConfig(32, 32, 1, 4, 3), 256: PagedConfig(16, 16, 1, 4, 3)}
 _FP32_GFX942 = {64: PagedConfig(32, 32, 2, 4, 1), 128: PagedConfig(32, 16, 1, 4, 1), 256: PagedConfig(16, 16, 1, 4, 1)}
 # heads over 256
-_WIDE_SM90, _WIDE_SM80, _WIDE_GFX942 = PagedConfig(16, 32, 1, 8, 3), PagedConfig(16, 16, 1, 4, 3), PagedConfig(16, 16, 1, 4, 1)
+_WIDE_SM90, _WIDE_SM80, _WIDE_GFX942 = PagedConfig(16, 32, 1, 4, 3), PagedConfig(16, 16, 1, 4, 3), PagedConfig(16, 16, 1, 4, 1)
 _WIDE_FP32 = PagedConfig(16, 16, 1, 8, 2)
 _INTERPRETER = PagedConfig(32, 32, 5, 1, 1)
 
