@@ -92,9 +92,9 @@ def ring_attention(
     block-merge formula of `partial.py` and the backward pass of FlashAttention (Dao et al. 2022, algorithm 4).
 
     Args:
-        q: (b, s_local, h, d), bf16, fp16 or fp32, or fp64 on CPU; d up to 256.
+        q: (b, s_local, h, d), bf16, fp16 or fp32, or fp64 on CPU; d up to 512.
         k: (b, sk_local, hk, d) with h % hk == 0 (MHA, GQA, MQA); sk_local is s_local unless there is a kv_layout.
-        v: (b, sk_local, hk, d_v), d_v up to 256.
+        v: (b, sk_local, hk, d_v), d_v up to 512.
         layout: which rank holds which positions; by default `default_layout` of the mask (zigzag for causal), with the sequence
             length taken from the shards.
         kv_layout: the layout of k and v, if they are other tokens than q: an encoder's states, or all tokens so far of a document

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from .digest import constant
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_POSITION = 1 << 48  # sums of a few positions then fit an int64
 MAX_TOKENS = 3_000_000_000  # of a layout: its square, the number of its pairs, fits an int64
 MAX_RANKS = 1 << 16  # layouts and plans hold a table of all ranks

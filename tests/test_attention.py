@@ -673,7 +673,7 @@ def test_grouped_heads_are_repeated_heads(h, hk):
             torch.testing.assert_close(x, summed, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("d", "d_v"), [(1, 1), (3, 7), (192, 128), (24, 256), (255, 33)])
+@pytest.mark.parametrize(("d", "d_v"), [(1, 1), (3, 7), (192, 128), (24, 256), (255, 33), (512, 300)])
 def test_any_head_dim(d, d_v):
     q, k, v, dout = make_inputs(20, Shape(d=d, d_v=d_v))
     layout = ra.zigzag(20, 2)

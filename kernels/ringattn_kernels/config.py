@@ -13,13 +13,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """One program owns `block` rows of its axis and steps through `step` rows of the other at a time, in `parts` (forward only)."""
+    """One program owns `block` rows of its axis and steps through `step` rows of the other at a time, in `parts` (forward only).
+
+    apart: dk and dv in a launch each, for sums that would not fit in the registers together. Scores are then computed twice.
+    """
 
     block: int
     step: int
     num_warps: int
     num_stages: int
     parts: int = 1
+    apart: bool = False
 
 
 # (head-dim bucket) -> BlockConfig, for 16-bit inputs; the bucket is the larger of the two padded head dims
@@ -55,7 +59,18 @@ _FP32_GFX942 = {
     "dkdv": {64: BlockConfig(32, 32, 4, 1), 128: BlockConfig(32, 16, 4, 1), 256: BlockConfig(16, 16, 4, 1)},
     "dq": {64: BlockConfig(32, 32, 4, 1), 128: BlockConfig(32, 16, 4, 1), 256: BlockConfig(16, 16, 4, 1)},
 }
+# Heads over 256. One gradient of 64 rows, or two of 32, fill the registers.
+_WIDE_SM90 = {"forward": BlockConfig(64, 64, 8, 1), "dkdv": BlockConfig(64, 32, 8, 1, apart=True), "dq": BlockConfig(64, 32, 8, 1)}
+_WIDE = {"forward": BlockConfig(32, 32, 8, 1), "dkdv": BlockConfig(32, 32, 8, 1, apart=True), "dq": BlockConfig(32, 32, 8, 1)}
+_WIDE_GFX942 = {"forward": BlockConfig(32, 16, 4, 1), "dkdv": BlockConfig(32, 16, 4, 1), "dq": BlockConfig(32, 16, 4, 1)}
+_WIDE_FP32 = {"forward": BlockConfig(16, 16, 4, 1), "dkdv": BlockConfig(16, 16, 8, 1, apart=True), "dq": BlockConfig(16, 16, 8, 1)}
+_WIDE_FP32_GFX942 = {
+    "forward": BlockConfig(16, 16, 4, 1),
+    "dkdv": BlockConfig(16, 16, 4, 1, apart=True),
+    "dq": BlockConfig(16, 16, 4, 1),
+}
 _INTERPRETER = {"forward": BlockConfig(64, 32, 1, 1, 2), "dkdv": BlockConfig(64, 32, 1, 1), "dq": BlockConfig(64, 32, 1, 1)}
+_WIDE_INTERPRETER = _INTERPRETER | {"dkdv": BlockConfig(64, 32, 1, 1, apart=True)}
 
 
 def architecture(device: torch.device) -> str:
@@ -71,20 +86,24 @@ def architecture(device: torch.device) -> str:
 
 def launch_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> BlockConfig:
     """The entry for `kernel` ('forward', 'dkdv' or 'dq') at the larger of the two head dims."""
+    wide = head_dim > 256
     if arch == "cpu":
-        return _INTERPRETER[kernel]
-    if arch.startswith("gfx"):
-        table = _FP32_GFX942 if dtype == torch.float32 else _GFX942
-    elif dtype == torch.float32:
-        table = _FP32
+        return (_WIDE_INTERPRETER if wide else _INTERPRETER)[kernel]
+    is_amd, is_fp32 = arch.startswith("gfx"), dtype == torch.float32
+    major = 0 if is_amd else int(arch[3:]) // 10
+    if wide:
+        for_16_bits = _WIDE_GFX942 if is_amd else _WIDE_SM90 if major == 9 else _WIDE
+        for_fp32 = _WIDE_FP32_GFX942 if is_amd else _WIDE_FP32
+        return (for_fp32 if is_fp32 else for_16_bits)[kernel]
+    if is_amd:
+        table = _FP32_GFX942 if is_fp32 else _GFX942
     else:
-        major = int(arch[3:]) // 10
-        table = {9: _SM90, 10: _SM100}.get(major, _SM80)
+        table = _FP32 if is_fp32 else {9: _SM90, 10: _SM100}.get(major, _SM80)
     return table[kernel][bucket(head_dim)]
 
 
 def bucket(head_dim: int) -> int:
-    """The head dim of the tables' entry for this one."""
+    """The head dim of the tables' entry for this one, up to 256."""
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
@@ -93,11 +112,14 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def precision(dtype: torch.dtype, arch: str) -> str:
-    """How `tl.dot` multiplies. fp32 is never rounded to tf32: NVIDIA's units multiply it in three parts, which keeps fp32's error."""
+def precision(dtype: torch.dtype, arch: str, head_dim: int) -> str:
+    """How `tl.dot` multiplies. fp32 is never rounded to tf32: NVIDIA's units multiply it in three parts, which keeps fp32's error.
+
+    head_dim: the larger of the two. Over 256 the three parts do not fit in the registers, and the ordinary units multiply.
+    """
     if dtype != torch.float32:
         return "tf32"  # what the argument is for 16-bit operands, which it does not touch
-    return "tf32x3" if arch.startswith("sm_") else "ieee"
+    return "tf32x3" if arch.startswith("sm_") and head_dim <= 256 else "ieee"
 
 
 def descriptor(x: torch.Tensor, rows: int, arch: str) -> TensorDescriptor | None:

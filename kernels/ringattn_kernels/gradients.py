@@ -22,20 +22,23 @@ def key_step(
     stride_qs, stride_os, start, end, first, last, scale, k_positions, q_place, place_stride, steps,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr,
     MASKED: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr, MODIFIED: tl.constexpr, EDGES: tl.constexpr,
+    GRADIENTS: tl.constexpr,
 ):  # fmt: skip
     """Add one block of queries to dk / softmax_scale and dv. Scores are held transposed, so that P^T and dS^T are left operands.
 
-    k_positions: [BLOCK_K, 1]. steps: None if scores are only scaled.
+    k_positions: [BLOCK_K, 1]. steps: None if scores are only scaled. GRADIENTS: "both", or the one that changes.
     """
     columns = start + tl.arange(0, BLOCK_Q)
     # [BLOCK_Q]
     if MASKED:
         inside = columns < end
         pivot = tl.load(pivot_ptr + statistics + columns, mask=inside, other=float("inf"))
-        delta = tl.load(delta_ptr + statistics + columns, mask=inside, other=0.0)
+        if GRADIENTS != "dv":
+            delta = tl.load(delta_ptr + statistics + columns, mask=inside, other=0.0)
     else:
         pivot = tl.load(pivot_ptr + statistics + columns)
-        delta = tl.load(delta_ptr + statistics + columns)
+        if GRADIENTS != "dv":
+            delta = tl.load(delta_ptr + statistics + columns)
     # [BLOCK_Q, BLOCK_D]
     q = load_block(q_desc, q_ptr, batch, head, start, stride_qs, end, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED)
     # [BLOCK_K, BLOCK_Q]
@@ -48,16 +51,19 @@ def key_step(
     dout = load_block(dout_desc, dout_ptr, batch, head, start, stride_os, end, BLOCK_Q, V_DIM, BLOCK_DV, MASKED)
     # [BLOCK_K, BLOCK_Q]
     if not MODIFIED:
-        dp = tl.dot(v, tl.trans(dout), tl.broadcast_to(-delta[None, :], scores.shape), input_precision=PRECISION)
+        if GRADIENTS != "dv":
+            dp = tl.dot(v, tl.trans(dout), tl.broadcast_to(-delta[None, :], scores.shape), input_precision=PRECISION)
         p = tl.math.exp2(scores * scale - pivot[None, :])
     else:
         q_positions = (q_place + place_stride * columns)[None, :]
         exponent, steepness = exponents(scores, q_positions, k_positions, scale, steps, EDGES)
-        dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
+        if GRADIENTS != "dv":
+            dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
         share = 1.0
         if steps.stream is not None:
             share = kept_share(q_positions, k_positions, steps)
-        dp = dp * share - delta[None, :]
+        if GRADIENTS != "dv":
+            dp = dp * share - delta[None, :]
         p = tl.math.exp2(exponent - pivot[None, :])
     if MASKED:
         live = (columns[None, :] >= first[:, None]) & (columns[None, :] <= last[:, None])
@@ -68,16 +74,20 @@ def key_step(
         else:
             weight = tl.load(weight_ptr + statistics + columns)
         p = p * weight[None, :]
-    if not MODIFIED:
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        ds = p * dp
-    else:
-        dv = tl.dot((p * share).to(dout.dtype), dout, dv, input_precision=PRECISION)
-        ds = p * dp * steepness
-    if MASKED:
-        # a dead key's row may hold anything, and 0 * nan is nan
-        ds = tl.where(live, ds, 0.0)
-    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    if GRADIENTS != "dk":
+        if not MODIFIED:
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        else:
+            dv = tl.dot((p * share).to(dout.dtype), dout, dv, input_precision=PRECISION)
+    if GRADIENTS != "dv":
+        if not MODIFIED:
+            ds = p * dp
+        else:
+            ds = p * dp * steepness
+        if MASKED:
+            # a dead key's row may hold anything, and 0 * nan is nan
+            ds = tl.where(live, ds, 0.0)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -91,9 +101,9 @@ def dkdv_kernel(
     dropped, whole,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, ADD: tl.constexpr, WEIGHTED: tl.constexpr, PRECISION: tl.constexpr,
-    MODIFIED: tl.constexpr, EDGES: tl.constexpr, PIECES: tl.constexpr,
+    MODIFIED: tl.constexpr, EDGES: tl.constexpr, PIECES: tl.constexpr, GRADIENTS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one block of key rows of one key/value head, over all query heads of its group."""
+    """dk and dv of one block of key rows of one key/value head, over all query heads of its group; one of them, if GRADIENTS says so."""
     program = tl.program_id(0)
     head_index = program // item_count
     item_ptr = items_ptr + (program % item_count) * 4
@@ -114,9 +124,12 @@ def dkdv_kernel(
     row_mask = rows < k_rows
     # [BLOCK_K, BLOCK_D] and [BLOCK_K, BLOCK_DV]
     k = load_rows(k_ptr, block_begin, stride_ks, k_rows, BLOCK_K, HEAD_DIM, BLOCK_D, True)
-    v = load_rows(v_ptr, block_begin, stride_vs, k_rows, BLOCK_K, V_DIM, BLOCK_DV, True)
-    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
+    v = None
+    if GRADIENTS != "dv":
+        v = load_rows(v_ptr, block_begin, stride_vs, k_rows, BLOCK_K, V_DIM, BLOCK_DV, True)
+    # one number takes the place of a gradient that is not asked for
+    dk = tl.zeros([BLOCK_K, BLOCK_D] if GRADIENTS != "dv" else [1, 1], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_DV] if GRADIENTS != "dk" else [1, 1], tl.float32)
 
     for member in range(group):
         head = kv_head * group + member
@@ -141,7 +154,7 @@ def dkdv_kernel(
                 dk, dv = key_step(
                     dk, dv, k, v, q_desc, dout_desc, q_head, dout_head, batch, head, pivot_ptr, weight_ptr, delta_ptr, statistics,
                     stride_qs, stride_os, start, end, None, None, scale, k_positions, q_place, place_stride, steps,
-                    HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_Q, False, WEIGHTED, PRECISION, MODIFIED, EDGES,
+                    HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_Q, False, WEIGHTED, PRECISION, MODIFIED, EDGES, GRADIENTS,
                 )  # fmt: skip
             first, last = live_columns(rows, end, lo, hi, row_begin, row_end)
             for edge in range(edge_count(begin, full_begin, full_end, end, BLOCK_Q)):
@@ -149,17 +162,19 @@ def dkdv_kernel(
                 dk, dv = key_step(
                     dk, dv, k, v, q_desc, dout_desc, q_head, dout_head, batch, head, pivot_ptr, weight_ptr, delta_ptr, statistics,
                     stride_qs, stride_os, start, end, first, last, scale, k_positions, q_place, place_stride, steps,
-                    HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_Q, True, WEIGHTED, PRECISION, MODIFIED, EDGES,
+                    HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_Q, True, WEIGHTED, PRECISION, MODIFIED, EDGES, GRADIENTS,
                 )  # fmt: skip
 
-    d_columns = tl.arange(0, BLOCK_D)[None, :]
-    dk_ptrs = dk_ptr + (rows.to(tl.int64)[:, None] * stride_dks + d_columns)
-    mask = row_mask[:, None] & (d_columns < HEAD_DIM)
-    store_gradient(dk_ptrs, dk * softmax_scale, mask, ADD)
-    v_columns = tl.arange(0, BLOCK_DV)[None, :]
-    dv_ptrs = dv_ptr + (rows.to(tl.int64)[:, None] * stride_dvs + v_columns)
-    mask = row_mask[:, None] & (v_columns < V_DIM)
-    store_gradient(dv_ptrs, dv, mask, ADD)
+    if GRADIENTS != "dv":
+        d_columns = tl.arange(0, BLOCK_D)[None, :]
+        dk_ptrs = dk_ptr + (rows.to(tl.int64)[:, None] * stride_dks + d_columns)
+        mask = row_mask[:, None] & (d_columns < HEAD_DIM)
+        store_gradient(dk_ptrs, dk * softmax_scale, mask, ADD)
+    if GRADIENTS != "dk":
+        v_columns = tl.arange(0, BLOCK_DV)[None, :]
+        dv_ptrs = dv_ptr + (rows.to(tl.int64)[:, None] * stride_dvs + v_columns)
+        mask = row_mask[:, None] & (v_columns < V_DIM)
+        store_gradient(dv_ptrs, dv, mask, ADD)
 
 
 @triton.jit

@@ -43,6 +43,9 @@ _SM80 = {64: PagedConfig(64, 64, 2, 4, 4), 128: PagedConfig(64, 32, 2, 4, 4), 25
 _GFX942 = {64: PagedConfig(64, 64, 2, 4, 1), 128: PagedConfig(64, 32, 2, 4, 1), 256: PagedConfig(32, 32, 1, 4, 1)}
 _FP32 = {64: PagedConfig(32, 32, 2, 4, 3), 128: PagedConfig(32, 32, 1, 4, 3), 256: PagedConfig(16, 16, 1, 4, 3)}
 _FP32_GFX942 = {64: PagedConfig(32, 32, 2, 4, 1), 128: PagedConfig(32, 16, 1, 4, 1), 256: PagedConfig(16, 16, 1, 4, 1)}
+# heads over 256
+_WIDE_SM90, _WIDE_SM80, _WIDE_GFX942 = PagedConfig(16, 32, 1, 4, 3), PagedConfig(16, 16, 1, 4, 3), PagedConfig(16, 16, 1, 4, 1)
+_WIDE_FP32 = PagedConfig(16, 16, 1, 8, 2)
 _INTERPRETER = PagedConfig(32, 32, 5, 1, 1)
 
 
@@ -50,6 +53,10 @@ def paged_config(arch: str, head_dim: int, dtype: torch.dtype) -> PagedConfig:
     """The configuration at the larger of the two head dims."""
     if arch == "cpu":
         return _INTERPRETER
+    if head_dim > 256:
+        if arch.startswith("gfx"):
+            return _WIDE_GFX942
+        return _WIDE_FP32 if dtype == torch.float32 else _WIDE_SM80 if int(arch[3:]) < 90 else _WIDE_SM90
     if arch.startswith("gfx"):
         table = _FP32_GFX942 if dtype == torch.float32 else _GFX942
     elif dtype == torch.float32:
@@ -184,7 +191,7 @@ def paged_launch(
             slopes_stride=0 if slopes is None or len(slopes) == 1 else slopes.stride(0),
             HEAD_DIM=q.shape[3],
             BLOCK_D=padded(q.shape[3]),
-            PRECISION=precision(q.dtype, arch),
+            PRECISION=precision(q.dtype, arch, max(q.shape[3], v.shape[3])),
             MODIFIED=modifiers is not None,
             num_stages=config.num_stages,
         )

@@ -46,9 +46,9 @@ def backward(
     add, parts = partial_gradients(how, add_kv, dk, dv)
     count = blocks.touched if add else len(blocks)
     if b * hk * count > 0:
-        dkdv_kernel[(b * hk * count,)](
-            **dkdv_arguments(queries, k, v, table, softmax_scale, *rows, blocks, count, *parts, add, config, arch, modifiers)
-        )
+        common = queries, k, v, table, softmax_scale, *rows, blocks, count, *parts, add, config, arch, modifiers
+        for gradients in launches_of(config):
+            dkdv_kernel[(b * hk * count,)](**dkdv_arguments(*common, gradients=gradients))
     add_partials(how, table, add_kv, parts, (dk, dv))
     config = launch_for("dq", arch, head_dim, q.dtype)
     how = query_splits(table, config.block, config.step, b * h, q.device, splits)
@@ -65,6 +65,11 @@ def backward(
         if sums is not None:
             _add_partial_sums(sums, b, h, slopes, values)
     add_partials(how, table, add_q, parts, (dq,))
+
+
+def launches_of(config: BlockConfig) -> tuple[str, ...]:
+    """What each launch of `dkdv_kernel` computes."""
+    return ("dk", "dv") if config.apart else ("both",)
 
 
 def _partial_sums(
@@ -119,7 +124,7 @@ def _shared_arguments(
         BLOCK_DV=padded(v_dim),
         ADD=add,
         WEIGHTED=weight is not None,
-        PRECISION=precision(q.dtype, arch),
+        PRECISION=precision(q.dtype, arch, max(d, v_dim)),
         **score_arguments(modifiers, blocks, table, q.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -128,7 +133,7 @@ def _shared_arguments(
 
 def dkdv_arguments(
     queries: Queries, k, v, table: TileTable, softmax_scale: float, pivot, weight, blocks: BlockTable, count: int, dk, dv, add: bool,
-    config: BlockConfig, arch: str, modifiers: Modifiers | None = None,
+    config: BlockConfig, arch: str, modifiers: Modifiers | None = None, gradients: str = "both",
 ) -> dict:  # fmt: skip
     """Keyword arguments of one launch of `dkdv_kernel`."""
     assert not add or dk.dtype == dv.dtype == torch.float32
@@ -148,6 +153,7 @@ def dkdv_arguments(
         k_rows=table.k_rows,
         BLOCK_K=config.block,
         BLOCK_Q=config.step,
+        GRADIENTS=gradients,
     )
 
 

@@ -96,7 +96,7 @@ def forward_arguments(
         HAS_STATE=state is not None,
         # the maximum of raw products is that of the scores only if the scale is positive
         SCALE_FIRST=softmax_scale <= 0,
-        PRECISION=precision(q.dtype, arch),
+        PRECISION=precision(q.dtype, arch, max(d, dv)),
         **score_arguments(modifiers, blocks, table, q.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

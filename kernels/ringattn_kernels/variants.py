@@ -33,17 +33,31 @@ from .table import TileTable
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 FORWARD = ("forward", "forward to state", "forward from state", "forward from state to state")
-MODIFIED = ("forward modified", "dkdv modified", "dq modified")
+MODIFIED = ("forward modified", "dkdv modified", "dk modified", "dv modified", "dq modified")
 PAGED = ("paged", "paged scored", "merge pages", "merge ranks")
-KERNELS = (*FORWARD, "merge", "merge from state", "sum", "dkdv", "dq", "delta", "delta and pivot", "pivot", *MODIFIED, *PAGED)
+KERNELS = (
+    *FORWARD,
+    "merge",
+    "merge from state",
+    "sum",
+    "dkdv",
+    "dk",
+    "dv",
+    "dq",
+    "delta",
+    "delta and pivot",
+    "pivot",
+    *MODIFIED,
+    *PAGED,
+)
 ABOUT = """\
 Written by `python -m ringattn_kernels.variants`. Registers are those of a thread; stack and shared memory are in bytes; `spills` counts
 local loads and stores on NVIDIA, registers on AMD. Kernels called modified have all parts of a score at once: softcap, ALiBi, bias and
 dropout. `delta` and `delta and pivot` are one kernel, `rows_kernel`, without and with what the Hopper backward reads of rows.
 
-On sm_90 no 16-bit `forward` spills up to head dim 128, and every modified kernel spills but the fp32 forward at head dim 64.
+On sm_90 no 16-bit `forward` spills up to head dim 128, and up to 256 every modified kernel spills but the fp32 forward at head dim 64.
 """
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256, 512)
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -69,7 +83,14 @@ class Resources:
 
 
 def all_variants() -> list[Variant]:
-    return [Variant(*fields) for fields in itertools.product(KERNELS, HEAD_DIMS, DTYPES, ARCHITECTURES)]
+    """Those that a launch may make: dk and dv together or apart."""
+    variants = [Variant(*fields) for fields in itertools.product(KERNELS, HEAD_DIMS, DTYPES, ARCHITECTURES)]
+    return [
+        variant
+        for variant in variants
+        if (name := variant.kernel.split()[0]) not in ("dkdv", "dk", "dv")
+        or (name != "dkdv") == launch_for("dkdv", variant.arch, variant.head_dim, variant.dtype).apart
+    ]
 
 
 def compile_variant(variant: Variant, launch: BlockConfig | None = None, modifiers: Modifiers | None = None) -> Resources:
@@ -142,15 +163,16 @@ def launch_arguments(
         return splits.merge_kernel, splits.merge_arguments(how, 4, partial, state, q, rows, rows)[1]
 
     name = variant.kernel.split()[0]
-    launch = launch or launch_for(name, arch, d, dtype)
+    launch = launch or launch_for("dkdv" if name in ("dk", "dv") else name, arch, d, dtype)
     table = TileTable(np.array([(0, s, 0, s, 0, s)]), s, s, np.zeros((1, 2)))
     if variant.kernel in MODIFIED:
         modifiers = modifiers or Modifiers(30.0, torch.empty(b, h), Bias((-9, 9), torch.empty(h, 3)), Dropout(0.1, 1 << 40, 0, h))
-    cut = table.key_blocks if name == "dkdv" else table.query_blocks
+    cut = table.key_blocks if name in ("dkdv", "dk", "dv") else table.query_blocks
     blocks = cut(launch.block, launch.step, q.device)
     common = (Queries(q, dout, rows, rows, rows), k, v, table, 0.1, rows, weight, blocks, len(blocks))
-    if name == "dkdv":
-        return dkdv_kernel, plain_backward.dkdv_arguments(*common, k.float(), v.float(), True, launch, arch, modifiers)
+    if name in ("dkdv", "dk", "dv"):
+        gradients = "both" if name == "dkdv" else name
+        return dkdv_kernel, plain_backward.dkdv_arguments(*common, k.float(), v.float(), True, launch, arch, modifiers, gradients)
     if name == "dq":
         partial = (
             None if modifiers is None or modifiers.slopes is None else torch.empty(h),

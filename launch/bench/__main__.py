@@ -18,6 +18,7 @@ COMMANDS = (
     "cross",
     "curves",
     "decode",
+    "doors",
     "fit",
     "kernels",
     "linear",

@@ -80,6 +80,8 @@ class Module:
         for node in self.tree.body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
                 return node
+            if isinstance(node, ast.AnnAssign) and node.value is not None and ast.unparse(node.target) == name:
+                return ast.Assign([node.target], node.value, lineno=node.lineno)
         return self.definitions()[name]
 
     def locate(self, name: str) -> tuple[Path, str | None]:
@@ -118,7 +120,7 @@ def _file(base: Path) -> Path:
 def _dotted(path: Path) -> str:
     """The name under which a module is imported."""
     folder = ROOT / "kernels" if ROOT / "kernels" in path.parents else ROOT
-    return ".".join(path.relative_to(folder).with_suffix("").parts)
+    return ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
 
 
 def public() -> Iterator[tuple[str, list[tuple[Module, list[str]]]]]:
@@ -140,10 +142,12 @@ def public() -> Iterator[tuple[str, list[tuple[Module, list[str]]]]]:
         yield name, [files[path] for path in sorted(files)]
     dispatch = ROOT / "kernels" / "ringattn_kernels" / "dispatch.py"
     folders = [sorted((ROOT / "ringattn" / folder).glob("*.py")) for folder in ("training", "integrations")]
+    # a package's own module before those within
+    folders[1] = sorted([*folders[1], *(ROOT / "ringattn" / "integrations").glob("*/**/*.py")], key=_dotted)
     for path in [dispatch, *folders[0], *folders[1]]:
         name = _dotted(path)
         module = Module(name, path)
-        if not path.stem.startswith("_") and path.stem not in INNER:
+        if (not path.stem.startswith("_") or path.stem == "__init__") and path.stem not in INNER:
             # a name that a package exports has its section with the package
             names = [inner for inner in module.exports() or module.definitions() if (path, inner) not in shown]
             names = [inner for inner in names if module.locate(inner)[0] == path]

@@ -656,7 +656,7 @@ MUTATIONS = (
         "tests/integrations/test_ring_flash_attn.py -k equals_dense",
     ),
     Mutation(
-        "ringattn/integrations/ring_flash_attn.py",
+        "ringattn/integrations/ring_flash_attn/__init__.py",
         "tuple(ranks.size * bound for bound in bounds)",
         "bounds",
         "documents end where a rank's rows do",

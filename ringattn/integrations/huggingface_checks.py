@@ -173,8 +173,7 @@ def check_head_dims(modules: Iterable[nn.Module]) -> None:
             width = getattr(module, name, None)
             if isinstance(width, int) and width > check.MAX_HEAD_DIM:
                 raise ValueError(
-                    f"{type(module).__name__} has a {name} of {width}, but it must be 1 to {check.MAX_HEAD_DIM}: this model (Gemma 4's "
-                    "global_head_dim is 512) cannot run around the ring"
+                    f"{type(module).__name__} has a {name} of {width}, but it must be 1 to {check.MAX_HEAD_DIM}: no kernel takes wider ones"
                 )
 
 

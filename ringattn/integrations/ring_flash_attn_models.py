@@ -5,6 +5,8 @@ Shapes: s_local tokens of this rank, h query heads, hk key/value heads, d head d
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +19,19 @@ from ..runtime.agree import refusing
 from ..runtime.groups import Group, get_context
 from ..scores import score
 from .ring_flash_attn_arguments import contiguous_layout, not_traced, row_bounds, values
+from .ring_flash_attn_documents import llama3_flash_attn_prepare_cu_seqlens
 
-__all__ = ["substitute_hf_flash_attn", "update_ring_flash_attn_params"]
+__all__ = [
+    "DATA_PARAMS",
+    "check_params",
+    "flash_attention_forward",
+    "substitute_hf_flash_attn",
+    "update_ring_flash_attn_params",
+    "use_ring_attn",
+]
+
+# what `llama3_flash_attn_varlen_func` takes of the documents given last, by argument, for programs that call it themselves
+DATA_PARAMS: dict[str, Any] = {}
 
 # names of the attention implementation in transformers: FlashAttention's own, and one that asks for no package flash_attn
 _NAMES = ("flash_attention_2", "ring_packed")
@@ -31,8 +44,10 @@ _HARMLESS = frozenset(
 class FlashAttentionAround:
     """What takes the place of transformers' FlashAttention: attention around one group's ring, to the documents given last."""
 
-    def __init__(self, group: Group | None, heads_k_stride: int) -> None:
+    def __init__(self, group: Group | None, heads_k_stride: int, before: Callable | None) -> None:
         self.group, self.heads_k_stride = group, heads_k_stride
+        self.before = before  # transformers' own, which runs while `is_on` is False
+        self.is_on = True
         self.cu_seqlens: tuple[int, ...] | None = None
         self._masks: dict[int | None, Mask] = {}
         self._positions: Any = None  # the tensor that was found to be right
@@ -59,6 +74,11 @@ class FlashAttentionAround:
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
         """query (1, h, s_local, d), key and value (1, hk, s_local, d) -> out (1, s_local, h, d), and None for weights."""
+        if not self.is_on and self.before is not None:
+            given = dict(dropout=dropout, scaling=scaling, sliding_window=sliding_window, softcap=softcap, is_causal=is_causal)
+            given |= dict(s_aux=s_aux, position_ids=position_ids) | options
+            given = {name: value for name, value in given.items() if value is not None}
+            return self.before(module, query, key, value, attention_mask, **given)
         ranks = get_context(self.group).ranks
         with refusing(ranks):
             self._check(module, query, key, attention_mask, is_causal, options)
@@ -168,9 +188,13 @@ def substitute_hf_flash_attn(process_group: Group | None, heads_k_stride: int) -
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     get_context(process_group)
-    around = FlashAttentionAround(process_group, check.integer("heads_k_stride", heads_k_stride, least=1))
+    before = ALL_ATTENTION_FUNCTIONS.get(_NAMES[0])
+    if isinstance(before, FlashAttentionAround):
+        before = before.before
+    around = FlashAttentionAround(process_group, check.integer("heads_k_stride", heads_k_stride, least=1), before)
     for name in _NAMES:
         AttentionInterface.register(name, around)
         AttentionMaskInterface.register(name, flash_attention_mask)
@@ -179,22 +203,69 @@ def substitute_hf_flash_attn(process_group: Group | None, heads_k_stride: int) -
 def update_ring_flash_attn_params(cu_seqlens: torch.Tensor, process_group: Group | None) -> None:
     """Say where the documents of the next batch end, on every rank, before the model is called.
 
+    `DATA_PARAMS` then holds what `llama3_flash_attn_varlen_func` takes of these documents.
+
     Args:
         cu_seqlens: (documents + 1,) integers, the bounds in the whole batch, whose length the number of ranks divides.
-        process_group: that of `substitute_hf_flash_attn`.
+        process_group: that of `substitute_hf_flash_attn`, if that was called.
 
-    Raises ValueError for bad bounds, another group, and without `substitute_hf_flash_attn` before.
+    Raises ValueError for bad bounds and for another group.
     """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    around = ALL_ATTENTION_FUNCTIONS.get(_NAMES[0])
-    if not isinstance(around, FlashAttentionAround):
-        raise ValueError("nothing is substituted: call substitute_hf_flash_attn(process_group, heads_k_stride) before")
-    ranks = get_context(process_group).ranks
-    if ranks is not get_context(around.group).ranks:
+    around, ranks = _substituted(), get_context(process_group).ranks
+    if around is not None and ranks is not get_context(around.group).ranks:
         raise ValueError("process_group is not that of substitute_hf_flash_attn, whose ring the models run around: pass the same")
     bounds = values("cu_seqlens", cu_seqlens)
     row_bounds("cu_seqlens", cu_seqlens, bounds[-1] if bounds else 0, bounds[-1] if bounds else 0)
     if bounds[-1] % ranks.size:
         raise ValueError(f"cu_seqlens ends with {bounds[-1]}, which {ranks.size} ranks do not divide: pad the batch")
-    around.update(bounds)
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice"
+    DATA_PARAMS.update(zip(names, llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, ranks.rank, ranks.size)))
+    if around is not None:
+        around.update(bounds)
+
+
+def use_ring_attn(flag: bool) -> None:
+    """Whether models with substituted attention run around the ring, from the next call on; else each rank by itself, by FlashAttention.
+
+    Raises ValueError without `substitute_hf_flash_attn` before, and for False without the package flash_attn.
+    """
+    from transformers.utils.import_utils import is_flash_attn_2_available
+
+    around = _known()
+    if not check.flag("flag", flag) and (around.before is None or not is_flash_attn_2_available()):
+        raise ValueError("flag is False, but without the package flash_attn there is no attention for a rank by itself: install it")
+    around.is_on = flag
+
+
+def flash_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """What `substitute_hf_flash_attn` put in FlashAttention's place: query (1, h, s_local, d) -> out (1, s_local, h, d), and None.
+
+    Raises ValueError without `substitute_hf_flash_attn` before.
+    """
+    return _known()(module, query, key, value, attention_mask, **options)
+
+
+def check_params(f1: Callable, f2: Callable) -> bool:
+    """Whether two functions have as many parameters."""
+    return len(inspect.signature(f1).parameters) == len(inspect.signature(f2).parameters)
+
+
+def _substituted() -> FlashAttentionAround | None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    around = ALL_ATTENTION_FUNCTIONS.get(_NAMES[0])
+    return around if isinstance(around, FlashAttentionAround) else None
+
+
+def _known() -> FlashAttentionAround:
+    around = _substituted()
+    if around is None:
+        raise ValueError("nothing is substituted: call substitute_hf_flash_attn(process_group, heads_k_stride) before")
+    return around

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import ceil, inf
 
-from ..check import BUILD_A_MASK, MAX_HEAD_DIM, MAX_RANKS, MAX_TOKENS, flag, instance, integer, listed, number
+from ..check import BUILD_A_MASK, MAX_RANKS, MAX_TOKENS, flag, instance, integer, listed, number
 from ..geometry.mask import Mask
 from ..schedule.schedules import Schedule, Waves, double_ring, gather, pass_q, ring, waves
 from .machine import Machine
@@ -19,6 +19,7 @@ from .simulation import ITEM, Option, Prediction, Workload, simulate
 # the most ranks of a ring that is simulated whole (or those of four nodes or six waves, if more). The figures of a longer ring are
 # extrapolated from two smaller ones with shards of the same size, since every further rank adds the same amount
 _RANKS = 32
+_MAX_HEAD_DIM = 256  # the machines' rates are those of kernels up to it
 
 
 def predict(machine: Machine, work: Workload, gpus: int, gpus_per_node: int, option: Option) -> Prediction:
@@ -96,7 +97,11 @@ def check_work(work: Workload, gpus: int, gpus_per_node: int) -> None:
     """Raise ValueError if the sizes of the attention or the numbers of GPUs are impossible."""
     instance("work", work, Workload, "make one with Workload(tokens, heads, kv_heads, head_dim, mask)")
     figures = {"gpus": (gpus, MAX_RANKS), "gpus_per_node": (gpus_per_node, MAX_RANKS), "tokens": (work.tokens, MAX_TOKENS)}
-    figures |= {"head_dim": (work.head_dim, MAX_HEAD_DIM), "heads": (work.heads, MAX_RANKS), "kv_heads": (work.kv_heads, MAX_RANKS)}
+    figures |= {
+        "head_dim": (work.head_dim, _MAX_HEAD_DIM),
+        "heads": (work.heads, MAX_RANKS),
+        "kv_heads": (work.kv_heads, MAX_RANKS),
+    }
     if work.kv_tokens is not None:
         figures |= {"kv_tokens": (work.kv_tokens, MAX_TOKENS)}
     integer("q_offset", work.q_offset, most=MAX_TOKENS)

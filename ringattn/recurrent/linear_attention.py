@@ -104,8 +104,8 @@ def linear_attention(
     | a vector over d_k | yes | KDA (Kimi Team 2025) |
 
     Args:
-        q, k: (b, s_local, hk, d_k), bf16, fp16 or fp32, or fp64 on CPU, with h % hk == 0; d_k up to 256.
-        v: (b, s_local, h, d_v), d_v up to 256.
+        q, k: (b, s_local, hk, d_k), bf16, fp16 or fp32, or fp64 on CPU, with h % hk == 0; d_k up to 512.
+        v: (b, s_local, h, d_v), d_v up to 512.
         decay: natural logarithms of decays, at most 0; -inf erases. (b, s_local, h), or (b, s_local, h, d_k), or (h,) for constants.
         beta: (b, s_local, h), how much the delta rule writes. Normalise k then: with beta |k|^2 above 2 states may grow without bound.
         layout: which rank holds which positions, in runs of consecutive tokens: not `striped`. By default as for `ring_attention`.

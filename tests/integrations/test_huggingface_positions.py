@@ -128,8 +128,8 @@ def test_models_that_take_no_positions_are_refused():
 
 
 def test_heads_that_are_too_wide_are_refused_when_attached():
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, head_dim=512))
-    with pytest.raises(ValueError, match="LlamaAttention has a head_dim of 512, but it must be 1 to 256"):
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, head_dim=576))
+    with pytest.raises(ValueError, match="LlamaAttention has a head_dim of 576, but it must be 1 to 512"):
         attach(model, layout=ra.zigzag(N, 1))
     check_head_dims([nn.Linear(2, 2)])
 

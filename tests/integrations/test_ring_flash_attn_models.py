@@ -7,7 +7,13 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from ringattn.integrations.ring_flash_attn import substitute_hf_flash_attn, update_ring_flash_attn_params  # noqa: E402
+from ringattn.integrations.ring_flash_attn.adapters.hf_adapter import (  # noqa: E402
+    DATA_PARAMS,
+    flash_attention_forward,
+    substitute_hf_flash_attn,
+    update_ring_flash_attn_params,
+    use_ring_attn,
+)
 
 LENGTHS = (5, 8, 3)
 SIZES = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -130,7 +136,10 @@ def refused_updates(group):
         for name in ("flash_attention_2", "ring_packed"):
             AttentionInterface._global_mapping.pop(name, None)
         with pytest.raises(ValueError, match="nothing is substituted"):
-            update_ring_flash_attn_params(torch.tensor([0, 4]), group)
+            use_ring_attn(True)
+        # programs with attention of their own read the arguments
+        update_ring_flash_attn_params(torch.tensor([0, 4]), group)
+        assert DATA_PARAMS["local_k_slice"] == slice(0, 2 * group.rank() + 2)
         with pytest.raises(ValueError, match="heads_k_stride is 0, but must be at least 1"):
             substitute_hf_flash_attn(group, 0)
         substitute_hf_flash_attn(group, 1)
@@ -138,6 +147,9 @@ def refused_updates(group):
             update_ring_flash_attn_params(torch.tensor([1, 4]), group)
         with pytest.raises(ValueError, match="which 2 ranks do not divide"):
             update_ring_flash_attn_params(torch.tensor([0, 5]), group)
+        if not transformers.utils.is_flash_attn_2_available():
+            with pytest.raises(ValueError, match="without the package flash_attn there is no attention"):
+                use_ring_attn(False)
         with pytest.raises(ValueError, match="process_group is not that of substitute_hf_flash_attn"):
             update_ring_flash_attn_params(torch.tensor([0, 4]), None)  # all ranks of the tests
     finally:
@@ -146,3 +158,33 @@ def refused_updates(group):
 
 def test_update_refuses_what_does_not_fit(gloo):
     gloo.run(2, refused_updates)
+
+
+def switched(group):
+    """What a call of the substituted attention does while the ring is on, off, and on again."""
+    from transformers import AttentionInterface
+
+    registered = AttentionInterface._global_mapping
+    before = dict(registered)
+    try:
+        registered["flash_attention_2"] = lambda module, query, *tensors, **options: ("alone", sorted(options))
+        substitute_hf_flash_attn(group, 1)
+        substitute_hf_flash_attn(group, 1)
+        update_ring_flash_attn_params(torch.tensor([0, 3, 8]), group)
+        x = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+        module = torch.nn.Linear(1, 1)
+        found = [flash_attention_forward(module, x, x, x, None, scaling=0.5)[0]]
+        registered["flash_attention_2"].is_on = False  # as use_ring_attn(False) sets where the package flash_attn is
+        found.append(flash_attention_forward(module, x, x, x, None, scaling=0.5, is_causal=True))
+        use_ring_attn(True)
+        found.append(flash_attention_forward(module, x, x, x, None, scaling=0.5)[0])
+        return found
+    finally:
+        registered.clear()
+        registered.update(before)
+
+
+def test_the_ring_is_switched_off_and_on(gloo):
+    for first, off, again in gloo.run(2, switched):
+        assert torch.equal(first, again)
+        assert off == ("alone", ["dropout", "is_causal", "scaling"])

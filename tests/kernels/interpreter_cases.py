@@ -147,10 +147,13 @@ def test_splits_merge_into_the_state_that_whole_blocks_would_leave(final):
     assert (out[:, 70:] == 0).all() and (row_max[..., 70:] == float("-inf")).all() and (row_sum[..., 70:] == 0).all()
 
 
-@pytest.mark.parametrize("add", [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_the_gradients_of_splits_add_up_to_those_of_whole_blocks(add):
+@pytest.mark.parametrize(
+    ("add", "d"), [(True, 16), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((False, 16), (True, 260), (False, 260)))]
+)
+def test_the_gradients_of_splits_add_up_to_those_of_whole_blocks(add, d):
     """Where blocks without a pair are overwritten, or left as they are."""
-    q, k, v, dout = inputs(2, 200, 130, 2, 1, 16, 24, torch.float16)
+    q, k, v, dout = inputs(2, 200, 130, 2, 1, d, 24, torch.float16)
+    q /= d**0.5 / 4
     table = rk.TileTable(np.array([(0, 130, 0, 70, -40, 130)]), 200, 130)
     out, row_max, row_sum = rk.forward(q, k, v, table, softmax_scale=0.3)
     results = []
@@ -176,9 +179,10 @@ def test_equal_huge_logits_average_exactly_over_splits(logit):
     torch.testing.assert_close(row_sum.log() + row_max, torch.full_like(row_max, logit * 0.37) + np.log(100))
 
 
-def test_modified_scores():
+@pytest.mark.parametrize("d", [16, pytest.param(264, marks=pytest.mark.thorough)])
+def test_modified_scores(d):
     """Over two launches whose tiles lie at places of their own, with a stride between positions; against the blocks of plain torch."""
-    b, s, h, hk, d = 2, 40, 2, 1, 16
+    b, s, h, hk = 2, 40, 2, 1
     q, k, v, dout = inputs(b, s, s, h, hk, d, d)
     generator = torch.Generator().manual_seed(1)
     slopes, values = torch.rand(b, h, generator=generator), torch.randn(h, 5, generator=generator)
@@ -311,9 +315,16 @@ def test_launches_of_random_tables_as_on_a_gpu():
     fuzz.launch_many(range(2), fuzz.INTERPRETER, seconds=60)
 
 
-@pytest.mark.parametrize("head_dims", [(1, 1), (8, 3), (17, 40), (96, 64), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "head_dims", [(1, 1), (8, 3), (17, 40), (96, 64), (192, 128), (256, 256), (512, 512), (300, 257), (64, 512)], ids=str
+)
 def test_head_dims(head_dims):
     compare(*inputs(1, 33, 33, 1, 1, *head_dims), dense.causal(33), head_dims[0] ** -0.5)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_wide_heads_in_16_bits(parts):
+    compare(*inputs(1, 40, 40, 2, 1, 512, 320, torch.float16), dense.documents(13, 1, 26), 512**-0.5, parts)
 
 
 @pytest.mark.parametrize(("h", "hk"), [(2, 2), (4, 2), (3, 1)])

@@ -52,6 +52,7 @@ def compare(got, exact, dtype):
         (3, (300, 1), 32, (6, 2), (16, 16), 1, 50, SOFTCAP, True, FP32, (32, 16, 7)),
         (1, (129, 200, 64, 3), 64, (4, 1), (16, 16), 3, 0, Modifiers(None, slopes(1, 4)), False, FP32, (16, 32, 11)),
         (3, (129, 20), 16, (2, 2), (16, 16), 3, 17, Modifiers(9.0, slopes(2, 2)), True, FP32, (16, 16, 24)),
+        (3, (40, 21), 16, (4, 1), (512, 320), 2, None, None, True, FP32, (16, 16, 5)),
         (1, (7,), 16, (20, 1), (16, 16), 2, None, None, False, FP32, (16, 16, 2)),  # three blocks of rows of one head
     ],
 )  # fmt: skip

@@ -30,6 +30,7 @@ CASES = [
     (129, 2, 1, 40, 96),
     (1, 2, 2, 16, 16),
 ]
+WIDE = [(511, 4, 1, 512, 512), (333, 2, 2, 384, 320)]
 
 
 def inputs(s, h, hk, d, dv, dtype, seed=0):
@@ -61,7 +62,7 @@ def error(x, exact) -> float:
 @pytest.mark.parametrize("mask", TABLES)
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(case, dtype) for case in CASES for dtype in (torch.bfloat16, torch.float16)]
+    [(case, dtype) for case in CASES + WIDE for dtype in (torch.bfloat16, torch.float16)]
     + [(case, torch.float32) for case in CASES if case[3] <= 64],
     ids=str,
 )
@@ -89,7 +90,7 @@ def test_error_is_within_the_contract(case, mask, dtype):
 
 
 @pytest.mark.parametrize("kernels", [None, Kernels.PLAIN], ids=["chosen", "plain"])
-@pytest.mark.parametrize("case", CASES[:6], ids=str)
+@pytest.mark.parametrize("case", CASES[:6] + WIDE[:1], ids=str)
 def test_splits_are_as_exact_as_whole_blocks_and_give_the_same_bits(case, kernels):
     s, _, _, d, _ = case
     q, k, v, dout = inputs(*case, torch.bfloat16)
@@ -111,7 +112,7 @@ def test_splits_are_as_exact_as_whole_blocks_and_give_the_same_bits(case, kernel
 
 @pytest.mark.parametrize(
     ("case", "kernels"),
-    [(case, Kernels.PLAIN) for case in CASES[:5]] + [(case, Kernels.HOPPER_FUSED) for case in CASES[:3]],
+    [(case, Kernels.PLAIN) for case in CASES[:5] + WIDE[:1]] + [(case, Kernels.HOPPER_FUSED) for case in CASES[:3]],
     ids=str,
 )
 def test_gradients_of_splits_are_as_exact_as_those_of_whole_blocks(case, kernels):
@@ -131,7 +132,7 @@ def test_gradients_of_splits_are_as_exact_as_those_of_whole_blocks(case, kernels
     assert torch.equal(split[1].dk, split[2].dk) and torch.equal(split[1].dv, split[2].dv)
 
 
-@pytest.mark.parametrize("case", CASES[:5], ids=str)
+@pytest.mark.parametrize("case", CASES[:5] + WIDE[:1], ids=str)
 def test_repeated_runs_give_the_same_bits(case):
     s, _, _, d, _ = case
     q, k, v, dout = inputs(*case, torch.bfloat16)

@@ -47,7 +47,7 @@ class Form:
 
 
 PLAIN = [
-    *(Form(d, dv, Kernels.PLAIN) for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256), (96, 40))),
+    *(Form(d, dv, Kernels.PLAIN) for d, dv in ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512), (96, 40))),
     Form(128, 128, Kernels.PLAIN, FP16),
     *(Form(d, dv, Kernels.PLAIN, FP32) for d, dv in ((64, 64), (24, 40))),
     Form(64, 64, Kernels.PLAIN, sign=-1),
@@ -102,7 +102,9 @@ def run_all(form: Form, device: str) -> list[torch.Tensor]:
     return [x for launches, splits, sums in ways for x in run(form, launches, splits, sums, device)]
 
 
-PAGED = [(d, dv, dtype) for d, dv in ((64, 64), (128, 128), (256, 256), (96, 40)) for dtype in (BF16, FP16)] + [(64, 40, FP32)]
+PAGED = [(d, dv, dtype) for d, dv in ((64, 64), (128, 128), (256, 256), (512, 512), (96, 40)) for dtype in (BF16, FP16)] + [
+    (64, 40, FP32)
+]
 
 
 def run_paged(d: int, dv: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ def test_kernels_through_the_interpreter():
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("head_dim", [16, 64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 192, 256, 512])
 def test_there_is_a_configuration_for_each_size(arch, dtype, head_dim):
     config = paged_config(arch, head_dim, dtype)
     assert config.keys >= 16 and config.rows >= 16 and config.programs >= 1
@@ -57,6 +57,7 @@ def filled(lengths, heads, dims, page_size, dtype):
         ((16, 1), (128, 128), torch.bfloat16),
         ((6, 2), (96, 40), torch.bfloat16),
         ((4, 2), (256, 256), torch.bfloat16),
+        ((8, 1), (512, 512), torch.bfloat16),
         ((48, 1), (192, 128), torch.bfloat16),
         ((4, 2), (64, 64), torch.float32),
     ],

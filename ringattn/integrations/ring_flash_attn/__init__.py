@@ -2,8 +2,11 @@
 
     import ringattn.integrations.ring_flash_attn as ring_flash_attn
 
-is the only change to a program. Which rows a rank holds follows from the name: `ring_*` one chunk of the sequence, `zigzag_ring_*` two,
-`stripe_*` every world_size-th token; of each document alike in `*_varlen_*`; and `llama3_*` one chunk of all documents together.
+is the only change to a program. The package's modules, such as `zigzag_ring_flash_attn` and `adapters.hf_adapter`, are modules of this one.
+Where libraries import the package themselves, call `install()` first.
+
+Which rows a rank holds follows from the name: `ring_*` one chunk of the sequence, `zigzag_ring_*` two, `stripe_*` every world_size-th
+token; of each document alike in `*_varlen_*`; and `llama3_*` one chunk of all documents together.
 
 `window_size`, `alibi_slopes` and `dropout_p` are honoured. So is `causal=False` by every function, and rows may be those of any group that
 `ring_attention` takes. What cannot be honoured is a ValueError, on every rank.
@@ -13,35 +16,36 @@ Shapes: b batch, s_local tokens of this rank, t those of its documents together,
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .. import check
-from ..geometry.layout import Layout, contiguous, striped, zigzag
-from ..runtime.agree import refusing
-from ..runtime.groups import Group, get_context
-from .ring_flash_attn_arguments import (
-    Prepared,
+from ... import check
+from ...geometry.layout import Layout, contiguous, striped, zigzag
+from ...runtime.agree import refusing
+from ...runtime.groups import Group, get_context
+from ..ring_flash_attn_arguments import (
     Returned,
     around,
     contiguous_layout,
-    keep,
     not_traced,
     options,
     packed_layout,
     row_bounds,
-    values,
     whole_bounds,
     whole_layout,
 )
-from .ring_flash_attn_models import substitute_hf_flash_attn, update_ring_flash_attn_params
+from ..ring_flash_attn_documents import llama3_flash_attn_prepare_cu_seqlens
+from ..ring_flash_attn_models import substitute_hf_flash_attn, update_ring_flash_attn_params
 
 __all__ = [
     "FunctionsOfBatches",
     "FunctionsOfDocuments",
+    "install",
     "llama3_flash_attn_prepare_cu_seqlens",
     "llama3_flash_attn_varlen_func",
     "llama3_flash_attn_varlen_kvpacked_func",
@@ -66,6 +70,38 @@ __all__ = [
 ]
 
 _WindowSize = tuple[int, int]
+_NAME = "ring_flash_attn"  # the package's
+_MODULES = (
+    "adapters",
+    "adapters.hf_adapter",
+    "llama3_flash_attn_varlen",
+    "ring_flash_attn",
+    "ring_flash_attn_varlen",
+    "stripe_flash_attn",
+    "utils",
+    "zigzag_ring_flash_attn",
+    "zigzag_ring_flash_attn_varlen",
+)
+
+
+def install() -> None:
+    """Make this the package `ring_flash_attn` of the process, its modules too, for programs and libraries that import it by name.
+
+    Call it before the first of them is imported. Raises ValueError if the package itself was imported already.
+
+    >>> import ringattn.integrations.ring_flash_attn
+    >>> ringattn.integrations.ring_flash_attn.install()
+    >>> from ring_flash_attn.zigzag_ring_flash_attn import zigzag_ring_flash_attn_func
+    """
+    here = sys.modules[__name__]
+    other = sys.modules.get(_NAME)
+    if other not in (None, here):
+        raise ValueError(
+            f"the package {_NAME} was imported already, from {getattr(other, '__file__', None)}: call install() before whatever imports it"
+        )
+    sys.modules[_NAME] = here
+    for module in _MODULES:
+        sys.modules[f"{_NAME}.{module}"] = importlib.import_module(f"{__name__}.{module}")
 
 
 @dataclass(frozen=True)
@@ -265,49 +301,6 @@ zigzag_ring_flash_attn_varlen_qkvpacked_func = _ZIGZAG_DOCUMENTS.qkvpacked_func
 
 
 @not_traced
-def llama3_flash_attn_prepare_cu_seqlens(
-    cu_seqlens: torch.Tensor, causal: bool, rank: int, world_size: int
-) -> tuple[torch.Tensor, torch.Tensor, int, int, slice]:
-    """What a rank's call of `llama3_flash_attn_varlen_func` needs to know of packed documents, once a batch.
-
-    Args:
-        cu_seqlens: (documents + 1,) integers, the bounds of all documents in the whole sequence, whose length world_size divides.
-        causal: as in the call.
-        rank: this rank.
-        world_size: the number of ranks.
-
-    Returns `cu_seqlens_q`, the bounds in this rank's rows; `cu_seqlens_k`, those in the keys that its queries see, which are the rows
-    `local_k_slice` of the whole sequence; the longest of each; and that slice. Raises ValueError for bad input. The two tensors
-    remember the whole sequence's bounds: if they are copied, the hosts have to swap them in each call.
-
-    >>> import torch
-    >>> from ringattn.integrations.ring_flash_attn import llama3_flash_attn_prepare_cu_seqlens
-    >>> llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 3, 8]), True, rank=1, world_size=2)
-    (tensor([0, 4]), tensor([0, 5]), 4, 5, slice(3, 8, None))
-    """
-    check.dense_tensor("cu_seqlens", cu_seqlens)
-    check.flag("causal", causal)
-    check.integer("world_size", world_size, least=1)
-    check.integer("rank", rank, most=world_size - 1)
-    bounds = values("cu_seqlens", cu_seqlens)
-    row_bounds("cu_seqlens", cu_seqlens, bounds[-1] if bounds else 0, bounds[-1] if bounds else 0)
-    if bounds[-1] % world_size:
-        raise ValueError(f"cu_seqlens ends with {bounds[-1]}, which world_size {world_size} does not divide: pad the sequence")
-    rows = bounds[-1] // world_size
-    first, last = rank * rows, (rank + 1) * rows
-    inner = [bound for bound in bounds if first < bound < last]
-    begins = max(bound for bound in bounds if bound <= first)
-    ends = last if causal else min(bound for bound in bounds if bound >= last)
-    queries = (0, *(bound - first for bound in inner), rows)
-    keys = (0, *(bound - begins for bound in inner), ends - begins)
-    made = [torch.tensor(found, dtype=cu_seqlens.dtype, device=cu_seqlens.device) for found in (queries, keys)]
-    for x, found in zip(made, (queries, keys)):
-        keep(x, found)
-    Prepared(bounds, causal, rank, world_size, slice(begins, ends)).remember(*made)
-    return made[0], made[1], _longest(queries), _longest(keys), slice(begins, ends)
-
-
-@not_traced
 def llama3_flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -398,10 +391,6 @@ def llama3_flash_attn_varlen_qkvpacked_func(
     documents = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice
     common = dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
     return llama3_flash_attn_varlen_func(q, k, v, *documents, *common)
-
-
-def _longest(bounds: tuple[int, ...]) -> int:
-    return max(b - a for a, b in zip(bounds, bounds[1:]))
 
 
 @not_traced

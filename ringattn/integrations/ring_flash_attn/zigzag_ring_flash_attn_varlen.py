@@ -1,0 +1,28 @@
+"""Two chunks of each document on each rank. The functions are those of `ringattn.integrations.ring_flash_attn`."""
+
+from . import (
+    zigzag_ring_flash_attn_varlen_func,
+    zigzag_ring_flash_attn_varlen_kvpacked_func,
+    zigzag_ring_flash_attn_varlen_qkvpacked_func,
+)
+from ._absent import absent
+
+__all__ = [
+    "zigzag_ring_flash_attn_varlen_func",
+    "zigzag_ring_flash_attn_varlen_kvpacked_func",
+    "zigzag_ring_flash_attn_varlen_qkvpacked_func",
+]
+
+__getattr__ = absent(
+    __name__,
+    dict.fromkeys(
+        (
+            "ZigZagRingFlashAttnVarlenFunc",
+            "zigzag_ring_flash_attn_varlen_forward",
+            "zigzag_ring_flash_attn_varlen_backward",
+            "get_half_index",
+            "get_half_lse",
+        ),
+        "zigzag_ring_flash_attn_varlen_func, whose backward pass is autograd's",
+    ),
+)
