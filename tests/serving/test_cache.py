@@ -232,7 +232,7 @@ def cache_of(**changes):
         (dict(pages=0), "pages is 0, but must be at least 1"),
         (dict(page_size=48), "page_size is 48, but must be a power of two"),
         (dict(page_size=8), "page_size is 8, but must be at least 16"),
-        (dict(head_dim=300), "head_dim is 300, but must be at most 256"),
+        (dict(head_dim=600), "head_dim is 600, but must be at most 512"),
         (dict(kv_heads=True), "kv_heads is True, but must be an integer"),
         (dict(layers="2"), "layers is '2', but must be an integer"),
         (dict(dtype=torch.int8), "dtype is torch.int8, but must be bfloat16"),

@@ -196,8 +196,11 @@ def test_hosts_end_with_the_launcher_however_it_ends(calls, number):
 
 
 def alive(pid: int) -> bool:
-    path = Path(f"/proc/{pid}/stat")
-    return path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        facts = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends while it is read
+        return False
+    return facts.rpartition(")")[2].split()[0] != "Z"
 
 
 def until(condition) -> None:
