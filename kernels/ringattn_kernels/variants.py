@@ -35,6 +35,7 @@ SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, 
 FORWARD = ("forward", "forward to state", "forward from state", "forward from state to state")
 MODIFIED = ("forward modified", "dkdv modified", "dk modified", "dv modified", "dq modified")
 PAGED = ("paged", "paged scored", "merge pages", "merge ranks")
+_OF_KEYS = ("dkdv", "dk", "dv")  # forms of one kernel
 KERNELS = (
     *FORWARD,
     "merge",
@@ -88,7 +89,7 @@ def all_variants() -> list[Variant]:
     return [
         variant
         for variant in variants
-        if (name := variant.kernel.split()[0]) not in ("dkdv", "dk", "dv")
+        if (name := variant.kernel.split()[0]) not in _OF_KEYS
         or (name != "dkdv") == launch_for("dkdv", variant.arch, variant.head_dim, variant.dtype).apart
     ]
 
@@ -163,14 +164,14 @@ def launch_arguments(
         return splits.merge_kernel, splits.merge_arguments(how, 4, partial, state, q, rows, rows)[1]
 
     name = variant.kernel.split()[0]
-    launch = launch or launch_for("dkdv" if name in ("dk", "dv") else name, arch, d, dtype)
+    launch = launch or launch_for("dkdv" if name in _OF_KEYS else name, arch, d, dtype)
     table = TileTable(np.array([(0, s, 0, s, 0, s)]), s, s, np.zeros((1, 2)))
     if variant.kernel in MODIFIED:
         modifiers = modifiers or Modifiers(30.0, torch.empty(b, h), Bias((-9, 9), torch.empty(h, 3)), Dropout(0.1, 1 << 40, 0, h))
-    cut = table.key_blocks if name in ("dkdv", "dk", "dv") else table.query_blocks
+    cut = table.key_blocks if name in _OF_KEYS else table.query_blocks
     blocks = cut(launch.block, launch.step, q.device)
     common = (Queries(q, dout, rows, rows, rows), k, v, table, 0.1, rows, weight, blocks, len(blocks))
-    if name in ("dkdv", "dk", "dv"):
+    if name in _OF_KEYS:
         gradients = "both" if name == "dkdv" else name
         return dkdv_kernel, plain_backward.dkdv_arguments(*common, k.float(), v.float(), True, launch, arch, modifiers, gradients)
     if name == "dq":

@@ -17,6 +17,12 @@ class Link:
     copies: int  # how often a message crosses the links of a node
 
 
+def check_nodes(gpus: int, gpus_per_node: int) -> None:
+    """Raise ValueError unless so many GPUs fill their nodes, or are a part of one."""
+    if gpus > gpus_per_node and gpus % gpus_per_node:
+        raise ValueError(f"gpus is {gpus}, but must be a multiple of the {gpus_per_node} GPUs of a node, or fewer")
+
+
 @dataclass(frozen=True)
 class Machine:
     """The rates of a GPU and its links. Attention counts 4 h d operations a live pair forward, 2.5 times that backward; recurrences count

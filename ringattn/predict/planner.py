@@ -13,7 +13,7 @@ from math import ceil, inf
 from ..check import BUILD_A_MASK, MAX_RANKS, MAX_TOKENS, flag, instance, integer, listed, number
 from ..geometry.mask import Mask
 from ..schedule.schedules import Schedule, Waves, double_ring, gather, pass_q, ring, waves
-from .machine import Machine
+from .machine import Machine, check_nodes
 from .simulation import ITEM, Option, Prediction, Workload, simulate
 
 # the most ranks of a ring that is simulated whole (or those of four nodes or six waves, if more). The figures of a longer ring are
@@ -107,8 +107,7 @@ def check_work(work: Workload, gpus: int, gpus_per_node: int) -> None:
     integer("q_offset", work.q_offset, most=MAX_TOKENS)
     for name, (value, most) in figures.items():
         integer(name, value, least=1, most=most)
-    if gpus > gpus_per_node and gpus % gpus_per_node:
-        raise ValueError(f"gpus is {gpus}, but must be a multiple of the {gpus_per_node} GPUs of a node, or fewer")
+    check_nodes(gpus, gpus_per_node)
     if work.heads % work.kv_heads:
         raise ValueError(f"kv_heads is {work.kv_heads}, which does not divide the {work.heads} heads")
     instance("mask", work.mask, Mask, BUILD_A_MASK)

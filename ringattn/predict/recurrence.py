@@ -18,9 +18,9 @@ import numpy as np
 from ..check import BUILD_A_MASK, MAX_RANKS, MAX_TOKENS, flag, instance, integer
 from ..geometry.layout import Layout, contiguous
 from ..geometry.mask import Mask, causal
-from ..recurrent.halos import halo_pieces
+from ..recurrent.halos import count_rows, halo_pieces
 from ..recurrent.segments import Segments, check_mask, check_spans, make_segments
-from .machine import Machine
+from .machine import Machine, check_nodes
 
 _STATE = 4  # bytes of a number of a state
 _ITEM = 2  # bytes of a number of the convolution's input; its gradients take 4
@@ -137,8 +137,7 @@ def check_recurrent_work(work: RecurrentWork, gpus: int, gpus_per_node: int) -> 
     for name, (value, most) in figures.items():
         integer(name, value, least=1, most=most)
     integer("channels", work.channels, least=0)
-    if gpus > gpus_per_node and gpus % gpus_per_node:
-        raise ValueError(f"gpus is {gpus}, but must be a multiple of the {gpus_per_node} GPUs of a node, or fewer")
+    check_nodes(gpus, gpus_per_node)
     if work.decays not in DECAYS:
         raise ValueError(f"decays is {work.decays!r}, but must be one of {', '.join(DECAYS)}")
     flag("delta", work.delta)
@@ -167,5 +166,5 @@ def _sent(work: RecurrentWork, segments: Segments, gpus: int) -> tuple[list[np.n
     halos = np.zeros((gpus, gpus))
     for (sender, receiver), pieces in halo_pieces(segments, work.width).items() if work.channels else ():
         if sender != receiver:
-            halos[sender, receiver] = sum(piece.rows.stop - piece.rows.start for piece in pieces) * work.channels
+            halos[sender, receiver] = count_rows(pieces) * work.channels
     return states, [_ITEM * halos, 4 * halos.T]

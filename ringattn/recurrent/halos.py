@@ -6,6 +6,7 @@ Shapes: b batch, s tokens of this rank by position, c channels, m segments of th
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -45,9 +46,9 @@ class Halos:
             if out:
                 sends.append(Peer(peer, torch.cat([x[:, piece.rows] for piece in out], dim=1)))
             if into:
-                target = x.new_empty(x.shape[0], _rows(into), x.shape[2])
+                target = x.new_empty(x.shape[0], count_rows(into), x.shape[2])
                 receives.append(Peer(peer, target))
-                parts = target.split([_rows([piece]) for piece in into], dim=1)
+                parts = target.split([count_rows([piece]) for piece in into], dim=1)
                 found.parts += [((piece.number, slice(None), piece.place), part) for piece, part in zip(into, parts)]
         found.start(self._transport, sends, receives)
         return found
@@ -65,9 +66,9 @@ class Halos:
             if out:
                 sends.append(Peer(peer, torch.cat([dhalos[piece.number, :, piece.place] for piece in out], dim=1)))
             if into:
-                target = dhalos.new_empty(like.shape[0], _rows(into), like.shape[2])
+                target = dhalos.new_empty(like.shape[0], count_rows(into), like.shape[2])
                 receives.append(Peer(peer, target))
-                parts = target.split([_rows([piece]) for piece in into], dim=1)
+                parts = target.split([count_rows([piece]) for piece in into], dim=1)
                 found.parts += [((slice(None), piece.rows), part) for piece, part in zip(into, parts)]
         found.start(self._transport, sends, receives)
         return found
@@ -97,7 +98,8 @@ class PendingHalos:
         return self.whole
 
 
-def _rows(pieces: list[HaloPiece]) -> int:
+def count_rows(pieces: Iterable[HaloPiece]) -> int:
+    """The rows of some pieces."""
     return sum(piece.rows.stop - piece.rows.start for piece in pieces)
 
 

@@ -72,10 +72,10 @@ class LocalRecurrence:
 
     def __init__(self, own: OwnSegments, inputs: RecurrenceInputs, scale: float, kernels: RecurrenceKernels) -> None:
         self._own, self._inputs, self._scale, self._kernels = own, inputs, scale, kernels
-        lengths = own.lengths(own.first)
-        self._first = kernels.run(*rows_of(own, own.first, inputs), first_states(own, inputs), lengths, scale)
+        lengths, ordered = own.lengths(own.first), by_position(own, inputs)
+        self._first = kernels.run(*rows_of(own, own.first, ordered), first_states(own, inputs), lengths, scale)
         self.first_states = self._first.finals
-        self._begin_following(*rows_of(own, own.following, inputs))
+        self._begin_following(*rows_of(own, own.following, ordered))
 
     def _begin_following(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor | None, beta: torch.Tensor | None
@@ -127,12 +127,18 @@ class LocalRecurrence:
         return own.whole(parts, self._inputs.v.to(out.following.dtype))
 
 
+def by_position(own: OwnSegments, inputs: RecurrenceInputs) -> RecurrenceInputs:
+    """The inputs with the rank's rows in the order of their positions."""
+    rows = (None if x is None else own.by_position(x) for x in inputs[:5])
+    return RecurrenceInputs._make([*rows, inputs.initial])
+
+
 def rows_of(
-    own: OwnSegments, indices: list[int], inputs: RecurrenceInputs
+    own: OwnSegments, indices: list[int], ordered: RecurrenceInputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """q, k, v, and decay and beta in the dtype of states: the rows of some segments, one after the other."""
-    q, k, v = (own.rows(indices, own.by_position(x)) for x in inputs[:3])  # pyright: ignore[reportArgumentType]
-    factors = (None if x is None else own.rows(indices, own.by_position(x)).to(inputs.dtype) for x in inputs[3:5])
+    q, k, v = (own.rows(indices, x) for x in (ordered.q, ordered.k, ordered.v))
+    factors = (None if x is None else own.rows(indices, x).to(ordered.dtype) for x in (ordered.decay, ordered.beta))
     return q, k, v, *factors  # pyright: ignore[reportReturnType]
 
 
@@ -160,5 +166,5 @@ class RerunRecurrence:
         begins = before | dict(zip(own.first, first_states(own, inputs)))
         nothing = torch.zeros(0, *inputs.state_shape, dtype=inputs.dtype, device=inputs.q.device)
         initial = torch.stack([begins[index] for index in self.indices]) if self.indices else nothing
-        ran = kernels.run(*rows_of(own, self.indices, inputs), initial, own.lengths(self.indices), scale)
+        ran = kernels.run(*rows_of(own, self.indices, by_position(own, inputs)), initial, own.lengths(self.indices), scale)
         self.finals, self.out = ran.finals, ran.read()

@@ -124,9 +124,9 @@ def drop_drawn(pairs, stream, dropped, q_position, k_position):
 
 
 @gluon.jit
-def of_columns(bits, x, NEIGHBOURS: gl.constexpr):
-    """[64, 4] in the shape of x [64, columns]: the same register for all columns of a thread's row. NEIGHBOURS: of x, in a thread."""
-    parts = x.reshape([64, x.shape[1] // (4 * NEIGHBOURS), 4, NEIGHBOURS])
+def of_columns(bits, x):
+    """[64, 4] in the shape of x [64, columns]: the same register for all columns of a thread's row, of which two are neighbours."""
+    parts = x.reshape([64, x.shape[1] // 8, 4, 2])
     PARTS: gl.constexpr = parts.type.layout
     bits = gl.convert_layout(bits, gl.SliceLayout(1, gl.SliceLayout(3, PARTS)), assert_trivial=True)
     bits = gl.expand_dims(gl.expand_dims(bits, 1), 3).broadcast_to(parts.shape).reshape(x.shape)
@@ -147,7 +147,7 @@ def drop_halves(x, bits):
     COUNT: gl.constexpr = x.shape[1] // 2
     ASM: gl.constexpr = pairs_assembly(COUNT // 2, (COUNT, COUNT + 2))
     CONSTRAINTS: gl.constexpr = in_place(COUNT // 2, "rr", "r")
-    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, of_columns(bits, x, 2)], dtype=x.dtype, is_pure=True, pack=COUNT)
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [x, of_columns(bits, x)], dtype=x.dtype, is_pure=True, pack=COUNT)
 
 
 @gluon.constexpr_function
