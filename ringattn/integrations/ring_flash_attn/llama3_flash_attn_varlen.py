@@ -6,7 +6,7 @@ from . import (
     llama3_flash_attn_varlen_kvpacked_func,
     llama3_flash_attn_varlen_qkvpacked_func,
 )
-from ._absent import absent
+from ._absent import absent_passes
 
 __all__ = [
     "llama3_flash_attn_prepare_cu_seqlens",
@@ -15,14 +15,4 @@ __all__ = [
     "llama3_flash_attn_varlen_qkvpacked_func",
 ]
 
-__getattr__ = absent(
-    __name__,
-    dict.fromkeys(
-        (
-            "Llama3FlashAttnVarlenFunc",
-            "llama3_flash_attn_varlen_forward",
-            "llama3_flash_attn_varlen_backward",
-        ),
-        "llama3_flash_attn_varlen_func, whose backward pass is autograd's",
-    ),
-)
+__getattr__ = absent_passes(__name__, "Llama3FlashAttnVarlenFunc")

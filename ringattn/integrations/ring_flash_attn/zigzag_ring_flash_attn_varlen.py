@@ -5,7 +5,7 @@ from . import (
     zigzag_ring_flash_attn_varlen_kvpacked_func,
     zigzag_ring_flash_attn_varlen_qkvpacked_func,
 )
-from ._absent import absent
+from ._absent import absent_passes
 
 __all__ = [
     "zigzag_ring_flash_attn_varlen_func",
@@ -13,16 +13,4 @@ __all__ = [
     "zigzag_ring_flash_attn_varlen_qkvpacked_func",
 ]
 
-__getattr__ = absent(
-    __name__,
-    dict.fromkeys(
-        (
-            "ZigZagRingFlashAttnVarlenFunc",
-            "zigzag_ring_flash_attn_varlen_forward",
-            "zigzag_ring_flash_attn_varlen_backward",
-            "get_half_index",
-            "get_half_lse",
-        ),
-        "zigzag_ring_flash_attn_varlen_func, whose backward pass is autograd's",
-    ),
-)
+__getattr__ = absent_passes(__name__, "ZigZagRingFlashAttnVarlenFunc", "get_half_index", "get_half_lse")
