@@ -159,9 +159,8 @@ def draw_weights(model: nn.Module, seed: int, device: torch.device, prefix: str 
             _fill(parameter, torch.empty(parameter.shape, device=device).uniform_(0.01, 16, generator=generator).log_())
             continue
         if parameter.dim() < 2:
-            parameter.fill_(
-                0.0 if id(parameter) in centred else 1.0
-            )  # the shapes have no other biases than dt_bias, which begins as 1
+            # of norms, and dt_bias: the shapes have no other biases
+            parameter.fill_(0.0 if id(parameter) in centred else 1.0)
             continue
         _fill(parameter, torch.empty(parameter.shape, device=device).normal_(0.0, 0.02, generator=generator))
 

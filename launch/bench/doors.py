@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from pathlib import Path
 
@@ -35,7 +34,7 @@ import torch.distributed as dist
 
 from .doors_ways import WAYS, Run, Setting, TrainedStep, make_steps
 from .shared.cases import LAYOUTS
-from .shared.ranks import add_ranks, circumstances, slowest, start_ranks
+from .shared.ranks import add_ranks, slowest, start_ranks, write_record
 from .shared.timing import spread
 
 CASES = ("packed", "whole")
@@ -138,7 +137,6 @@ def show(rows: list[dict], header: bool) -> None:
 
 def write(rows: list[dict], arguments: argparse.Namespace) -> None:
     """Write doors.json."""
-    arguments.out.mkdir(parents=True, exist_ok=True)
     arguments.mask = f"documents, log-normal with mean {arguments.mean} and sigma {arguments.sigma}; or one document"
     names = (
         "tokens",
@@ -155,5 +153,4 @@ def write(rows: list[dict], arguments: argparse.Namespace) -> None:
         "checkpoint",
     )
     shape = {name: getattr(arguments, name) for name in names}
-    written = {**circumstances(arguments), **shape, "time": time.strftime("%H:%M"), "rows": rows}
-    (arguments.out / "doors.json").write_text(json.dumps(written, indent=1) + "\n")
+    write_record("doors", arguments, **shape, time=time.strftime("%H:%M"), rows=rows)

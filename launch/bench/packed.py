@@ -16,7 +16,6 @@ tokens a second of all GPUs. With `--device cpu` the benchmark runs over gloo; t
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from ringattn.training.loss import mean_loss, summed
 from ringattn.transport import Transport
 
 from .shared.cases import LAYOUTS
-from .shared.ranks import add_ranks, circumstances, group_of, slowest, start_ranks
+from .shared.ranks import add_ranks, group_of, slowest, start_ranks, write_record
 from .shared.timing import spread
 
 _VOCABULARY = 32_000
@@ -225,7 +224,6 @@ def _print(rows: list[dict], header: bool, train: bool) -> None:
 
 def _write(rows: list[dict], arguments: argparse.Namespace) -> None:
     """Write packed.json."""
-    arguments.out.mkdir(parents=True, exist_ok=True)
     arguments.mask = f"documents, log-normal with sigma {arguments.sigma}"
     shape = {name: getattr(arguments, name) for name in ("heads", "kv_heads", "head_dim", "steps", "rounds", "train", "transport")}
-    (arguments.out / "packed.json").write_text(json.dumps({**circumstances(arguments), **shape, "rows": rows}, indent=1) + "\n")
+    write_record("packed", arguments, **shape, rows=rows)

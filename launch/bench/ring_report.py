@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 from collections.abc import Container
 
 import numpy as np
 import torch.distributed as dist
 
 from . import ring_picture
-from .shared.ranks import circumstances
+from .shared.ranks import write_record
 
 
 def say_errors(errors: dict[str, float], tokens: int) -> None:
@@ -82,22 +81,21 @@ def say_fits(rows: list[dict]) -> None:
 
 def write(rows: list[dict], errors: dict[str, float], arguments: argparse.Namespace) -> None:
     """Write ring.json, and ring.png where matplotlib is installed; ring_memory.* with `--memory`, ring_scaling.* with `--scaling`."""
-    arguments.out.mkdir(parents=True, exist_ok=True)
     name, axes = "ring", ring_picture.SPEED
     if arguments.memory:
         name, axes = "ring_memory", ring_picture.MEMORY
     elif arguments.scaling:
         name, axes = "ring_scaling", ring_picture.SCALING
-    record = {
-        **circumstances(arguments),
-        "setting": f"{arguments.mask}, {arguments.heads} query and {arguments.kv_heads} key/value heads, head dim {arguments.head_dim}",
-        "heads": arguments.heads,
-        "kv_heads": arguments.kv_heads,
-        "head_dim": arguments.head_dim,
-        "differences": errors,
-        "rows": rows,
-        "memory_fits": memory_fits(rows),
-    }
-    (arguments.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    record = write_record(
+        name,
+        arguments,
+        setting=f"{arguments.mask}, {arguments.heads} query and {arguments.kv_heads} key/value heads, head dim {arguments.head_dim}",
+        heads=arguments.heads,
+        kv_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+        differences=errors,
+        rows=rows,
+        memory_fits=memory_fits(rows),
+    )
     if importlib.util.find_spec("matplotlib"):
         ring_picture.plot(record, arguments.out / f"{name}.png", axes)

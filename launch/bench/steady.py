@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ import torch.distributed as dist
 
 from .shared.cases import add_shape, make_case
 from .shared.methods import make_method
-from .shared.ranks import add_ranks, circumstances, group_of, slowest, start_ranks
+from .shared.ranks import add_ranks, group_of, slowest, start_ranks, write_record
 
 _WARM_UP = 20  # steps at least
 _BUSY = 1_000_000_000  # clock cycles, about half a second
@@ -130,6 +129,4 @@ def line(row: dict) -> str:
 
 def write(rows: list[dict], arguments: argparse.Namespace) -> None:
     """Write steady.json."""
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    record = {**circumstances(arguments), "tokens": arguments.tokens, "rows": rows}
-    (arguments.out / "steady.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_record("steady", arguments, tokens=arguments.tokens, rows=rows)

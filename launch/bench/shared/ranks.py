@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import date
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,13 +90,17 @@ def slowest(values: Sequence[float], device: str) -> list[float]:
     return x.tolist()
 
 
-def circumstances(arguments: argparse.Namespace) -> dict:
-    """The fields that begin every record of a benchmark of many ranks."""
-    return {
+def write_record(name: str, arguments: argparse.Namespace, **fields: Any) -> dict:
+    """Write `name`.json into the folder `--out`: how a benchmark of many ranks was run, and further fields. Returns the record."""
+    record = {
         "command": " ".join(["python", *sys.argv]),
         "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
         "world_size": dist.get_world_size(),
         "torch": torch.__version__,
         "date": str(date.today()),
         "mask": arguments.mask,
+        **fields,
     }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    return record
