@@ -14,8 +14,10 @@ all keys and values. Contestants on one rank:
 Each rate stands beside its share of two copies' rates: of one with the same bytes a layer, half of them read and half written, as kernels
 of such a graph; and of one of a gigabyte.
 
-On several ranks, which share the sequences, the step is timed with and without the exchange of partials between ranks: the difference is
-what the exchange costs. `--sweep` times forms of the kernel instead.
+On several ranks, which share the sequences, the step is timed with each way of exchanging partials between ranks, and with none: the
+difference is what an exchange costs. Ways are the library's default (on GPUs, copy engines), a kernel
+(`ra.symmetric(small_by_kernel=True)`), and torch.distributed's all-gather (NCCL; gloo on a CPU). `--sweep` times forms of the kernel
+instead.
 """
 
 from __future__ import annotations
@@ -106,6 +108,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     on_gpu, size = arguments.device == "cuda", dist.get_world_size()
     bandwidth = copy_bandwidth(arguments.device, arguments.repeats)
     first = dist.get_rank() == 0
+    exchanges = ways_of_exchange(arguments) if size > 1 else {}
     if first:
         print(f"copies: {bandwidth / 1e9:.0f} GB/s, read and written", flush=True)
     for batch, tokens in itertools.product(arguments.batches, arguments.tokens):
@@ -132,10 +135,15 @@ def run_rank(arguments: argparse.Namespace) -> None:
             # what a contestant holds goes before the next one's memory is asked for
             del steps
         else:
-            seconds = slowest([timed(step, load.device, arguments.repeats) for step in over_ranks(load, arguments)], load.device)
-            whole, alone = (1e6 * x / load.layers for x in seconds)
+            steps = over_ranks(load, exchanges)
+            found = in_turns(steps, load.device, arguments.repeats)
+            times = [1e6 * x / load.layers for x in slowest(list(found.values()), load.device)]
             if first:
-                print(f"{name}   on {size} ranks {whole:8.1f} us a layer, {alone:8.1f} without the exchange", flush=True)
+                print(
+                    f"{name}   on {size} ranks, us a layer" + "".join(f"   {each} {x:6.1f}" for each, x in zip(steps, times)),
+                    flush=True,
+                )
+            del steps
 
 
 def contestants(load: DecodeLoad, names: Sequence[str] = _CONTESTANTS[:4]) -> dict[str, Step]:
@@ -191,12 +199,19 @@ def copying(load: DecodeLoad) -> Step:
     return lambda: [torch.bitwise_not(pair[0], out=pair[1]) for pair in pairs]
 
 
-def over_ranks(load: DecodeLoad, arguments: argparse.Namespace) -> list[Step]:
-    """A step of all ranks, and the same of this rank without what comes from the others."""
+def ways_of_exchange(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What may exchange the partials of all ranks, by name."""
     ranks = group_of(dist.get_world_size(), arguments)
+    found: dict[str, Any] = {"default": ranks.group}
+    if arguments.device == "cuda":
+        found["by kernel"] = ra.symmetric(ranks.group, small_by_kernel=True)
+    return found | {"all-gather": ranks.transports[""], "none": SilentTransport(dist.get_rank(), ranks.size)}
+
+
+def over_ranks(load: DecodeLoad, exchanges: dict[str, Any]) -> dict[str, Step]:
+    """A step of all ranks by each way of exchanging partials."""
     q = load.queries()
-    groups = ranks.group, SilentTransport(dist.get_rank(), dist.get_world_size())
-    return [decoding(q, *filled(load, group), load.layers) for group in groups]
+    return {name: decoding(q, *filled(load, group), load.layers) for name, group in exchanges.items()}
 
 
 def forms(load: DecodeLoad) -> dict[str, Step]:

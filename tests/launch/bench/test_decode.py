@@ -48,7 +48,7 @@ def test_one_rank():
 
 def test_two_ranks():
     found = run(*TOY, "--batches", "2", "--tokens", "100", "--world-size", "2")
-    assert re.search(r"2 x +50 tokens   on 2 ranks +[\d.]+ us a layer, +[\d.]+ without the exchange", found)
+    assert re.search(r"2 x +50 tokens   on 2 ranks, us a layer   default +[\d.]+   all-gather +[\d.]+   none +[\d.]+", found)
 
 
 @pytest.mark.gpu
