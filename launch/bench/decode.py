@@ -15,9 +15,8 @@ Each rate stands beside its share of two copies' rates: of one with the same byt
 of such a graph; and of one of a gigabyte.
 
 On several ranks, which share the sequences, the step is timed with each way of exchanging partials between ranks, and with none: the
-difference is what an exchange costs. Ways are the library's default (on GPUs, copy engines), a kernel
-(`ra.symmetric(small_by_kernel=True)`), and torch.distributed's all-gather (NCCL; gloo on a CPU). `--sweep` times forms of the kernel
-instead.
+difference is what an exchange costs. Ways are the library's default (on GPUs of one host, a kernel that writes into the others' memory)
+and torch.distributed's all-gather (NCCL; gloo on a CPU). `--sweep` times forms of the kernel instead.
 """
 
 from __future__ import annotations
@@ -202,10 +201,7 @@ def copying(load: DecodeLoad) -> Step:
 def ways_of_exchange(arguments: argparse.Namespace) -> dict[str, Any]:
     """What may exchange the partials of all ranks, by name."""
     ranks = group_of(dist.get_world_size(), arguments)
-    found: dict[str, Any] = {"default": ranks.group}
-    if arguments.device == "cuda":
-        found["by kernel"] = ra.symmetric(ranks.group, small_by_kernel=True)
-    return found | {"all-gather": ranks.transports[""], "none": SilentTransport(dist.get_rank(), ranks.size)}
+    return {"default": ranks.group, "all-gather": ranks.transports[""], "none": SilentTransport(dist.get_rank(), ranks.size)}
 
 
 def over_ranks(load: DecodeLoad, exchanges: dict[str, Any]) -> dict[str, Step]:

@@ -14,7 +14,6 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import check
 from ..digest import constant
 from ..transport import (
     DEFAULT_BUDGET,
@@ -64,29 +63,26 @@ def get_context(group: Group | None) -> Context:
     return ranks.context
 
 
-def symmetric(
-    group: dist.ProcessGroup | DeviceMesh | None = None, *, budget: int = DEFAULT_BUDGET, small_by_kernel: bool = False
-) -> Transport:
+def symmetric(group: dist.ProcessGroup | DeviceMesh | None = None, *, budget: int = DEFAULT_BUDGET) -> Transport:
     """A transport for GPUs of one host: copy engines pull tensors through memory that all ranks map, beside kernels that fill the GPU.
 
     Make it once, on every rank, and pass it as `group=` to every call. An NCCL group uses it by itself where it can. Make one to
     choose the budget, or to get an error where it cannot be used. From the first call on it keeps `budget` bytes of this rank's GPU
     for messages on their way; larger messages go in pieces.
 
-    small_by_kernel: whether the partials of `decode`, up to 2 MiB a rank, go by a kernel on each GPU instead, which takes 4 MiB a rank
-    more. It should take fewer microseconds; it has not been run on GPUs yet.
+    The partials of `decode`, up to 2 MiB a rank, go by a kernel on each GPU instead. From the first of them on that takes 4 MiB for
+    each rank more.
 
     Raises ValueError for a bad group or budget. The first call raises ValueError, on every rank, unless all ranks are on one host, each
-    on its own GPU, the GPUs reach each other's memory, the driver is of CUDA 12.8 or later, and these arguments are equal.
+    on its own GPU, the GPUs reach each other's memory, the driver is of CUDA 12.8 or later, and the budgets are equal.
 
     >>> transport = ra.symmetric(budget=1 << 30)  # doctest: +SKIP
     >>> out = ra.ring_attention(q, k, v, group=transport)  # doctest: +SKIP
     """
     if isinstance(budget, bool) or not isinstance(budget, (int, np.integer)):
         raise ValueError(f"budget is a {type(budget).__name__}, but must be a number of bytes")
-    check.instance("small_by_kernel", small_by_kernel, bool, "pass True or False")
     group = _process_group(group)
-    return SymmetricTransport(group, int(budget), small_by_kernel=small_by_kernel) if dist.get_world_size(group) > 1 else Alone()
+    return SymmetricTransport(group, int(budget)) if dist.get_world_size(group) > 1 else Alone()
 
 
 def process_group(group: dist.ProcessGroup | DeviceMesh | None = None) -> Transport:

@@ -28,8 +28,8 @@ class SymmetricTransport(StagedTransport):
     """Copy engines move messages through memory that all ranks map, so that kernels have all multiprocessors; NCCL is not used.
 
     From the first call on, and as long as the transport lives, each rank keeps one arena of `budget` bytes on its GPU, divided equally
-    among the other ranks. Messages larger than that go in pieces. All ranks must be on one host, each on its own GPU, and the GPUs
-    must reach each other's memory.
+    among the other ranks. Messages larger than that go in pieces. Small rows that all ranks gather go by a `Mailbox`. All ranks must be
+    on one host, each on its own GPU, and the GPUs must reach each other's memory.
     """
 
     def __init__(
@@ -37,14 +37,12 @@ class SymmetricTransport(StagedTransport):
         group: dist.ProcessGroup,
         budget: int = DEFAULT_BUDGET,
         control: Ranks | None = None,
-        small_by_kernel: bool = False,
     ) -> None:
         super().__init__(ProcessGroupTransport(group) if control is None else control)
         least = _LEAST * max(1, self.size - 1)
         if budget < least:
             raise ValueError(f"budget is {budget} bytes, but {self.size} ranks need at least {least}: 64 KiB for each other rank")
         self.budget = budget
-        self._small_by_kernel = small_by_kernel
         self._device: torch.device | None = None
         self._mailbox: list[Mailbox] | None = None  # one or none; None before the first call that asks for it
 
@@ -74,7 +72,7 @@ class SymmetricTransport(StagedTransport):
                     "the symmetric transport cannot map memory while a CUDA graph is captured: make the same call once before"
                 )
             meeting = Meeting(self)
-            reason = obstacle(meeting.swap({**_facts(device), "budget": self.budget, "small_by_kernel": self._small_by_kernel}))
+            reason = obstacle(meeting.swap({**_facts(device), "budget": self.budget}))
             if reason is not None:
                 return reason
             made: list[CudaMemory] = []
@@ -100,7 +98,7 @@ class SymmetricTransport(StagedTransport):
             return super().exchange(sends, receives, at_rest=at_rest)
 
     def all_gather(self, rows: torch.Tensor) -> None:
-        mailbox = self._open_mailbox() if self._small_by_kernel else None
+        mailbox = self._open_mailbox()
         if mailbox is not None and mailbox.takes(rows):
             with torch.cuda.device(self._device):
                 mailbox.all_gather(rows)
@@ -188,8 +186,6 @@ def obstacle(records: Sequence[dict]) -> str | None:
     budgets = [record["budget"] for record in records]
     if len(set(budgets)) > 1:
         return f"ranks have different budgets, {budgets} bytes: pass the same on every rank"
-    if len({record["small_by_kernel"] for record in records}) > 1:
-        return "small_by_kernel differs between ranks: pass the same on every rank"
     for rank, record in enumerate(records):
         if record["host"] != records[0]["host"]:
             return (

@@ -15,7 +15,7 @@ SIZES = (1, 2, 1000, 33_280, 300_001, 1 << 19, (1 << 19) + 1, 1 << 20)
 def turns(group):
     """The sizes whose rows were wrong, call by call on two streams and in replays of a graph between calls."""
     rank, size, wrong = dist.get_rank(group), dist.get_world_size(group), []
-    transport = ra.symmetric(group, small_by_kernel=True)
+    transport = ra.symmetric(group)
     transport.connect(torch.device("cuda", torch.cuda.current_device()))
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
 

@@ -30,7 +30,6 @@ def facts(rank, **changes):
         "visible": gpus,
         "reached": reached,
         "budget": 1,
-        "small_by_kernel": False,
         **changes,
     }
 
@@ -42,10 +41,6 @@ OBSTACLES = {
     "one GPU for two": ({3: {"gpu": "GPU-1"}}, "ranks 1 and 3 share a GPU"),
     "a hidden GPU": ({1: {"visible": ["GPU-0", "GPU-1", "GPU-2"]}}, "rank 1 does not see rank 3's GPU"),
     "no way between": ({2: {"reached": ["GPU-1", "GPU-3"]}}, "rank 2's GPU does not reach rank 0's memory"),
-    "other ways for small tensors": (
-        {3: {"small_by_kernel": True}},
-        "small_by_kernel differs between ranks: pass the same on every rank",
-    ),
     "different budgets": ({0: {"budget": 2}}, r"ranks have different budgets, \[2, 1, 1, 1\] bytes: pass the same on every rank"),
 }
 
@@ -70,11 +65,6 @@ def test_without_a_group(make):
 def test_a_budget_is_a_number_of_bytes(budget):
     with pytest.raises(ValueError, match=r"budget is a .*, but must be a number of bytes"):
         ra.symmetric(budget=budget)
-
-
-def test_how_small_tensors_go_is_yes_or_no():
-    with pytest.raises(ValueError, match=r"small_by_kernel is 1, but must be a bool: pass True or False"):
-        ra.symmetric(small_by_kernel=1)
 
 
 def refusal(make):
