@@ -58,6 +58,11 @@ class DirectLaunch:
             else:
                 self._kept.append(argument)
 
+    @property
+    def describes(self) -> bool:
+        """Whether a tensor that moves is given as a descriptor."""
+        return any(describe is not None for *_, describe in self.places)
+
     def __call__(self, moving: dict[str, Any]) -> None:
         """Launch with these tensors (for a descriptor, the tensor that it describes) and numbers."""
         self.queue(self.template(moving), driver.active.get_current_stream(driver.active.get_current_device()))

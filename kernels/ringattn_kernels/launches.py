@@ -37,8 +37,10 @@ def launch(
     make: Callable[[], tuple[Grid, dict[str, Any]]],
     *,
     num_warps: int,
-) -> None:
+) -> "Ready | None":
     """`kernel[grid](**arguments, num_warps=num_warps)`, where `make()` gives (grid, arguments). Does nothing without programs.
+
+    Returns what launches it again; None for an interpreted kernel.
 
     table: the launch is kept with it. Launches without a table: the latest _KEPT are kept.
     moving: the arguments that may differ between launches of a kind: tensors (for a descriptor, the tensor that it describes), floats,
@@ -48,7 +50,7 @@ def launch(
     if not isinstance(kernel, triton.JITFunction):  # it is an interpreted one
         grid, arguments = make()
         kernel[grid if isinstance(grid, tuple) else (grid,)](**arguments, num_warps=num_warps)
-        return
+        return None
     # Triton asks whether an address is a multiple of 16, and asks nothing about a float
     kinds = [
         kind(x) if isinstance(x, torch.Tensor) else float if isinstance(x, float) else _kind_of_integer(kernel, name, x)
@@ -56,7 +58,9 @@ def launch(
     ]
     key = ("launch", kernel.fn, driver.active.get_current_device(), facts, *moving, *kinds)
     kept = _kept if table is None else table.derived
-    kept(key, lambda: _Ready(kernel, num_warps, *make(), moving))(moving)
+    ready = kept(key, lambda: Ready(kernel, num_warps, *make(), moving))
+    ready(moving)
+    return ready
 
 
 def _kind_of_integer(kernel: triton.JITFunction, name: str, x: int | None) -> Any:
@@ -69,7 +73,7 @@ def _not_specialized(kernel: triton.JITFunction) -> frozenset[str]:
     return frozenset(parameter.name for parameter in kernel.params if parameter.do_not_specialize)
 
 
-def _kept(key: tuple, build: Callable[[], "_Ready"]) -> "_Ready":
+def _kept(key: tuple, build: Callable[[], "Ready"]) -> "Ready":
     """As `TileTable.derived`, for a launch without a table."""
     place = _place(key)
     if not place:
@@ -78,11 +82,11 @@ def _kept(key: tuple, build: Callable[[], "_Ready"]) -> "_Ready":
 
 
 @functools.lru_cache(_KEPT)
-def _place(key: tuple) -> list["_Ready"]:
+def _place(key: tuple) -> list["Ready"]:
     return []
 
 
-class _Ready:
+class Ready:
     """A compiled kernel and its arguments, with gaps for those that move."""
 
     def __init__(
@@ -114,6 +118,28 @@ class _Ready:
         for name, index, move in self._gaps:
             arguments[index] = moving[name] if move is None else move(moving[name])
         self._launch(*arguments)
+
+    def repeat(self, moving: dict[str, Moving]) -> "Repeat | None":
+        """What launches it with other tensors, and with the same numbers; None where that needs Triton."""
+        return None if self._direct is None or self._direct.describes else Repeat(self._direct, moving)
+
+
+class Repeat:
+    """A launch for whoever has compared all of its numbers, and all that a kernel is compiled for: only tensors' addresses differ.
+
+    It says nothing to a recorder, and nothing to hooks.
+    """
+
+    def __init__(self, direct: DirectLaunch, moving: dict[str, Moving]) -> None:
+        self._queue, self._arguments = direct.queue, direct.template(moving)
+        self._places = [(name, place) for name, place, _ in direct.places if isinstance(moving[name], torch.Tensor)]
+
+    def __call__(self, addresses: dict[str, int], stream: int) -> None:
+        """Launch with tensors at these addresses."""
+        arguments = self._arguments.copy()
+        for name, place in self._places:
+            arguments[place] = addresses[name]
+        self._queue(arguments, stream)
 
 
 class RecordedLaunch:

@@ -12,18 +12,23 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from triton.runtime import driver
 
 from . import launches
 from .config import architecture, bucket, padded, precision
-from .launches import strides
+from .direct import hooked
+from .launches import Repeat, strides
 from .modifiers import Modifiers
 from .page_table import NO_WINDOW, PageTable
 from .paged_kernels import merge_pages_kernel, merge_ranks_kernel, paged_kernel
+from .recorder import recorder
 from .splits import State, multiprocessors
 from .units import LOG2_E
 
 MERGE_WARPS, TOGETHER = 4, 16  # of a program that merges ranks' partials: its warps, and the partials that it reads at a time
 _MOST_TOGETHER = 64
+ALIGNED = 16  # bytes: kernels are compiled for addresses that are multiples of it, or for others
+_KEPT = 64  # calls that can be repeated
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,54 @@ def attend_pages(
     k and v: contiguous within a head of a page.
     packed: (b * t * h * (dv + 2),), fp32, to leave the three tensors in, in fp32; without it out is in q's dtype.
     """
+    slopes = None if modifiers is None else modifiers.slopes
+    given = dict(q_ptr=q, k_ptr=k, v_ptr=v, pages_ptr=table.pages, lengths_ptr=table.lengths, first_ptr=table.first)
+    given |= {name: x for name, x in (("slopes_ptr", slopes), ("sinks_ptr", sinks), ("packed", packed)) if x is not None}
+    addresses, bits = {}, 0
+    for name, x in given.items():
+        addresses[name] = address = x.data_ptr()
+        bits |= address
+    numbers = softmax_scale, window, table.ranks, config, None if modifiers is None else (modifiers.softcap, modifiers.placed)
+    device = driver.active.get_current_device() if q.is_cuda else None
+    key = (device, numbers, *given, *[(x.shape, x.stride(), x.dtype, x.device) for x in given.values()])
+    plain = not bits % ALIGNED
+    call = _repeated.get(key) if plain else None
+    if call is not None and recorder.steps is None and not hooked():
+        return call(q, packed, addresses)
+    state, call = _attend(q, k, v, table, softmax_scale, window, modifiers, sinks, packed, config)
+    if plain and call is not None:
+        if len(_repeated) >= _KEPT:
+            _repeated.clear()
+        _repeated[key] = call
+    return state
+
+
+class _Repeated:
+    """A call of `attend_pages` for tensors like those of an earlier call, at other addresses: memory, and two launches."""
+
+    def __init__(self, attend: Repeat, merge: Repeat, partial: int, dv: int) -> None:
+        self._attend, self._merge, self._partial, self._dv = attend, merge, partial, dv
+
+    def __call__(self, q: torch.Tensor, packed: torch.Tensor | None, addresses: dict[str, int]) -> State:
+        """addresses: of the given tensors, by their names; this adds the others."""
+        partial = torch.empty(self._partial, device=q.device, dtype=torch.float32)
+        state = _state(q, packed, self._dv)
+        addresses["partial_ptr"] = partial.data_ptr()
+        addresses["out_ptr"], addresses["row_max_ptr"], addresses["row_sum_ptr"] = (x.data_ptr() for x in state)
+        stream = driver.active.get_current_stream(driver.active.get_current_device())
+        self._attend(addresses, stream)
+        self._merge(addresses, stream)
+        return state
+
+
+_repeated: dict[tuple, _Repeated] = {}
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: PageTable, softmax_scale: float, window: int | None,
+    modifiers: Modifiers | None, sinks: torch.Tensor | None, packed: torch.Tensor | None, config: PagedConfig | None,
+) -> tuple[State, _Repeated | None]:  # fmt: skip
+    """`attend_pages`, and what repeats it, if its launches can be repeated."""
     b, t, h, d = q.shape
     hk, page_size, dv = v.shape[1:]
     assert q.dtype == k.dtype == v.dtype and q.stride(3) == k.stride(3) == v.stride(3) == 1 and page_size >= 16 and h % hk == 0
@@ -102,13 +155,17 @@ def attend_pages(
     partial = torch.empty(slots * rows * (dv + 2), device=q.device, dtype=torch.float32)
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     moving, make = paged_launch(q, k, v, table, partial, rows, programs, softmax_scale, window, modifiers, config, arch)
-    launches.launch(paged_kernel, None, (config, rows, table.ranks), moving, make, num_warps=config.num_warps)
-    state = _unpacked(packed, q, dv) if packed is not None else (q.new_empty(b, t, h, dv), *_statistics(q))
+    first = paged_kernel, (config, rows, table.ranks), moving, make, config.num_warps
+    state = _state(q, packed, dv)
     together, num_warps = merge_form(b * hk * triton.cdiv(t * (h // hk), rows), programs)
     moving, make = merge_launch(q, v, table, partial, rows, programs, window, sinks, state, config, together, arch)
-    facts = config, rows, programs, table.ranks, hk, page_size
-    launches.launch(merge_pages_kernel, None, facts, moving, make, num_warps=num_warps)
-    return state
+    second = merge_pages_kernel, (config, rows, programs, table.ranks, hk, page_size), moving, make, num_warps
+    repeats = []
+    for kernel, facts, moving, make, num_warps in (first, second):
+        ready = launches.launch(kernel, None, facts, moving, make, num_warps=num_warps)
+        repeats.append(ready and ready.repeat(moving))
+    attend, merge = repeats
+    return state, None if attend is None or merge is None else _Repeated(attend, merge, partial.numel(), dv)
 
 
 def merge_packed(packed: torch.Tensor, q: torch.Tensor, dv: int, sinks: torch.Tensor | None = None) -> State:
@@ -140,6 +197,12 @@ def _statistics(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     b, t, h, _ = q.shape
     row_max, row_sum = torch.empty(2, b, h, t, device=q.device, dtype=torch.float32)
     return row_max, row_sum
+
+
+def _state(q: torch.Tensor, packed: torch.Tensor | None, dv: int) -> State:
+    """Memory for out, row_max and row_sum."""
+    b, t, h, _ = q.shape
+    return (q.new_empty(b, t, h, dv), *_statistics(q)) if packed is None else _unpacked(packed, q, dv)
 
 
 def _unpacked(packed: torch.Tensor, q: torch.Tensor, dv: int) -> State:
