@@ -53,8 +53,9 @@ class FlaAlone(TokenPath):
     """flash-linear-attention in one process, as one would call it: the peer."""
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        channels = x.transpose(1, 2)
-        return F.conv1d(F.pad(channels, (_WIDTH - 1, 0)), weight[:, None], groups=len(weight)).transpose(1, 2)
+        from fla.modules.causal_conv1d import causal_conv1d
+
+        return causal_conv1d(x, weight)[0]
 
     def recur(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor | None, scale: float

@@ -1,8 +1,7 @@
 """`causal_conv1d`: the short causal convolution of layers with a state, over a sequence that is sharded over ranks.
 
 A segment needs the last `width - 1` rows before it: its halo. They come from the ranks that hold them, from several if their segments are
-shorter. The convolution is linear: each rank convolves its own rows without halos, while these are under way, and then adds what they
-change.
+shorter. Each rank convolves its own rows without halos, while these are under way, and then computes anew the rows that see a halo.
 
 Shapes: b batch, s tokens of this rank, c channels.
 """
@@ -22,6 +21,7 @@ from ..runtime.op import without_autocast
 from .calls import DEFAULT_MASK, CheckedCall, agree_on_segments, check_call
 from .checks import check_channels
 from .halos import Halos
+from .local_convolution import compute_dtype, of_segments, taps
 from .recomputed import gradients_of, leaves_of
 
 
@@ -76,18 +76,18 @@ def causal_conv1d(
 class _CausalConv1d(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: CheckedCall, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        halos = Halos(call.segments, call.context.transport, weight.shape[1])
-        rows = call.own.by_position(x)
+        own, width = call.own, weight.shape[1]
+        halos = Halos(call.segments, call.context.transport, width)
+        rows = own.by_position(x)
         pending = halos.start_forward(rows)
         with without_autocast(x.device.type):
-            parts = _of_segments(call, rows, weight, bias)
-            before = pending.wait()  # (m, b, width - 1, c)
-            for index, added in zip(call.own.following, _of_halos(before, weight).unbind()):
-                n = min(added.shape[1], parts[index].shape[1])
-                parts[index] = torch.cat([parts[index][:, :n] + added[:, :n], parts[index][:, n:]], dim=1)
+            parts = of_segments(own, rows, weight, bias)
+            before = pending.add_to(x.new_zeros(len(own.following), x.shape[0], width - 1, x.shape[2]))
+            for index, halo, begin in zip(own.following, before, _begins(call, rows, width)):
+                parts[index][:, : begin.shape[1]] = taps(torch.cat([halo, begin], dim=1), weight, bias)
         ctx.call = call
         ctx.save_for_backward(x, weight, bias, before)
-        return call.own.whole(parts, x.to(_dtype(x))).to(x.dtype)
+        return own.whole(parts, x.to(compute_dtype(x))).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -109,64 +109,31 @@ def _gradients(
     wanted: tuple[bool, ...],
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients of x, weight and bias that are wanted."""
-    own, width, dtype = call.own, weight.shape[1], _dtype(x)
+    own, width, dtype = call.own, weight.shape[1], compute_dtype(x)
     halos = Halos(call.segments, call.context.transport, width)
-    dparts = own.split(own.by_position(dout).to(dtype))
-    heads = [dparts[index][:, : width - 1] for index in own.following]
-    dadded = [F.pad(head, (0, 0, 0, width - 1 - head.shape[1])) for head in heads]
-    leaf_x, leaf_weight, leaf_bias = leaves = leaves_of((x, weight, bias), wanted)
-    assert leaf_x is not None
+    dout = own.by_position(dout)
+    rows, leaf_weight, leaf_bias = leaves = leaves_of((own.by_position(x), weight, bias), (True, *wanted[1:]))
+    assert rows is not None
     assert leaf_weight is not None
     with torch.enable_grad():
         halo_rows = before.detach().requires_grad_()
-        added = _of_halos(halo_rows, leaf_weight)
-    dhalos, dweight = gradients_of((halo_rows, leaf_weight), [(added, torch.stack(dadded))] if dadded else [])
+        added = taps(F.pad(halo_rows, (0, 0, 0, width - 1)), leaf_weight, None)  # to the rows that see a halo
+    heads = [F.pad(part, (0, 0, 0, width - 1 - part.shape[1])) for part in _begins(call, dout, width)]
+    dhalos, dweight = gradients_of((halo_rows, leaf_weight), [(added, torch.stack(heads).to(dtype))] if heads else [])
     assert dhalos is not None
-    pending = halos.start_backward(dhalos.to(dtype), x)
+    pending = halos.start_backward(dhalos.to(dtype))
     with torch.enable_grad():
-        parts = _of_segments(call, own.by_position(leaf_x), leaf_weight, leaf_bias)
-    dx, dweight_here, dbias = gradients_of(leaves, [(part, dparts[index]) for index, part in parts.items()])
-    passed = pending.wait()
-    if dx is not None:
-        dx = (dx.to(dtype) + own.as_held(passed)).to(x.dtype)
+        parts = of_segments(own, rows, leaf_weight, leaf_bias)
+    every = own.split(dout)
+    dx, dweight_here, dbias = gradients_of(leaves, [(part, every[index].to(part.dtype)) for index, part in parts.items()])
+    assert dx is not None
+    pending.add_to(dx)
     if dweight_here is not None and dweight is not None:
         dweight_here = dweight_here + dweight
-    return dx, dweight_here, dbias
+    return own.as_held(dx) if wanted[0] else None, dweight_here, dbias
 
 
-def _of_segments(call: CheckedCall, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> dict[int, torch.Tensor]:
-    """The convolution of each segment by itself, by index. Differentiable."""
-    own, dtype, width = call.own, _dtype(rows), weight.shape[1]
-    every = own.split(rows)
-    if not every:
-        return {}
-    padded = torch.cat([F.pad(part, (0, 0, width - 1, 0)) for part in every.values()], dim=1).to(dtype)
-    out = _taps(padded, weight.to(dtype))
-    if bias is not None:
-        out = out + bias.to(dtype)
-    found, row = {}, 0
-    for index, part in every.items():
-        found[index] = out[:, row : row + part.shape[1]]
-        row += part.shape[1] + width - 1
-    return found
-
-
-def _of_halos(before: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What halos (m, b, width - 1, c) add to the first width - 1 rows of their segments. Differentiable."""
-    dtype, width = _dtype(before), weight.shape[1]
-    return _taps(F.pad(before, (0, 0, 0, width - 1)).to(dtype), weight.to(dtype))
-
-
-def _taps(padded: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The convolution of rows after the first width - 1: (..., rows + width - 1, c) to (..., rows, c)."""
-    width = weight.shape[1]
-    rows = padded.shape[-2] - width + 1
-    out = padded.narrow(-2, 0, rows) * weight[:, 0]
-    for tap in range(1, width):
-        out = out + padded.narrow(-2, tap, rows) * weight[:, tap]
-    return out
-
-
-def _dtype(x: torch.Tensor) -> torch.dtype:
-    """Of all computation."""
-    return torch.promote_types(x.dtype, torch.float32)
+def _begins(call: CheckedCall, rows: torch.Tensor, width: int) -> list[torch.Tensor]:
+    """The first width - 1 rows (b, up to width - 1, c) of each segment that follows others."""
+    every = call.own.split(rows)
+    return [every[index][:, : width - 1] for index in call.own.following]

@@ -33,15 +33,14 @@ class Halos:
         self._segments, self._transport, self._width = segments, transport, width
 
     def start_forward(self, x: torch.Tensor) -> PendingHalos:
-        """Send the rows (b, s, c) that other ranks need."""
+        """Send the rows (b, s, c) that other ranks need. What comes are parts of halos (m, b, width - 1, c), in the dtype of x."""
         mine = self._transport.rank
-        found = PendingHalos(x.new_zeros(len(self._segments.of(mine).following), x.shape[0], self._width - 1, x.shape[2]))
+        found = PendingHalos()
         sends, receives = [], []
         for peer in range(self._transport.size):
             out, into = self._pieces[mine, peer], self._pieces[peer, mine]
             if peer == mine:
-                for piece in out:
-                    found.whole[piece.number, :, piece.place] = x[:, piece.rows]
+                found.parts += [((piece.number, slice(None), piece.place), x[:, piece.rows]) for piece in out]
                 continue
             if out:
                 sends.append(Peer(peer, torch.cat([x[:, piece.rows] for piece in out], dim=1)))
@@ -53,10 +52,10 @@ class Halos:
         found.start(self._transport, sends, receives)
         return found
 
-    def start_backward(self, dhalos: torch.Tensor, like: torch.Tensor) -> PendingHalos:
-        """Send the gradients (m, b, width - 1, c) of halos home, where they add up to gradients of rows: shaped like (b, s, c)."""
+    def start_backward(self, dhalos: torch.Tensor) -> PendingHalos:
+        """Send the gradients (m, b, width - 1, c) of halos home. What comes are parts of gradients of rows (b, s, c)."""
         mine = self._transport.rank
-        found = PendingHalos(torch.zeros(like.shape, dtype=dhalos.dtype, device=like.device))
+        found = PendingHalos()
         sends, receives = [], []
         for peer in range(self._transport.size):
             out, into = self._pieces[peer, mine], self._pieces[mine, peer]
@@ -66,7 +65,7 @@ class Halos:
             if out:
                 sends.append(Peer(peer, torch.cat([dhalos[piece.number, :, piece.place] for piece in out], dim=1)))
             if into:
-                target = dhalos.new_empty(like.shape[0], count_rows(into), like.shape[2])
+                target = dhalos.new_empty(dhalos.shape[1], count_rows(into), dhalos.shape[3])
                 receives.append(Peer(peer, target))
                 parts = target.split([count_rows([piece]) for piece in into], dim=1)
                 found.parts += [((slice(None), piece.rows), part) for piece, part in zip(into, parts)]
@@ -79,23 +78,22 @@ class Halos:
 
 
 class PendingHalos:
-    """An exchange of rows under way: `parts` go to places of `whole`, where they are added."""
+    """An exchange of rows under way: `parts` are to be added at places of a tensor, in this order."""
 
-    def __init__(self, whole: torch.Tensor) -> None:
-        self.whole = whole
+    def __init__(self) -> None:
         self.parts: list[tuple[tuple, torch.Tensor]] = []
 
     def start(self, transport: Transport, sends: list[Peer], receives: list[Peer]) -> None:
         self._sends = sends  # alive until they have gone
         self._handle: Handle = transport.exchange(sends, receives)
 
-    def wait(self) -> torch.Tensor:
-        """`whole`, once all parts have come and are added, in one order."""
+    def add_to(self, whole: torch.Tensor) -> torch.Tensor:
+        """The tensor, once all parts have come and are added."""
         self._handle.wait()
         self._sends.clear()
         for place, part in self.parts:
-            self.whole[place] += part
-        return self.whole
+            whole[place] += part
+        return whole
 
 
 def count_rows(pieces: Iterable[HaloPiece]) -> int:

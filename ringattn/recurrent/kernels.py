@@ -43,7 +43,7 @@ _FUNCTIONS = {  # by whether the decay is a vector, and whether there is a beta
     (True, True): ("fla.ops.kda", "chunk_kda"),
 }
 _ARGUMENTS = {"q", "k", "v", "scale", "initial_state", "output_final_state", "cu_seqlens"}  # that all of them must take
-_DTYPES = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 _MULTIPLE, _MOST = 16, 256  # of head dims: what a product of matrices needs, and what fla takes
 _ERASES = -80.0  # its exponential is 2e-35: fla would subtract one -inf from another
 
@@ -57,7 +57,12 @@ class Recurred:
 
 
 class RecurrenceKernels(ABC):
-    """What computes the recurrences of a rank's own tokens. Make one with `torch_kernels()` or `fla_kernels()`."""
+    """What computes the recurrences of a rank's own tokens. Make one with `torch_kernels()` or `fla_kernels()`.
+
+    graphs_are_small: whether what `run` keeps for the backward pass is about as large as its input.
+    """
+
+    graphs_are_small = False
 
     @abstractmethod
     def refusal(self, q: torch.Tensor, v: torch.Tensor, decay: torch.Tensor | None, beta: torch.Tensor | None) -> str | None:
@@ -121,6 +126,8 @@ class TorchKernels(RecurrenceKernels):
 class FlaKernels(RecurrenceKernels):
     """The kernels of flash-linear-attention: `fla_kernels()`."""
 
+    graphs_are_small = True
+
     def refusal(self, q: torch.Tensor, v: torch.Tensor, decay: torch.Tensor | None, beta: torch.Tensor | None) -> str | None:
         if q.device.type != "cuda":
             return f"fla computes on GPUs, but q is on {q.device}"
@@ -167,7 +174,7 @@ class FlaKernels(RecurrenceKernels):
         if m > 1:
             # one row of tokens, the sequences of each row of the batch after those of the row before
             rows = {name: x.flatten(0, 1)[None] for name, x in rows.items()}
-            bounds = _bounds(tuple(lengths) * b, v.device)
+            bounds = bounds_of_rows(tuple(lengths) * b, v.device)
         out, final = function(**rows, scale=scale, initial_state=state, output_final_state=True, cu_seqlens=bounds)
         return Recurred(final.unflatten(0, (b, m)).transpose(0, 1), lambda: out.reshape(b, s, h, -1))
 
@@ -200,7 +207,7 @@ def fla_kernels() -> FlaKernels:
 
 def choose_kernels(q: torch.Tensor, v: torch.Tensor, decay: torch.Tensor | None, beta: torch.Tensor | None) -> RecurrenceKernels:
     """The kernels of a call that names none: fla's for bf16 and fp16, where they can compute it; else plain torch."""
-    if q.dtype not in _DTYPES:
+    if q.dtype not in HALF:
         return TorchKernels()
     refusal = FlaKernels().refusal(q, v, decay, beta)
     _say("fla_kernels()" if refusal is None else "torch_kernels()", refusal or "fla is installed, and q is on a GPU")
@@ -226,6 +233,12 @@ def runs_vectors(decay: torch.Tensor | None, beta: torch.Tensor | None, device: 
 def repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
     """(b, s, hk, d) to (b, s, heads, d): each head serves as many."""
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
+
+
+@functools.lru_cache(64)
+def bounds_of_rows(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Cumulative lengths on the device, for fla. Kept, as fla keeps what it derives from the same tensor."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device=device)
 
 
 @functools.cache
@@ -261,9 +274,3 @@ def _function(vector: bool, delta: bool) -> Callable[..., tuple[torch.Tensor, to
 def _say(name: str, reason: str) -> None:
     """Log a choice, and why, once."""
     _log.info("recurrences of half precision run with %s: %s", name, reason)
-
-
-@functools.lru_cache(64)
-def _bounds(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Cumulative lengths on the GPU. Kept, as fla keeps what it derives from the same tensor."""
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64, device=device)

@@ -4,7 +4,8 @@ Each rank runs its segments from zero, which gives their outputs, their total tr
 the latter two gives each segment the state that it really begins with. As the recurrence is linear in the state, its outputs then grow by
 `state_queries @ state`, a matrix product: all else is done before the exchange is waited for.
 
-The backward pass runs each segment again, from the state that it begins with, while the gradients of states pass the other way.
+The backward pass runs segments again, from the states that they begin with, while the gradients of states pass the other way. Segments
+that begin documents began from theirs in the forward pass: fla's kernels keep what their backward pass needs of these.
 
 Shapes: b batch, s tokens of this rank, hk heads of q and k, h heads of v, n documents; states (b, h, d_k, d_v).
 """
@@ -25,13 +26,11 @@ from ..runtime.op import without_autocast
 from .calls import DEFAULT_MASK, CheckedCall, agree_on_segments, check_call
 from .checks import check_states, check_tensors, overflow
 from .kernels import RecurrenceKernels, check_kernels, choose_kernels
-from .local import InputGradients, LocalRecurrence, RecurrenceInputs, RerunRecurrence
+from .local import FromStates, FromZero, InputGradients, RecurrenceInputs, StateReading, first_states, joined
 from .recomputed import gradients_of, leaves_of
 from .segments import OwnSegments, Segments
 from .state_passing import StatePassing, Summary
 from .transitions import Decays, Matrices
-
-_ROWS = 8192  # of one product over tokens
 
 
 @overload
@@ -165,7 +164,7 @@ def linear_attention(
             decay = decay.expand(*v.shape[:3])
         if initial_state is not None and not isinstance(mask, Documents):
             initial_state = initial_state[:, None]
-        call = _LinearCall(agreed, factor, return_final_state, chosen)
+        call = _LinearCall(agreed, factor, return_final_state, chosen, needs_grad)
         out, last = _LinearAttention.apply(call, q, k, v, decay, beta, initial_state)  # pyright: ignore[reportGeneralTypeIssues]
     if not return_final_state:
         return out
@@ -180,6 +179,12 @@ class _LinearCall:
     scale: float
     last_states: bool
     kernels: RecurrenceKernels
+    needs_grad: bool
+
+    @property
+    def keeps_graphs(self) -> bool:
+        """Whether the forward pass leaves the backward pass a graph of what begins documents."""
+        return self.needs_grad and self.kernels.graphs_are_small
 
     @property
     def own(self) -> OwnSegments:
@@ -197,13 +202,17 @@ class _LinearCall:
             transport, self.segments, transition, inputs.state_shape, self.last_states, inputs.dtype, inputs.q.device
         )
 
-    def local(self, inputs: RecurrenceInputs) -> LocalRecurrence:
-        """What this rank computes by itself."""
-        return LocalRecurrence(self.own, inputs, self.scale, self.kernels)
+    def first(self, inputs: RecurrenceInputs) -> FromStates:
+        """The rank's segments that begin documents."""
+        return FromStates(self.own, self.own.first, inputs, first_states(self.own, inputs), self.scale, self.kernels)
 
-    def rerun(self, inputs: RecurrenceInputs, before: dict[int, torch.Tensor]) -> RerunRecurrence:
-        """The same in the backward pass, from the states that segments which follow others begin with."""
-        return RerunRecurrence(self.own, inputs, before, self.scale, self.kernels)
+    def following(self, inputs: RecurrenceInputs) -> FromZero:
+        """Those that follow others, before it is known from which states."""
+        return FromZero(self.own, inputs, self.scale, self.kernels)
+
+    def rerun(self, inputs: RecurrenceInputs, states: torch.Tensor) -> FromStates:
+        """The same in the backward pass, where it is known."""
+        return FromStates(self.own, self.own.following, inputs, states, self.scale, self.kernels)
 
     def check_finite(
         self, inputs: RecurrenceInputs, own: dict[int, Summary], summaries: dict[int, Summary], states: dict[int, torch.Tensor]
@@ -233,40 +242,72 @@ class _LinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _LinearCall, *tensors: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         inputs = RecurrenceInputs(*tensors)
+        # only what begins a document begins now from the state that the backward pass must begin from
+        keeps = call.keeps_graphs
+        leaves = _leaves(inputs, ctx.needs_input_grad[1:]) if keeps else inputs
         passing = call.passing(inputs)
         with without_autocast(inputs.q.device.type):
-            local = call.local(inputs)
-            own = local.summaries(passing.transition.numbers)
+            with torch.set_grad_enabled(keeps):
+                first = call.first(leaves)
+            # a delta rule from zero has d_k more columns of values: it costs less to run it again than to go back through them
+            follows = keeps and inputs.beta is None
+            with torch.set_grad_enabled(follows):
+                following = call.following(leaves)
+            own = first.summaries(passing.transition.numbers) | following.summaries()
             pending = passing.start_forward(own)
-            out = local.read()
+            with torch.set_grad_enabled(keeps):
+                first_out = first.out
+            with torch.set_grad_enabled(follows):
+                following.out  # noqa: B018
+            reading = following.reading
             summaries, _ = pending.wait()
             before, last = passing.states_before(summaries)
             call.check_finite(inputs, own, summaries, {call.segments.every[i].start: state for i, state in before.items()})
-            whole = local.with_states(out, before).to(inputs.q.dtype)
+            out = joined(call.own, first_out.detach(), following, before, inputs.v).to(inputs.q.dtype)
             final = call.final_states(last, inputs) if call.last_states else None
-            following = call.own.following
-            states = torch.stack([before[index] for index in following]) if following else local.states
+            states = [before[index] for index in call.own.following]
+        ctx.kept = _Kept(leaves, first, following if follows else None) if keeps else None
         ctx.call = call
-        ctx.save_for_backward(*inputs, out.state_queries, local.totals, states)
-        return whole, final
+        begins = torch.stack(states) if states else following.states.detach()
+        ctx.save_for_backward(*inputs, *reading, following.totals, begins)
+        return out, final
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: _LinearCall = ctx.call
         call.checked.refuse_second_derivative("linear_attention")
-        *tensors, state_queries, totals, states = ctx.saved_tensors
+        *tensors, queries, factors, totals, states = ctx.saved_tensors
         inputs = RecurrenceInputs(*tensors)
         with call.checked.context.turn, without_autocast(inputs.q.device.type):
             call.checked.begin_backward()
-            return None, *_gradients(call, inputs, grads, ctx.needs_input_grad[1:], state_queries, totals, states)
+            kept, ctx.kept = ctx.kept, None
+            if kept is None:  # or it is the second backward pass through a graph
+                leaves = _leaves(inputs, ctx.needs_input_grad[1:])
+                with torch.enable_grad():
+                    kept = _Kept(leaves, call.first(leaves), None)
+            return None, *_gradients(call, inputs, grads, kept, StateReading(queries, factors), totals, states)
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """A rank's inputs, cut from their history, and segments as run on them, with a graph: those that begin documents, and those that follow
+    others, or None."""
+
+    leaves: RecurrenceInputs
+    first: FromStates
+    following: FromZero | None
+
+
+def _leaves(inputs: RecurrenceInputs, wanted: tuple[bool, ...]) -> RecurrenceInputs:
+    return RecurrenceInputs(*leaves_of(inputs, wanted))  # pyright: ignore[reportArgumentType]
 
 
 def _gradients(
     call: _LinearCall,
     inputs: RecurrenceInputs,
     grads: tuple[torch.Tensor | None, ...],
-    wanted: tuple[bool, ...],
-    state_queries: torch.Tensor,
+    kept: _Kept,
+    reading: StateReading,
     totals: torch.Tensor,
     states: torch.Tensor,
 ) -> InputGradients:
@@ -276,31 +317,22 @@ def _gradients(
     passing, own, dtype = call.passing(inputs), call.own, call.kernels.dtype(inputs.q)
     dout = own.by_position(dout).to(dtype)
     # of the states that segments begin with, through the segments' own outputs
-    pairs = zip(own.parts(own.following, state_queries).values(), own.parts(own.following, own.rows(own.following, dout)).values())
-    through = [_over_tokens(*pair).to(inputs.dtype) for pair in pairs]
+    pairs = zip(reading.parts(own).values(), own.parts(own.following, own.rows(own.following, dout)).values())
+    through = [part.gradient(rows).to(inputs.dtype) for part, rows in pairs]
     pending = passing.start_backward({i: Summary(*pair) for i, *pair in zip(own.following, totals, through)}, dlast)
-    leaves = RecurrenceInputs(*leaves_of(inputs, wanted))  # pyright: ignore[reportArgumentType]
     with torch.enable_grad():
-        again = call.rerun(leaves, dict(zip(own.following, states)))
+        runs = [kept.first, call.rerun(kept.leaves, states) if kept.following is None else kept.following.continued(states)]
+        outs = [run.out for run in runs]
     after = passing.gradients_after(*pending.wait())
     nothing = torch.zeros(inputs.state_shape, dtype=inputs.dtype, device=dout.device)
     live: list[tuple[torch.Tensor, torch.Tensor]] = []
-    if again.indices:
-        dfinals = torch.stack([after.get(index, nothing) for index in again.indices])
-        live += [(again.out, own.rows(again.indices, dout)), (again.finals, dfinals)]
-    result = InputGradients(*gradients_of(leaves, live))
+    for run, out in zip(runs, outs):
+        if run.indices:
+            dfinals = torch.stack([after.get(index, nothing) for index in run.indices])
+            live += [(out, own.rows(run.indices, dout)), (run.finals, dfinals)]
+    result = InputGradients(*gradients_of(kept.leaves, live))
     if result.initial is not None and dlast is not None:
         # the last state of a document without tokens is its first
         empty = [document for document in range(call.segments.documents) if document not in call.segments.held]
         result.initial[:, empty] += dlast[:, empty].to(result.initial.dtype)
     return result
-
-
-def _over_tokens(queries: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
-    """The sum over tokens of q^T dout: (b, s, h, d_k) and (b, s, h, d_v) to (b, h, d_k, d_v). Parts of half precision add up in fp32."""
-    parts = zip(queries.split(_ROWS, dim=1), dout.split(_ROWS, dim=1))
-    products = ((q.permute(0, 2, 3, 1) @ rows.transpose(1, 2)) for q, rows in parts)
-    total = next(products).to(torch.promote_types(queries.dtype, torch.float32))
-    for product in products:
-        total = total + product
-    return total

@@ -1,10 +1,10 @@
-"""`LocalRecurrence`: what a rank computes of its segments by itself, before any state of another rank has come.
+"""What a rank computes of its segments by itself: `FromStates`, those whose first states are known, and `FromZero`, all others.
 
 Segments that begin a document know the state that they begin with. Those that follow others are computed from zero. Their outputs from a
 state h are then `out + state_queries @ h`, and their last states `total h + state`. With the delta rule, both follow from d_k more columns
 of values: as columns of the state do not mix, values of 0 and an initial state of 1 (the identity) give `state_queries` and `total`.
 
-The backward pass knows all states, so `RerunRecurrence` runs each segment from the state that it really begins with.
+The backward pass knows all states, and runs from them what has left no graph.
 
 Shapes: b batch, s tokens of this rank, hk heads of q and k, h heads of v, n documents; m segments that follow others, of s' tokens in all.
 """
@@ -12,6 +12,7 @@ Shapes: b batch, s tokens of this rank, hk heads of q and k, h heads of v, n doc
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,9 @@ import torch
 from .kernels import RecurrenceKernels, repeated
 from .segments import OwnSegments
 from .state_passing import Summary
+from .transitions import Decays
+
+_ROWS = 8192  # of a product over tokens, whose sum is of half precision
 
 
 class RecurrenceInputs(NamedTuple):
@@ -58,88 +62,161 @@ class InputGradients(NamedTuple):
     initial: torch.Tensor | None
 
 
-class RecurrenceOutputs(NamedTuple):
-    """Of segments that begin documents (b, s - s', h, d_v); of others, from zero (b, s', h, d_v), and (b, s', h, d_k)."""
+class StateReading(NamedTuple):
+    """How rows of segments that follow others read the states (b, h, d_k, d_v) before these: queries^T state, times factors.
 
-    first: torch.Tensor
-    following: torch.Tensor
-    state_queries: torch.Tensor
+    queries: (b, s', heads, d_k), where heads divide h. factors: (b, s', h, 1) or None.
+    """
+
+    queries: torch.Tensor
+    factors: torch.Tensor | None
+
+    def read(self, state: torch.Tensor) -> torch.Tensor:
+        """(b, s', h, d_v), if the rows are of one segment."""
+        (b, s, heads, _), (h, d_v) = self.queries.shape, state.shape[1::2]
+        # heads of values that share a head of queries are columns of one product
+        columns = state.to(self.queries.dtype).unflatten(1, (heads, -1)).transpose(2, 3).flatten(3)
+        out = (self.queries.transpose(1, 2) @ columns).transpose(1, 2).reshape(b, s, h, d_v)
+        return out if self.factors is None else out * self.factors
+
+    def gradient(self, dout: torch.Tensor) -> torch.Tensor:
+        """The gradient of the state, from that of what was read. Parts of half precision add up in fp32."""
+        (_, _, heads, d_k), (b, _, h, d_v) = self.queries.shape, dout.shape
+        dout = dout if self.factors is None else (dout * self.factors).to(self.queries.dtype)
+        parts = zip(self.queries.split(_ROWS, dim=1), dout.unflatten(2, (heads, -1)).flatten(3).split(_ROWS, dim=1))
+        products = (queries.permute(0, 2, 3, 1) @ rows.transpose(1, 2) for queries, rows in parts)
+        total = next(products).to(torch.promote_types(dout.dtype, torch.float32))
+        for product in products:
+            total = total + product
+        return total.unflatten(3, (-1, d_v)).transpose(2, 3).reshape(b, h, d_k, d_v)
+
+    def parts(self, own: OwnSegments) -> dict[int, StateReading]:
+        """Of each segment by itself, by index."""
+        queries = own.parts(own.following, self.queries)
+        factors = {} if self.factors is None else own.parts(own.following, self.factors)
+        return {index: StateReading(part, factors.get(index)) for index, part in queries.items()}
 
 
-class LocalRecurrence:
-    """The states of a rank's segments: `first_states` (those that begin documents, b, h, d_k, d_v), `states` (m, b, h, d_k, d_v) from zero
-    and `totals` (m, b, h, numbers). `read` gives the outputs."""
+class Continued(NamedTuple):
+    """What `FromStates` has, of segments that have been run from zero."""
+
+    indices: list[int]
+    finals: torch.Tensor
+    out: torch.Tensor
+
+
+class FromStates:
+    """Some of a rank's segments, from the states (m, b, h, d_k, d_v) that they begin with: `finals`, in the same shape, and `out`
+    (b, rows, h, d_v). Differentiable."""
+
+    def __init__(
+        self,
+        own: OwnSegments,
+        indices: list[int],
+        inputs: RecurrenceInputs,
+        states: torch.Tensor,
+        scale: float,
+        kernels: RecurrenceKernels,
+    ) -> None:
+        self.indices = indices
+        self._ran = kernels.run(*_rows_of(own, indices, inputs), states, own.lengths(indices), scale)
+        self.finals = self._ran.finals
+
+    @cached_property
+    def out(self) -> torch.Tensor:
+        """It is no part of what other ranks need."""
+        return self._ran.read()
+
+    def summaries(self, numbers: int) -> dict[int, Summary]:
+        """The states that segments which begin documents end with, by index; `numbers` are those of a total."""
+        finals = self.finals.detach()
+        return {index: Summary(state.new_zeros(*state.shape[:2], numbers), state) for index, state in zip(self.indices, finals)}
+
+
+class FromZero:
+    """A rank's segments that follow others, run from zero: `states` (m, b, h, d_k, d_v) that they end with; `totals` (m, b, h, numbers);
+    `reading`, and `out` (b, s', h, d_v)."""
 
     def __init__(self, own: OwnSegments, inputs: RecurrenceInputs, scale: float, kernels: RecurrenceKernels) -> None:
         self._own, self._inputs, self._scale, self._kernels = own, inputs, scale, kernels
-        lengths, ordered = own.lengths(own.first), by_position(own, inputs)
-        self._first = kernels.run(*rows_of(own, own.first, ordered), first_states(own, inputs), lengths, scale)
-        self.first_states = self._first.finals
-        self._begin_following(*rows_of(own, own.following, ordered))
-
-    def _begin_following(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor | None, beta: torch.Tensor | None
-    ) -> None:
-        lengths, shape, run = self._own.lengths(self._own.following), self._inputs.state_shape, self._kernels.run
-        zero, (*_, d_k, d_v) = v.new_zeros(len(lengths), *shape, dtype=self._inputs.dtype), shape
+        q, k, v, decay, beta = _rows_of(own, own.following, inputs)
+        lengths, shape = own.lengths(own.following), inputs.state_shape
+        zero = v.new_zeros(len(lengths), *shape, dtype=inputs.dtype)
         if beta is None:
-            self._from_zero = run(q, k, v, decay, None, zero, lengths, self._scale)
-            self.states = self._from_zero.finals
-            self.totals = zero.new_zeros(*zero.shape[:3], self._inputs.decays)
-            self._queries, left = q, None
-            if decay is not None and lengths:
-                # of a state before the segment, at each token, as a logarithm
-                parts = [part.unflatten(2, (shape[1], -1)).cumsum(1) for part in decay.flatten(2).split(lengths, dim=1)]
-                left = torch.cat(parts, dim=1)  # (b, s', h, 1 or d_k)
-                self.totals = torch.stack([part[:, -1] for part in parts])
-            self._left = left
+            self._ran = kernels.run(q, k, v, decay, None, zero, lengths, scale)
+            self.states = self._ran.finals
+            with torch.no_grad():
+                self.totals, self._left = self._decays(decay)
             return
+        d_k = shape[2]
         identity = torch.eye(d_k, dtype=zero.dtype, device=v.device).expand(*zero.shape[:3], d_k, d_k)
         wide = torch.cat([v, v.new_zeros(*v.shape[:3], d_k)], dim=3)
-        self._from_zero = run(q, k, wide, decay, beta, torch.cat([zero, identity], dim=4), lengths, self._scale)
-        self.states, totals = self._from_zero.finals.split([d_v, d_k], dim=4)
+        self._ran = kernels.run(q, k, wide, decay, beta, torch.cat([zero, identity], dim=4), lengths, scale)
+        self.states, totals = self._ran.finals.split([shape[3], d_k], dim=4)
         self.totals = totals.flatten(3)
 
-    def read(self) -> RecurrenceOutputs:
-        """The outputs, which are no part of what other ranks need."""
-        first, following = self._first.read(), self._from_zero.read()
-        _, h, d_k, d_v = self._inputs.state_shape
+    def summaries(self) -> dict[int, Summary]:
+        """What each segment makes of a state, by index."""
+        return {index: Summary(*pair) for index, *pair in zip(self._own.following, self.totals, self.states.detach())}
+
+    @cached_property
+    def out(self) -> torch.Tensor:
+        """It is no part of what other ranks need."""
+        return self._read[..., : self._inputs.state_shape[3]]
+
+    @cached_property
+    def reading(self) -> StateReading:
+        """How these segments' rows read the states before them."""
         if self._inputs.beta is not None:
-            return RecurrenceOutputs(first, *following.split([d_v, d_k], dim=3))
-        factor = self._scale if self._left is None else self._left.exp() * self._scale
-        dtype = self._kernels.dtype(self._queries)
-        return RecurrenceOutputs(first, following, (repeated(self._queries.to(dtype), h) * factor).to(dtype))
+            return StateReading(self._read[..., self._inputs.state_shape[3] :], None)
+        return self._reading(_rows_of(self._own, self._own.following, self._inputs)[0], self._left)
 
-    def summaries(self, numbers: int) -> dict[int, Summary]:
-        """What each segment makes of a state, by index; `numbers` are those of a total."""
-        b, h, _, _ = self._inputs.state_shape
-        begins = {i: Summary(state.new_zeros(b, h, numbers), state) for i, state in zip(self._own.first, self.first_states)}
-        return begins | {i: Summary(*pair) for i, *pair in zip(self._own.following, self.totals, self.states)}
-
-    def with_states(self, out: RecurrenceOutputs, before: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """The outputs of all rows (b, s, h, d_v), as the rank holds them, from the states that segments begin with."""
+    def continued(self, before: torch.Tensor) -> Continued:
+        """These segments, without a delta rule, from the states before them (m, b, h, d_k, d_v). Differentiable."""
         own = self._own
-        queries = own.parts(own.following, out.state_queries)
-        parts = own.parts(own.first, out.first)
-        for index, rows in own.parts(own.following, out.following).items():
-            asked = queries[index].transpose(1, 2)
-            parts[index] = rows + (asked @ before[index].to(asked.dtype)).transpose(1, 2)
-        return own.whole(parts, self._inputs.v.to(out.following.dtype))
+        q, _, _, decay, _ = _rows_of(own, own.following, self._inputs)
+        totals, left = self._decays(decay)
+        parts = self._reading(q, left).parts(own).values()
+        added = [part.read(state) for part, state in zip(parts, before)]
+        finals = self.states + Decays(self._inputs.decays).apply(totals, before)
+        return Continued(own.following, finals, self.out + torch.cat(added, dim=1) if added else self.out)
+
+    @cached_property
+    def _read(self) -> torch.Tensor:
+        return self._ran.read()
+
+    def _decays(self, decay: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`totals`, and at each token what is left of a state before its segment, (b, s', h, 1 or d_k): both as logarithms."""
+        lengths, h = self._own.lengths(self._own.following), self._inputs.state_shape[1]
+        if decay is None or not lengths:
+            return self.states.new_zeros(*self.states.shape[:3], self._inputs.decays), None
+        # a GPU adds up along the last dim, of neighbours in memory, ten times as fast as along others
+        rows = (part.movedim(1, -1).contiguous().cumsum(-1).movedim(-1, 1) for part in decay.flatten(2).split(lengths, dim=1))
+        parts = [part.unflatten(2, (h, -1)) for part in rows]
+        return torch.stack([part[:, -1] for part in parts]), torch.cat(parts, dim=1)
+
+    def _reading(self, q: torch.Tensor, left: torch.Tensor | None) -> StateReading:
+        dtype, (_, h, d_k, _) = self._kernels.dtype(q), self._inputs.state_shape
+        q = q.to(dtype)
+        if left is None:
+            return StateReading((q * self._scale).to(dtype), None)
+        factors = left.exp() * self._scale
+        if left.shape[3] == 1 and d_k > 1:
+            return StateReading(q, factors)
+        return StateReading((repeated(q, h) * factors).to(dtype), None)
 
 
-def by_position(own: OwnSegments, inputs: RecurrenceInputs) -> RecurrenceInputs:
-    """The inputs with the rank's rows in the order of their positions."""
-    rows = (None if x is None else own.by_position(x) for x in inputs[:5])
-    return RecurrenceInputs._make([*rows, inputs.initial])
+def joined(
+    own: OwnSegments, first: torch.Tensor, following: FromZero, before: Mapping[int, torch.Tensor], like: torch.Tensor
+) -> torch.Tensor:
+    """The outputs of all rows (b, s, h, d_v), as the rank holds them, from the states that segments which follow others begin with.
 
-
-def rows_of(
-    own: OwnSegments, indices: list[int], ordered: RecurrenceInputs
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """q, k, v, and decay and beta in the dtype of states: the rows of some segments, one after the other."""
-    q, k, v = (own.rows(indices, x) for x in (ordered.q, ordered.k, ordered.v))
-    factors = (None if x is None else own.rows(indices, x).to(ordered.dtype) for x in (ordered.decay, ordered.beta))
-    return q, k, v, *factors  # pyright: ignore[reportReturnType]
+    first: of segments that begin documents, (b, s - s', h, d_v). like: (b, s, h, d_v).
+    """
+    readings, parts = following.reading.parts(own), own.parts(own.first, first)
+    for index, rows in own.parts(own.following, following.out.detach()).items():
+        parts[index] = rows + readings[index].read(before[index])
+    return own.whole(parts, like.to(following.out.dtype))
 
 
 def first_states(own: OwnSegments, inputs: RecurrenceInputs) -> torch.Tensor:
@@ -150,21 +227,10 @@ def first_states(own: OwnSegments, inputs: RecurrenceInputs) -> torch.Tensor:
     return torch.stack([initial[:, document] for document in documents]).to(inputs.dtype)
 
 
-class RerunRecurrence:
-    """A rank's segments in the order of their positions, from the states that they begin with: `finals` (m, b, h, d_k, d_v), and `out`
-    (b, rows, h, d_v). Differentiable."""
-
-    def __init__(
-        self,
-        own: OwnSegments,
-        inputs: RecurrenceInputs,
-        before: dict[int, torch.Tensor],
-        scale: float,
-        kernels: RecurrenceKernels,
-    ) -> None:
-        self.indices = sorted((*own.first, *own.following))
-        begins = before | dict(zip(own.first, first_states(own, inputs)))
-        nothing = torch.zeros(0, *inputs.state_shape, dtype=inputs.dtype, device=inputs.q.device)
-        initial = torch.stack([begins[index] for index in self.indices]) if self.indices else nothing
-        ran = kernels.run(*rows_of(own, self.indices, by_position(own, inputs)), initial, own.lengths(self.indices), scale)
-        self.finals, self.out = ran.finals, ran.read()
+def _rows_of(
+    own: OwnSegments, indices: list[int], inputs: RecurrenceInputs
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """q, k, v, and decay and beta in the dtype of states: the rows of some segments, one after the other."""
+    q, k, v, decay, beta = (None if x is None else own.rows(indices, own.by_position(x)) for x in inputs[:5])
+    factors = (None if x is None else x.to(inputs.dtype) for x in (decay, beta))
+    return q, k, v, *factors  # pyright: ignore[reportReturnType]

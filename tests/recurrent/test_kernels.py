@@ -62,6 +62,27 @@ def test_a_decay_that_erases_is_finite_for_fla(decays):
     assert max(errors(*found)) < 1e-12
 
 
+class _Counted(TorchKernels):
+    graphs_are_small = True
+
+    def run(self, *arguments, **options):
+        _Counted.ran += bool(arguments[6])
+        return super().run(*arguments, **options)
+
+
+def test_what_begins_a_document_runs_once():
+    """The backward pass finds its graph; a second one through the same call runs it again, with the same bits."""
+    *tensors, _, _ = random_inputs(20, "scalar", True, "cpu", d_k=4, d_v=3)
+    leaves = [x.double().requires_grad_() for x in tensors]
+    q, k, v, decay, beta = leaves
+    _Counted.ran = 0
+    out = ra.linear_attention(q, k, v, decay=decay, beta=beta, kernels=_Counted())
+    once = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    assert _Counted.ran == 1
+    again = torch.autograd.grad(out.sum(), leaves)
+    assert _Counted.ran == 2 and all(torch.equal(*pair) for pair in zip(once, again))
+
+
 def test_numbers_run_as_vectors_where_fla_lacks_them(monkeypatch):
     monkeypatch.setattr(kernels, "runs_vectors", lambda decay, beta, device: decay is not None or beta is not None)
     cases = [Case(9, 1, decays=decays, beta=beta, initial=True, seed=3) for decays, beta in ALL]
@@ -216,7 +237,7 @@ def results_of_threads(kernels, world_size, tensors, dout, lengths):
         ctx.save_for_backward = lambda *saved: setattr(ctx, "saved_tensors", saved)
         ctx.needs_input_grad = [False, *(x is not None for x in cut)]
         checked = CheckedCall(Context(transport), segments, None)
-        call = linear_attention._LinearCall(checked, 0.125, True, Locked())
+        call = linear_attention._LinearCall(checked, 0.125, True, Locked(), needs_grad=True)
         with torch.no_grad():
             out, last = linear_attention._LinearAttention.forward(ctx, call, *cut)
             dlast = last if rank == 0 else torch.zeros_like(last)
