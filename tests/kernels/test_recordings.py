@@ -55,8 +55,10 @@ def host(monkeypatch):
     names = ["x_ptr", "y_ptr", "out_ptr", "factor"]
     source = SimpleNamespace(signature=dict(zip(names, ("*fp32", "*fp32", "*fp32", "fp32"))))
     compiled = SimpleNamespace(run=run, function=99, packed_metadata=(4, 1, 0), src=source)
-    launch = direct.direct_launch(compiled, (1, 1, 1), names, [None, None, None, 1.0], frozenset(names[:3]))
-    assert launch is not None
+    values = [None, None, None, 1.0]
+    form = direct.form_of(compiled, names, values)
+    assert form is not None
+    launch = direct.DirectLaunch(form, (1, 1, 1), dict(zip(names, values)), names[:3])
 
     def add(x, y, out):
         moving = dict(x_ptr=x, y_ptr=y, out_ptr=out)
