@@ -142,11 +142,9 @@ def mover(argument: Any) -> Callable[[Any], Any] | None:
 
 def hooked() -> bool:
     """Whether somebody, such as a profiler, asked Triton to be told of launches."""
-    return _asks(knobs.runtime.launch_enter_hook) or _asks(knobs.runtime.launch_exit_hook)
-
-
-def _asks(hook: Any) -> bool:
-    return hook is not None and bool(getattr(hook, "calls", True))
+    # asked in every call: one function, not three
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool((enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True)))
 
 
 def _unwrapped(run: Any) -> tuple[Callable[..., None], list[Any], frozenset[int]]:
