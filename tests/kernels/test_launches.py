@@ -217,10 +217,10 @@ def finish(device, rows=300, dtype=torch.bfloat16, scale=0.1, **options):
     return [weakref.ref(x) for x in (sums, dq)]
 
 
-def partials(device, most=2, dtype=torch.float32, **options):
+def partials(device, most=2, dtype=torch.float32, dims=(64, 96), **options):
     table = device.tables["all"]
     how = splits.key_splits(table, 128, 64, 4, 2, torch.device("cpu"), most)
-    outputs = (make(2, 700, 2, 64, dtype=dtype, **options),)
+    outputs = tuple(make(2, 700, 2, d, dtype=dtype, **options) for d in dims)
     add, found = splits.partial_gradients(how, dtype == torch.float32, *outputs)
     splits.add_partials(how, table, not add and dtype == torch.float32, found, outputs)
     return [weakref.ref(x) for x in (*outputs, *found)]
@@ -229,7 +229,15 @@ def partials(device, most=2, dtype=torch.float32, **options):
 OTHERS = {
     delta: [dict(rows=299), dict(offset=1), dict(rows_first=True), dict(gap=8), dict(dtype=torch.float16)],
     finish: [dict(rows=301), dict(offset=1), dict(rows_first=True), dict(dtype=torch.float32), dict(scale=1)],
-    partials: [dict(most=3), dict(offset=1), dict(rows_first=True), dict(gap=4), dict(dtype=torch.bfloat16)],
+    partials: [
+        dict(most=3),
+        dict(dims=(64,)),
+        dict(dims=(96, 64)),
+        dict(offset=1),
+        dict(rows_first=True),
+        dict(gap=4),
+        dict(dtype=torch.bfloat16),
+    ],
 }
 
 
