@@ -14,7 +14,7 @@ import triton
 from triton.runtime import driver
 
 from .compiled import compiled_for
-from .direct import FIRST, DirectLaunch, hooked, mover
+from .direct import FIRST, DirectLaunch, describes, hooked, mover
 from .recorder import recorder
 from .submission import Argument, Submission
 from .table import TileTable, kind
@@ -174,7 +174,6 @@ def parted(
     for place, name in enumerate(names):
         x = arguments[name]
         if name not in moving:
-            assert id(x) not in tensors and (isinstance(x, torch.Tensor) or id(getattr(x, "base", None)) not in tensors), name
             fixed.append(x)
             continue
         move, given = mover(x), moving[name]
@@ -183,4 +182,8 @@ def parted(
         fixed.append(None)
         gaps.append((name, place, move))
     assert len(gaps) == len(moving)
+    described = [x.base for x in fixed if x is not None and type(x) is not int and describes(x)]
+    assert tensors.isdisjoint(map(id, fixed)) and tensors.isdisjoint(map(id, described)), (
+        "a tensor that moves has another name, too"
+    )
     return fixed, gaps
