@@ -21,6 +21,7 @@ from .runtime.groups import Group, get_context, group_names
 from .runtime.op import attention
 from .runtime.order import label
 from .runtime.rank_attention import RankAttention
+from .runtime.ready import learn, replay_of
 from .schedule.program import local_program
 from .schedule.schedules import Schedule
 from .scores import MOST_PLACES, ScoreMod
@@ -134,13 +135,19 @@ def ring_attention(
             raise ValueError(f"compiled attention is differentiated {check.TRANSFORMED}")
         check.instance("return_stats", return_stats, bool, _STATS)
         scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-        options = [None if x is None else x.digest for x in (layout, mask, schedule, score)]
+        digests = [None if x is None else x.digest for x in (layout, mask, schedule, score)]
         keys = None if kv_layout is None else kv_layout.digest
-        number = compiled_call(group_names(group), *options, name=name, kv_layout=keys, q_offset=q_offset)
+        number = compiled_call(group_names(group), *digests, name=name, kv_layout=keys, q_offset=q_offset)
         results = _modified(q, k, v, number, scale, score)
         return (results[0], Stats(*results[1:])) if return_stats else results[0]
     context = get_context(group)
     mask = _DEFAULT_MASK if mask is None else mask
+    options = layout, mask, schedule, softmax_scale
+    alike = score is None and kv_layout is None and q_offset is _FIRST
+    if alike and (return_stats is True or return_stats is False):
+        results = replay_of(context, q, k, v, options, name)
+        if results is not None:
+            return (results[0], Stats(*results[1:])) if return_stats else results[0]
     with refusing(context.ranks):
         check.tensors(q, k, v)
         check.backward_mode(q=q, k=k, v=v)
@@ -158,6 +165,8 @@ def ring_attention(
             _check_score(score, q)
     call = RingCall(context, layout, mask, schedule, label(name), None if score is None else score.kind, keys=keys)
     results = attention(q, k, v, call, scale) if score is None else _modified(q, k, v, call, scale, score)
+    if alike:
+        learn(context, call, q, k, v, options, scale)
     return (results[0], Stats(*results[1:])) if return_stats else results[0]
 
 

@@ -7,7 +7,7 @@ of torch gives the same addresses again. Releases of Triton whose launcher looks
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -19,44 +19,74 @@ _STREAM = 3  # its place among the launcher's arguments
 FIRST = 13  # the place of the kernel's first
 
 
-class DirectLaunch:
-    """A compiled kernel on a grid, with all its arguments but those that move, in the order of their names."""
+class Form:
+    """A compiled kernel as its launcher takes it: what launches with other tables, grids and tensors have in common.
 
-    def __init__(
-        self, compiled: Any, grid: tuple[int, int, int], names: list[str], arguments: list[Any], moving: frozenset[str]
-    ) -> None:
+    arguments: those of one launch, in the order of their names. Raises an error where this release of Triton launches in another way.
+    """
+
+    def __init__(self, compiled: Any, names: list[str], arguments: list[Any]) -> None:
         run = compiled.run
-        self._launcher, metadata, indices = _unwrapped(run)
-        self.grid, self.function = grid, compiled.function
+        self.launcher, metadata, indices = _unwrapped(run)
+        self.function = compiled.function
         warps, programs_together, shared = compiled.packed_metadata
         self.sizes = 32 * warps, shared  # threads, and bytes of shared memory
-        signature = list(compiled.src.signature.values())
-        self.kinds: list[str] = []  # Triton's names of the arguments' types
         # whether nothing but sizes and arguments is said to the driver
         self.plain = programs_together == 1 and not run.launch_cooperative_grid and not run.launch_pdl
         # the stream comes behind the grid; two sorts of scratch memory, what hooks are told, and two hooks: none
-        head = *grid, 0, compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None
-        self._arguments: list[Any] = [*head, compiled.packed_metadata, None, None, None]
+        head = 0, compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None
+        self.head: list[Any] = [*head, compiled.packed_metadata, None, None, None]
+        self.kinds: list[str] = []  # Triton's names of the arguments' types
+        self.order: list[tuple[str, Any]] = []  # each argument's name, and what is known of its descriptor
+        self._describers: dict[tuple, Callable[[int], Any]] = {}
+        described, signature = iter(metadata), list(compiled.src.signature.values())
+        for index, (name, argument) in enumerate(zip(names, arguments, strict=True)):
+            about = next(described) if index in indices else None
+            self.order.append((name, about))
+            if about is None:
+                self.kinds.append(signature[index])
+            else:
+                dims = len(argument.shape)
+                self.kinds += ["nvTmaDesc", *["i32"] * dims, *["i64"] * dims]
+
+    def describer(self, name: str, descriptor: Any, about: Any) -> Callable[[int], Any]:
+        """What makes the copy engine's descriptor of an argument at any address. Launches share those of tensors of one kind."""
+        key = name, *descriptor.shape, *descriptor.strides
+        found = self._describers.get(key)
+        if found is None:
+            if len(self._describers) >= _KEPT:
+                self._describers.clear()
+            found = self._describers[key] = _describer(descriptor, about)
+        return found
+
+
+class DirectLaunch:
+    """A compiled kernel on a grid, with all its arguments but those that move."""
+
+    def __init__(self, form: Form, grid: tuple[int, int, int], arguments: dict[str, Any], moving: Collection[str]) -> None:
+        self._launcher, self.function, self.sizes = form.launcher, form.function, form.sizes
+        self.kinds, self.plain, self.grid = form.kinds, form.plain, grid
+        self._arguments = listed = [*grid, *form.head]
         # of what moves: its name, its place among the launcher's arguments, and what makes a descriptor of an address
         self.places: list[tuple[str, int, Callable[[int], Any] | None]] = []
         self._kept = []  # the tensors whose addresses do not move
-        described = iter(metadata)
-        for index, (name, argument) in enumerate(zip(names, arguments, strict=True)):
-            place, moves, describe = len(self._arguments), name in moving, None
-            if index in indices:
-                about = next(described)
-                describe = _describer(argument, about)
-                self._arguments += _of_descriptor(argument, about)
-                dims = len(argument.shape)
-                self.kinds += ["nvTmaDesc", *["i32"] * dims, *["i64"] * dims]
-            else:
-                self._arguments.append(argument.data_ptr() if isinstance(argument, torch.Tensor) else argument)
-                self.kinds.append(signature[index])
+        for name, about in form.order:
+            argument, moves, describe = arguments[name], name in moving, None
             if moves:
-                self._arguments[place] = None
-                self.places.append((name, place, describe))
-            else:
+                if about is not None:
+                    describe = form.describer(name, argument, about)
+                self.places.append((name, len(listed), describe))
+                listed.append(None)
+            elif about is not None:
+                listed.append(_of_descriptor(argument, about)[0])
                 self._kept.append(argument)
+            elif isinstance(argument, torch.Tensor):
+                listed.append(argument.data_ptr())
+                self._kept.append(argument)
+            else:
+                listed.append(argument)
+            if about is not None:
+                listed += *argument.shape, *argument.strides
 
     @property
     def describes(self) -> bool:
@@ -83,19 +113,22 @@ class DirectLaunch:
         self._launcher(*arguments)
 
 
-def direct_launch(
-    compiled: Any, grid: tuple[int, int, int], names: list[str], arguments: list[Any], moving: frozenset[str]
-) -> DirectLaunch | None:
-    """A `DirectLaunch`, or None where this release of Triton launches in another way, or the kernel needs scratch memory."""
+def form_of(compiled: Any, names: list[str], arguments: list[Any]) -> Form | None:
+    """A `Form`, or None where this release of Triton launches in another way, or the kernel needs scratch memory."""
     try:
-        return DirectLaunch(compiled, grid, names, arguments, moving)
+        return Form(compiled, names, arguments)
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError):
         return None
 
 
+def describes(argument: Any) -> bool:
+    """Whether an argument is a descriptor. Asking a tensor for what it does not have takes long."""
+    return not isinstance(argument, torch.Tensor) and hasattr(argument, "block_shape")
+
+
 def mover(argument: Any) -> Callable[[Any], Any] | None:
     """What makes a descriptor of the same block of another tensor, which needs no check of its own; None for what is no descriptor."""
-    if not hasattr(argument, "block_shape"):
+    if not describes(argument):
         return None
     kind, fields = type(argument), {**vars(argument), "base": None}
 
@@ -109,11 +142,9 @@ def mover(argument: Any) -> Callable[[Any], Any] | None:
 
 def hooked() -> bool:
     """Whether somebody, such as a profiler, asked Triton to be told of launches."""
-    return _asks(knobs.runtime.launch_enter_hook) or _asks(knobs.runtime.launch_exit_hook)
-
-
-def _asks(hook: Any) -> bool:
-    return hook is not None and bool(getattr(hook, "calls", True))
+    # asked in every call: one function, not three
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool((enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True)))
 
 
 def _unwrapped(run: Any) -> tuple[Callable[..., None], list[Any], frozenset[int]]:

@@ -13,7 +13,8 @@ import torch
 import triton
 from triton.runtime import driver
 
-from .direct import FIRST, DirectLaunch, direct_launch, hooked, mover
+from .compiled import compiled_for
+from .direct import FIRST, DirectLaunch, describes, hooked, mover
 from .recorder import recorder
 from .submission import Argument, Submission
 from .table import TileTable, kind
@@ -92,20 +93,18 @@ class Ready:
     def __init__(
         self, kernel: triton.JITFunction, num_warps: int, grid: Grid, arguments: dict[str, Any], moving: dict[str, Moving]
     ) -> None:
-        check(arguments, moving)
-        self._launch: Callable[..., None] | None = None
+        self._compiled: Any = None
         self._direct: DirectLaunch | None = None
-        grid = (*(grid if isinstance(grid, tuple) else (grid,)), 1, 1)[:3]
-        names = kernel.arg_names
-        if min(grid) > 0:
-            compiled = kernel.warmup(**arguments, num_warps=num_warps, grid=grid)
-            self._launch = compiled[grid]
-            self._direct = direct_launch(compiled, grid, names, [arguments[name] for name in names], frozenset(moving))
-        self._fixed = [None if name in moving else arguments[name] for name in names]
-        self._gaps = [(name, names.index(name), mover(arguments[name])) for name in moving]
+        self._grid = (*(grid if isinstance(grid, tuple) else (grid,)), 1, 1)[:3]
+        if min(self._grid) > 0:
+            found = compiled_for(kernel, arguments, num_warps, self._grid)
+            self._compiled = found.kernel
+            if found.form is not None:
+                self._direct = DirectLaunch(found.form, self._grid, arguments, moving)
+        self._fixed, self._gaps = parted(kernel.arg_names, arguments, moving)
 
     def __call__(self, moving: dict[str, Moving]) -> None:
-        if self._launch is None:
+        if self._compiled is None:
             return
         if recorder.steps is not None:
             recorder.note(
@@ -117,7 +116,7 @@ class Ready:
         arguments = self._fixed.copy()
         for name, index, move in self._gaps:
             arguments[index] = moving[name] if move is None else move(moving[name])
-        self._launch(*arguments)
+        self._compiled[self._grid](*arguments)
 
     def repeat(self, moving: dict[str, Moving]) -> "Repeat | None":
         """What launches it with other tensors, and with the same numbers; None where that needs Triton."""
@@ -163,9 +162,28 @@ class RecordedLaunch:
         submission.launch(direct, arguments, self._stream)
 
 
-def check(arguments: dict[str, Any], moving: dict[str, Moving]) -> None:
-    """Assert that `moving` names its values among the arguments, each tensor everywhere."""
-    bases = {name: x if mover(x) is None else x.base for name, x in arguments.items()}
-    tensors = [x for x in moving.values() if isinstance(x, torch.Tensor)]
-    assert all(bases[name] is x or (not isinstance(x, torch.Tensor) and bases[name] == x) for name, x in moving.items())
-    assert not any(bases[name] is x for x in tensors for name in bases.keys() - moving.keys())
+def parted(
+    names: list[str], arguments: dict[str, Any], moving: dict[str, Moving]
+) -> tuple[list[Any], list[tuple[str, int, Callable[[Any], Any] | None]]]:
+    """(arguments with None for those that move; of these the name, the place, and what makes a descriptor, as `mover` does).
+
+    Asserts that `moving` names its values among the arguments, each tensor everywhere.
+    """
+    fixed, gaps = [], []
+    tensors = {id(x) for x in moving.values() if isinstance(x, torch.Tensor)}
+    for place, name in enumerate(names):
+        x = arguments[name]
+        if name not in moving:
+            fixed.append(x)
+            continue
+        move, given = mover(x), moving[name]
+        base = x if move is None else x.base
+        assert base is given or (not isinstance(given, torch.Tensor) and base == given), name
+        fixed.append(None)
+        gaps.append((name, place, move))
+    assert len(gaps) == len(moving)
+    described = [x.base for x in fixed if x is not None and type(x) is not int and describes(x)]
+    assert tensors.isdisjoint(map(id, fixed)) and tensors.isdisjoint(map(id, described)), (
+        "a tensor that moves has another name, too"
+    )
+    return fixed, gaps

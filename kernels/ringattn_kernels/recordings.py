@@ -44,22 +44,18 @@ def replay(found: dict[tuple, Any], facts: tuple, inputs: Tensors, work: Callabl
 
     found: the recordings of one owner, who gives the same `facts` only to passes that do the same with such tensors.
     """
-    if torch.cuda.is_current_stream_capturing():
+    now = state()
+    if now is None:
         return work()
-    device = driver.active.get_current_device()
-    stream = driver.active.get_current_stream(device)
     addresses = [x.data_ptr() for x in inputs]
-    # streams of two devices may have one number
-    where = device, inputs[0].device, stream
-    kinds = [(x.shape, x.stride(), x.dtype, not address % 16) for x, address in zip(inputs, addresses)]
-    key = (facts, where, torch.are_deterministic_algorithms_enabled(), *kinds)
+    key = _key(facts, now, inputs, addresses)
     # calls of many layers are alike, and comparing keys costs less than hashing them
     latest = found.get(facts)
     known = latest[1] if latest is not None and latest[0] == key else found.get(key, _NEW)
     # inputs that begin at one address, such as one tensor given twice, would be taken for one another
-    if known is None or len(set(addresses)) < len(addresses) or hooked():
+    if known is None or len(set(addresses)) < len(addresses):
         return work()
-    if isinstance(known, _Recording):
+    if isinstance(known, Recording):
         found[facts] = key, known
         return known(addresses)
     if len(found) >= _KEPT:
@@ -71,10 +67,35 @@ def replay(found: dict[tuple, Any], facts: tuple, inputs: Tensors, work: Callabl
     return results
 
 
+def recorded(found: dict[tuple, Any], facts: tuple, inputs: Tensors) -> Recording | None:
+    """The recording that `replay` would run now for such inputs, if they begin at different addresses; None if there is none.
+
+    It holds while `state()` is the same, for inputs of the same shapes, strides, dtypes and devices, aligned alike.
+    """
+    now = state()
+    known = None if now is None else found.get(_key(facts, now, inputs, [x.data_ptr() for x in inputs]))
+    return known if isinstance(known, Recording) else None
+
+
+def state() -> tuple | None:
+    """What recordings depend on besides their inputs: the device, its stream, determinism; None where nothing may be replayed."""
+    if torch.cuda.is_current_stream_capturing() or hooked():
+        return None
+    active = driver.active
+    device = active.get_current_device()
+    return device, active.get_current_stream(device), torch.are_deterministic_algorithms_enabled()
+
+
+def _key(facts: tuple, now: tuple, inputs: Tensors, addresses: list[int]) -> tuple:
+    # streams of two devices may have one number
+    where = now, inputs[0].device
+    return facts, where, *[(x.shape, x.stride(), x.dtype, not address % 16) for x, address in zip(inputs, addresses)]
+
+
 _NEW, _SEEN = object(), object()
 
 
-class _Recording:
+class Recording:
     """A pass as allocations and a submission. Its numbers: addresses of inputs, of results, of the memory inside; then those of steps."""
 
     def __init__(self, device: torch.device, results: Tensors, nbytes: int, listed: Submission, later: list[Later]) -> None:
@@ -119,7 +140,7 @@ class _Witness(TorchDispatchMode):
         return result
 
 
-def _record(inputs: Tensors, addresses: list[int], work: Callable[[], Tensors]) -> tuple[Tensors, _Recording | None]:
+def _record(inputs: Tensors, addresses: list[int], work: Callable[[], Tensors]) -> tuple[Tensors, Recording | None]:
     """The results of `work`, and its recording if that explains it."""
     counted = 0
 
@@ -149,7 +170,7 @@ def _record(inputs: Tensors, addresses: list[int], work: Callable[[], Tensors]) 
     except ValueError:
         return results, None
     listed.keep(places.before)
-    return results, _Recording(inputs[0].device, results, places.nbytes, listed, [x for x in later if x is not None])
+    return results, Recording(inputs[0].device, results, places.nbytes, listed, [x for x in later if x is not None])
 
 
 class _Places:

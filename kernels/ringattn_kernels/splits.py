@@ -6,7 +6,7 @@ of the same queries over disjoint keys, with m = row_max and l = row_sum (the bl
 
     m = max_p m_p        l = sum_p l_p exp(m_p - m)        out = sum_p l_p exp(m_p - m) out_p / l
 
-`sum_kernel` adds up the partials of a gradient. Both go in a fixed order.
+`sum_kernel` adds up the partials of a gradient, or of dk and dv. Both go in a fixed order.
 
 Shapes: out (b, sq, h, dv), row_max and row_sum (b, h, sq), gradients (b, rows, heads, d); of partials, splits * b instead of b.
 """
@@ -240,37 +240,48 @@ def partial_gradients(splits: Splits, add: bool, *outputs: torch.Tensor) -> tupl
 def add_partials(
     splits: Splits, table: TileTable, add: bool, partials: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]
 ) -> None:
-    """Add up what was computed in the partials, in a fixed order."""
+    """Add up what was computed in the partials of one gradient, or of dk and dv, in a fixed order, in one launch."""
     if splits.most == 1:
         return
     # a block without a split must be written too, unless gradients are added
     count = splits.touched if add else splits.blocks.shape[0]
-    for out, partial in zip(outputs, partials):
-        if count * out.numel() > 0:
-            launches.launch(
-                sum_kernel,
-                table,
-                (splits, add),
-                {"partial_ptr": partial, "out_ptr": out},
-                functools.partial(sum_arguments, splits, count, partial, out, add),
-                num_warps=WARPS,
-            )
+    if count * outputs[0].numel() > 0:
+        launches.launch(
+            sum_kernel,
+            table,
+            (splits, add),
+            _moving(partials, outputs),
+            functools.partial(sum_arguments, splits, count, partials, outputs, add),
+            num_warps=WARPS,
+        )
 
 
-def sum_arguments(splits: Splits, count: int, partial: torch.Tensor, out: torch.Tensor, add: bool) -> tuple[tuple, dict]:
+def _moving(partials: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> dict[str, launches.Moving]:
+    names = "partial1_ptr", "out1_ptr", "partial2_ptr", "out2_ptr"
+    return dict(zip(names, (partials[0], outputs[0], *(partials[1:] or (None,)), *(outputs[1:] or (None,)))))
+
+
+def sum_arguments(
+    splits: Splits, count: int, partials: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...], add: bool
+) -> tuple[tuple, dict]:
     """The grid and keyword arguments of one launch of `sum_kernel`."""
-    b, rows, heads, d = out.shape
-    assert partial.shape == (splits.most * b, rows, heads, d) and partial.is_contiguous() and out.stride(3) == 1
-    assert not add or out.dtype == torch.float32
-    return _grid(splits, count, b * heads), dict(
-        partial_ptr=partial,
-        out_ptr=out,
+    b, rows, heads, d = outputs[0].shape
+    for partial, out in zip(partials, outputs, strict=True):
+        assert partial.shape == (splits.most * b, rows, heads, out.shape[3]) and partial.is_contiguous()
+        assert out.shape[:3] == (b, rows, heads) and out.stride(3) == 1
+        assert not add or out.dtype == torch.float32
+    # strides and columns of a second gradient that is not there: those of the first
+    other = outputs[-1]
+    return (*_grid(splits, count, b * heads), len(outputs)), dict(
+        **_moving(partials, outputs),
         blocks_ptr=splits.blocks,
-        **strides(o=out),
+        **strides(o=outputs[0], p=other),
         heads=heads,
         rows=rows,
         DIM=d,
+        OTHER_DIM=other.shape[3],
         BLOCK_DIM=padded(d),
+        BLOCK_OTHER=padded(other.shape[3]),
         BLOCK=splits.rows,
         ROWS=_rows(splits),
         TOGETHER=TOGETHER,
@@ -280,10 +291,29 @@ def sum_arguments(splits: Splits, count: int, partial: torch.Tensor, out: torch.
 
 @triton.jit(do_not_specialize=["heads", "rows"])
 def sum_kernel(
+    partial1_ptr, partial2_ptr, out1_ptr, out2_ptr, blocks_ptr, stride_ob, stride_os, stride_oh, stride_pb, stride_ps, stride_ph,
+    heads, rows, DIM: tl.constexpr, OTHER_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_OTHER: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, TOGETHER: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of one head of a gradient, or of the second one if there are two: the sum of their block's partials."""
+    if tl.program_id(2) == 0:
+        _sum_rows(
+            partial1_ptr, out1_ptr, blocks_ptr, stride_ob, stride_os, stride_oh, heads, rows,
+            DIM, BLOCK_DIM, BLOCK, ROWS, TOGETHER, ADD,
+        )  # fmt: skip
+    else:
+        if partial2_ptr is not None:
+            _sum_rows(
+                partial2_ptr, out2_ptr, blocks_ptr, stride_pb, stride_ps, stride_ph, heads, rows,
+                OTHER_DIM, BLOCK_OTHER, BLOCK, ROWS, TOGETHER, ADD,
+            )  # fmt: skip
+
+
+@triton.jit
+def _sum_rows(
     partial_ptr, out_ptr, blocks_ptr, stride_ob, stride_os, stride_oh, heads, rows,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of one head of a gradient: the sum of their block's partials."""
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = tl.program_id(1) % heads
     block_ptr = blocks_ptr + tl.program_id(0) // (BLOCK // ROWS) * 2

@@ -157,7 +157,8 @@ def launch_arguments(
 
     how = splits.Splits(1, torch.empty(4, 2, dtype=torch.int32), 4, 64)
     if variant.kernel == "sum":
-        return splits.sum_kernel, splits.sum_arguments(how, 4, q.float(), q, False)[1] | {"num_warps": splits.WARPS}
+        pair = (q.float(), q.float()), (q, q.clone())
+        return splits.sum_kernel, splits.sum_arguments(how, 4, *pair, False)[1] | {"num_warps": splits.WARPS}
     if variant.kernel.startswith("merge"):
         partial = (q.float(), rows, rows)
         state = partial if variant.kernel.endswith("from state") else None

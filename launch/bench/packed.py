@@ -1,11 +1,17 @@
-"""Measures packed documents of log-normal lengths, a new batch every step, on layouts side by side: zigzag, balanced and placed.
+"""Measures packed documents of log-normal lengths, another batch every step, on layouts side by side: zigzag, balanced and placed.
 
-A step makes the layout, the plan and the program of its batch, and runs both passes, one step right after the other. In each round all
-layouts take turns on the same batches; the first round warms up. A time is that of the slowest rank. The columns:
+A step makes the layout of its batch and runs both passes, one step right after the other. In each round all layouts take turns on the same
+batches; the first round warms up. A time is that of the slowest rank. What planning costs is told by `--batches`:
+
+    new          every round has its documents in another order, which no round had before: plans, programs and tables are made in the step
+    prepared     the same, but layouts are made, and `ra.prepare` is called, before the round begins
+    seen         all rounds have the same batches: plans, programs and tables are there from the first round
+
+The columns:
 
     TFLOP/s      of the live pairs, a GPU, forward and backward: the median over the rounds, with quartiles
     ms           of a step
-    layout ms    that making the layout takes the host; it is part of the step
+    layout ms    that making the layout takes the host; it is part of the step, unless that is prepared
     work, tokens of the busiest rank and of the longest shard, over the mean of all ranks
     moved        K/V rows that a rank needs of others, over the mean tokens of a rank: the mean over ranks, and the most
 
@@ -36,6 +42,8 @@ from .shared.ranks import add_ranks, group_of, slowest, start_ranks, write_recor
 from .shared.timing import spread
 
 _VOCABULARY = 32_000
+_PREPARED = 16  # batches that `ra.prepare` keeps until they are used
+WAYS = ("new", "prepared", "seen")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--means", type=int, nargs="+", default=[2048, 16384], help="mean lengths (default: 2048 16384)")
     parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of a length (default: 1)")
     parser.add_argument("--layouts", nargs="+", choices=sorted(LAYOUTS), default=["zigzag", "balanced", "placed"])
+    parser.add_argument(
+        "--batches", nargs="+", choices=WAYS, default=list(WAYS), help="what was seen of them before (default: all)"
+    )
     parser.add_argument("--steps", type=int, default=10, help="batches of a round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds after the first (default: %(default)s)")
     parser.add_argument("--heads", type=int, default=64)
@@ -57,6 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
+    if "prepared" in arguments.batches and arguments.steps > _PREPARED:
+        raise SystemExit(
+            f"--steps is {arguments.steps}, but at most {_PREPARED} batches are prepared: leave out --batches prepared"
+        )
     start_ranks(run_rank, arguments)
 
 
@@ -81,6 +96,12 @@ def make_batch(mean: int, sigma: float, tokens: int, seed: int) -> Batch:
     return Batch(lengths, ra.documents(lengths=lengths), tokens)
 
 
+def reordered(batch: Batch, seed: int) -> Batch:
+    """The same documents in another order: as much work, and a mask that nobody has seen."""
+    lengths = np.random.default_rng(seed).permutation(batch.lengths).tolist()
+    return Batch(lengths, ra.documents(lengths=lengths), batch.tokens)
+
+
 def run_rank(arguments: argparse.Namespace) -> None:
     """Measure every mix; rank 0 prints and writes the results after each."""
     ranks, device = group_of(dist.get_world_size(), arguments), arguments.device
@@ -91,26 +112,47 @@ def run_rank(arguments: argparse.Namespace) -> None:
         for mean in arguments.means:
             batches = [make_batch(mean, arguments.sigma, tokens * ranks.size, seed) for seed in range(arguments.steps)]
             step = make_step(arguments, group, tokens)
-            times = {name: [] for name in arguments.layouts}
+            times = {(way, name): [] for way in arguments.batches for name in arguments.layouts}
             for number in range(arguments.rounds + 1):
-                for name in times:
-                    seconds = turn(step, LAYOUTS[name], batches, ranks.size, device)
+                for way, name in times:
+                    # each way and round has orders of its own
+                    seed = 1 + number * len(WAYS) + WAYS.index(way)
+                    given = batches if way == "seen" else [reordered(batch, seed) for batch in batches]
+                    known = prepared(arguments, group, name, given, ranks.size) if way == "prepared" else None
+                    seconds = turn(step, LAYOUTS[name], given, ranks.size, device, known)
                     if number:
-                        times[name].append(slowest([seconds], device)[0])
-            new = [_row(name, tokens, mean, batches, times[name], arguments, ranks.size) for name in times]
+                        times[way, name].append(slowest([seconds], device)[0])
+            new = [
+                {"batches": way} | _row(name, tokens, mean, batches, times[way, name], arguments, ranks.size) for way, name in times
+            ]
             rows += new
             if dist.get_rank() == 0:
                 _print(new, header=rows == new, train=arguments.train)
                 _write(rows, arguments)
 
 
-def turn(step: Callable, make_layout: Callable, batches: list[Batch], ranks: int, device: str) -> float:
-    """Seconds of all batches on this rank; the ranks start together."""
+def prepared(
+    arguments: argparse.Namespace, group: dist.ProcessGroup | Transport, name: str, batches: list[Batch], ranks: int
+) -> list[ra.Layout]:
+    """The layouts of batches whose calls are made ready."""
+    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+    heads = arguments.heads, arguments.kv_heads, arguments.kv_heads
+    q, k, v = (torch.empty(1, 1, h, arguments.head_dim, device=arguments.device, dtype=dtype) for h in heads)
+    layouts = [LAYOUTS[name](batch.mask, batch.tokens, ranks) for batch in batches]
+    for batch, layout in zip(batches, layouts, strict=True):
+        ra.prepare(layout, batch.mask, like=(q, k, v), group=group)
+    return layouts
+
+
+def turn(
+    step: Callable, make_layout: Callable, batches: list[Batch], ranks: int, device: str, layouts: list[ra.Layout] | None = None
+) -> float:
+    """Seconds of all batches on this rank, with the making of their layouts unless these are given; the ranks start together."""
     wait(device)
     dist.barrier()
     began = time.perf_counter()
-    for batch in batches:
-        step(batch, make_layout(batch.mask, batch.tokens, ranks))
+    for number, batch in enumerate(batches):
+        step(batch, make_layout(batch.mask, batch.tokens, ranks) if layouts is None else layouts[number])
     wait(device)
     return time.perf_counter() - began
 
@@ -210,13 +252,13 @@ def _row(
 def _print(rows: list[dict], header: bool, train: bool) -> None:
     rate = "tokens/s" if train else "TFLOP/s a GPU (quartiles)"
     if header:
-        print(f"| tokens a GPU | mean length | layout | {rate} | ms | layout ms | work | tokens | moved, mean / most |")
-        print("|---" * 9 + "|")
+        print(f"| tokens a GPU | mean length | batches | layout | {rate} | ms | layout ms | work | tokens | moved, mean / most |")
+        print("|---" * 10 + "|")
     for row in rows:
         speed = f"{row['tokens_per_second']:,.0f}"
         if not train:
             speed = f"{row['tflops']:.4g} ({row['tflops_quartiles'][0]:.4g} to {row['tflops_quartiles'][1]:.4g})"
-        mix = f"{row['tokens_per_gpu']:,} | {row['mean_length']:,} | {row['layout']}"
+        mix = f"{row['tokens_per_gpu']:,} | {row['mean_length']:,} | {row['batches']} | {row['layout']}"
         times = f"{speed} | {row['ms']:.2f} | {row['layout_ms']:.2f}"
         even = f"{row['work']:.2f} | {row['tokens']:.2f} | {row['moved']:.2f} / {row['most_moved']:.2f}"
         print(f"| {mix} | {times} | {even} |", flush=True)

@@ -848,8 +848,8 @@ MUTATIONS = (
     ),
     Mutation(
         "kernels/ringattn_kernels/recordings.py",
-        "where = device, inputs[0].device, stream",
-        "where = stream",
+        "where = now, inputs[0].device",
+        "where = now[1:]",
         "what one GPU did is replayed for another",
         RECORDINGS,
     ),

@@ -22,6 +22,7 @@ from .streams import InOrder, SideBySide, Streams
 if TYPE_CHECKING:
     import ringattn_kernels
     from ringattn_kernels import TensorKind
+    from ringattn_kernels.recordings import Recording
 
     QuerySums = blocked.TorchQuerySums | ringattn_kernels.QuerySums
 
@@ -72,6 +73,22 @@ def replayed(found: dict, facts: tuple, inputs: Tensors, work: Callable[[], Tens
 
         return ringattn_kernels.replay(found, facts, inputs, work)
     return work()
+
+
+def recorded(found: dict, facts: tuple, inputs: Tensors) -> Recording | None:
+    """What `replayed` would run now for such inputs, if they begin at different addresses; None if nothing is recorded."""
+    if not found:
+        return None
+    import ringattn_kernels.recordings
+
+    return ringattn_kernels.recordings.recorded(found, facts, inputs)
+
+
+def state_of_replays() -> tuple | None:
+    """What recordings depend on besides their inputs; None where nothing may be replayed. For a device that has recorded something."""
+    import ringattn_kernels.recordings
+
+    return ringattn_kernels.recordings.state()
 
 
 def queries(

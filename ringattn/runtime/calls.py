@@ -141,8 +141,12 @@ class RingCall(Call):
         self._compiled = number is not None
         self.alone = context.ranks.size == 1
         # of the one call that this is, if it is not compiled: its facts, and what this rank does for a sequence of a length
-        self._known: Facts | None = None
-        self._known_attention: tuple[int, RankAttention] | None = None
+        self.known: Facts | None = None
+        self.known_attention: tuple[int, RankAttention] | None = None
+        self.agreed: tuple[tuple[int, ...], int] | None = (
+            None  # the tokens of each rank and the place, if the ranks have agreed before
+        )
+        self.tokens: tuple[int, ...] = ()  # of each rank in the latest forward pass
         self._latest_default: Layout | None = None  # of its latest forward pass, if `layout` is None
         self.turn = context.turn
 
@@ -153,12 +157,12 @@ class RingCall(Call):
             if self._compiled and check.in_forward_mode():
                 raise ValueError(f"compiled attention is differentiated {check.TRANSFORMED}")
             facts = self._facts(q, k, v, score, needs_grad)
-        self._known = None if self._compiled else facts
+        self.known = None if self._compiled else facts
         tokens, place = (q.shape[1],), 0
         if ranks.size > 1:
-            tokens, place = agree(ranks, facts, q.shape[1], self._label)
+            tokens, place = self.agreed or agree(ranks, facts, q.shape[1], self._label)
             ranks.connect(q.device)
-        seq_len = sum(tokens)
+        self.tokens, seq_len = tokens, sum(tokens)
         if self.layout is None:
             layout = self.context.default_layout(self.mask, seq_len)
             check_default_layout(layout, self.mask, tokens)
@@ -176,12 +180,12 @@ class RingCall(Call):
         if ranks.size > 1:
             with refusing(ranks):
                 ranks.order.check()
-                facts = self._known or self._facts(q, k, v, score, True)
+                facts = self.known or self._facts(q, k, v, score, True)
             agree_backward(ranks, facts, place)
 
     def rank_attention(self, seq_len: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> RankAttention:
-        if self._known_attention is not None and self._known_attention[0] == seq_len:
-            return self._known_attention[1]
+        if self.known_attention is not None and self.known_attention[0] == seq_len:
+            return self.known_attention[1]
         layout = self.layout
         if layout is None:
             layout = self._latest_default
@@ -197,7 +201,7 @@ class RingCall(Call):
             row_bytes = RowBytes.of(k, v, k.shape[2] if hybrid is None else hybrid.kv_heads(q.shape[2], k.shape[2]))
         found = self.context.rank_attention(layout, self.mask, self.schedule, row_bytes, self._placed, self.keys, traffic)
         if not self._compiled:
-            self._known_attention = seq_len, found
+            self.known_attention = seq_len, found
         return found
 
     def check_backward(self, captured: bool, forward_captured: bool) -> None:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from threading import Lock
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..geometry.layout import Layout, default_layout
 from ..geometry.mask import Mask
@@ -53,6 +53,8 @@ class Context:
         # what is made ahead of a first call; in it the default schedule may depend on what the group's first call finds
         self._prepared: OrderedDict[tuple[_AttentionKey, bool], RankAttention] = OrderedDict()
         self._layouts: OrderedDict[tuple[str, int], Layout] = OrderedDict()
+        self.ready: dict[tuple, Any] = {}  # of `ready.py`: calls whose passes are recorded, by all that they depend on
+        self.latest_ready: tuple[tuple, Any] | None = None
         self.compiled: dict[int, object] = {}  # the calls of compiled graphs, which `calls.py` finds by number
 
     def facts(self, key: tuple, check: Callable[[], Facts]) -> Facts:
@@ -95,6 +97,14 @@ class Context:
         self._latest_attention = key, found
         return found
 
+    def use(self, attention: RankAttention) -> None:
+        """This is what the latest call does: let others go first."""
+        if self._latest_attention is None or self._latest_attention[1] is not attention:
+            for key, kept in self._attentions.copy().items():
+                if kept is attention:
+                    self._attentions.move_to_end(key)
+                    self._latest_attention = key, kept
+
     def prepare(
         self,
         layout: Layout,
@@ -124,8 +134,10 @@ class Context:
                     sizes[key] = one.nbytes
             total = sum(sizes.values())
             while len(kept) >= _KEPT or (total > _KEPT_BYTES and len(kept) >= _NEWEST):
-                key, _ = kept.popitem(last=False)
+                key, dropped = kept.popitem(last=False)
                 total -= sizes.pop(key, 0)
+                # recordings keep tables
+                self.ready, self.latest_ready = {name: x for name, x in self.ready.items() if x.attention is not dropped}, None
 
     def default_layout(self, mask: Mask, seq_len: int) -> Layout:
         """`layout.default_layout` for this group, made once."""

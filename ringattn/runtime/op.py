@@ -37,7 +37,7 @@ def attention(
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(*modifying[:3])
     )
-    if torch.compiler.is_compiling() or _seen(q, k, v):
+    if torch.compiler.is_compiling() or seen(q, k, v):
         number = call if isinstance(call, int) else call.number
         out, row_max, row_sum, _ = FORWARD(q, k, v, *modifying, number, softmax_scale, needs_grad)
     elif needs_grad:
@@ -47,7 +47,7 @@ def attention(
     return out, row_max, row_sum
 
 
-def _seen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def seen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether torch must see the operators: in a transform or a mode of dispatch, and for tensors of other classes or without data.
 
     Else operators would cost the host as much as all that a call does besides its launches.
@@ -238,23 +238,29 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            ctx.call.refuse(ValueError("ring attention has no second derivative: call backward without create_graph=True"))
-        dout, _, drow_sum, *_ = grads
-        saved: Any = ctx.saved_tensors
-        if not ctx.call.alone:
-            ctx.call.check_backward(check.captured(saved[0]), ctx.captured)
         wanted = ctx.needs_input_grad[4:7]
-        if torch.compiler.is_compiling() or _seen(*saved[:3]):
-            dq, dk, dv, *others = BACKWARD(dout, drow_sum, *saved, ctx.call.number, ctx.softmax_scale, wanted)
-        else:
-            run: Any = _backward
-            dq, dk, dv, *others = run(dout, drow_sum, *saved, ctx.call, ctx.softmax_scale, wanted)
-        others = [x if asked else None for x, asked in zip(others, wanted)]
-        return None, dq, dk, dv, *others, None, None, None, None
+        gradients = gradients_of(ctx.call, ctx.softmax_scale, ctx.captured, wanted, grads, ctx.saved_tensors)
+        return None, *gradients, None, None, None, None
 
 
-# what torch's `apply` calls in the end, after it has looked for the transforms that `_seen` knows of
+def gradients_of(
+    call: Call, softmax_scale: float, captured: bool, wanted: Sequence[bool], grads: Sequence[torch.Tensor | None], saved: Any
+) -> list[torch.Tensor | None]:
+    """The gradients of q, k, v, slopes, values and sinks. captured: whether the forward pass was. saved: what it saved."""
+    if torch.is_grad_enabled():
+        call.refuse(ValueError("ring attention has no second derivative: call backward without create_graph=True"))
+    dout, _, drow_sum, *_ = grads
+    if not call.alone:
+        call.check_backward(check.captured(saved[0]), captured)
+    if torch.compiler.is_compiling() or seen(*saved[:3]):
+        dq, dk, dv, *others = BACKWARD(dout, drow_sum, *saved, call.number, softmax_scale, wanted)
+    else:
+        run: Any = _backward
+        dq, dk, dv, *others = run(dout, drow_sum, *saved, call, softmax_scale, wanted)
+    return [dq, dk, dv, *[x if asked else None for x, asked in zip(others, wanted)]]
+
+
+# what torch's `apply` calls in the end, after it has looked for the transforms that `seen` knows of
 _apply: Any = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -265,7 +265,7 @@ def replayed(group, budget, schedule):
         far = [float((x.float() - y.float()).norm() / y.float().norm()) for x, y in zip(got, expected)]
         wrong += [(seed, far)] if far[0] or far[1] > 1e-3 or far[2] or far[3] else []
     kept = [type(x).__name__ for one in get_context(symmetric)._attentions.values() for x in one.replays.values()]
-    return wrong, kept.count("_Recording")
+    return wrong, kept.count("Recording")
 
 
 @pytest.mark.parametrize("schedule", [ra.ring(), ra.gather()], ids=repr)

@@ -26,7 +26,7 @@ from ringattn_kernels.hopper import backward, dq_sums, fused
 from ringattn_kernels.hopper.panels import main_columns
 from ringattn_kernels.hopper.statistics import PaddedStatistics
 from ringattn_kernels.hopper.turns import key_turns
-from ringattn_kernels.launches import check
+from ringattn_kernels.launches import parted
 from tests.kernels import dense, fuzz
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -203,7 +203,7 @@ def deterministic_torch():
 def launch_anew(kernel, table, facts, moving, make, *, num_warps):
     """`launches.launch`, but it keeps nothing."""
     grid, arguments = make()
-    check(arguments, moving)
+    parted(list(arguments), arguments, moving)
     kernel[grid if isinstance(grid, tuple) else (grid,)](**arguments, num_warps=num_warps)
 
 

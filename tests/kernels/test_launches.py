@@ -1,5 +1,6 @@
 """Launches made ready once: each is what Triton would have launched, with the arguments of its own call. Nothing runs."""
 
+import itertools
 import weakref
 from types import SimpleNamespace
 
@@ -7,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import ringattn_kernels as rk
-from ringattn_kernels import hopper, launches, splits
-from ringattn_kernels.hopper import forward_config, statistics
+from ringattn_kernels import compiled, hopper, launches, splits
+from ringattn_kernels.hopper import descriptors, forward_config, statistics
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
@@ -29,7 +31,8 @@ class Device:
 
     def __init__(self):
         self.number = 0
-        self.compiled = 0  # how often a kernel was asked for
+        self.compiled = 0  # how often Triton was asked for a kernel
+        self.ready = 0  # how many launches were made ready
         self.launched = []
         self.tables = {name: rk.TileTable(np.array(tiles), 300, 700) for name, tiles in TILES.items()}
 
@@ -64,8 +67,18 @@ def device(monkeypatch):
 
     monkeypatch.setattr(JITFunction, "warmup", lambda kernel, **options: device.warmup(kernel, **options))
     monkeypatch.setattr(launches, "launch", compared)
-    monkeypatch.setattr(launches, "driver", SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: device.number)))
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: device.number))
+    monkeypatch.setattr(launches, "driver", driver)
+    monkeypatch.setattr(compiled, "driver", driver)
+    find = compiled.compiled_for
+
+    def found(*options):
+        device.ready += 1
+        return find(*options)
+
+    monkeypatch.setattr(launches, "compiled_for", found)
     launches._place.cache_clear()
+    compiled._place.cache_clear()
     padded = statistics.PaddedStatistics
     monkeypatch.setattr(statistics, "prepare", lambda rows, *_: padded(*torch.empty(2, rows[0].shape[1] * 2, 384)))
     monkeypatch.setattr(hopper.forward, "work_counter", lambda device: torch.zeros(1, dtype=torch.int32))
@@ -182,10 +195,14 @@ def test_calls_of_a_kind_share_a_launch_that_keeps_none_of_their_tensors(call, d
     for options in ({"alike": True}, {}, {"scale": 0.2}, {}):
         tensors = call(device, **options)
         assert not any(x() is not None for x in tensors)
-    assert device.compiled == 1
+    assert device.ready == 1
+    # a table never seen has a launch of its own, whose kernel is known
+    device.tables["some"] = rk.TileTable(np.array([(0, 100, 0, 200, -300, 300)]), 300, 700)
+    call(device)
+    assert (device.ready, device.compiled) == (2, 1)
     device.number = 1
     call(device)
-    assert device.compiled == 2
+    assert (device.ready, device.compiled) == (3, 2)
 
 
 def delta(device, rows=300, **options):
@@ -200,10 +217,10 @@ def finish(device, rows=300, dtype=torch.bfloat16, scale=0.1, **options):
     return [weakref.ref(x) for x in (sums, dq)]
 
 
-def partials(device, most=2, dtype=torch.float32, **options):
+def partials(device, most=2, dtype=torch.float32, dims=(64, 96), **options):
     table = device.tables["all"]
     how = splits.key_splits(table, 128, 64, 4, 2, torch.device("cpu"), most)
-    outputs = (make(2, 700, 2, 64, dtype=dtype, **options),)
+    outputs = tuple(make(2, 700, 2, d, dtype=dtype, **options) for d in dims)
     add, found = splits.partial_gradients(how, dtype == torch.float32, *outputs)
     splits.add_partials(how, table, not add and dtype == torch.float32, found, outputs)
     return [weakref.ref(x) for x in (*outputs, *found)]
@@ -212,7 +229,15 @@ def partials(device, most=2, dtype=torch.float32, **options):
 OTHERS = {
     delta: [dict(rows=299), dict(offset=1), dict(rows_first=True), dict(gap=8), dict(dtype=torch.float16)],
     finish: [dict(rows=301), dict(offset=1), dict(rows_first=True), dict(dtype=torch.float32), dict(scale=1)],
-    partials: [dict(most=3), dict(offset=1), dict(rows_first=True), dict(gap=4), dict(dtype=torch.bfloat16)],
+    partials: [
+        dict(most=3),
+        dict(dims=(64,)),
+        dict(dims=(96, 64)),
+        dict(offset=1),
+        dict(rows_first=True),
+        dict(gap=4),
+        dict(dtype=torch.bfloat16),
+    ],
 }
 
 
@@ -220,11 +245,11 @@ OTHERS = {
 def test_small_kernels_are_made_ready_once_too(call, device):
     for _ in range(2):
         assert not any(x() is not None for x in call(device))
-    assert device.compiled == 1
+    assert device.ready == 1
     for _ in range(2):
         for kind in OTHERS[call]:
             call(device, **kind)
-    assert device.compiled == 1 + len(OTHERS[call])
+    assert device.ready == 1 + len(OTHERS[call])
 
 
 def test_what_few_launches_have_in_common_is_forgotten(device):
@@ -247,3 +272,49 @@ def test_kernels_are_told_apart(device):
     table, x = device.tables["all"], make(1, 1, 1, 16)
     for kernel in (one, other, one):
         launches.launch(kernel, table, (), {"x_ptr": x}, lambda: (1, {"x_ptr": x}), num_warps=4)
+
+
+@triton.jit(do_not_specialize=["free"])
+def asked(x_ptr, x_desc, number, free, scale, NAME: tl.constexpr):
+    pass
+
+
+def described(x, rows=16, dims=4, layout=None, padding="zero"):
+    shape, block = list(x.shape)[4 - dims :], [1, rows, 1, 64][4 - dims :]
+    return TensorDescriptor(
+        x, shape, [*x.stride()[4 - dims : -1], 1], block, layout or descriptors.swizzled_layout(*block), padding
+    )
+
+
+def test_what_changes_the_kernel_that_triton_compiles_finds_another_one():
+    """By every pair of values of each argument: what Triton tells apart is told apart here, and addresses and shapes are not."""
+    x, odd = make(1, 64, 2, 64), make(1, 64, 2, 64, offset=1)
+    tensors = [x, odd, make(1, 64, 2, 64, dtype=torch.float16), make(3, 8, 2, 32), x.float(), None]
+    integers = [0, 1, 2, 16, 17, 48, -1, -16, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**33 + 16, 2**63, True, False, None]
+    values = {
+        "x_ptr": tensors,
+        "x_desc": [
+            described(x), described(make(1, 128, 2, 64)), described(x.half()), described(x, 32), described(x, dims=3),
+            described(x, layout=descriptors.halves_layout(4)), described(x, padding="nan"), x, None,
+        ],
+        "number": [*integers, 0.5, 1.0],
+        "free": [*integers, 0.5, 1.0],
+        "scale": [0.5, 1.0, 16.0, 1, None],
+        "NAME": [1, 2, "1", None, torch.bfloat16, (1, 2)],
+    }  # fmt: skip
+    usual = {"x_ptr": x, "x_desc": described(x), "number": 7, "free": 7, "scale": 0.5, "NAME": 1}
+    for name, choices in values.items():
+        kinds = [
+            (found_by(asked, usual | {name: value}), compiled.specialization(asked, usual | {name: value})) for value in choices
+        ]
+        for (triton_has, here), (triton_has_too, here_too) in itertools.combinations(kinds, 2):
+            assert here is not None
+            assert triton_has == triton_has_too or here != here_too, (name, triton_has, triton_has_too)
+    same = usual | {"x_ptr": make(5, 8, 2, 32), "x_desc": described(make(1, 128, 2, 64)), "number": 9, "free": 16, "scale": 2.0}
+    assert compiled.specialization(asked, same) == compiled.specialization(asked, usual)
+
+
+def test_arguments_that_are_not_known_go_through_triton():
+    usual = {"x_ptr": None, "x_desc": None, "number": 7, "free": 7, "scale": 0.5, "NAME": 1}
+    assert compiled.specialization(asked, usual | {"number": (1, 2)}) is None
+    assert compiled.specialization(asked, usual | {"num_stages": 2}) is None

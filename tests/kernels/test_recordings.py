@@ -55,8 +55,10 @@ def host(monkeypatch):
     names = ["x_ptr", "y_ptr", "out_ptr", "factor"]
     source = SimpleNamespace(signature=dict(zip(names, ("*fp32", "*fp32", "*fp32", "fp32"))))
     compiled = SimpleNamespace(run=run, function=99, packed_metadata=(4, 1, 0), src=source)
-    launch = direct.direct_launch(compiled, (1, 1, 1), names, [None, None, None, 1.0], frozenset(names[:3]))
-    assert launch is not None
+    values = [None, None, None, 1.0]
+    form = direct.form_of(compiled, names, values)
+    assert form is not None
+    launch = direct.DirectLaunch(form, (1, 1, 1), dict(zip(names, values)), names[:3])
 
     def add(x, y, out):
         moving = dict(x_ptr=x, y_ptr=y, out_ptr=out)
@@ -110,29 +112,30 @@ def test_recording_imports_no_compiler():
     assert not hasattr(recordings._Witness.__torch_dispatch__, "__wrapped__")
 
 
-@pytest.mark.parametrize(("ranks", "forward_most", "backward_most"), [(1, 127, 127), (2, 140, 142)], ids=["1", "2"])
+@pytest.mark.parametrize(("ranks", "forward_most", "backward_most"), [(1, 60, 119), (2, 88, 134)], ids=["1", "2"])
 def test_what_a_replayed_call_costs_the_host(host, ranks, forward_most, backward_most, monkeypatch):
-    """Counted in function calls, without kernels: a key, a look-up, the ranks' check, and the results."""
+    """Counted in function calls, without kernels: a key, a look-up, the ranks' check, and the results; 66 are torch's own backward."""
 
     class Silent(SilentTransport):
         recorded_with = ()
 
     def record(inputs, addresses, work):
         results = tuple(x.contiguous() for x in work())
-        return results, recordings._Recording(inputs[0].device, results, 512, lambda numbers: None, [])
+        return results, recordings.Recording(inputs[0].device, results, 512, lambda numbers: None, [])
 
     q, k, v, dout = (torch.randn(1, 64, h, 8) for h in (4, 2, 2, 4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     statistic = torch.ones(1, 4, 64)
     monkeypatch.setattr(recordings, "_record", record)
     monkeypatch.setattr(local, "replayed", recordings.replay)
+    monkeypatch.setattr(local, "recorded", recordings.recorded)
+    monkeypatch.setattr(local, "state_of_replays", recordings.state)
     monkeypatch.setattr(local, "forward", lambda *_, state, **__: state or (0 * dout, statistic + 1, statistic + 2))
     monkeypatch.setattr(local, "backward", lambda *_, **__: None)
-    layout, mask, group, outs, losses = ra.zigzag(64 * ranks, ranks), ra.causal(), Silent(0, ranks), [], []
-    for _ in range(4):
+    layout, mask, group, outs = ra.zigzag(64 * ranks, ranks), ra.causal(), Silent(0, ranks), []
+    for _ in range(5):
         forward, _ = calls_of(lambda: outs.append(ra.ring_attention(*leaves, layout=layout, mask=mask, group=group)))
-        losses.append(outs.pop().sum())
-        backward, _ = calls_of(lambda: torch.autograd.grad(losses.pop(), leaves))
+        backward, _ = calls_of(lambda: torch.autograd.grad(outs.pop(), leaves, dout))
     assert forward <= forward_most and backward <= backward_most, (forward, backward)
 
 
@@ -195,10 +198,11 @@ class TestOnGpu:
         torch.manual_seed(0)
         inputs = [random(2, 512, 8, 2, d, dtype) for _ in range(6)]
         replayed = [step(*x, mask=mask) for x in inputs]
-        assert any(type(found).__name__ == "_Recording" for found in found_last().values())
-        found_last().clear()
+        assert any(isinstance(found, recordings.Recording) for found in found_last().values()) and get_context(None).ready
         for x, results in zip(inputs, replayed):
             found_last().clear()
+            get_context(None).ready.clear()
+            get_context(None).latest_ready = None
             out, _, dk, dv = step(*x, mask=mask)
             assert torch.equal(out, results[0]) and torch.equal(dk, results[2]) and torch.equal(dv, results[3])
             assert (step(*x, mask=mask)[1] - results[1]).abs().max() < 2e-2

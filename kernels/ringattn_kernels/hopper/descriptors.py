@@ -6,7 +6,10 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..direct import mover
 from .panels import main_columns
+
+_KEPT = 1024  # kinds of descriptors
 
 
 @functools.cache
@@ -27,18 +30,38 @@ def plain_layout(rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
 
 
+def described(
+    x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], layout: gl.NVMMASharedLayout
+) -> TensorDescriptor:
+    """A descriptor of blocks of x. Triton checks the first of each kind, which takes longer than all else here."""
+    assert x.data_ptr() % 16 == 0, "the copy engine needs an address that is a multiple of 16"
+    makers = _makers(x.dtype, shape, strides, block, layout)
+    if not makers:
+        makers.append(mover(TensorDescriptor(x, list(shape), list(strides), list(block), layout)))
+    return makers[0](x)
+
+
+@functools.lru_cache(_KEPT)
+def _makers(*kind: object) -> list:
+    return []
+
+
+# asked for each descriptor, and Triton takes long to call a function that kernels call too
+_main_columns = functools.cache(main_columns)
+
+
 def main_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """The descriptor by which the copy engine loads the main panel of `rows` rows of a head of x (b, s, h, d), with zeros past the end."""
-    block = [1, rows, 1, main_columns(x.shape[3])]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, swizzled_layout(*block))
+    block = 1, rows, 1, _main_columns(x.shape[3])
+    return described(x, x.shape, x.stride(), block, swizzled_layout(*block))
 
 
 def rest_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor | None:
     """The same for the rest, if there is one. A product may take half of its columns."""
-    rest = x.shape[3] - main_columns(x.shape[3])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, rest], halves_layout(4)) if rest else None
+    rest = x.shape[3] - _main_columns(x.shape[3])
+    return described(x, x.shape, x.stride(), (1, rows, 1, rest), halves_layout(4)) if rest else None
 
 
 def row_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """The descriptor by which the copy engine loads `rows` numbers of x, flat."""
-    return TensorDescriptor(x, [x.numel()], [1], [rows], plain_layout(1))
+    return described(x, (x.numel(),), (1,), (rows,), plain_layout(1))

@@ -13,7 +13,7 @@ from ..score_arguments import ALIGNED, facts_of, fixed_arguments, moving_argumen
 from ..splits import multiprocessors
 from ..table import ROW_END, TileTable, on_device, split
 from ..units import LOG2_E
-from .descriptors import halves_layout, swizzled_layout
+from .descriptors import described, halves_layout, swizzled_layout
 from .forward_config import REGISTERS, WARPGROUP_ROWS, ForwardConfig, block_dim, chunks, panels
 from .forward_kernel import hopper_forward_kernel
 from .forward_softcap import caps_late
@@ -130,6 +130,6 @@ def kernel_arguments(
 
 def descriptor(x: torch.Tensor, rows: int, chunks: int = 1, panels: int = 1) -> TensorDescriptor:
     """The descriptor of `rows` rows of one head of x (b, s, h, d). With two panels a product may take 32 of the columns."""
-    shape = [1, rows, 1, block_dim(x.shape[3]) if chunks == 1 else 64]
-    layout = swizzled_layout(*shape) if panels == 1 else halves_layout(4)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), shape, layout)
+    block = 1, rows, 1, block_dim(x.shape[3]) if chunks == 1 else 64
+    layout = swizzled_layout(*block) if panels == 1 else halves_layout(4)
+    return described(x, x.shape, x.stride(), block, layout)

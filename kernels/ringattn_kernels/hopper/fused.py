@@ -17,7 +17,7 @@ from ..table import TileTable
 from . import statistics
 from .backward import BackwardConfig, key_arguments, key_blocks_of
 from .blocks import BLOCK, ROWS
-from .descriptors import plain_layout, rest_descriptor
+from .descriptors import described, plain_layout, rest_descriptor
 from .dq_sums import SUMS, WIDTH, dq_part, finish_kernel
 from .fused_kernel import fused_kernel, is_wide
 from .panels import has_rest, main_columns
@@ -112,8 +112,8 @@ def finish(sums: torch.Tensor, dq: torch.Tensor, softmax_scale: float, add: bool
 
 def sums_descriptor(sums: torch.Tensor, columns: int) -> TensorDescriptor:
     """The descriptor by which the copy engine adds this number of columns of 64 rows of dq."""
-    shape, block = [sums.numel() // SUMS.value, SUMS.value], [WIDTH.value * columns // SUMS.value, SUMS.value]
-    return TensorDescriptor(sums, shape, [SUMS.value, 1], block, plain_layout(2))
+    shape, block = (sums.numel() // SUMS.value, SUMS.value), (WIDTH.value * columns // SUMS.value, SUMS.value)
+    return described(sums, shape, (SUMS.value, 1), block, plain_layout(2))
 
 
 def prepare(of_queries: Statistics) -> PaddedStatistics:

@@ -1,0 +1,275 @@
+"""Calls like an earlier one: what the long way computes, by its recording; whatever differs goes the long way. No GPU is needed."""
+
+import ctypes
+import types
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import ringattn as ra
+from ringattn import attention as entrance
+from ringattn.device import local
+from ringattn.runtime import ready
+from ringattn.runtime.groups import get_context
+from ringattn.transport import Alone, SilentTransport
+from ringattn_kernels import direct, recordings
+
+TOKENS, HEADS, DIM = 64, 2, 8
+
+
+class Silent(SilentTransport):
+    """Other ranks that say what this one says, unless `other` is set: what rank 1 then says instead of it."""
+
+    recorded_with = ()
+    other = None
+    records = 0
+
+    def all_gather_control(self, record, patience=None):
+        self.records += 1
+        return [record, self.other(record)] if self.other is not None else super().all_gather_control(record, patience)
+
+
+class Again(recordings.Recording):
+    """A recording that computes once more what it saw, from tensors at other addresses."""
+
+    def __init__(self, inputs, work):
+        # the inputs by the names of what encloses the pass, and by those of its enclosing functions
+        names, kinds = work.__code__.co_freevars, [(x.shape, x.stride(), x.dtype) for x in inputs]
+        self.work, self.kinds = work, kinds
+        self.places = {
+            name: i for name, cell in zip(names, work.__closure__) for i, x in enumerate(inputs) if cell.cell_contents is x
+        }
+        self.cells = dict(zip(names, work.__closure__))
+
+    def __call__(self, addresses):
+        found = []
+        for address, (shape, stride, dtype) in zip(addresses, self.kinds, strict=True):
+            size = 1 + sum((n - 1) * step for n, step in zip(shape, stride))
+            memory = (ctypes.c_char * (size * dtype.itemsize)).from_address(address)
+            found.append(torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride))
+        cells = [types.CellType(found[self.places[name]]) if name in self.places else cell for name, cell in self.cells.items()]
+        again = types.FunctionType(self.work.__code__, self.work.__globals__, closure=tuple(cells))
+        return tuple(x.contiguous() for x in again())
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A CPU whose passes are replayed like a GPU's. device.long counts the calls that went the long way."""
+    device = SimpleNamespace(number=0, stream=7, long=0, capturing=False)
+    active = SimpleNamespace(get_current_device=lambda: device.number, get_current_stream=lambda _: device.stream)
+    for module in (recordings, direct):
+        monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.capturing)
+    monkeypatch.setattr(recordings, "_record", lambda inputs, _, work: (work(), Again(inputs, work)))
+    monkeypatch.setattr(local, "replayed", recordings.replay)
+    monkeypatch.setattr(local, "recorded", recordings.recorded)
+    monkeypatch.setattr(local, "state_of_replays", recordings.state)
+
+    def counted(original):
+        def run(*options):
+            device.long += 1
+            return original(*options)
+
+        return run
+
+    monkeypatch.setattr(entrance, "attention", counted(entrance.attention))
+    monkeypatch.setattr(ready, "gradients_of", counted(ready.gradients_of))
+    return device
+
+
+def inputs(generator=None, heads=HEADS, tokens=TOKENS, dtype=torch.float32, dim=DIM):
+    made = (torch.randn(1, tokens, n, dim, dtype=dtype, generator=generator) for n in (heads, 1, 1))
+    q, k, v = (x.requires_grad_() for x in made)
+    return q, k, v
+
+
+def warm(group, **options):
+    """Calls until both passes are ready."""
+    for _ in range(4):
+        q, k, v = inputs()
+        out = ra.ring_attention(q, k, v, group=group, **options)
+        torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": ra.sliding_window(9, 0)}, {"softmax_scale": 0.3}], ids=["causal", "window", "scale"]
+)
+def test_a_ready_call_is_what_the_long_way_computes(options, device):
+    group = Alone()
+    warm(group, **options)
+    for seed in range(3):
+        q, k, v = inputs(torch.Generator().manual_seed(seed))
+        dout = torch.randn(q.shape)
+        device.long = 0
+        out, stats = ra.ring_attention(q, k, v, group=group, return_stats=True, **options)
+        found = out, stats.row_max, stats.row_sum, *torch.autograd.grad(out, (q, k, v), dout)
+        assert device.long == 0
+        with torch.no_grad():
+            device.long = 0
+            assert torch.equal(ra.ring_attention(q, k, v, group=group, **options), out)
+            assert device.long == (seed == 0)  # the recording is there, whoever needs gradients
+        plain, stats = ra.ring_attention(q, k, v, group=Alone(), return_stats=True, **options)
+        wanted = plain, stats.row_max, stats.row_sum, *torch.autograd.grad(plain, (q, k, v), dout)
+        assert all(map(torch.equal, found, wanted))
+        # with a gradient of the statistics
+        out, stats = ra.ring_attention(q, k, v, group=group, return_stats=True, **options)
+        plain, plain_stats = ra.ring_attention(q, k, v, group=Alone(), return_stats=True, **options)
+        found, wanted = (torch.autograd.grad((x.sum() + y.lse.sum()), (q, k, v)) for x, y in ((out, stats), (plain, plain_stats)))
+        assert all(map(torch.equal, found, wanted))
+
+
+def strided(x):
+    return torch.empty(*x.shape[:3], 2 * x.shape[3])[..., : x.shape[3]].copy_(x.detach()).requires_grad_()
+
+
+def shifted(x):
+    return torch.empty(x.numel() + 1)[1:].view(x.shape).copy_(x.detach()).requires_grad_()
+
+
+OTHERS = {
+    "shape": lambda device: (inputs(heads=4), {}),
+    "tokens": lambda device: (inputs(tokens=32), {}),
+    "dtype": lambda device: (inputs(dtype=torch.float64), {}),
+    "strides": lambda device: ([strided(x) for x in inputs()], {}),
+    "alignment": lambda device: ([shifted(x) for x in inputs()], {}),
+    "requires_grad": lambda device: ([x.detach() for x in inputs()], {}),
+    "one tensor twice": lambda device: ((lambda q, k, v: (q, k, k))(*inputs()), {}),
+    "class": lambda device: ([torch.nn.Parameter(x.detach()) for x in inputs()], {}),
+    "mask": lambda device: (inputs(), {"mask": ra.sliding_window(5, 0)}),
+    "layout": lambda device: (inputs(), {"layout": ra.contiguous(TOKENS, 1)}),
+    "schedule": lambda device: (inputs(), {"schedule": ra.gather()}),
+    "scale": lambda device: (inputs(), {"softmax_scale": 0.5}),
+    "score": lambda device: (inputs(), {"score": ra.score(softcap=3.0)}),
+    "stream": lambda device: (setattr(device, "stream", 8), (inputs(), {}))[1],
+    "device": lambda device: (setattr(device, "number", 1), (inputs(), {}))[1],
+    "captured": lambda device: (setattr(device, "capturing", True), (inputs(), {}))[1],
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_whatever_differs_goes_the_long_way(name, device):
+    group = Alone()
+    warm(group)
+    (q, k, v), options = OTHERS[name](device)
+    device.long = 0
+    out = ra.ring_attention(q, k, v, group=group, **options)
+    assert device.long == 1
+    device.capturing = False
+    assert torch.equal(out, ra.ring_attention(q, k, v, group=Alone(), **options))
+
+
+def test_torch_sees_an_operator_where_it_watches(device):
+    group, seen = Alone(), []
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    warm(group)
+    with Mode():
+        out = ra.ring_attention(*inputs(), group=group)
+        out.backward(torch.ones_like(out))
+    assert {"ringattn.forward.default", "ringattn.backward.default"} <= set(seen)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda q, k, v: dict(q=q[0]), "q has 3 dimensions"),
+        (lambda q, k, v: dict(q=q.tolist()), "q is"),
+        (lambda q, k, v: dict(k=k.half()), "k has dtype"),
+        (lambda q, k, v: dict(v=v.to_sparse()), "v "),
+        (lambda q, k, v: dict(layout=0), "layout is 0"),
+        (lambda q, k, v: dict(mask="causal"), "mask is 'causal'"),
+        (lambda q, k, v: dict(schedule=ra.ring), "schedule is"),
+        (lambda q, k, v: dict(name=1), "name is 1"),
+        (lambda q, k, v: dict(softmax_scale="1"), "softmax_scale is"),
+        (lambda q, k, v: dict(softmax_scale=float("nan")), "softmax_scale is nan"),
+        (lambda q, k, v: dict(return_stats=1), "return_stats is 1"),
+        (lambda q, k, v: dict(q_offset=3), "q_offset"),
+    ],
+)
+def test_bad_input_has_its_error(change, error, device):
+    group = Alone()
+    warm(group)
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match=error):
+        ra.ring_attention(**{"q": q, "k": k, "v": v, "group": group, **change(q, k, v)})
+
+
+def test_ranks_agree_in_each_pass(device):
+    group = Silent(0, 2)
+    layout = ra.contiguous(2 * TOKENS, 2)
+    warm(group, layout=layout, name="layer")
+    q, k, v = inputs()
+    group.records = device.long = 0
+    out = ra.ring_attention(q, k, v, group=group, layout=layout, name="layer")
+    assert (group.records, device.long) == (1, 0)
+    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert (group.records, device.long) == (2, 0)
+    out = ra.ring_attention(q, k, v, group=group, layout=layout, name="layer")
+    # the other rank computes something else
+    group.other = lambda record: record[:9] + bytes(16) + record[25:] if len(record) < 100 else record
+    with pytest.raises(ValueError, match="ranks disagree"):
+        ra.ring_attention(q, k, v, group=group, layout=layout, name="layer")
+    with pytest.raises(ValueError, match="ranks disagree"):
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+
+def test_other_shards_on_another_rank_are_found(device):
+    """With the default layout, this rank's shapes do not tell what the other ranks hold."""
+    group = Silent(0, 2)
+    warm(group)
+    group.other = lambda record: record[:1] + (TOKENS // 2).to_bytes(8, "little") + record[9:]
+    with pytest.raises(ValueError, match=f"q has {TOKENS} tokens on rank 0, but the default layout"):
+        ra.ring_attention(*inputs(), group=group)
+    assert get_context(group).ranks.order.latest == 5
+
+
+def test_a_checkpoint_may_compute_a_call_by_either_way(device):
+    group = Alone()
+
+    def attend(q, k, v):
+        return ra.ring_attention(q, k, v, group=group)
+
+    for _ in range(6):
+        q, k, v = inputs()
+        out = checkpoint(attend, q, k, v, use_reentrant=False)
+        dout = torch.randn_like(out)
+        found = torch.autograd.grad(out, (q, k, v), dout)
+        wanted = torch.autograd.grad(ra.ring_attention(q, k, v, group=Alone()), (q, k, v), dout)
+        assert all(map(torch.equal, found, wanted))
+
+
+def test_a_second_derivative_is_refused(device):
+    group = Alone()
+    warm(group)
+    q, k, v = inputs()
+    out = ra.ring_attention(q, k, v, group=group)
+    with pytest.raises(ValueError, match="no second derivative"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+def test_what_a_rank_no_longer_keeps_is_not_ready(device):
+    group = Alone()
+    warm(group)
+    context = get_context(group)
+    (kept,) = {x.attention for x in context.ready.values()}
+    layouts = [ra.contiguous(tokens, 1) for tokens in range(100, 230)]
+    for layout in layouts[:60]:
+        context.rank_attention(layout, ra.causal(), None)
+    # a call that is replayed counts as a use
+    device.long = 0
+    ra.ring_attention(*inputs(), group=group)
+    assert device.long == 0
+    for layout in layouts[60:120]:
+        context.rank_attention(layout, ra.causal(), None)
+    assert any(x.attention is kept for x in context.ready.values())
+    for layout in layouts[120:]:
+        context.rank_attention(layout, ra.causal(), None)
+    assert not context.ready
+    ra.ring_attention(*inputs(), group=group)
+    assert device.long == 1
