@@ -215,6 +215,18 @@ def made(name):
         return sweep.tiny("causal", HYBRIDS[name])
 
 
+def verified(group):
+    torch.set_num_threads(1)
+    # two kinds of layers with states, and attention
+    for name in ("lfm2", "qwen3.5"):
+        report = ra.verify(made(name).float(), dict(input_ids=tokens(N)), layout=ra.zigzag(N, group.size()), group=group)
+        assert report.passed, report
+
+
+def test_verify_compares_a_hybrid_model(gloo):
+    gloo.run(2, verified, timeout=60)
+
+
 def test_detach_and_copies():
     model = made("lfm2")
     with torch.no_grad():
