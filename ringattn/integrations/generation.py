@@ -9,7 +9,7 @@ shards: each rank computes its tokens' keys and values, which go to the ranks th
 in which each layer attends to the pages of all ranks by `prefill`. Calls of few tokens run on all ranks alike, and attend by `decode`.
 
 Rows of a batch that end together (left padding) are turned to begin together: what follows a row's last token is then hidden by
-causality, and its keys are forgotten after the call.
+causality, and its keys are forgotten after the call. Layers with states: `generation_states.py`.
 
 Shapes: b rows of a call, n columns of its tokens.
 """
@@ -26,14 +26,15 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .. import check
-from ..geometry.layout import Layout, contiguous, zigzag
+from ..geometry.layout import Layout, zigzag
 from ..runtime.agree import refusing
-from ..runtime.op import in_one_dtype
 from ..serving.cache import PagedCache
 from ..serving.decoding import MOST_QUERIES
 from ..serving.pages import CachedSequence, OutOfPages
+from ..transport import Alone
 from .generation_agreement import agree_on_tokens, generators
-from .generation_models import CachedHeads, check_decodes
+from .generation_models import CachedHeads, check_cache_name, check_decodes, check_goes_back, prompt_layout
+from .generation_states import LayerState, chosen_states
 from .huggingface_attachment import NAME, Attachment, not_compiled
 from .huggingface_call import CachedCall
 from .huggingface_inputs import check_inputs
@@ -79,7 +80,7 @@ class RingCache(Cache):
             raise ValueError(f"{type(model).__name__} is not attached: call ringattn.integrations.huggingface.attach(model) first")
         with refusing(attachment.ranks):
             check_decodes(model, attachment)
-            self._heads = CachedHeads.of(model)
+            self.kept = CachedHeads.of(model)
             tokens = check.integer("tokens", tokens, least=1)
             sequences = check.integer("sequences", sequences, least=1)
             page_size = check.integer("page_size", page_size, least=16, most=1 << 16)
@@ -92,16 +93,18 @@ class RingCache(Cache):
         pages = math.ceil(math.ceil(tokens / page_size) / ranks) + (0 if sequences == 1 else 3 * sequences)
         self.paged = PagedCache(
             pages=pages,
-            layers=self._heads.layers,
-            kv_heads=self._heads.kv_heads,
-            head_dim=self._heads.head_dim,
-            v_head_dim=self._heads.v_head_dim,
+            layers=len(self.kept.layers) or 1,
+            kv_heads=self.kept.kv_heads,
+            head_dim=self.kept.head_dim,
+            v_head_dim=self.kept.v_head_dim,
             page_size=page_size,
             dtype=model.dtype if dtype is None else dtype,
             device=model.device if device is None else device,
             group=attachment.group,
         )
-        super().__init__(layers=[_Layer(self) for _ in range(self._heads.layers)])
+        super().__init__(layers=[_Layer(self) for _ in range(max(self.kept.layers, default=0) + 1)])
+        self.states: dict[int, LayerState] = {}  # by number of the layer among those that have states
+        self.alone = Alone()  # what all ranks compute alike, they compute as one rank
         self._layout = zigzag if layout is None else layout
         self._sequences: list[CachedSequence] = []
         self._seen = 0  # columns, with padding
@@ -135,17 +138,21 @@ class RingCache(Cache):
         self._settle()
         for sequence in self._sequences:
             self.paged.free(sequence)
-        self._sequences, self._seen, self._visible = [], 0, None
+        self._sequences, self._seen, self._visible, self.states = [], 0, None, {}
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last columns of each row: -n forgets n of them. Raises ValueError for more than there are, and for numbers above 0."""
+        """Forget the last columns of each row: -n forgets n of them. Raises ValueError for more than there are, and for numbers above 0;
+        of a model with states, for any but none and all."""
         self._settle()
         with refusing(self.paged.pool.context.ranks):
             tokens_to_remove = check.integer("tokens_to_remove", tokens_to_remove, least=-self._seen, most=0)
+            if tokens_to_remove not in (0, -self._seen):
+                check_goes_back(self.kept, f"crop by {-tokens_to_remove} of {self._seen} tokens")
         kept = self._seen + tokens_to_remove
         lost = self._visible[:, kept:].sum(1).tolist() if self._visible is not None else [-tokens_to_remove] * len(self._sequences)
         for sequence, count in zip(self._sequences, lost, strict=True):
             self.paged.truncate(sequence, sequence.length - count)
+        self.states = self.states if kept else {}
         self._seen, self._visible = kept, self._visible[:, :kept] if kept and self._visible is not None else None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -155,7 +162,7 @@ class RingCache(Cache):
         with refusing(self.paged.pool.context.ranks):
             if any(not 0 <= row < len(self._sequences) for row in rows):
                 raise ValueError(f"rows are {rows}, but the cache has the rows 0 to {len(self._sequences) - 1}")
-        self._sequences = self._chosen(rows)
+        self._choose(rows)
         if self._visible is not None:
             self._visible = self._visible[rows]
 
@@ -182,7 +189,9 @@ class RingCache(Cache):
         return self.paged.max_tokens
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: `crop` can always go back."""
+        """Nothing to do: `crop` can always go back. Raises ValueError for a model with states, which cannot."""
+        with refusing(self.paged.pool.context.ranks):
+            check_goes_back(self.kept, "speculative decoding")
 
     @property
     def batch_size(self) -> int:
@@ -196,13 +205,17 @@ class RingCache(Cache):
     def is_compileable(self) -> bool:
         return False
 
+    @property
+    def is_croppable(self) -> bool:
+        return not self.kept.mixers
+
     @not_compiled
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the new keys (b, hk, s, d) and values of a layer, and return them alone: attention finds the others itself.
+        """Note that a layer gives its new keys and values to the cache, and return them alone: attention finds the others itself.
 
-        What continues on shards is kept by `prefill`, when it attends.
+        They are kept as attention gets them: latents of MLA, of which some models give the cache, have become keys by then.
         """
         call = self._call
         if call is None:
@@ -210,12 +223,7 @@ class RingCache(Cache):
                 "a RingCache is given to a model that is not attached, or to a part of one: call the attached model, which the cache "
                 "was made for"
             )
-        k, v = in_one_dtype(key_states.transpose(1, 2), value_states.transpose(1, 2))
-        if call.layout is None:
-            self.paged.append(call.batch, k, v, layer=layer_idx)
-        elif not call.continues:
-            self.paged.fill(call.batch, k, v, call.layout, layer=layer_idx)
-        call.written.add(layer_idx)
+        call.layer = layer_idx
         return key_states, value_states
 
     def begin(self, model: Any, attachment: Attachment, kwargs: dict[str, Any]) -> tuple[Attachment, dict[str, Any]]:
@@ -232,6 +240,7 @@ class RingCache(Cache):
                 check_decodes(model, attachment)
                 self._check_fits(model, attachment)
                 self._fitting = attachment
+            check_cache_name(model, kwargs, self)
             inputs = check_inputs(model, kwargs, [x.length for x in self._sequences], self._seen, self._visible)
         if ranks.size > 1:
             agree_on_tokens(self.paged.pool, inputs, self._seen, self._drawn)
@@ -243,7 +252,11 @@ class RingCache(Cache):
         lengths = [sequence.length for sequence in self._sequences]
         try:
             with refusing(ranks):
-                layout = self._prompt_layout(inputs.tokens, ranks.size) if is_first or inputs.tokens > _MOST_ALIKE else None
+                layout = (
+                    prompt_layout(self._layout, inputs.tokens, ranks.size, self.kept)
+                    if is_first or inputs.tokens > _MOST_ALIKE
+                    else None
+                )
                 if max(lengths) + inputs.tokens > self.paged.max_tokens:
                     raise OutOfPages(
                         f"a row would have {max(lengths) + inputs.tokens} tokens, but the pages of all ranks hold {self.paged.max_tokens}: "
@@ -263,8 +276,9 @@ class RingCache(Cache):
         for sequence, length, count in zip(self._sequences, call.lengths, call.inputs.counts, strict=True):
             if length + count < sequence.length:
                 self.paged.truncate(sequence, length + count)
+        self.states = {number: layer.after for number, layer in call.calls.items()}
         if len(call.inputs.rows) > len(self._sequences):
-            self._sequences = self._chosen(call.inputs.rows)
+            self._choose(call.inputs.rows)
         self._seen += call.inputs.columns
         self._visible = call.inputs.visible
         self._call = None
@@ -288,8 +302,8 @@ class RingCache(Cache):
         if self._call is not None:
             self.roll_back()
 
-    def _chosen(self, rows: Sequence[int]) -> list[CachedSequence]:
-        """The sequences of these rows, each but the first of one row a fork; those of other rows are freed."""
+    def _choose(self, rows: Sequence[int]) -> None:
+        """Keep the sequences and states of these rows, each but the first of one row a fork; free those of other rows."""
         taken: set[int] = set()
         found = []
         for row in rows:
@@ -298,7 +312,8 @@ class RingCache(Cache):
         for row, sequence in enumerate(self._sequences):
             if row not in taken:
                 self.paged.free(sequence)
-        return found
+        self._sequences = found
+        self.states = chosen_states(self.states, rows)
 
     def _check_fits(self, model: Any, attachment: Attachment) -> None:
         own, theirs = self.paged.pool.context.ranks, attachment.ranks
@@ -308,20 +323,10 @@ class RingCache(Cache):
                 "a RingCache for each group"
             )
         heads = CachedHeads.of(model)
-        if heads != self._heads:
+        if heads != self.kept:
             raise ValueError(
-                f"the cache was made for a model of {self._heads}, but {type(model).__name__} has {heads}: make a RingCache for each model"
+                f"the cache was made for a model of {self.kept}, but {type(model).__name__} has {heads}: make a RingCache for each model"
             )
-
-    def _prompt_layout(self, tokens: int, ranks: int) -> Layout | None:
-        """None if there are fewer tokens than ranks: then all ranks compute them."""
-        if tokens < ranks:
-            return None
-        layout = self._layout(tokens, ranks)
-        check.instance("layout", layout, Layout, "pass ringattn.zigzag, or another function that returns a layout")
-        if layout.world_size != ranks or layout.seq_len != tokens:
-            raise ValueError(f"layout makes {layout!r} for {tokens} tokens on {ranks} ranks: let it take both as they are")
-        return contiguous(tokens, ranks) if 0 in layout.lengths else layout
 
 
 class _Layer(CacheLayerMixin):

@@ -15,7 +15,6 @@ from torch import nn
 from ..collective import unshard
 from ..geometry.layout import Layout
 from ..geometry.mask import causal, sliding_window
-from ..geometry.span import Span
 from ..runtime.agree import refusing
 from ..runtime.op import in_one_dtype
 from ..scores import ScoreMod
@@ -23,17 +22,26 @@ from ..serving.batch import CacheBatch
 from ..serving.cache import PagedCache
 from ..serving.decoding import MOST_QUERIES, decode
 from ..serving.prefilling import prefill
+from ..transport import Alone
+from .generation_models import CachedHeads
+from .generation_states import LayerCall, LayerState, whole_rows
 from .huggingface_attachment import Attachment, Window, not_compiled
 from .huggingface_inputs import CachedInputs
 
-_OUTPUTS = ("logits", "last_hidden_state", "hidden_states", "past_key_values")  # that are made whole
+_OUTPUTS = ("logits", "last_hidden_state", "hidden_states", "past_key_values", "cache_params")  # that are made whole
+_NO_KEYS = (
+    "the model shares keys between layers, or skips layers, which a RingCache does not support, or is in training mode with "
+    "checkpointing: call model.eval()"
+)
 
 
 class CacheOfCalls(Protocol):
     """What a call needs of its `RingCache`."""
 
     paged: PagedCache
-    layers: list[Any]
+    kept: CachedHeads
+    states: dict[int, LayerState]
+    alone: Alone
 
     def commit(self, call: CachedCall) -> None: ...
 
@@ -44,7 +52,8 @@ class CacheOfCalls(Protocol):
 class CachedCall:
     """A call of an attached model with a `RingCache` under way.
 
-    layout: of the new tokens; None if every rank computes all of them. lengths: of the sequences before.
+    layout: of the new tokens; None if every rank computes all of them. lengths: of the sequences before. layer: the attention that has
+    given its keys to the cache, and not attended yet. calls: of layers with states, by number.
     """
 
     cache: CacheOfCalls
@@ -53,7 +62,9 @@ class CachedCall:
     layout: Layout | None
     attachment: Attachment
     lengths: list[int]
-    written: set[int] = field(default_factory=set)  # layers
+    layer: int | None = None
+    written: set[int] = field(default_factory=set)  # layers of the pages
+    calls: dict[int, LayerCall] = field(default_factory=dict)
     kept: list[int] = field(default_factory=list)  # positions among the new tokens whose logits are wanted, in order
     selects: bool = False  # whether the model makes logits of the kept positions alone
 
@@ -74,7 +85,10 @@ class CachedCall:
         begin = torch.tensor(self.lengths)[:, None]
         begin = begin[:1] if len(set(self.lengths)) == 1 else begin
         found = {name: value for name, value in kwargs.items() if name not in ("attention_mask", "cache_position")}
-        found |= dict(input_ids=inputs.ids[:, here.to(device)], position_ids=(begin + here).to(device), use_cache=True)
+        # MiniMax asks for a cache of its own class where it is told to use one
+        found |= dict(input_ids=inputs.ids[:, here.to(device)], use_cache=model.config.model_type != "minimax")
+        if self.attachment.takes_positions:
+            found |= dict(position_ids=(begin + here).to(device))
         self.kept = sorted(set(inputs.places(inputs.keeps).flatten().tolist()) - {-1})
         if "logits_to_keep" in kwargs:
             self.selects = len(self.kept) < inputs.tokens
@@ -93,10 +107,40 @@ class CachedCall:
                 )
         return window
 
+    def layer_call(self, number: int) -> LayerCall:
+        """A layer with states in this call."""
+        if number not in self.calls:
+            before = self.cache.states.get(number, LayerState())
+            if self.layout is None:
+                made = LayerCall.alike(before, self.inputs.tokens, self.cache.alone, self.inputs.counts)
+            else:
+                made = LayerCall(before, self.layout, self.attachment.group, self.attachment.rank, self.inputs.counts)
+            self.calls[number] = made
+        return self.calls[number]
+
+    @not_compiled
+    def keep(self, module: nn.Module, k: torch.Tensor, v: torch.Tensor) -> int:
+        """Keep the new keys (u, m, hk, d) and values (u, m, hk, d_v) that a layer attends to, and return its layer of the pages.
+
+        What continues on shards is kept by `prefill`, when it attends. Raises ValueError for a layer that has given no keys to the cache.
+        """
+        layer, self.layer = self.layer, None
+        with refusing(self.attachment.ranks):
+            if layer is None:
+                raise ValueError(f"{type(module).__name__} wrote no keys to the cache: {_NO_KEYS}")
+        k, v = in_one_dtype(k, v)
+        at = self.cache.kept.layers.index(layer)
+        if self.layout is None:
+            self.cache.paged.append(self.batch, k, v, layer=at)
+        elif not self.continues:
+            self.cache.paged.fill(self.batch, k, v, self.layout, layer=at)
+        self.written.add(at)
+        return at
+
     @not_compiled
     def attend(
         self,
-        module: nn.Module,
+        layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -104,12 +148,12 @@ class CachedCall:
         scaling: float | None,
         score: ScoreMod | None,
     ) -> torch.Tensor:
-        """Attention of a layer's new tokens, q (u, m, h, d), to all tokens of their rows up to each: (u, m, h, d_v).
+        """Attention of the new tokens of a layer of the pages, q (u, m, h, d), to all tokens of their rows up to each: (u, m, h, d_v).
 
         k, v: the new tokens' keys (u, m, hk, d) and values (u, m, hk, d_v). With a layout, m are this rank's tokens.
         """
         mask = causal() if window is None else sliding_window(window - 1)
-        options: Any = dict(layer=module.layer_idx, mask=mask, softmax_scale=scaling, score=score)
+        options: Any = dict(layer=layer, mask=mask, softmax_scale=scaling, score=score)
         q, k, v = in_one_dtype(q, k, v)
         if self.layout is not None:
             return prefill(q, k, v, self.cache.paged, self.batch, self.layout, **options)
@@ -128,14 +172,15 @@ class CachedCall:
         if output is None:
             self.cache.roll_back()
             return None
-        missing = set(range(len(self.cache.layers))) - self.written
+        kept = self.cache.kept
+        missing = [layer for at, layer in enumerate(kept.layers) if at not in self.written]
+        without = set(range(kept.mixers)) - self.calls.keys()
         try:
             with refusing(self.attachment.ranks):
                 if missing:
-                    raise ValueError(
-                        f"layers {sorted(missing)} wrote no keys to the cache: the model shares keys between layers, or skips layers, "
-                        "which a RingCache does not support, or is in training mode with checkpointing: call model.eval()"
-                    )
+                    raise ValueError(f"layers {missing} wrote no keys to the cache: {_NO_KEYS}")
+                if without:
+                    raise ValueError(f"{len(without)} of {kept.mixers} layers with states did not run: {_NO_KEYS}")
                 unknown = [name for name, value in output.items() if value is not None and name not in _OUTPUTS]
                 if unknown:
                     raise ValueError(
@@ -169,10 +214,7 @@ class CachedCall:
         """(b, keeps, vocabulary), where columns of padding are 0."""
         positions: Sequence[int] = self.kept if self.selects else range(self.inputs.tokens)
         if self.selects and self.layout is not None:
-            places = {position: i for i, position in enumerate(self.kept)}
-            held = [self.layout.positions(rank) for rank in range(self.layout.world_size)]
-            spans = tuple(tuple(Span(places[position], 1) for position in here[self._kept_here(here)].tolist()) for here in held)
-            logits = unshard(logits, Layout(len(self.kept), spans, "kept"), self.attachment.group)
+            logits = whole_rows(logits, self.layout, self.kept, self.attachment.group)
         else:
             logits = self._whole(logits)
         return self._placed(logits, positions, self.inputs.keeps)

@@ -19,6 +19,7 @@ from ..geometry.mask import Documents
 from ..training.data import packed_documents
 from .huggingface_attachment import ChunkedWindow, ModelCall, Window
 from .huggingface_heads import answers_from
+from .huggingface_inputs import CACHES
 from .token_mixers import check_token_mixers
 
 # layers that see other tokens only through attention, and only in the two ways that are honoured
@@ -338,7 +339,7 @@ def _has_axes(model: nn.Module) -> bool:
 
 def check_caches(kwargs: dict[str, Any]) -> None:
     """Raise ValueError for a key/value cache, which a call on shards cannot have."""
-    for name in ("past_key_values", "use_cache"):
+    for name in (*CACHES, "use_cache"):
         given = kwargs.get(name)
         if given is not None and given is not False:
             shown = f"a {type(given).__name__}" if hasattr(given, "get_seq_length") else _shown(given)

@@ -62,8 +62,9 @@ def attend_around_ring(
             modified, sees_past_only, window = _request(module, attachment, q, k, mask, asked, options)
     if attachment.cached is not None:
         limit = attachment.cached.check_layer(module, sees_past_only, window)
+        layer = attachment.cached.keep(module, k, v)
         if attachment.cached.layout is None or attachment.cached.continues:
-            return attachment.cached.attend(module, q, k, v, limit, asked.scaling, modified)
+            return attachment.cached.attend(layer, q, k, v, limit, asked.scaling, modified)
     live = attachment.live if mask is None or mask.live is None else mask.live
     return ring_attention(
         *in_one_dtype(q, k, v),

@@ -41,6 +41,7 @@ from .huggingface_checks import (
     take_documents,
 )
 from .huggingface_encoder import check_both_attached, with_states
+from .huggingface_inputs import CACHES
 from .huggingface_labels import agree_on_count, check_targets
 from .huggingface_padding import agreed_rows, check_padded_labels
 from .huggingface_positions import check_unpadded, give_positions
@@ -145,6 +146,8 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
         kwargs = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
         attachment, kwargs = cache.begin(model, attachment, kwargs)
         last = attachment.cached.last_position if attachment.cached is not None and attachment.needs_last_position else None
+        if attachment.gives_mask:
+            kwargs = {**kwargs, "attention_mask": LiveMask(attachment.live, None, True, attachment)}
         begin_call(ModelCall(model, attachment.live, next(running_calls(), None), calling_frame(), attachment, last))
         return (), kwargs
     with refusing(attachment.ranks):
@@ -239,13 +242,13 @@ def _leave_around(model: PreTrainedModel, args: tuple, output: Any) -> None:
 
 def _ring_cache(kwargs: dict[str, Any]) -> RingCache | None:
     """The cache that a call was given, if it is one of ours."""
-    given = kwargs.get("past_key_values")
-    if given is None:
+    given = [kwargs[name] for name in CACHES if kwargs.get(name) is not None]
+    if not given:
         return None
     # it imports transformers, as the caller of a model has done
     from .generation import RingCache
 
-    return given if isinstance(given, RingCache) else None
+    return next((cache for cache in given if isinstance(cache, RingCache)), None)
 
 
 def _check_padded(

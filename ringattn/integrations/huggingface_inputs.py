@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+CACHES = ("past_key_values", "cache_params")  # names of a model's argument: Mamba's kind has the second
+
 # arguments that a model runs with as they are, or that are made anew
-_TAKEN = ("input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values", "logits_to_keep")
+_TAKEN = ("input_ids", "attention_mask", "position_ids", "cache_position", "logits_to_keep", *CACHES)
 
 
 @dataclass(frozen=True)

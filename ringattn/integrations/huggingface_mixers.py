@@ -6,6 +6,8 @@ call what is expected of it is an error, so a newer version of transformers cann
 
 A layer learns its layout and its documents from a `LiveMask`, as attention does. Models make it by `create_recurrent_attention_mask`, which
 gets another meaning in the same way; Mamba's models make none and get it from `attach`'s hook.
+
+In a call with a `RingCache`, a layer goes on from what the cache keeps of it (`generation_states.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ from torch import nn
 from ..geometry.mask import Causal, Mask, causal, documents
 from ..runtime.agree import refusing
 from ..runtime.groups import Group, get_context
+from .generation_states import AS_OURS, OF_CHANNELS, OF_GROUPS, VALUES_FIRST, LayerCall, OneTokenCache, OwnForm
 from .huggingface_attachment import LiveMask, LivePairs, not_compiled, running_call
 from .huggingface_checks import check_attention
 from .huggingface_forward import attachment_of, call_name, check_runs_once
+from .huggingface_inputs import CACHES
 from .huggingface_recurrences import FUNCTIONS, Mixing, lightning, recurrent_block
 
 _MASK = "create_recurrent_attention_mask"
@@ -63,8 +67,14 @@ _WHOLE: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "minimax.modeling_minimax.MiniMaxLightningAttention": (lightning, ("hidden_states",)),
     "recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRecurrentBlock": (recurrent_block, ("input_states", "position_ids")),
 }
-_CACHES = ("cache_params", "past_key_values")
-_UNUSED = {"position_embeddings"}  # options of layers, of which these need none
+# of states in the own code of layers for one token, by layer or by what it calls
+_FORMS: dict[str | tuple[str, ...], OwnForm] = {
+    "zamba.modeling_zamba.ZambaMambaMixer": OF_GROUPS,
+    _MAMBA: OF_CHANNELS,
+    _MAMBA2: VALUES_FIRST,
+}
+_NUMBER = "ringattn_mixer"  # the attribute of such a layer that counts them within its model
+_UNUSED = {"position_embeddings", *CACHES}  # options of layers, of which these need none
 
 
 def mixers(model: nn.Module) -> list[nn.Module]:
@@ -96,8 +106,9 @@ def check_mixers(modules: list[nn.Module], group: Group | None) -> None:
 
 def put_in_mixers(model: nn.Module, modules: list[nn.Module], parts: list[nn.Module]) -> None:
     """Let these layers run around the ring, and the models that hold them (`parts`) make masks for them."""
-    for module in modules:
+    for number, module in enumerate(modules):
         module.forward = MethodType(_run, module)
+        setattr(module, _NUMBER, number)
     for part in parts:
         if _MASK in globals_of(type(part).forward) and not _is_ours(part):
             part.forward = MethodType(rebound(type(part).forward, {_MASK: recurrent_mask}), part)
@@ -108,6 +119,7 @@ def take_out_mixers(model: nn.Module) -> None:
     for module in model.modules():
         if _is_ours(module):
             del vars(module)["forward"]
+            vars(module).pop(_NUMBER, None)
 
 
 def needs_mask(model: nn.Module, modules: list[nn.Module]) -> bool:
@@ -131,10 +143,13 @@ def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     mask = given.arguments["attention_mask"]
     options = {name: x for name, x in given.arguments.get("kwargs", {}).items() if name not in _UNUSED}
     mixing = _mixing(module, mask, given.arguments, options)
+    given.arguments["attention_mask"] = None
+    if mixing.cached is not None and mixing.cached.is_one_token and _name(module) in _CALLS:
+        return _one_token(module, mixing.cached, given)
+    given.arguments.update((name, None) for name in CACHES if name in given.arguments)
     if _name(module) in _WHOLE:
         run, names = _WHOLE[_name(module)]
         return run(mixing, module, *(given.arguments[name] for name in names))
-    given.arguments["attention_mask"] = None
     required = _CALLS[_name(module)]
     ours = {name: _noted(mixing, name) for name in (*required, *_OPTIONAL.get(required, ()))}
     out = rebound(forward, ours)(*given.args, **given.kwargs)
@@ -144,6 +159,17 @@ def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             f"{type(module).__name__} ran without {missing[0]}, within the shard: its own code took another way in this call, which "
             "cannot run on shards"
         )
+    return out
+
+
+def _one_token(module: nn.Module, cached: LayerCall, given: inspect.BoundArguments) -> Any:
+    """A layer's own code for one token after those that a cache keeps, on every rank alike."""
+    name = _name(module)
+    form = _FORMS.get(name, _FORMS.get(_CALLS[name], AS_OURS))
+    states = OneTokenCache(cached.before, form)
+    given.arguments.update((name, states) for name in CACHES if name in given.arguments)
+    out = type(module).forward(*given.args, **given.kwargs)
+    cached.after = states.after()
     return out
 
 
@@ -159,13 +185,16 @@ def _mixing(module: nn.Module, mask: Any, arguments: Mapping[str, Any], options:
         call = None if mask is not None else running_call()
         if call is not None and call.live is not None and (call.live.documents is not None or call.live.rows is not None):
             raise ValueError(f"{kind} is called without the mask that says where packed documents end: call the model itself")
-        cached = [name for name in _CACHES if arguments.get(name) is not None]
-        if cached or attachment.cached is not None:
+        given = [name for name in CACHES if {**arguments.get("kwargs", {}), **arguments}.get(name) is not None]
+        if given and attachment.cached is None:
             raise ValueError(
-                f"{(*cached, 'past_key_values')[0]} is given, but {kind} keeps its states in no cache on shards: leave it out"
+                f"{given[0]} is given, but {kind} keeps its states on shards in a RingCache alone, which the attached model is called with"
             )
         check_attention(options, attachment.ignored)
         live = attachment.live if mask is None or mask.live is None else mask.live
+        if attachment.cached is not None:
+            cached = attachment.cached.layer_call(getattr(module, _NUMBER))
+            return Mixing(cached.layout, causal(), cached.group, call_name(module), attachment.recurrence_kernels, cached)
         return Mixing(attachment.layout, _mask_of(live, kind), attachment.group, call_name(module), attachment.recurrence_kernels)
 
 

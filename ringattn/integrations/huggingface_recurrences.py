@@ -8,7 +8,7 @@
     MiniMax, RecurrentGemma           whole layers, whose recurrences are no functions of their own
 
 Functions here take the arguments of transformers' functions of these names, after a `Mixing`. They ignore what asks for a faster way to
-the same numbers (`chunk_size`, `use_mambapy`). Caches and initial states never come: `huggingface_mixers.py` refuses them.
+the same numbers (`chunk_size`, `use_mambapy`). Caches never come: what a `RingCache` keeps is in the `Mixing`.
 
 Shapes: b batch, s local tokens, c channels, h heads, g groups of heads, n numbers of a state, d head dim.
 """
@@ -29,23 +29,30 @@ from ..recurrent.convolution import causal_conv1d
 from ..recurrent.kernels import RecurrenceKernels, choose_kernels
 from ..recurrent.linear_attention import linear_attention
 from ..runtime.groups import Group
+from .generation_states import LayerCall
 
 _NORM_EPSILON = 1e-6  # of normalised queries and keys, as in transformers
 
 
 @dataclass(frozen=True, eq=False)
 class Mixing:
-    """One call of a layer: how tokens reach each other in it. `used`: the names of the functions that the layer has called."""
+    """One call of a layer: how tokens reach each other in it, and what a `RingCache` keeps of it.
+
+    used: the names of the functions that the layer has called.
+    """
 
     layout: Layout
     mask: Mask
     group: Group | None
     name: str | None
     kernels: RecurrenceKernels | None
+    cached: LayerCall | None = None
     used: set[str] = field(default_factory=set)
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """(b, s, c) to (b, s, c)."""
+        if self.cached is not None:
+            return self.cached.convolve(x, weight, bias, self.name)
         return causal_conv1d(x, weight, bias, layout=self.layout, mask=self.mask, group=self.group, name=self.name)
 
     def recur(
@@ -60,9 +67,13 @@ class Mixing:
         dtype: torch.dtype,
     ) -> torch.Tensor:
         """`linear_attention`, (b, s, h, d_v), for a layer of this dtype: fla's kernels compute in it, others in fp32 or wider."""
+        options: dict[str, Any] = {}
+        if self.cached is not None:
+            v, decay, beta = self.cached.without_padding(v, decay, beta)
+            options = dict(initial_state=self.cached.first_state(), return_final_state=True)
         like_q, like_v = (x.new_empty(1, dtype=dtype).expand_as(x) for x in (q, v))
         kernels = self.kernels or choose_kernels(like_q, like_v, decay, beta)
-        out = linear_attention(
+        out: Any = linear_attention(
             *(x.to(kernels.dtype(like_q)) for x in (q, k, v)),
             decay=decay,
             beta=beta,
@@ -72,8 +83,11 @@ class Mixing:
             scale=scale,
             name=self.name,
             kernels=kernels,
+            **options,
         )
-        assert isinstance(out, torch.Tensor)
+        if self.cached is not None:
+            out, last = out
+            self.cached.keep_state(last)
         return out.contiguous()  # some layers take views of it
 
 

@@ -17,6 +17,7 @@ _ROLLOUT = Facts({"function": "completions of a ring"})
 def generated(prompts: list, trainer: Any) -> dict[str, Any]:
     """What the model answers, generated around the ring: a `rollout_func`."""
     from .generation import RingCache
+    from .generation_models import cache_name
 
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
@@ -31,7 +32,7 @@ def generated(prompts: list, trainer: Any) -> dict[str, Any]:
     model.eval()
     with torch.no_grad():
         cache = RingCache(model, tokens=len(rows) * most, sequences=len(rows))
-        out = model.generate(ids, attention_mask=mask, past_key_values=cache, generation_config=trainer.generation_config)
+        out = model.generate(ids, attention_mask=mask, **{cache_name(model): cache}, generation_config=trainer.generation_config)
     model.train(was_training)
     ends = set(trainer.eos_token_ids)
     return {

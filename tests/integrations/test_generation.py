@@ -26,6 +26,10 @@ MODELS: dict[str, dict] = {
     "Llama": {},
     "Mistral": dict(sliding_window=WINDOW),
     "Gemma2": dict(head_dim=8, query_pre_attn_scalar=5, attn_logit_softcapping=2.0, **ALTERNATING),
+    "DeepseekV3": dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6, n_routed_experts=4)
+    | dict(
+        num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=16, first_k_dense_replace=1, num_key_value_heads=4
+    ),
     "GptOss": dict(head_dim=8, num_local_experts=4, num_experts_per_tok=2, **ALTERNATING),
 }
 
@@ -111,6 +115,8 @@ SOME = ["greedy", "beams"]
         # its own attention gives NaN in rows that begin with padding, in fp64
         pytest.param("Gemma2", torch.float64, ["greedy", "sampling"], id="softcap and windows"),
         pytest.param("GptOss", torch.float64, SOME, id="sinks and windows"),
+        # its cache is given latents
+        pytest.param("DeepseekV3", torch.float64, ["greedy", "left padding"], id="latent keys"),
     ],
 )
 def test_tokens_are_those_of_one_process(gloo, world_size, kind, dtype, names):
@@ -308,7 +314,7 @@ MESSAGES = {
     "outside": "a RingCache is given to a model that is not attached",
     "no use of it": "use_cache is False, perhaps from generation_config, but past_key_values is a RingCache",
     "gradients": "a RingCache keeps no gradients",
-    "checkpointing": r"layers \[0, 1\] wrote no keys to the cache: .* is in training mode with checkpointing: call model.eval",
+    "checkpointing": r"LlamaAttention wrote no keys to the cache: .* is in training mode with checkpointing: call model.eval",
 }
 
 
