@@ -27,7 +27,7 @@ from .calls import DEFAULT_MASK, CheckedCall, agree_on_segments, check_call
 from .checks import check_states, check_tensors, overflow
 from .kernels import RecurrenceKernels, check_kernels, choose_kernels
 from .local import FromStates, FromZero, InputGradients, RecurrenceInputs, StateReading, first_states, joined
-from .recomputed import gradients_of, leaves_of
+from .recomputed import gradients_of, leaves_of, saving_is_hooked
 from .segments import OwnSegments, Segments
 from .state_passing import StatePassing, Summary
 from .transitions import Decays, Matrices
@@ -182,11 +182,6 @@ class _LinearCall:
     needs_grad: bool
 
     @property
-    def keeps_graphs(self) -> bool:
-        """Whether the forward pass leaves the backward pass a graph of what begins documents."""
-        return self.needs_grad and self.kernels.graphs_are_small
-
-    @property
     def own(self) -> OwnSegments:
         return self.checked.own
 
@@ -243,7 +238,7 @@ class _LinearAttention(torch.autograd.Function):
     def forward(ctx: Any, call: _LinearCall, *tensors: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         inputs = RecurrenceInputs(*tensors)
         # only what begins a document begins now from the state that the backward pass must begin from
-        keeps = call.keeps_graphs
+        keeps = call.needs_grad and call.kernels.graphs_are_small and not saving_is_hooked()
         leaves = _leaves(inputs, ctx.needs_input_grad[1:]) if keeps else inputs
         passing = call.passing(inputs)
         with without_autocast(inputs.q.device.type):

@@ -24,3 +24,9 @@ def gradients_of(
         found = torch.autograd.grad([x for x, _ in live], sources, [gradient for _, gradient in live], allow_unused=True)
     filled = iter(torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(sources, found))
     return [next(filled) if x is not None and x.requires_grad else None for x in kept]
+
+
+def saving_is_hooked() -> bool:
+    """Whether checkpointing, offloading or the like gets what autograd saves: a graph within a graph would make it compute twice."""
+    autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    return autograd._top_saved_tensors_default_hooks(False) is not None

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 from ringattn.recurrent import kernels, recomputed
@@ -81,6 +82,23 @@ def test_what_begins_a_document_runs_once():
     assert _Counted.ran == 1
     again = torch.autograd.grad(out.sum(), leaves)
     assert _Counted.ran == 2 and all(torch.equal(*pair) for pair in zip(once, again))
+
+
+@pytest.mark.parametrize("beta", [False, True], ids=["linear", "delta"])
+def test_checkpointing_computes_a_call_twice_in_all(beta):
+    """A graph that is kept within a call would have it computed a third time, on some ranks alone."""
+    *tensors, _, _ = random_inputs(20, "scalar", beta, "cpu", d_k=4, d_v=3)
+    leaves = [x.double().requires_grad_() for x in tensors if x is not None]
+    calls = []
+
+    def layer(q, k, v, decay, beta=None):
+        calls.append(len(calls))
+        return ra.linear_attention(q, k, v, decay=decay, beta=beta, kernels=_Counted())
+
+    wanted = torch.autograd.grad(layer(*leaves).sum(), leaves)
+    calls.clear()
+    found = torch.autograd.grad(checkpoint(layer, *leaves, use_reentrant=False).sum(), leaves)
+    assert len(calls) == 2 and all(torch.equal(*pair) for pair in zip(wanted, found))
 
 
 def test_numbers_run_as_vectors_where_fla_lacks_them(monkeypatch):
