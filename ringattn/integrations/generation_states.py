@@ -146,9 +146,8 @@ class LayerCall:
 
     def _last_inputs(self, x: torch.Tensor, width: int) -> torch.Tensor:
         """The last inputs of a convolution before the end of each row, on every rank: (b, c, width) from x (b, s, c)."""
-        wanted = (
-            torch.tensor(self.counts)[:, None] - width + torch.arange(width)
-        )  # (b, width); those before the new tokens are below 0
+        # (b, width); those before the new tokens are below 0
+        wanted = torch.tensor(self.counts)[:, None] - width + torch.arange(width)
         positions = sorted(set(wanted.flatten().tolist()) - set(range(-width, 0)))
         rows = held_rows(self.layout, self.rank, positions)[1]
         new = whole_rows(x[:, torch.tensor(rows, dtype=torch.int64, device=x.device)], self.layout, positions, self.group)

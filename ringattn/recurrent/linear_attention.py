@@ -253,12 +253,12 @@ class _LinearAttention(torch.autograd.Function):
             with torch.set_grad_enabled(keeps):
                 first_out = first.out
             with torch.set_grad_enabled(follows):
-                following.out  # noqa: B018
+                following_out = following.out
             reading = following.reading
             summaries, _ = pending.wait()
             before, last = passing.states_before(summaries)
             call.check_finite(inputs, own, summaries, {call.segments.every[i].start: state for i, state in before.items()})
-            out = joined(call.own, first_out.detach(), following, before, inputs.v).to(inputs.q.dtype)
+            out = joined(call.own, first_out.detach(), following_out.detach(), reading, before, inputs.v).to(inputs.q.dtype)
             final = call.final_states(last, inputs) if call.last_states else None
             states = [before[index] for index in call.own.following]
         ctx.kept = _Kept(leaves, first, following if follows else None) if keeps else None

@@ -169,13 +169,13 @@ class FromZero:
         """How these segments' rows read the states before them."""
         if self._inputs.beta is not None:
             return StateReading(self._read[..., self._inputs.state_shape[3] :], None)
-        return self._reading(_rows_of(self._own, self._own.following, self._inputs)[0], self._left)
+        return self._reading(_rows(self._own, self._own.following, self._inputs.q), self._left)
 
     def continued(self, before: torch.Tensor) -> Continued:
         """These segments, without a delta rule, from the states before them (m, b, h, d_k, d_v). Differentiable."""
         own = self._own
-        q, _, _, decay, _ = _rows_of(own, own.following, self._inputs)
-        totals, left = self._decays(decay)
+        q, decay = _rows(own, own.following, self._inputs.q), self._inputs.decay
+        totals, left = self._decays(None if decay is None else _rows(own, own.following, decay).to(self._inputs.dtype))
         parts = self._reading(q, left).parts(own).values()
         added = [part.read(state) for part, state in zip(parts, before)]
         finals = self.states + Decays(self._inputs.decays).apply(totals, before)
@@ -207,16 +207,21 @@ class FromZero:
 
 
 def joined(
-    own: OwnSegments, first: torch.Tensor, following: FromZero, before: Mapping[int, torch.Tensor], like: torch.Tensor
+    own: OwnSegments,
+    first: torch.Tensor,
+    following: torch.Tensor,
+    reading: StateReading,
+    before: Mapping[int, torch.Tensor],
+    like: torch.Tensor,
 ) -> torch.Tensor:
     """The outputs of all rows (b, s, h, d_v), as the rank holds them, from the states that segments which follow others begin with.
 
-    first: of segments that begin documents, (b, s - s', h, d_v). like: (b, s, h, d_v).
+    first, following: of segments that begin documents, (b, s - s', h, d_v), and of others from zero, (b, s', h, d_v). like: (b, s, h, d_v).
     """
-    readings, parts = following.reading.parts(own), own.parts(own.first, first)
-    for index, rows in own.parts(own.following, following.out.detach()).items():
+    readings, parts = reading.parts(own), own.parts(own.first, first)
+    for index, rows in own.parts(own.following, following).items():
         parts[index] = rows + readings[index].read(before[index])
-    return own.whole(parts, like.to(following.out.dtype))
+    return own.whole(parts, like.to(following.dtype))
 
 
 def first_states(own: OwnSegments, inputs: RecurrenceInputs) -> torch.Tensor:
@@ -231,6 +236,11 @@ def _rows_of(
     own: OwnSegments, indices: list[int], inputs: RecurrenceInputs
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """q, k, v, and decay and beta in the dtype of states: the rows of some segments, one after the other."""
-    q, k, v, decay, beta = (None if x is None else own.rows(indices, own.by_position(x)) for x in inputs[:5])
+    q, k, v, decay, beta = (None if x is None else _rows(own, indices, x) for x in inputs[:5])
     factors = (None if x is None else x.to(inputs.dtype) for x in (decay, beta))
     return q, k, v, *factors  # pyright: ignore[reportReturnType]
+
+
+def _rows(own: OwnSegments, indices: list[int], x: torch.Tensor) -> torch.Tensor:
+    """The rows of some segments, one after the other, of those that the rank holds."""
+    return own.rows(indices, own.by_position(x))

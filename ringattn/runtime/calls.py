@@ -143,9 +143,8 @@ class RingCall(Call):
         # of the one call that this is, if it is not compiled: its facts, and what this rank does for a sequence of a length
         self.known: Facts | None = None
         self.known_attention: tuple[int, RankAttention] | None = None
-        self.agreed: tuple[tuple[int, ...], int] | None = (
-            None  # the tokens of each rank and the place, if the ranks have agreed before
-        )
+        # the tokens of each rank and the place, if the ranks have agreed before
+        self.agreed: tuple[tuple[int, ...], int] | None = None
         self.tokens: tuple[int, ...] = ()  # of each rank in the latest forward pass
         self._latest_default: Layout | None = None  # of its latest forward pass, if `layout` is None
         self.turn = context.turn

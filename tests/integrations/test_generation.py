@@ -70,9 +70,9 @@ CALLS = {
 }
 
 
-def generate(model: nn.Module, name: str, **cache) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Tokens and logits."""
-    inputs, options, _ = CALLS[name]
+def generate(model: nn.Module, call: tuple, **cache) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Tokens and logits of a call as in `CALLS`."""
+    inputs, options, _ = call
     torch.manual_seed(3)
     result = model.generate(**inputs, **options, **cache, return_dict_in_generate=True, output_logits=True)
     return result.sequences, list(result.logits)
@@ -80,7 +80,7 @@ def generate(model: nn.Module, name: str, **cache) -> tuple[torch.Tensor, list[t
 
 @functools.cache
 def of_one_process(kind: str, dtype: torch.dtype, name: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    return generate(make(kind, dtype), name)
+    return generate(make(kind, dtype), CALLS[name])
 
 
 def differences(group, kind: str, dtype: torch.dtype, expected: dict) -> list[str]:
@@ -92,7 +92,7 @@ def differences(group, kind: str, dtype: torch.dtype, expected: dict) -> list[st
     for name, (tokens, logits) in expected.items():
         rows = CALLS[name][2]
         cache = RingCache(model, tokens=400, sequences=rows, page_size=16)
-        result = generate(model, name, past_key_values=cache)
+        result = generate(model, CALLS[name], past_key_values=cache)
         same = torch.equal(result[0], tokens) and len(result[1]) == len(logits)
         # eager attention rounds weights to fp32
         same = same and all(torch.allclose(*pair, rtol=1e-4, atol=1e-4) for pair in zip(result[1], logits))

@@ -15,7 +15,7 @@ import ringattn as ra
 from ringattn.integrations.generation import RingCache
 from ringattn.integrations.generation_models import CachedHeads, cache_name
 from ringattn.integrations.huggingface import attach
-from tests.integrations.test_generation import more, on_device, prompts
+from tests.integrations.test_generation import generate, more, on_device, prompts
 from tests.integrations.test_huggingface_mixers import HYBRIDS, sweep
 
 pytestmark = pytest.mark.skipif(
@@ -48,20 +48,12 @@ def with_cache(model: nn.Module, cache: RingCache) -> dict:
     return {cache_name(model): cache}
 
 
-def generate(model: nn.Module, call: str, **cache) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Tokens and logits."""
-    inputs, options, _ = CALLS[call]
-    torch.manual_seed(3)
-    result = model.generate(**inputs, **options, **cache, return_dict_in_generate=True, output_logits=True)
-    return result.sequences, list(result.logits)
-
-
 @functools.cache
 def of_one_process(name: str, calls: tuple[str, ...]) -> dict[str, tuple[torch.Tensor, list[torch.Tensor]]]:
     model = make(name)
     # in transformers 5.23 MiniMax's cache says that it holds no tokens, and RecurrentGemma's states stay where they are when beams move
     options = dict(use_cache=False) if name in ("minimax", "recurrent gemma") else {}
-    return {call: generate(model, call, **options) for call in calls}
+    return {call: generate(model, CALLS[call], **options) for call in calls}
 
 
 def differences(group, expected: dict) -> list[tuple[str, str]]:
@@ -74,7 +66,7 @@ def differences(group, expected: dict) -> list[tuple[str, str]]:
         for call, (tokens, logits) in calls.items():
             rows = CALLS[call][2]
             cache = RingCache(model, tokens=400, sequences=rows, page_size=16)
-            result = generate(model, call, **with_cache(model, cache))
+            result = generate(model, CALLS[call], **with_cache(model, cache))
             same = torch.equal(result[0], tokens) and len(result[1]) == len(logits)
             same = same and all(torch.allclose(*pair, rtol=1e-3, atol=1e-3) for pair in zip(result[1], logits))
             if not same or cache.batch_size != rows:
