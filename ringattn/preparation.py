@@ -15,7 +15,7 @@ from .runtime.context import Context
 from .runtime.groups import Group, get_context
 from .schedule.memory import RowBytes
 from .schedule.schedules import RowTraffic, Schedule
-from .scores import ScoreMod
+from .scores import Score, ScoreMod
 
 _DEFAULT_MASK = causal()
 _LIKE = "give the q, k and v of any call of the layer, such as those of the batch before"
@@ -30,19 +30,22 @@ def prepare(
     like: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     group: Group | None = None,
     score: ScoreMod | None = None,
+    softmax_scale: float | None = None,
     schedule: Schedule | None = None,
 ) -> None:
-    """Ready the first `ring_attention` with a new layout and mask: this rank's plan, its messages, and the tables of its launches.
+    """Ready the first `ring_attention` with a new layout and mask: this rank's plan, its messages, and all that its passes queue.
 
     A batch of packed documents that was never seen costs the host milliseconds in its first call. Call this before, on any thread: nothing
     is communicated, and not every rank has to. The latest 16 that no call has used yet are kept.
 
     Args:
-        layout, mask, kv_layout, q_offset, group, score, schedule: as they will be passed to `ring_attention`.
+        layout, mask, kv_layout, q_offset, group, score, softmax_scale, schedule: as they will be passed to `ring_attention`.
         like: (q, k, v) of such a call, (b, tokens, heads, head_dim) each, with any number of tokens; only shapes, dtype and device are
             read. With a kv_layout and no schedule it is needed, for its bytes choose the default one. On a GPU the tables that kernels
-            read are then copied there, on the current stream: on another thread, make the stream of the calls the current one. Without
-            it, and with a score that modifies scores, the first call makes these tables.
+            read are then copied there, on the current stream: on another thread, make the stream of the calls the current one. If the
+            group has made a call before, and moves nothing by NCCL, both passes are then listed too, so that the first call with
+            contiguous tensors queues them as a later one does. Without it, and with a score that modifies scores, the first call does
+            all this.
 
     Raises ValueError for what `ring_attention` refuses of these arguments, on this rank alone.
 
@@ -84,7 +87,9 @@ def prepare(
         if order is not None:
             order.indices(shapes.device)
     if kind is None:
-        local.prepare(found.program, shapes, shapes.d**-0.5, final=True)
+        scale = check.softmax_scale(softmax_scale, shapes.d)
+        local.prepare(found.program, shapes, scale, final=True)
+        found.rehearse(Score(scale), shapes, final=True)
 
 
 def _shapes(like: Any, context: Context) -> local.RowShapes:

@@ -69,7 +69,7 @@ def forward(
         # the state is merged with the splits' partials
         partial = partials(how, q, v.shape[3])
         launch(q, k, v, table, *partial, softmax_scale, None, True, how.most, config, modifiers=modifiers)
-        merge(how, partial, state, out, row_max, row_sum, final)
+        merge(how, table, partial, state, out, row_max, row_sum, final)
     else:
         # a block without a segment must be written too, unless its state stays as it is
         touched_only = state is not None and not final

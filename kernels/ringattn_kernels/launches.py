@@ -14,13 +14,14 @@ import triton
 from triton.runtime import driver
 
 from .compiled import compiled_for
-from .direct import FIRST, DirectLaunch, describes, hooked, mover
+from .direct import FIRST, DirectLaunch, Form, describes, hooked, mover
 from .recorder import recorder
 from .submission import Argument, Submission
 from .table import TileTable, kind
 
 Moving = torch.Tensor | float | int | None
 Grid = int | tuple[int, ...]
+Gap = tuple[str, int, Callable[[Any], Any] | None]  # of an argument that moves: its name, its place, and what makes a descriptor
 
 _KEPT = 256  # launches without a table
 
@@ -50,7 +51,7 @@ def launch(
     """
     if not isinstance(kernel, triton.JITFunction):  # it is an interpreted one
         grid, arguments = make()
-        kernel[grid if isinstance(grid, tuple) else (grid,)](**arguments, num_warps=num_warps)
+        launch_once(kernel, grid, arguments | {"num_warps": num_warps})
         return None
     # Triton asks whether an address is a multiple of 16, and asks nothing about a float
     kinds = [
@@ -62,6 +63,12 @@ def launch(
     ready = kept(key, lambda: Ready(kernel, num_warps, *make(), moving))
     ready(moving)
     return ready
+
+
+def launch_once(kernel: Any, grid: Grid, arguments: dict[str, Any]) -> None:
+    """`kernel[grid](**arguments)`: Triton prepares each of these launches."""
+    recorder.cannot_note("a launch that Triton prepares")
+    kernel[grid if isinstance(grid, tuple) else (grid,)](**arguments)
 
 
 def _kind_of_integer(kernel: triton.JITFunction, name: str, x: int | None) -> Any:
@@ -99,9 +106,11 @@ class Ready:
         if min(self._grid) > 0:
             found = compiled_for(kernel, arguments, num_warps, self._grid)
             self._compiled = found.kernel
-            if found.form is not None:
+            if found.form is None:
+                self._fixed, self._gaps = parted(kernel.arg_names, arguments, moving)
+            else:
                 self._direct = DirectLaunch(found.form, self._grid, arguments, moving)
-        self._fixed, self._gaps = parted(kernel.arg_names, arguments, moving)
+                self._fixed, self._gaps = _parted_by(found.form, arguments, moving)
 
     def __call__(self, moving: dict[str, Moving]) -> None:
         if self._compiled is None:
@@ -110,6 +119,8 @@ class Ready:
             recorder.note(
                 RecordedLaunch(self._direct, dict(moving), driver.active.get_current_stream(driver.active.get_current_device()))
             )
+            if recorder.rehearses:
+                return
         if self._direct is not None and not hooked():
             self._direct(moving)
             return
@@ -162,9 +173,18 @@ class RecordedLaunch:
         submission.launch(direct, arguments, self._stream)
 
 
-def parted(
-    names: list[str], arguments: dict[str, Any], moving: dict[str, Moving]
-) -> tuple[list[Any], list[tuple[str, int, Callable[[Any], Any] | None]]]:
+def _parted_by(form: Form, arguments: dict[str, Any], moving: dict[str, Moving]) -> tuple[list[Any], list[Gap]]:
+    """`parted`, without its checks, for a kernel whose arguments' order is known."""
+    fixed = [None if name in moving else arguments[name] for name, _ in form.order]
+    gaps: list[Gap] = [
+        (name, place, None if about is None else mover(arguments[name]))
+        for place, (name, about) in enumerate(form.order)
+        if name in moving
+    ]
+    return fixed, gaps
+
+
+def parted(names: list[str], arguments: dict[str, Any], moving: dict[str, Moving]) -> tuple[list[Any], list[Gap]]:
     """(arguments with None for those that move; of these the name, the place, and what makes a descriptor, as `mover` does).
 
     Asserts that `moving` names its values among the arguments, each tensor everywhere.

@@ -7,7 +7,7 @@ import torch
 
 from .config import BlockConfig, architecture, descriptor, launch_for, padded, precision
 from .gradients import dkdv_kernel, dq_kernel
-from .launches import strides
+from .launches import launch_once, strides
 from .modifiers import Modifiers, ModifierSums
 from .queries import Queries
 from .score_arguments import score_arguments
@@ -48,7 +48,7 @@ def backward(
     if b * hk * count > 0:
         common = queries, k, v, table, softmax_scale, *rows, blocks, count, *parts, add, config, arch, modifiers
         for gradients in launches_of(config):
-            dkdv_kernel[(b * hk * count,)](**dkdv_arguments(*common, gradients=gradients))
+            launch_once(dkdv_kernel, b * hk * count, dkdv_arguments(*common, gradients=gradients))
     add_partials(how, table, add_kv, parts, (dk, dv))
     config = launch_for("dq", arch, head_dim, q.dtype)
     how = query_splits(table, config.block, config.step, b * h, q.device, splits)
@@ -57,11 +57,8 @@ def backward(
     count = blocks.touched if add else len(blocks)
     if b * h * count > 0:
         slopes, values = _partial_sums(sums, b * h * count, q.device)
-        dq_kernel[(b * h * count,)](
-            **dq_arguments(
-                queries, k, v, table, softmax_scale, *rows, blocks, count, *parts, add, config, arch, modifiers, slopes, values
-            )
-        )
+        common = queries, k, v, table, softmax_scale, *rows, blocks, count, *parts, add, config, arch, modifiers
+        launch_once(dq_kernel, b * h * count, dq_arguments(*common, slopes, values))
         if sums is not None:
             _add_partial_sums(sums, b, h, slopes, values)
     add_partials(how, table, add_q, parts, (dq,))

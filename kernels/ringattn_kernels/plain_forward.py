@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .bands import edge_count, edge_start, live_columns, load_block, load_rows, load_segment
 from .config import BlockConfig, architecture, descriptor, padded, precision
-from .launches import strides
+from .launches import launch_once, strides
 from .modifiers import Modifiers
 from .score_arguments import NOT_SPECIALIZED, score_arguments
 from .score_steps import Steps, exponents, kept_share, load_places, stream_of
@@ -44,7 +44,7 @@ def launch(
         arguments = forward_arguments(
             q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, config, arch, modifiers
         )
-        forward_kernel[(programs,)](**arguments)
+        launch_once(forward_kernel, programs, arguments)
 
 
 def forward_arguments(

@@ -1,4 +1,4 @@
-"""Where passes note what they do on the GPU, while `recordings` listens to this thread."""
+"""Where passes note what they do on the GPU, while `recordings` listens to this thread; and whether they only rehearse it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,45 @@ if TYPE_CHECKING:
     Step = Callable[[Submission, Find], Later | None]
 
 
+class Unexplained(Exception):
+    """A pass that is rehearsed would do what cannot be listed."""
+
+
 class Recorder(threading.local):
-    """steps: what the pass of this thread has done so far, each as a function that lists it in a submission; None if nobody listens."""
+    """steps: what the pass of this thread has done so far, each as a function that lists it in a submission; None if nobody listens.
+
+    explained: whether all that the pass has done so far is noted.
+    rehearses: the pass is given tensors without memory, and nothing it notes is done.
+    aside: what happens now outlives the pass, such as tables, and is not part of it.
+    """
 
     steps: list[Any] | None = None
+    explained = True
+    rehearses = False
+    aside = False
 
     def note(self, step: Step) -> None:
         """The pass has done this now."""
         if self.steps is not None:
             self.steps.append(step)
 
+    def cannot_note(self, what: str) -> None:
+        """The pass does something now that no step can repeat. Raises `Unexplained` in a rehearsal, where nothing may be done."""
+        if self.rehearses:
+            raise Unexplained(what)
+        self.explained = False
+
+
+class _Aside:
+    """`with aside:` around what a pass makes once, for itself and for others. It is not nested."""
+
+    def __enter__(self) -> None:
+        assert not recorder.aside
+        recorder.aside = True
+
+    def __exit__(self, *error: object) -> None:
+        recorder.aside = False
+
 
 recorder = Recorder()
+aside = _Aside()

@@ -1,8 +1,9 @@
 """Passes that are recorded once and replayed: what they allocate and queue, without the Python that led there.
 
 A pass over the same kinds of tensors queues the same launches, copies and waits each time, with other addresses. Finding them costs the
-host several times as long as queueing them. So the first call of a kind runs as it is, and builds what is kept; the second one is recorded;
-the others are replayed: one allocation for all tensors that live inside the pass, one for each result, and one `Submission`.
+host several times as long as queueing them. So the first call of a kind is recorded, and the others are replayed: one allocation for all
+tensors that live inside the pass, one for each result, and one `Submission`. A pass can be recorded before its first call, too: in a
+rehearsal it gets tensors without memory (`stand_ins.py`), and nothing is queued.
 
 A recording holds only if it explains all that happened: nothing but allocations, views, and steps that were noted (`recorder.py`), whose
 tensors are inputs, results, allocations of the pass, or tensors that were there before. Otherwise the pass runs as it is for good.
@@ -11,24 +12,24 @@ tensors are inputs, results, allocations of the pass, or tensors that were there
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton import knobs
 from triton.runtime import driver
 
 from . import submission
 from .direct import hooked
-from .launches import RecordedLaunch
-from .recorder import recorder
+from .recorder import Unexplained, recorder
+from .stand_ins import StandIns
 from .submission import Number, Submission
 
 if TYPE_CHECKING:
     from .recorder import Later, Step
 
 Tensors = tuple[torch.Tensor, ...]
+Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # a tensor's shape, strides and dtype
 
 _KEPT = 64  # recordings of one owner
 _ALIGNED = 512  # bytes, as torch's allocator aligns
@@ -36,17 +37,18 @@ _ALIGNED = 512  # bytes, as torch's allocator aligns
 _MOST = 512 << 20
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _VIEWS = {"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "t", "transpose", "unbind", "unsqueeze", "view"}
-_QUESTIONS = {"promote_types"}  # of no tensor
+_NOWHERE = torch.device("meta")
+_HARMLESS = {*_VIEWS, "promote_types"}
 
 
-def replay(found: dict[tuple, Any], facts: tuple, inputs: Tensors, work: Callable[[], Tensors]) -> Tensors:
-    """`work()`, which computes tensors from the inputs on the current CUDA stream, or its replay.
+def replay(found: dict[tuple, Any], facts: tuple, inputs: Tensors, work: Callable[..., Tensors]) -> Tensors:
+    """`work(*inputs)`, which computes tensors on the current CUDA stream, or its replay.
 
     found: the recordings of one owner, who gives the same `facts` only to passes that do the same with such tensors.
     """
     now = state()
     if now is None:
-        return work()
+        return work(*inputs)
     addresses = [x.data_ptr() for x in inputs]
     key = _key(facts, now, inputs, addresses)
     # calls of many layers are alike, and comparing keys costs less than hashing them
@@ -54,17 +56,39 @@ def replay(found: dict[tuple, Any], facts: tuple, inputs: Tensors, work: Callabl
     known = latest[1] if latest is not None and latest[0] == key else found.get(key, _NEW)
     # inputs that begin at one address, such as one tensor given twice, would be taken for one another
     if known is None or len(set(addresses)) < len(addresses):
-        return work()
+        return work(*inputs)
     if isinstance(known, Recording):
         found[facts] = key, known
         return known(addresses)
     if len(found) >= _KEPT:
         found.clear()
-    if known is _NEW:
-        found[key] = _SEEN
-        return work()
     results, found[key] = _record(inputs, addresses, work)
     return results
+
+
+def rehearse(
+    found: dict[tuple, Any], facts: tuple, kinds: Sequence[Kind], device: torch.device, work: Callable[..., Tensors]
+) -> tuple[Kind, ...]:
+    """Record what `replay` would record in its first call with aligned tensors of these kinds, and do none of it.
+
+    Returns the kinds of the pass's results; none for a pass that cannot be recorded this way. What it makes once, such as tables, is made.
+    """
+    now = state()
+    if now is None:
+        return ()
+    stand_ins = StandIns(device)
+    inputs = tuple([stand_ins.make(shape, strides, dtype) for shape, strides, dtype in kinds])
+    addresses = [x.data_ptr() for x in inputs]
+    key = _key(facts, now, inputs, addresses)
+    if found.get(key) is None:
+        if len(found) >= _KEPT:
+            found.clear()
+        try:
+            found[key] = _record(inputs, addresses, work, stand_ins)[1]
+        except Unexplained:
+            return ()
+    known = found[key]
+    return () if known is None else tuple(known.kinds)
 
 
 def recorded(found: dict[tuple, Any], facts: tuple, inputs: Tensors) -> Recording | None:
@@ -92,7 +116,7 @@ def _key(facts: tuple, now: tuple, inputs: Tensors, addresses: list[int]) -> tup
     return facts, where, *[(x.shape, x.stride(), x.dtype, not address % 16) for x, address in zip(inputs, addresses)]
 
 
-_NEW, _SEEN = object(), object()
+_NEW = object()
 
 
 class Recording:
@@ -100,14 +124,12 @@ class Recording:
 
     def __init__(self, device: torch.device, results: Tensors, nbytes: int, listed: Submission, later: list[Later]) -> None:
         self._device, self._nbytes, self._submission, self._later = device, nbytes, listed, later
-        self._results = [(tuple(x.shape), x.stride(), x.dtype) for x in results]
+        self.kinds = [(tuple(x.shape), x.stride(), x.dtype) for x in results]  # of the results
         self._one_thread = threading.Lock()
 
     def __call__(self, addresses: list[int]) -> Tensors:
         device = self._device
-        results = tuple(
-            [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self._results]
-        )
+        results = tuple([torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.kinds])
         inside = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
         numbers = [*addresses, *[x.data_ptr() for x in results], inside.data_ptr()]
         with self._one_thread:
@@ -118,12 +140,15 @@ class Recording:
 
 
 class _Witness(TorchDispatchMode):
-    """Keeps what is allocated, by the address of its memory, and notes whether anything else happens than allocations and views."""
+    """Keeps what is allocated, by the address of its memory; says so to the recorder if anything else happens than allocations and views.
 
-    def __init__(self) -> None:
+    With stand-ins it allocates these.
+    """
+
+    def __init__(self, stand_ins: StandIns | None) -> None:
         super().__init__()
         self.allocated: dict[int, torch.Tensor] = {}
-        self.plain = True
+        self._stand_ins = stand_ins
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -131,37 +156,42 @@ class _Witness(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
         name = func.overloadpacket.__name__
+        if recorder.aside or name in _HARMLESS:
+            return func(*args, **kwargs)
         if name in _ALLOCATIONS:
+            result = func(*args, **kwargs) if self._stand_ins is None else self._stand_in(func, args, kwargs)
             self.allocated[result.untyped_storage().data_ptr()] = result
-        elif name not in _VIEWS | _QUESTIONS:
-            self.plain = False
-        return result
+            return result
+        recorder.cannot_note(name)
+        return func(*args, **kwargs)
+
+    def _stand_in(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        assert self._stand_ins is not None
+        like = func(*args, **kwargs | {"device": _NOWHERE})
+        return self._stand_ins.make(like.shape, like.stride(), like.dtype)
 
 
-def _record(inputs: Tensors, addresses: list[int], work: Callable[[], Tensors]) -> tuple[Tensors, Recording | None]:
-    """The results of `work`, and its recording if that explains it."""
-    counted = 0
-
-    def count(metadata: Any) -> None:
-        nonlocal counted
-        counted += 1
-
-    watch, hook = _Witness(), knobs.runtime.launch_enter_hook
+def _record(
+    inputs: Tensors, addresses: list[int], work: Callable[..., Tensors], stand_ins: StandIns | None = None
+) -> tuple[Tensors, Recording | None]:
+    """The results of `work`, and its recording if that explains it. With stand-ins, it is a rehearsal."""
     module, functions = submission.load(), submission.driver_functions()
-    if module is None or functions is None or not hasattr(hook, "add") or recorder.steps is not None:
-        return work(), None
+    if module is None or functions is None or recorder.steps is not None:
+        if stand_ins is not None:
+            raise Unexplained("nothing can be listed here")
+        return work(*inputs), None
+    watch = _Witness(stand_ins)
     steps: list[Step] = []
-    hook.add(count)
-    recorder.steps = steps
+    recorder.steps, recorder.explained, recorder.rehearses = steps, True, stand_ins is not None
     try:
         with watch:
-            results = work()
+            results = work(*inputs)
+        explained = recorder.explained
     finally:
-        recorder.steps = None
-        hook.remove(count)
-    if not watch.plain or counted != sum(isinstance(step, RecordedLaunch) for step in steps):
+        recorder.steps, recorder.rehearses = None, False
+    if not explained:
         return results, None
     try:
         places = _Places(inputs, addresses, results, watch.allocated)

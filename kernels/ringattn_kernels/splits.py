@@ -119,6 +119,7 @@ def partials(splits: Splits, q: torch.Tensor, dv: int) -> State:
 
 def merge(
     splits: Splits,
+    table: TileTable,
     partial: State,
     state: State | None,
     out: torch.Tensor,
@@ -130,8 +131,19 @@ def merge(
     # a block without a split must be written too, unless its state stays as it is
     count = splits.touched if state is not None and not final else len(splits.blocks)
     if count * out.numel() > 0:
-        grid, arguments = merge_arguments(splits, count, partial, state, out, row_max, row_sum)
-        merge_kernel[grid](**arguments)
+        launches.launch(
+            merge_kernel,
+            table,
+            (splits, state is None, final),
+            _merged(partial, state, out, row_max, row_sum),
+            functools.partial(merge_arguments, splits, count, partial, state, out, row_max, row_sum),
+            num_warps=WARPS,
+        )
+
+
+def _merged(partial: State, state: State | None, out: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor) -> dict:
+    partials = dict(partial_ptr=partial[0], partial_max_ptr=partial[1], partial_sum_ptr=partial[2])
+    return partials | dict(state_ptr=out if state is None else state[0], out_ptr=out, row_max_ptr=row_max, row_sum_ptr=row_sum)
 
 
 def _rows(splits: Splits) -> int:
@@ -150,13 +162,7 @@ def merge_arguments(splits: Splits, count: int, partial: State, state: State | N
     """The grid and keyword arguments of one launch of `merge_kernel`."""
     b, sq, h, dv = out.shape
     return _grid(splits, count, b * h), dict(
-        partial_ptr=partial[0],
-        partial_max_ptr=partial[1],
-        partial_sum_ptr=partial[2],
-        state_ptr=out if state is None else state[0],
-        out_ptr=out,
-        row_max_ptr=row_max,
-        row_sum_ptr=row_sum,
+        **_merged(partial, state, out, row_max, row_sum),
         blocks_ptr=splits.blocks,
         heads=h,
         q_rows=sq,
@@ -166,7 +172,6 @@ def merge_arguments(splits: Splits, count: int, partial: State, state: State | N
         ROWS=_rows(splits),
         TOGETHER=TOGETHER,
         HAS_STATE=state is not None,
-        num_warps=WARPS,
     )
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .recorder import aside
+
 # columns of a block table's items
 ROW, FIRST_SEGMENT, LAST_SEGMENT, SPLIT = range(4)
 # columns of its segments
@@ -154,6 +156,11 @@ def _nbytes(x: Any) -> int:
 def on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Arrays of one dtype on a device. A GPU gets all of them in one copy on its current stream, for which the host does not wait."""
     arrays = [np.ascontiguousarray(x) for x in arrays]
+    with aside:
+        return _copied(arrays, device)
+
+
+def _copied(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return [torch.from_numpy(x).to(device) for x in arrays]
     ends = np.cumsum([-(-x.size // _APART) * _APART for x in arrays]).tolist()

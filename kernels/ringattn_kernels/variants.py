@@ -162,7 +162,8 @@ def launch_arguments(
     if variant.kernel.startswith("merge"):
         partial = (q.float(), rows, rows)
         state = partial if variant.kernel.endswith("from state") else None
-        return splits.merge_kernel, splits.merge_arguments(how, 4, partial, state, q, rows, rows)[1]
+        arguments = splits.merge_arguments(how, 4, partial, state, q, rows, rows)[1]
+        return splits.merge_kernel, arguments | {"num_warps": splits.WARPS}
 
     name = variant.kernel.split()[0]
     launch = launch or launch_for("dkdv" if name in _OF_KEYS else name, arch, d, dtype)

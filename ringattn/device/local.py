@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from .streams import InOrder, SideBySide, Streams
 if TYPE_CHECKING:
     import ringattn_kernels
     from ringattn_kernels import TensorKind
-    from ringattn_kernels.recordings import Recording
+    from ringattn_kernels.recordings import Kind, Recording
 
     QuerySums = blocked.TorchQuerySums | ringattn_kernels.QuerySums
 
@@ -66,13 +66,28 @@ def settled(state: State, q: torch.Tensor) -> State:
     return blocked.settled(state, dtype, dtype)
 
 
-def replayed(found: dict, facts: tuple, inputs: Tensors, work: Callable[[], Tensors]) -> Tensors:
-    """`work()`, which computes tensors from the inputs. A GPU replays what it did for tensors of the same kinds and the same `facts`."""
+def replayed(found: dict, facts: tuple, inputs: Tensors, work: Callable[..., Tensors]) -> Tensors:
+    """`work(*inputs)`, which computes tensors. A GPU replays what it did for tensors of the same kinds and the same `facts`."""
     if inputs[0].is_cuda and inputs[0].numel():
         import ringattn_kernels
 
         return ringattn_kernels.replay(found, facts, inputs, work)
-    return work()
+    return work(*inputs)
+
+
+def rehearsed(
+    found: dict, facts: tuple, kinds: Sequence[Kind], device: torch.device, work: Callable[..., Tensors]
+) -> tuple[Kind, ...]:
+    """Record what `replayed` would record in its first call with such tensors, and do none of it, if that is possible on this device.
+
+    kinds: shapes, strides and dtypes of the inputs. Returns those of what `work` computes, or nothing.
+    """
+    if device.type != "cuda":
+        return ()
+    import ringattn_kernels.recordings
+
+    with torch.no_grad(), torch.cuda.device(device):
+        return ringattn_kernels.recordings.rehearse(found, facts, kinds, device, work)
 
 
 def recorded(found: dict, facts: tuple, inputs: Tensors) -> Recording | None:

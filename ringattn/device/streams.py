@@ -119,13 +119,15 @@ class _Moment:
 
     def record(self, stream: torch.cuda.Stream) -> None:
         """Now, in this stream."""
-        self._event.record(stream)
+        if not recorder.rehearses:
+            self._event.record(stream)
         if recorder.steps is not None:
             recorder.note(functools.partial(self._list_mark, stream.cuda_stream))
 
     def before(self, stream: torch.cuda.Stream) -> None:
         """What this stream does next comes after it."""
-        stream.wait_event(self._event)
+        if not recorder.rehearses:
+            stream.wait_event(self._event)
         if recorder.steps is not None:
             recorder.note(functools.partial(self._list_wait, stream.cuda_stream))
 

@@ -98,11 +98,7 @@ def _forward(
         seq_len, place = call.begin(q, k, v, score, needs_grad)
         rank_attention = call.rank_attention(seq_len, q, k, v)
         if score.modifiers is None:
-            out, row_max, row_sum = rank_attention.replayed(
-                ("forward", score.softmax_scale),
-                (q, k, v),
-                lambda: rank_attention.forward(score, q, k, v, final=call.final),
-            )
+            out, row_max, row_sum = rank_attention.results(score, q, k, v, final=call.final)
         else:
             out, row_max, row_sum = rank_attention.forward(score, q, k, v, final=call.final)
         if sinks is not None:
@@ -158,19 +154,12 @@ def _backward(
         if dout.is_cuda and dout.dtype != q.dtype:
             dout = dout.to(q.dtype)  # kernels multiply it by v; a partial's is fp32
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        ready = rank_attention.takes_rows_as_they_come
         if score.modifiers is None and sinks is None:
-
-            def gradients() -> local.Tensors:
-                queries = local.queries(q, out, dout, row_max, row_sum, drow_sum, ready=ready)
-                return rank_attention.backward(score, queries, k, v)[:3]
-
             given = q, k, v, dout, out, row_max, row_sum
-            if drow_sum is not None:
-                given = *given, drow_sum
-            dq, dk, dv = rank_attention.replayed(("backward", score.softmax_scale), given, gradients)
+            dq, dk, dv = rank_attention.gradients(score, *given, *(() if drow_sum is None else (drow_sum,)))
             dslopes = dvalues = dsinks = None
         else:
+            ready = rank_attention.takes_rows_as_they_come
             queries = local.queries(q, out, dout, row_max, row_sum, drow_sum, ready=ready)
             dq, dk, dv, sums = rank_attention.backward(score, queries, k, v, slopes_too=wanted[0], values_too=wanted[1])
             dslopes, dvalues = sums.slopes, sums.values

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -110,12 +111,52 @@ class RankAttention:
         dq, dk, dv = _restored(dq, self.q_order), _restored(dk, self.k_order), _restored(dv, self.k_order)
         return dq, dk, dv, sums if score.modifiers is None else self._sums_of_all_heads(sums, heads)
 
-    def replayed(self, facts: tuple, inputs: local.Tensors, work: Callable[[], local.Tensors]) -> local.Tensors:
-        """`work()`, a pass over the inputs with these facts, or its replay."""
+    def results(self, score: Score, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, final: bool) -> local.Tensors:
+        """`forward`, or its replay; for scores that are not modified."""
+        return self._replayed("forward", score, (q, k, v), partial(self.forward, score, final=final))
+
+    def gradients(self, score: Score, *inputs: torch.Tensor) -> local.Tensors:
+        """`_gradients`, or their replay; for scores that are not modified."""
+        return self._replayed("backward", score, inputs, partial(self._gradients, score))
+
+    def rehearse(self, score: Score, shapes: local.RowShapes, *, final: bool) -> None:
+        """Record both passes before their first call, for contiguous tensors, if they can be recorded without it."""
+        of_transport, rows = self.transport.recorded_with, self.program.forward.own.rows
+        if self.replays is None or of_transport is None or not rows:
+            return
+        b, h, hk, d, d_v, dtype, device = shapes
+        q, k, v, dout = (
+            ((b, rows, heads, dim), (rows * heads * dim, heads * dim, dim, 1), dtype)
+            for heads, dim in ((h, d), (hk, d), (hk, d_v), (h, d_v))
+        )
+        facts = score.softmax_scale, of_transport
+        found = local.rehearsed(self.replays, ("forward", *facts), (q, k, v), device, partial(self.forward, score, final=final))
+        if found:
+            given = q, k, v, dout, *found
+            local.rehearsed(self.replays, ("backward", *facts), given, device, partial(self._gradients, score))
+
+    def _replayed(self, name: str, score: Score, inputs: local.Tensors, work: Callable[..., local.Tensors]) -> local.Tensors:
+        """`work(*inputs)`, the pass of this name, or its replay."""
         of_transport = self.transport.recorded_with
         if self.replays is None or of_transport is None:
-            return work()
-        return local.replayed(self.replays, (*facts, of_transport), inputs, work)
+            return work(*inputs)
+        return local.replayed(self.replays, (name, score.softmax_scale, of_transport), inputs, work)
+
+    def _gradients(
+        self,
+        score: Score,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        dout: torch.Tensor,
+        out: torch.Tensor,
+        row_max: torch.Tensor,
+        row_sum: torch.Tensor,
+        drow_sum: torch.Tensor | None = None,
+    ) -> local.Tensors:
+        """dq, dk and dv. drow_sum: the gradient of row_sum, if there is one."""
+        queries = local.queries(q, out, dout, row_max, row_sum, drow_sum, ready=self.takes_rows_as_they_come)
+        return self.backward(score, queries, k, v)[:3]
 
     @property
     def takes_rows_as_they_come(self) -> bool:

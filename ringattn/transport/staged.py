@@ -104,11 +104,15 @@ class StagedTransport(Transport):
         if not sends and not receives:
             return Done()
         memory = self._memory
+        if memory is None:
+            recorder.cannot_note("an exchange before the ranks are connected")
         assert memory is not None, "connect comes first"
         sent, received = [x for _, x in sends], [x for _, x in receives]
         assert all(map(torch.Tensor.is_contiguous, sent + received))
         sizes = tuple([(rank, x.nbytes) for rank, x in sends]), tuple([(rank, x.nbytes) for rank, x in receives])
         plan = make_exchange_plan(self.rank, self.size, memory.capacity, *sizes, at_rest, len(self._pulls))
+        if recorder.rehearses:
+            return self._rehearsed(memory, plan, sent, received)
         captured = memory.capturing
         self._captured |= captured
         channels = Channels(self.rank, self.size, memory.capacity, captured=True) if captured else self._channels
@@ -118,6 +122,14 @@ class StagedTransport(Transport):
         if recorder.steps is not None:
             handle.recorded = RecordedExchange(memory, queues, channels, plan, sent, received, self._captured)
             recorder.note(handle.recorded)
+        return handle
+
+    def _rehearsed(self, memory: Memory, plan: ExchangePlan, sent: list[torch.Tensor], received: list[torch.Tensor]) -> Handle:
+        """Note an exchange that does not take place."""
+        queues = _Queues(memory.current, self._stages, self._near, self._pulls)
+        handle = _StagedHandle(queues.current, [], (), self._outstanding)
+        handle.recorded = RecordedExchange(memory, queues, self._channels, plan, sent, received, self._captured)
+        recorder.note(handle.recorded)
         return handle
 
 

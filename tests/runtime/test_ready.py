@@ -1,7 +1,6 @@
 """Calls like an earlier one: what the long way computes, by its recording; whatever differs goes the long way. No GPU is needed."""
 
 import ctypes
-import types
 from types import SimpleNamespace
 
 import pytest
@@ -35,23 +34,15 @@ class Again(recordings.Recording):
     """A recording that computes once more what it saw, from tensors at other addresses."""
 
     def __init__(self, inputs, work):
-        # the inputs by the names of what encloses the pass, and by those of its enclosing functions
-        names, kinds = work.__code__.co_freevars, [(x.shape, x.stride(), x.dtype) for x in inputs]
-        self.work, self.kinds = work, kinds
-        self.places = {
-            name: i for name, cell in zip(names, work.__closure__) for i, x in enumerate(inputs) if cell.cell_contents is x
-        }
-        self.cells = dict(zip(names, work.__closure__))
+        self.work, self.inputs = work, [(x.shape, x.stride(), x.dtype) for x in inputs]
 
     def __call__(self, addresses):
         found = []
-        for address, (shape, stride, dtype) in zip(addresses, self.kinds, strict=True):
+        for address, (shape, stride, dtype) in zip(addresses, self.inputs, strict=True):
             size = 1 + sum((n - 1) * step for n, step in zip(shape, stride))
             memory = (ctypes.c_char * (size * dtype.itemsize)).from_address(address)
             found.append(torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride))
-        cells = [types.CellType(found[self.places[name]]) if name in self.places else cell for name, cell in self.cells.items()]
-        again = types.FunctionType(self.work.__code__, self.work.__globals__, closure=tuple(cells))
-        return tuple(x.contiguous() for x in again())
+        return tuple(x.contiguous() for x in self.work(*found))
 
 
 @pytest.fixture
@@ -62,7 +53,7 @@ def device(monkeypatch):
     for module in (recordings, direct):
         monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.capturing)
-    monkeypatch.setattr(recordings, "_record", lambda inputs, _, work: (work(), Again(inputs, work)))
+    monkeypatch.setattr(recordings, "_record", lambda inputs, _, work: (work(*inputs), Again(inputs, work)))
     monkeypatch.setattr(local, "replayed", recordings.replay)
     monkeypatch.setattr(local, "recorded", recordings.recorded)
     monkeypatch.setattr(local, "state_of_replays", recordings.state)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..launches import strides
+from ..launches import launch_once, strides
 from ..queries import Queries
 from ..table import BlockTable, TileTable
 from ..units import LOG2_E
@@ -74,13 +74,13 @@ def backward(
     rows = statistics.prepare(queries.statistics)
     if queries.q.shape[3] == 256:
         key_programs, key_options = wide_key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add_kv)
-        wide_key_kernel[(key_programs,)](**key_options, num_warps=4, launch_pdl=False)
+        launch_once(wide_key_kernel, key_programs, key_options | dict(num_warps=4, launch_pdl=False))
     else:
         key_programs, key_options = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add_kv)
-        key_kernel[(key_programs,)](**key_options, num_warps=4, launch_pdl=False)
+        launch_once(key_kernel, key_programs, key_options | dict(num_warps=4, launch_pdl=False))
     # its programs fill the places that the last programs of the kernel before it leave
     query_programs, query_options = query_arguments(queries, k, v, table, softmax_scale, rows, dq, add_q)
-    query_kernel[(query_programs,)](**query_options, num_warps=4, launch_pdl=True)
+    launch_once(query_kernel, query_programs, query_options | dict(num_warps=4, launch_pdl=True))
 
 
 def key_arguments(

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from triton.runtime import driver
 
+from ..recorder import aside
 from ..table import FIRST_SEGMENT, ROW, SPLIT, steps_of
 
 _NO_SEGMENT = np.array([[0, 0, 0, 1, 0, 0, 0, 0]], dtype=np.int32)
@@ -71,7 +72,8 @@ def _held_back(steps: np.ndarray, heads: int, processors: int) -> int:
 @functools.cache
 def stream_counter(device: torch.device, stream: int) -> torch.Tensor:
     """The counter of the launches on one stream, which never run side by side; each leaves it at zero."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    with aside:
+        return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def work_counter(device: torch.device) -> torch.Tensor:
