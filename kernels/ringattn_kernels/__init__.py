@@ -26,6 +26,7 @@ __all__ = [
     "TensorKind",
     "TileTable",
     "add_pair",
+    "add_rows",
     "attend_pages",
     "backward",
     "delta",
@@ -37,7 +38,9 @@ __all__ = [
     "ready_queries",
     "replay",
     "rounded_pair",
+    "take_rows",
     "with_sinks",
+    "zero_pair",
 ]
 
 _MODULES = {
@@ -47,6 +50,7 @@ _MODULES = {
     "TensorKind": "ahead",
     "TileTable": "table",
     "add_pair": "pairs",
+    "add_rows": "pairs",
     "attend_pages": "paged",
     "backward": "attention",
     "delta": "statistics",
@@ -58,7 +62,9 @@ _MODULES = {
     "ready_queries": "query_sums",
     "replay": "recordings",
     "rounded_pair": "pairs",
+    "take_rows": "pairs",
     "with_sinks": "statistics",
+    "zero_pair": "pairs",
 }
 
 

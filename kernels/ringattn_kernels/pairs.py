@@ -1,4 +1,4 @@
-"""Sums and casts of a pair of tensors, such as dk and dv, in one launch: a ring's small steps between its large ones."""
+"""Sums, casts and rows of a pair of tensors, such as dk and dv, in one launch: a ring's small steps between its large ones."""
 
 import torch
 import triton
@@ -25,7 +25,45 @@ def rounded_pair(pair: Pair, dtype: torch.dtype) -> Pair:
     return results
 
 
-def _launch(first: Pair, second: tuple[torch.Tensor | None, torch.Tensor | None], results: Pair) -> None:
+def zero_pair(pair: Pair) -> None:
+    """Set two tensors of one dtype, whose strides leave no gaps, to zero."""
+    _launch((None, None), (None, None), pair)
+
+
+def take_rows(pair: Pair, index: torch.Tensor | None = None) -> Pair:
+    """Rows of two tensors (rows, b, heads, d) of any strides, contiguous: all, or those in `index` (n,) int64."""
+    n = pair[0].shape[0] if index is None else len(index)
+    results = tuple([x.new_empty((n, *x.shape[1:])) for x in pair])
+    _launch_rows(pair, (results[0], results[1]), index, add=False)
+    return results[0], results[1]
+
+
+def add_rows(totals: Pair, more: Pair, index: torch.Tensor) -> None:
+    """totals[index] += more, in place: contiguous tensors (rows, b, heads, d), no row twice in `index` (n,) int64."""
+    assert all(x.is_contiguous() and x.dtype == y.dtype for x, y in zip(totals, more))
+    _launch_rows(more, totals, index, add=True)
+
+
+def _launch_rows(pair: Pair, results: Pair, index: torch.Tensor | None, *, add: bool) -> None:
+    rows, b = (pair if add else results)[0].shape[:2]
+    widths = [x.shape[2] * x.shape[3] for x in pair]
+    assert all(x.stride(3) == 1 for x in pair)
+    block = min(_BLOCK // 2, triton.next_power_of_2(max(widths)))
+    names = ("x1_ptr", "x2_ptr", "out1_ptr", "out2_ptr", "index_ptr")
+    moving = dict(zip(names, (*pair, *results, index)))
+
+    def make() -> tuple[tuple[int, int, int], dict]:
+        strides = {f"stride_{axis}{number}": x.stride(dim) for number, x in enumerate(pair, 1) for dim, axis in enumerate("sbh")}
+        sizes = dict(WIDTH1=widths[0], WIDTH2=widths[1], DIM1=pair[0].shape[3], DIM2=pair[1].shape[3])
+        return (rows, b, 2), moving | strides | sizes | dict(ADD=add, BLOCK=block)
+
+    if rows * b > 0:
+        launches.launch(row_kernel, None, (add, block), moving, make, num_warps=4)
+
+
+def _launch(
+    first: tuple[torch.Tensor | None, torch.Tensor | None], second: tuple[torch.Tensor | None, torch.Tensor | None], results: Pair
+) -> None:
     counts = [x.numel() for x in results]
     block = 64 if results[0].device.type == "cpu" else _BLOCK
     programs = [triton.cdiv(count, block) for count in counts]
@@ -43,7 +81,10 @@ def _launch(first: Pair, second: tuple[torch.Tensor | None, torch.Tensor | None]
 def pair_kernel(
     x1_ptr, x2_ptr, y1_ptr, y2_ptr, sum1_ptr, sum2_ptr, programs, count1, count2, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """sum = x + y, or x where there is no y, in the sum's dtype: BLOCK numbers of the first pair, or behind its programs of the second."""
+    """sum = x + y, x where there is no y, or 0 where there is no x either, in the sum's dtype.
+
+    A program has BLOCK numbers of the first of each pair, or, behind its programs, of the second.
+    """
     if tl.program_id(0) < programs:
         _add_block(x1_ptr, y1_ptr, sum1_ptr, tl.program_id(0), count1, BLOCK)
     else:
@@ -54,7 +95,44 @@ def pair_kernel(
 def _add_block(x_ptr, y_ptr, sum_ptr, block, count, BLOCK: tl.constexpr):
     offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < count
-    total = tl.load(x_ptr + offsets, mask=mask)
+    total = tl.zeros([BLOCK], tl.float32)
+    if x_ptr is not None:
+        total = tl.load(x_ptr + offsets, mask=mask)
     if y_ptr is not None:
         total += tl.load(y_ptr + offsets, mask=mask)
     tl.store(sum_ptr + offsets, total.to(sum_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def row_kernel(
+    x1_ptr, x2_ptr, out1_ptr, out2_ptr, index_ptr, stride_s1, stride_b1, stride_h1, stride_s2, stride_b2, stride_h2,
+    WIDTH1: tl.constexpr, WIDTH2: tl.constexpr, DIM1: tl.constexpr, DIM2: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row of one batch of the first or second tensor: out[i] = x[index[i]], or with ADD out[index[i]] += x[i].
+
+    Without an index, index[i] is i.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    chosen = row
+    if index_ptr is not None:
+        chosen = tl.load(index_ptr + row)
+    source, target = chosen, row
+    if ADD:
+        source, target = row, chosen
+    batch = tl.program_id(1).to(tl.int64)
+    target = target * tl.num_programs(1) + batch
+    if tl.program_id(2) == 0:
+        _move_row(x1_ptr + source * stride_s1 + batch * stride_b1, stride_h1, out1_ptr + target * WIDTH1, WIDTH1, DIM1, ADD, BLOCK)
+    else:
+        _move_row(x2_ptr + source * stride_s2 + batch * stride_b2, stride_h2, out2_ptr + target * WIDTH2, WIDTH2, DIM2, ADD, BLOCK)
+
+
+@triton.jit
+def _move_row(x_ptr, stride_h, out_ptr, WIDTH: tl.constexpr, DIM: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    for begin in range(0, WIDTH, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        mask = columns < WIDTH
+        x = tl.load(x_ptr + (columns // DIM).to(tl.int64) * stride_h + columns % DIM, mask=mask)
+        if ADD:
+            x += tl.load(out_ptr + columns, mask=mask)
+        tl.store(out_ptr + columns, x, mask=mask)

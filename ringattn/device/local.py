@@ -132,14 +132,48 @@ def queries(
 
 
 def add(totals: Pair, more: Pair, rows: Rows) -> None:
-    """Add two contiguous tensors to these rows of two others, in place."""
-    if totals[0].is_cuda and rows.only is not None:
+    """Add two contiguous tensors (n, b, heads, d) to these rows of two others, in place."""
+    if totals[0].is_cuda:
         import ringattn_kernels
 
-        ringattn_kernels.add_pair((rows.take(totals[0]), rows.take(totals[1])), more)
+        if rows.only is None:
+            ringattn_kernels.add_rows(totals, more, rows.index(totals[0].device))
+        else:
+            ringattn_kernels.add_pair((rows.take(totals[0]), rows.take(totals[1])), more)
     else:
         for total, x in zip(totals, more):
             rows.add_to(total, x)
+
+
+def zero(pair: Pair) -> None:
+    """Set two tensors, whose strides leave no gaps, to zero."""
+    if pair[0].is_cuda:
+        import ringattn_kernels
+
+        ringattn_kernels.zero_pair(pair)
+    else:
+        for x in pair:
+            x.zero_()
+
+
+def take(pair: Pair, rows: Rows) -> Pair:
+    """These rows of two tensors (all rows, b, heads, d), contiguous: views where they can be."""
+    if pair[0].is_cuda and rows.only is None:
+        import ringattn_kernels
+
+        return ringattn_kernels.take_rows(pair, rows.index(pair[0].device))
+    return rows.take(pair[0]), rows.take(pair[1])
+
+
+def contiguous(pair: Pair) -> Pair:
+    """Two tensors (rows, b, heads, d) with their rows one after another in memory: as they are, or as copies."""
+    if pair[0].is_contiguous() and pair[1].is_contiguous():
+        return pair
+    if pair[0].is_cuda:
+        import ringattn_kernels
+
+        return ringattn_kernels.take_rows(pair)
+    return pair[0].contiguous(), pair[1].contiguous()
 
 
 def merge_rows(totals: State, more: State) -> None:
@@ -284,8 +318,8 @@ def backward(
     With add=False, dk and dv, of any dtype, are overwritten. dq is added to in any case.
     """
     if not len(tiles):
-        for x in () if add else (dk, dv):
-            x.zero_()
+        if not add:
+            zero((dk, dv))
         return
     scale, modifiers = score.softmax_scale, score.modifiers
     if isinstance(dq, blocked.TorchQuerySums):

@@ -116,12 +116,9 @@ class _Buffers:
     def __init__(
         self, own: Buffer, k: torch.Tensor, v: torch.Tensor, sums_dtype: torch.dtype | None = None, *, alone: bool
     ) -> None:
-        rows = k.transpose(0, 1), v.transpose(0, 1)
-        self._views: dict[Buffer, KV] = {}  # batch first
-        if alone or (rows[0].is_contiguous() and rows[1].is_contiguous()):
-            self._views[own] = k, v
-        else:
-            rows = rows[0].contiguous(), rows[1].contiguous()
+        as_given = k.transpose(0, 1), v.transpose(0, 1)
+        rows = as_given if alone else local.contiguous(as_given)
+        self._views: dict[Buffer, KV] = {own: (k, v)} if rows is as_given else {}  # batch first
         self._rows: dict[Buffer, KV] = {own: rows}
         self._like = rows
         self._sums_dtype = sums_dtype
@@ -165,9 +162,8 @@ class _Buffers:
         """The rows that messages are about: views of the buffers, except for scattered rows to send, which are gathered."""
         peers = []
         for message in messages:
-            k, v = self._rows[message.buffer]
-            if not message.whole:
-                k, v = message.rows.take(k), message.rows.take(v)
+            pair = self._rows[message.buffer]
+            k, v = pair if message.whole else local.take(pair, message.rows)
             peers += Peer(message.peer, k), Peer(message.peer, v)
         return peers
 
@@ -175,5 +171,5 @@ class _Buffers:
         local.add(self._rows[x.buffer], self._rows[x.staging], x.rows)
 
     def zero(self, x: Zero) -> None:
-        for total in self._rows[x.buffer]:
-            total[x.begin : x.end].zero_()
+        k, v = self._rows[x.buffer]
+        local.zero((k[x.begin : x.end], v[x.begin : x.end]))

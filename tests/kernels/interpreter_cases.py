@@ -272,6 +272,25 @@ def test_pairs_are_added_and_rounded_in_one_launch(counts):
     turned = tuple(x.t() for x in totals)
     rounded = rk.rounded_pair(turned, torch.float16)
     assert all(torch.equal(x, y.half()) and x.stride() == y.stride() for x, y in zip(rounded, turned))
+    rk.zero_pair(turned)
+    assert not any(x.any() for x in totals)
+
+
+@pytest.mark.parametrize("rows", [7, 0])
+def test_scattered_rows_of_a_pair_are_taken_and_added_to_in_one_launch(rows):
+    generator = torch.Generator().manual_seed(0)
+    # batch first in memory, and heads apart
+    k, v = (torch.randn(2, 11, 5, d, generator=generator)[:, :, 1:4].transpose(0, 1) for d in (24, 8))
+    index = torch.randperm(11, generator=generator)[:rows]
+    taken = rk.take_rows((k, v), index)
+    assert all(x.is_contiguous() and torch.equal(x, y[index]) for x, y in zip(taken, (k, v)))
+    whole = rk.take_rows((k, v))
+    assert all(x.is_contiguous() and torch.equal(x, y) for x, y in zip(whole, (k, v)))
+    rk.add_rows(whole, taken, index)
+    for x, y in zip(whole, (k, v)):
+        wanted = y.contiguous()
+        wanted[index] += y[index]
+        assert torch.equal(x, wanted)
 
 
 @pytest.mark.parametrize("rows_first", [False, True], ids=["as launches leave them", "as messages come"])
