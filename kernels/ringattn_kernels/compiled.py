@@ -19,6 +19,7 @@ from triton.runtime import driver
 from .direct import Form, describes, form_of
 
 _KEPT = 1024  # compiled kernels
+_WIDE = 1 << 31  # integers from here on have more than 32 bits
 _ALIGNED = 16  # bytes of an address, and the divisor of an integer, that Triton asks for
 _CONSTANT, _FREE, _ASKED = range(3)  # kinds of parameters: a constant, an integer of any value, one that is specialized
 _OF_A_TENSOR = {"base", "shape", "strides"}  # of a descriptor's fields
@@ -61,20 +62,20 @@ def specialization(kernel: triton.JITFunction, arguments: dict[str, Any]) -> lis
     facts: list = []
     for name, kind in parameters:
         x = arguments[name]
+        of = type(x)
         if kind == _CONSTANT:
-            facts.append((type(x), x))
+            facts += of, x
+        elif of is int:
+            small = -_WIDE <= x < _WIDE
+            facts += (int, small or x.bit_length()) if kind == _FREE else (int, small or x.bit_length(), x == 1, x % _ALIGNED == 0)
         elif x is None:
             facts.append(None)
         elif isinstance(x, torch.Tensor):
-            facts.append((x.dtype, x.data_ptr() % _ALIGNED == 0))
-        elif type(x) is int:
-            width = x.bit_length() if x >= 0 else (~x).bit_length()
-            sort = 32 if width < 32 else 64 if width < 64 else None
-            facts.append((int, sort) if kind == _FREE else (int, sort, x == 1, x % _ALIGNED == 0))
-        elif type(x) is float:
+            facts += x.dtype, x.data_ptr() % _ALIGNED == 0
+        elif of is float:
             facts.append(float)
-        elif type(x) is bool:
-            facts.append((bool, x))
+        elif of is bool:
+            facts += bool, x
         elif describes(x):
             facts.append(_of_descriptor(x))
         else:

@@ -38,7 +38,7 @@ class Form:
         self.head: list[Any] = [*head, compiled.packed_metadata, None, None, None]
         self.kinds: list[str] = []  # Triton's names of the arguments' types
         self.order: list[tuple[str, Any]] = []  # each argument's name, and what is known of its descriptor
-        self._describers: dict[tuple, Callable[[int], Any]] = {}
+        self._describers: dict[tuple, Describer] = {}
         described, signature = iter(metadata), list(compiled.src.signature.values())
         for index, (name, argument) in enumerate(zip(names, arguments, strict=True)):
             about = next(described) if index in indices else None
@@ -49,14 +49,14 @@ class Form:
                 dims = len(argument.shape)
                 self.kinds += ["nvTmaDesc", *["i32"] * dims, *["i64"] * dims]
 
-    def describer(self, name: str, descriptor: Any, about: Any) -> Callable[[int], Any]:
+    def describer(self, name: str, descriptor: Any, about: Any) -> Describer:
         """What makes the copy engine's descriptor of an argument at any address. Launches share those of tensors of one kind."""
         key = name, *descriptor.shape, *descriptor.strides
         found = self._describers.get(key)
         if found is None:
             if len(self._describers) >= _KEPT:
                 self._describers.clear()
-            found = self._describers[key] = _describer(descriptor, about)
+            found = self._describers[key] = Describer(descriptor, about)
         return found
 
 
@@ -68,7 +68,7 @@ class DirectLaunch:
         self.kinds, self.plain, self.grid = form.kinds, form.plain, grid
         self._arguments = listed = [*grid, *form.head]
         # of what moves: its name, its place among the launcher's arguments, and what makes a descriptor of an address
-        self.places: list[tuple[str, int, Callable[[int], Any] | None]] = []
+        self.places: list[tuple[str, int, Describer | None]] = []
         self._kept = []  # the tensors whose addresses do not move
         for name, about in form.order:
             argument, moves, describe = arguments[name], name in moving, None
@@ -168,21 +168,21 @@ def _of_descriptor(descriptor: Any, metadata: Any) -> list[Any]:
     return make_tensordesc_arg(descriptor, metadata)
 
 
-def _describer(descriptor: Any, metadata: Any) -> Callable[[int], Any]:
-    """What makes the copy engine's descriptor of the same block at another address; the latest are kept."""
-    known: dict[int, Any] = {}
-    move = mover(descriptor)
-    assert move is not None
+class Describer:
+    """Makes the copy engine's descriptor of the same block at any address; the latest are kept. move: makes Triton's, of a tensor."""
 
-    def describe(address: int) -> Any:
-        found = known.get(address)
+    def __init__(self, descriptor: Any, metadata: Any) -> None:
+        move = mover(descriptor)
+        assert move is not None
+        self.move, self._metadata, self._known = move, metadata, dict[int, Any]()
+
+    def __call__(self, address: int) -> Any:
+        found = self._known.get(address)
         if found is None:
-            if len(known) >= _KEPT:
-                known.clear()
-            found = known[address] = _of_descriptor(move(_Address(address)), metadata)[0]
+            if len(self._known) >= _KEPT:
+                self._known.clear()
+            found = self._known[address] = _of_descriptor(self.move(_Address(address)), self._metadata)[0]
         return found
-
-    return describe
 
 
 class _Address:

@@ -14,7 +14,7 @@ import triton
 from triton.runtime import driver
 
 from .compiled import compiled_for
-from .direct import FIRST, DirectLaunch, Form, describes, hooked, mover
+from .direct import FIRST, DirectLaunch, describes, hooked, mover
 from .recorder import recorder
 from .submission import Argument, Submission
 from .table import TileTable, kind
@@ -110,7 +110,14 @@ class Ready:
                 self._fixed, self._gaps = parted(kernel.arg_names, arguments, moving)
             else:
                 self._direct = DirectLaunch(found.form, self._grid, arguments, moving)
-                self._fixed, self._gaps = _parted_by(found.form, arguments, moving)
+                # as `parted` has them
+                self._fixed = [None if name in moving else arguments[name] for name, _ in found.form.order]
+                describers = {name: describe for name, _, describe in self._direct.places}
+                self._gaps = [
+                    (name, place, None if (describe := describers[name]) is None else describe.move)
+                    for place, (name, _) in enumerate(found.form.order)
+                    if name in describers
+                ]
 
     def __call__(self, moving: dict[str, Moving]) -> None:
         if self._compiled is None:
@@ -171,17 +178,6 @@ class RecordedLaunch:
             Argument(kind, value, numbers.get(i)) for i, (kind, value) in enumerate(zip(direct.kinds, values, strict=True))
         ]
         submission.launch(direct, arguments, self._stream)
-
-
-def _parted_by(form: Form, arguments: dict[str, Any], moving: dict[str, Moving]) -> tuple[list[Any], list[Gap]]:
-    """`parted`, without its checks, for a kernel whose arguments' order is known."""
-    fixed = [None if name in moving else arguments[name] for name, _ in form.order]
-    gaps: list[Gap] = [
-        (name, place, None if about is None else mover(arguments[name]))
-        for place, (name, about) in enumerate(form.order)
-        if name in moving
-    ]
-    return fixed, gaps
 
 
 def parted(names: list[str], arguments: dict[str, Any], moving: dict[str, Moving]) -> tuple[list[Any], list[Gap]]:

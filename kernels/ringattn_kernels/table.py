@@ -8,6 +8,7 @@ other. `TileTable` cuts the tiles at the block boundaries on the host, so that a
 looks at a pair of blocks without a live pair in it.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -149,8 +150,12 @@ class TileTable:
 def _nbytes(x: Any) -> int:
     if isinstance(x, (np.ndarray, torch.Tensor)):
         return x.nbytes
-    parts = x if isinstance(x, tuple) else vars(x).values() if is_dataclass(x) else ()
+    parts = x if isinstance(x, tuple) else vars(x).values() if _has_fields(type(x)) else ()
     return sum(map(_nbytes, parts))
+
+
+# asked for each number of a table, for each new batch
+_has_fields = functools.cache(is_dataclass)
 
 
 def on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
