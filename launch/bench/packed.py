@@ -1,16 +1,17 @@
 """Measures packed documents of log-normal lengths, another batch every step, on layouts side by side: zigzag, balanced and placed.
 
-A step makes the layout of its batch and runs both passes, one step right after the other. In each round all layouts take turns on the same
-batches; the first round warms up. A time is that of the slowest rank. What planning costs is told by `--batches`:
+A step makes the layout of its batch and runs both passes, as often as `--calls` says; one step comes right after the other. In each round
+all layouts take turns on the same batches; the first round warms up. A time is that of the slowest rank. `--batches` tells what planning costs:
 
     new          every round has its documents in another order, which no round had before: plans, programs and tables are made in the step
+    ahead        the same, but a thread makes the layout of the next batch and calls `ra.prepare`, while this batch is computed
     prepared     the same, but layouts are made, and `ra.prepare` is called, before the round begins
     seen         all rounds have the same batches: plans, programs and tables are there from the first round
 
 The columns:
 
     TFLOP/s      of the live pairs, a GPU, forward and backward: the median over the rounds, with quartiles
-    ms           of a step
+    ms           of a step, over its calls
     layout ms    that making the layout takes the host; it is part of the step, unless that is prepared
     work, tokens of the busiest rank and of the longest shard, over the mean of all ranks
     moved        K/V rows that a rank needs of others, over the mean tokens of a rank: the mean over ranks, and the most
@@ -24,6 +25,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +46,7 @@ from .shared.timing import spread
 
 _VOCABULARY = 32_000
 _PREPARED = 16  # batches that `ra.prepare` keeps until they are used
-WAYS = ("new", "prepared", "seen")
+WAYS = ("new", "ahead", "prepared", "seen")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=10, help="batches of a round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds after the first (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=1, help="calls with each batch, as of layers (default: %(default)s)")
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -68,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
+    if arguments.train and arguments.calls != 1:
+        raise SystemExit(f"--calls is {arguments.calls}, but a model that is trained has --layers")
     if "prepared" in arguments.batches and arguments.steps > _PREPARED:
         raise SystemExit(
             f"--steps is {arguments.steps}, but at most {_PREPARED} batches are prepared: leave out --batches prepared"
@@ -118,8 +124,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
                     # each way and round has orders of its own
                     seed = 1 + number * len(WAYS) + WAYS.index(way)
                     given = batches if way == "seen" else [reordered(batch, seed) for batch in batches]
-                    known = prepared(arguments, group, name, given, ranks.size) if way == "prepared" else None
-                    seconds = turn(step, LAYOUTS[name], given, ranks.size, device, known)
+                    ready = maker(arguments, group, LAYOUTS[name], ranks.size, prepare=way in ("ahead", "prepared"))
+                    seconds = turn(step, ready, given, way, device)
                     if number:
                         times[way, name].append(slowest([seconds], device)[0])
             new = [
@@ -131,30 +137,47 @@ def run_rank(arguments: argparse.Namespace) -> None:
                 _write(rows, arguments)
 
 
-def prepared(
-    arguments: argparse.Namespace, group: dist.ProcessGroup | Transport, name: str, batches: list[Batch], ranks: int
-) -> list[ra.Layout]:
-    """The layouts of batches whose calls are made ready."""
-    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
+def maker(
+    arguments: argparse.Namespace, group: dist.ProcessGroup | Transport, make_layout: Callable, ranks: int, *, prepare: bool
+) -> Callable[[Batch], ra.Layout]:
+    """Makes the layout of a batch and, if asked to, its call ready."""
     heads = arguments.heads, arguments.kv_heads, arguments.kv_heads
-    q, k, v = (torch.empty(1, 1, h, arguments.head_dim, device=arguments.device, dtype=dtype) for h in heads)
-    layouts = [LAYOUTS[name](batch.mask, batch.tokens, ranks) for batch in batches]
-    for batch, layout in zip(batches, layouts, strict=True):
-        ra.prepare(layout, batch.mask, like=(q, k, v), group=group)
-    return layouts
+    like = tuple(torch.empty(1, 1, h, arguments.head_dim, device=arguments.device, dtype=_dtype(arguments)) for h in heads)
+    # of the thread that computes
+    stream = torch.cuda.current_stream() if arguments.device == "cuda" else None
+
+    def ready(batch: Batch) -> ra.Layout:
+        layout = make_layout(batch.mask, batch.tokens, ranks)
+        if prepare:
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                ra.prepare(layout, batch.mask, like=like, group=group)
+        return layout
+
+    return ready
 
 
-def turn(
-    step: Callable, make_layout: Callable, batches: list[Batch], ranks: int, device: str, layouts: list[ra.Layout] | None = None
-) -> float:
-    """Seconds of all batches on this rank, with the making of their layouts unless these are given; the ranks start together."""
-    wait(device)
-    dist.barrier()
-    began = time.perf_counter()
-    for number, batch in enumerate(batches):
-        step(batch, make_layout(batch.mask, batch.tokens, ranks) if layouts is None else layouts[number])
-    wait(device)
-    return time.perf_counter() - began
+def turn(step: Callable, ready: Callable[[Batch], ra.Layout], batches: list[Batch], way: str, device: str) -> float:
+    """Seconds of all batches on this rank, with the making of their layouts unless they are prepared; the ranks start together."""
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(ready, batches[0]) if way == "ahead" else None
+        layouts = [ready(batch) for batch in batches] if way == "prepared" else []
+        wait(device)
+        dist.barrier()
+        began = time.perf_counter()
+        for number, batch in enumerate(batches):
+            if following is not None:
+                layout = following.result()
+                if number + 1 < len(batches):
+                    following = thread.submit(ready, batches[number + 1])
+            else:
+                layout = layouts[number] if layouts else ready(batch)
+            step(batch, layout)
+        wait(device)
+        return time.perf_counter() - began
+
+
+def _dtype(arguments: argparse.Namespace) -> torch.dtype:
+    return torch.bfloat16 if arguments.device == "cuda" else torch.float32
 
 
 def wait(device: str) -> None:
@@ -167,16 +190,17 @@ def attention(
 ) -> Callable[[Batch, ra.Layout], None]:
     """A step of attention alone, on random shards of a batch's lengths."""
     device, rank = arguments.device, dist.get_rank()
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     rows = 2 * tokens + 256  # more than any of the layouts gives a rank
-    heads = arguments.heads, arguments.kv_heads, arguments.kv_heads, arguments.heads
-    pools = [torch.randn(1, rows, h, arguments.head_dim, device=device, dtype=dtype) for h in heads]
+    widths = [heads * arguments.head_dim for heads in (arguments.heads, arguments.kv_heads, arguments.kv_heads, arguments.heads)]
+    pools = [torch.randn(rows * width, device=device, dtype=_dtype(arguments)) for width in widths]
 
     def step(batch: Batch, layout: ra.Layout) -> None:
-        q, k, v, dout = (pool[:, : layout.lengths[rank]] for pool in pools)
+        held = layout.lengths[rank]
+        q, k, v, dout = (pool[: held * width].view(1, held, -1, arguments.head_dim) for pool, width in zip(pools, widths))
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = ra.ring_attention(*leaves, layout=layout, mask=batch.mask, group=group)
-        torch.autograd.grad(out, leaves, dout)
+        for _ in range(arguments.calls):
+            out = ra.ring_attention(*leaves, layout=layout, mask=batch.mask, group=group)
+            torch.autograd.grad(out, leaves, dout)
 
     return step
 
@@ -198,7 +222,7 @@ def trainer(arguments: argparse.Namespace, group: dist.ProcessGroup | Transport,
         num_key_value_heads=arguments.kv_heads,
         head_dim=arguments.head_dim,
     )
-    model = LlamaForCausalLM(config).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    model = LlamaForCausalLM(config).to(device, _dtype(arguments))
     run, optimizer = CausalLMLoss(model), torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
 
     def step(batch: Batch, layout: ra.Layout) -> None:
@@ -230,6 +254,7 @@ def _row(
         pairs += int(work.sum())
         facts.append((work.max() / work.mean(), max(layout.lengths) / tokens, np.mean(needs) / tokens, max(needs) / tokens))
     work_ratio, token_ratio, moved, most_moved = np.mean(facts, axis=0).tolist()
+    seconds = [one / arguments.calls for one in seconds]
     flop = 3.5 * 4 * pairs * arguments.heads * arguments.head_dim / n
     rate = spread([flop / one / 1e12 for one in seconds])
     total = sum(batch.tokens for batch in batches)
@@ -267,5 +292,8 @@ def _print(rows: list[dict], header: bool, train: bool) -> None:
 def _write(rows: list[dict], arguments: argparse.Namespace) -> None:
     """Write packed.json."""
     arguments.mask = f"documents, log-normal with sigma {arguments.sigma}"
-    shape = {name: getattr(arguments, name) for name in ("heads", "kv_heads", "head_dim", "steps", "rounds", "train", "transport")}
+    shape = {
+        name: getattr(arguments, name)
+        for name in ("heads", "kv_heads", "head_dim", "steps", "rounds", "calls", "train", "transport")
+    }
     write_record("packed", arguments, **shape, rows=rows)

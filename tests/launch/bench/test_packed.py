@@ -36,17 +36,20 @@ def run(tmp_path, *options):
 
 @pytest.mark.thorough
 def test_layouts_are_compared_on_new_batches(tmp_path):
-    record, said = run(tmp_path)
-    assert (record["world_size"], record["steps"], record["heads"]) == (2, 2, 4)
+    record, said = run(tmp_path, "--calls", "2")
+    assert (record["world_size"], record["steps"], record["heads"], record["calls"]) == (2, 2, 4, 2)
     assert [(row["mean_length"], row["batches"], row["layout"]) for row in record["rows"]] == [
-        (mean, way, name) for mean in (20, 60) for way in ("new", "prepared", "seen") for name in ("zigzag", "balanced", "placed")
+        (mean, way, name)
+        for mean in (20, 60)
+        for way in ("new", "ahead", "prepared", "seen")
+        for name in ("zigzag", "balanced", "placed")
     ]
     for row in record["rows"]:
         assert row["tflops"] > 0
         assert row["ms"] > 0
         assert row["work"] >= 1
     assert max(row["work"] for row in record["rows"] if row["layout"] == "placed") < 1.2
-    assert said.count("placed") == 6
+    assert said.count("placed") == 8
 
 
 @pytest.mark.thorough
