@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime import driver
 
-from . import submission
+from . import native, submission
 from .direct import hooked
 from .launches import RecordedLaunch
 from .recorder import recorder
@@ -149,7 +149,7 @@ def _record(inputs: Tensors, addresses: list[int], work: Callable[[], Tensors]) 
         counted += 1
 
     watch, hook = _Witness(), knobs.runtime.launch_enter_hook
-    module, functions = submission.load(), submission.driver_functions()
+    module, functions = native.submission(), submission.driver_functions()
     if module is None or functions is None or not hasattr(hook, "add") or recorder.steps is not None:
         return work(), None
     steps: list[Step] = []
