@@ -70,9 +70,10 @@ def prepare_backward(q: Any, k: Any, v: Any, dout: Any, table: TileTable) -> Non
         ordered = chosen == Kernels.HOPPER_ORDERED
         block, step = hopper.fused.block_and_step(d)
         how = key_splits(table, block, step, b * hk, h // hk, q.device, 1 if ordered else None)
-        hopper.backward.key_blocks_of(table, k.device, how.most, hopper.fused.CONFIGS[d])
         if ordered:
             hopper.turns.key_turns(table, block, step, q.device)
+        else:
+            hopper.backward.key_blocks_of(table, k.device, how.most, hopper.fused.CONFIGS[d])
     elif chosen == Kernels.HOPPER:
         hopper.backward.make_blocks(table, d, q.device)
     else:

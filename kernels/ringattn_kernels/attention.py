@@ -50,7 +50,7 @@ def forward(
     modifiers: what else is done to scores and weights; those that depend on positions need a table with places.
 
     kernels: which kernels to run, instead of the choice of `dispatch.choose_forward`.
-    splits: the number of programs that share the keys of the longest query block, instead of the choice of `splits.best`.
+    splits: the number of programs that share the keys of the longest query block, instead of the choice of `split_choice.best`.
     """
     b, sq, h, _ = q.shape
     if state is None:
@@ -122,7 +122,7 @@ def backward(
     dv only: of several launches, those that first meet their keys may overwrite.
 
     kernels: which kernels to run, instead of the choice of `dispatch.choose_backward`.
-    splits: the number of programs that share the steps of the longest block, instead of the choice of `splits.best`.
+    splits: the number of programs that share the steps of the longest block, instead of the choice of `split_choice.best`.
     deterministic: whether the same inputs must give the same bits of dq, at some cost in speed; dk and dv always have the same bits.
     None follows `torch.use_deterministic_algorithms`.
     modifiers: as in `forward`. sums: to which the gradients of slopes and of a bias's values are added.

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 
-from . import submission
+from . import native, submission
 from .direct import hooked
 from .recorder import Unexplained, recorder
 from .stand_ins import StandIns
@@ -177,7 +177,7 @@ def _record(
     inputs: Tensors, addresses: list[int], work: Callable[..., Tensors], stand_ins: StandIns | None = None
 ) -> tuple[Tensors, Recording | None]:
     """The results of `work`, and its recording if that explains it. With stand-ins, it is a rehearsal."""
-    module, functions = submission.load(), submission.driver_functions()
+    module, functions = native.submission(), submission.driver_functions()
     if module is None or functions is None or recorder.steps is not None:
         if stand_ins is not None:
             raise Unexplained("nothing can be listed here")

@@ -14,7 +14,6 @@ Shapes: out (b, sq, h, dv), row_max and row_sum (b, h, sq), gradients (b, rows, 
 import functools
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -22,14 +21,10 @@ import triton.language as tl
 from . import launches
 from .config import padded
 from .launches import strides
-from .table import FIRST_SEGMENT, LAST_SEGMENT, ROW, TileTable, on_device, split, steps_of
+from .split_choice import choice
+from .table import TileTable, on_device
 from .units import to_base2, to_natural
 
-# the cost, in steps, of a split beside its own steps, and of a launch that merges; measured on an H200
-SPLIT_COST = 4.0
-MERGE_COST = 5.0
-SHORTEST = 4  # steps of a split, at least
-PER_PROCESSOR = 8  # splits, at most; one takes 64 KB where a program has 128 rows and dv is 128
 ROWS, TOGETHER, WARPS = 2, 4, 1  # a program that merges: its rows, the partials that it reads at a time, its warps
 
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -40,15 +35,20 @@ class Splits:
     """How the blocks of a table, of queries or of keys, are split.
 
     most     splits of the longest block; 1: none is split.
-    blocks   (n, 2) int32: first row of a block, number of its splits; those with none last.
+    blocks   (n, 2) int32: first row of a block, number of its splits; those with none last. None if no block is split: nobody merges.
     touched  how many blocks have a split; they come first.
     rows     rows of a block.
     """
 
     most: int
-    blocks: torch.Tensor
+    blocks: torch.Tensor | None
     touched: int
     rows: int
+
+    def merged(self, touched_only: bool) -> int:
+        """How many blocks a launch merges."""
+        assert self.blocks is not None, "no block is split"
+        return self.touched if touched_only else len(self.blocks)
 
 
 def query_splits(table: TileTable, block: int, step: int, heads: int, device: torch.device, most: int | None = None) -> Splits:
@@ -69,15 +69,9 @@ def _splits(table: TileTable, axis: str, block: int, step: int, heads: int, walk
     processors = multiprocessors(device)
 
     def build() -> Splits:
-        items, segments = table.cut(axis, block, step)
-        count = most or best(steps_of(items, segments, step), heads, processors, walks)
-        items, _ = split(items, segments, step, count)
-        first_rows = np.arange(0, table.q_rows if axis == "q" else table.k_rows, block)
-        rows = items[items[:, FIRST_SEGMENT] < items[:, LAST_SEGMENT], ROW]
-        found = np.bincount(rows // block, minlength=len(first_rows))
-        blocks = np.array([first_rows, found], dtype=np.int32).T[(found == 0).argsort(kind="stable")]
-        (blocks,) = on_device((blocks,), device)
-        return Splits(int(found.max(initial=1)), blocks, int((found > 0).sum()), block)
+        found = choice(table, axis, block, step, heads, walks, processors, most)
+        blocks = None if found.blocks is None else on_device((found.blocks,), device)[0]
+        return Splits(found.most, blocks, found.touched, block)
 
     return table.derived(("splits", axis, block, step, heads, walks, processors, device, most), build)
 
@@ -86,27 +80,6 @@ def _splits(table: TileTable, axis: str, block: int, step: int, heads: int, walk
 def multiprocessors(device: torch.device) -> int:
     """The multiprocessors of a GPU; 1 where Triton's interpreter runs one program after another."""
     return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def best(steps: np.ndarray, heads: int, processors: int, walks: int = 1) -> int:
-    """The number of splits of the longest item with which the multiprocessors should be done first. steps: of each item, in each head.
-
-    It is 1 if there are enough items: the more items, the less is lost at the end. walks: how often a program goes through its steps.
-    """
-    steps = steps[steps > 0]
-    longest = steps.max(initial=0)
-    most = min(longest, longest * walks // SHORTEST, PER_PROCESSOR * processors // max(1, heads * len(steps)))
-    return 1 + int(np.argmin([predicted(steps, splits, heads, processors, walks) for splits in range(1, most + 1)] or [0]))
-
-
-def predicted(steps: np.ndarray, splits: int, heads: int, processors: int, walks: int = 1) -> float:
-    """The time, in steps, for all items of all heads, the longest in `splits`. A multiprocessor that is done takes the next item."""
-    count = -(-steps // -(-steps.max() // splits))
-    times = np.sort(np.repeat(steps * walks / count + (SPLIT_COST if splits > 1 else 0.0), count * heads))[::-1]
-    # rounds of one item a multiprocessor; whoever took the longest item of a round takes the shortest of the next
-    rounds = np.pad(times, (0, -len(times) % processors)).reshape(-1, processors)
-    rounds[1::2] = rounds[1::2, ::-1]
-    return rounds.sum(0).max() + (MERGE_COST if splits > 1 else 0.0)
 
 
 def partials(splits: Splits, q: torch.Tensor, dv: int) -> State:
@@ -129,7 +102,7 @@ def merge(
 ) -> None:
     """Merge the partials of every query block, and the state if there is one, into out, row_max and row_sum."""
     # a block without a split must be written too, unless its state stays as it is
-    count = splits.touched if state is not None and not final else len(splits.blocks)
+    count = splits.merged(state is not None and not final)
     if count * out.numel() > 0:
         launches.launch(
             merge_kernel,
@@ -249,7 +222,7 @@ def add_partials(
     if splits.most == 1:
         return
     # a block without a split must be written too, unless gradients are added
-    count = splits.touched if add else splits.blocks.shape[0]
+    count = splits.merged(add)
     if count * outputs[0].numel() > 0:
         launches.launch(
             sum_kernel,

@@ -1,20 +1,18 @@
 """CUDA driver calls that are listed once and then queued together, as often as wanted, by one call into C.
 
 From Python, the driver's calls of a pass take the host longer than short passes take the GPU: each goes through a launcher that reads its
-arguments anew, or through ctypes. Here they lie as the driver takes them, and `submission.c` queues them. Triton compiles it as it compiles
-its own launchers, with the same compiler and cache. Where that fails, passes run call by call.
+arguments anew, or through ctypes. Here they lie as the driver takes them, and `submission.c` queues them. Where that cannot be compiled,
+passes run call by call.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -22,8 +20,6 @@ import torch
 
 from .cuda_structs import ADDRESS, MEMORY_OPERATION, VALUE, copy_options
 from .direct import DirectLaunch
-
-logger = logging.getLogger(__name__)
 
 _LAUNCH, _MARK, _AFTER, _OPERATE, _COPY = range(5)
 _WORD, _HALF_WORD, _TENSOR_MAP = range(3)
@@ -189,21 +185,6 @@ def _descriptor(value: Any) -> bytes:
     if begin + _MAP_BYTES != id(value) + type(value).__basicsize__:
         raise ValueError(f"{type(value)} holds its descriptor elsewhere")
     return ctypes.string_at(begin, _MAP_BYTES)
-
-
-@functools.cache
-def load() -> ModuleType | None:
-    """`submission.c`, compiled; None where that is impossible."""
-    try:
-        import triton
-        from triton.runtime.build import compile_module_from_src
-
-        headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
-        source = Path(__file__).with_suffix(".c").read_text()
-        return compile_module_from_src(source, "ringattn_submission", include_dirs=[str(headers)])
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        logger.info("short calls take the host longer, because a part in C could not be compiled: %s", error)
-        return None
 
 
 @functools.cache

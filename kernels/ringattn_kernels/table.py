@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .native import integers, tables
 from .recorder import aside
 
 # columns of a block table's items
@@ -108,20 +109,28 @@ class TileTable:
 
         return self.derived(("aligned", to), build)
 
-    def cut(self, axis: str, block: int, step: int, align: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    def cut(self, axis: str, block: int, step: int, align: int = 1, splits: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Items and segments (see `BlockTable`) along the rows of q ("q") or of k ("k"). Places are further columns of the segments.
 
-        align: steps begin at multiples of it, as tiles do.
+        align: steps begin at multiples of it, as tiles do. splits: of the longest item (see `split`).
         """
 
         def build() -> tuple[np.ndarray, np.ndarray]:
+            native, keys = tables(), axis == "k"
+            rows, width = self.k_rows if keys else self.q_rows, ROW_END + 1 + (0 if self.places is None else self.places.shape[1])
+            if splits > 1:
+                whole = self.cut(axis, block, step, align)
+                if native is None:
+                    return split(*whole, step, splits)
+                return integers(native.split(*whole, step, splits), SPLIT + 1, width)
+            if native is not None:
+                return integers(native.cut(self.tiles, self.places, keys, rows, block, step, align), SPLIT + 1, width)
             places = () if self.places is None else self.places.T
-            if axis == "q":
-                return cut(np.array([*self.tiles.T, *places]).T, self.q_rows, block, step, align)
             q_begin, q_end, k_begin, k_end, lo, hi = self.tiles.T
-            return cut(np.array([k_begin, k_end, q_begin, q_end, -hi, -lo, *places]).T, self.k_rows, block, step, align)
+            columns = (k_begin, k_end, q_begin, q_end, -hi, -lo) if keys else self.tiles.T
+            return cut(np.array([*columns, *places]).T, rows, block, step, align)
 
-        return self.derived(("cut", axis, block, step, align), build)
+        return self.derived(("cut", axis, block, step, align, splits), build)
 
     def derived(self, key: tuple, build: Callable[[], Any]) -> Any:
         """`build()`, called at the first call with `key` and kept: whatever else a kernel derives from this table."""
@@ -136,8 +145,8 @@ class TileTable:
 
     def _blocks(self, axis: str, block: int, step: int, device: torch.device, splits: int) -> BlockTable:
         def build() -> BlockTable:
-            items, segments = split(*self.cut(axis, block, step), step, splits)
-            touched = int(np.count_nonzero(items[:, FIRST_SEGMENT] < items[:, LAST_SEGMENT]))
+            items, segments = self.cut(axis, block, step, splits=splits)
+            touched = touched_in(items)
             items, segments, places = on_device((items, segments[:, : ROW_END + 1], segments[:, ROW_END + 1 :]), device)
             return BlockTable(items, segments, touched, None if self.places is None else places)
 
@@ -145,6 +154,11 @@ class TileTable:
 
     def __repr__(self) -> str:
         return f"TileTable({len(self.tiles)} tiles, {self.q_rows} x {self.k_rows} rows)"
+
+
+def touched_in(items: np.ndarray) -> int:
+    """How many items have a segment."""
+    return int(np.count_nonzero(items[:, FIRST_SEGMENT] < items[:, LAST_SEGMENT]))
 
 
 def _nbytes(x: Any) -> int:
@@ -168,9 +182,11 @@ def on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.
 def _copied(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return [torch.from_numpy(x).to(device) for x in arrays]
-    ends = np.cumsum([-(-x.size // _APART) * _APART for x in arrays]).tolist()
-    begins = [0, *ends[:-1]]
-    packed = torch.empty(ends[-1], dtype=torch.from_numpy(arrays[0]).dtype, pin_memory=True)
+    begins, end = [], 0
+    for x in arrays:
+        begins.append(end)
+        end += -(-x.size // _APART) * _APART
+    packed = torch.empty(end, dtype=torch.from_numpy(arrays[0]).dtype, pin_memory=True)
     numbers = packed.numpy()
     for x, begin in zip(arrays, begins):
         numbers[begin : begin + x.size] = x.ravel()

@@ -8,7 +8,8 @@ Each batch has other documents, of lengths drawn at random, and is used once. Mi
     schedule  the choice of the default schedule
     program   the rank's instructions
     tiles     the tiles of its launches that the program did not need yet
-    tables    what the Hopper kernels read of them, for 32 query and 8 K/V heads of 128 in bf16, without the copy to the GPU
+    tables    what the Hopper kernels of an H200 read of them, and the choice of splits, for 32 query and 8 K/V heads of 128 in bf16,
+              without the copy to the GPU
     all       the sum; this is what `ra.prepare` does ahead of a call, and the mask and the layout
 """
 
@@ -24,12 +25,13 @@ import torch
 
 import ringattn as ra
 from ringattn.schedule.program import Program, compile_program
-from ringattn_kernels import TensorKind, TileTable, hopper
-from ringattn_kernels.hopper.forward_config import configs_for
+from ringattn_kernels import TensorKind, hopper
+from ringattn_kernels.split_choice import choice
 
 from .shared.cases import LAYOUTS
 
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
+_PROCESSORS, _CPU = 132, torch.device("cpu")
 _CASES = ("16:32768:4", "128:131072:8", "128:1048576:8", "2000:1048576:8", "500:1048576:64")
 PARTS = ("mask", "layout", "plan", "schedule", "program", "tiles", "tables")
 
@@ -88,18 +90,19 @@ def batch(
 
 
 def make_tables(program: Program) -> None:
-    """The arrays that the Hopper kernels read in both passes."""
-    config = configs_for(_HEAD_DIM, _HEAD_DIM)[0]
+    """The arrays that the Hopper kernels read in both passes, and the choice of configurations and splits."""
     for number, launch in enumerate(program.forward.launches):
-        q, kv = (_kind(rows, heads) for rows, heads in ((launch.tiles.q_rows, _HEADS), (launch.tiles.k_rows, _KV_HEADS)))
-        hopper.forward.work_queue(q, kv, kv, launch.tiles, config, 1, touched_only=number > 0 and not launch.last)
+        tiles = launch.tiles
+        q, kv = (_kind(rows, heads) for rows, heads in ((tiles.q_rows, _HEADS), (tiles.k_rows, _KV_HEADS)))
+        config = hopper.forward_config.config_for(q, kv, tiles, processors=_PROCESSORS)
+        splits = choice(tiles, "q", config.block, config.step, _HEADS, 1, _PROCESSORS).most
+        touched_only = splits > 1 or (number > 0 and not launch.last)
+        hopper.forward.work_queue(q, kv, kv, tiles, config, splits, touched_only)
     for launch in program.backward.launches:
-        _key_blocks(launch.tiles)
-
-
-def _key_blocks(tiles: TileTable) -> None:
-    hopper.backward.key_blocks_of(tiles, torch.device("cpu"), 1, hopper.fused.CONFIGS[_HEAD_DIM])
+        block, step = hopper.fused.block_and_step(_HEAD_DIM)
+        splits = choice(launch.tiles, "k", block, step, _KV_HEADS, _HEADS // _KV_HEADS, _PROCESSORS).most
+        hopper.backward.key_blocks_of(launch.tiles, _CPU, splits, hopper.fused.CONFIGS[_HEAD_DIM])
 
 
 def _kind(rows: int, heads: int) -> TensorKind:
-    return TensorKind((1, rows, heads, _HEAD_DIM), torch.bfloat16, torch.device("cpu"))
+    return TensorKind((1, rows, heads, _HEAD_DIM), torch.bfloat16, _CPU)

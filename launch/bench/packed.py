@@ -1,7 +1,7 @@
 """Measures packed documents of log-normal lengths, another batch every step, on layouts side by side: zigzag, balanced and placed.
 
 A step makes the layout of its batch and runs both passes, as often as `--calls` says; one step comes right after the other. In each round
-all layouts take turns on the same batches; the first round warms up. A time is that of the slowest rank. `--batches` tells what planning costs:
+all layouts take turns on the same batches; the first round warms up. A time is that of the slowest rank. `--batches`:
 
     new          every round has its documents in another order, which no round had before: plans, programs and tables are made in the step
     ahead        the same, but a thread makes the layout of the next batch and calls `ra.prepare`, while this batch is computed

@@ -110,6 +110,28 @@ def test_a_backward_finds_its_tables(name, ordered, gpu_of, monkeypatch):
         run(other)
 
 
+@pytest.mark.parametrize("ordered", [False, True], ids=["any-order", "ordered"])
+def test_the_tables_of_a_launch_are_uploaded_at_once(ordered, gpu_of, monkeypatch):
+    """Those of a forward that splits no block, and those of a backward."""
+    uploads, on_device = [], table.on_device
+
+    def noted(arrays, device):
+        uploads.append(len(arrays))
+        return on_device(arrays, device)
+
+    for module in (table, splits, hopper.forward, hopper.turns):
+        monkeypatch.setattr(module, "on_device", noted)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: ordered)
+    q, k, v, dout = tensors(**SHAPES["many-heads"])
+    tiles = rk.TileTable(np.array(TILES), 300, 700)
+    run_forward(q, k, v, tiles, True, True)
+    assert len(uploads) == 1
+    queries = rk.Queries(q, dout, *torch.empty(3, 2, q.shape[2], 300).unbind())
+    dq, dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
+    rk.backward(queries, k, v, tiles, softmax_scale=0.1, dq=dq, dk=dk, dv=dv, add=False)
+    assert len(uploads) == 2
+
+
 def test_kinds_answer_as_tensors_do():
     x = torch.empty(2, 3, 4, 8, dtype=torch.float16)
     kind = TensorKind((2, 3, 4, 8), torch.float16, CPU)

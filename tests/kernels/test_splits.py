@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringattn_kernels import TileTable, splits
+from ringattn_kernels import TileTable, split_choice, splits
 from tests.kernels import dense
 
 CPU = torch.device("cpu")
@@ -12,16 +12,16 @@ H200 = 132
 
 
 def best(blocks: int, steps: int, heads: int = 1) -> int:
-    return splits.best(np.full(blocks, steps), heads, H200)
+    return split_choice.best(np.full(blocks, steps), heads, H200)
 
 
 @pytest.mark.parametrize(("blocks", "steps", "heads"), [(1, 1024, 4), (16, 1024, 4), (1, 4096, 1), (3, 500, 7)])
 def test_few_blocks_are_split_until_every_multiprocessor_has_work(blocks, steps, heads):
     count = best(blocks, steps, heads)
-    before, after = (splits.predicted(np.full(blocks, steps), n, heads, H200) for n in (1, count))
+    before, after = (split_choice.predicted(np.full(blocks, steps), n, heads, H200) for n in (1, count))
     floor = blocks * steps * heads / H200
-    assert after < 1.25 * floor + splits.SPLIT_COST + splits.MERGE_COST < before
-    assert count * blocks * heads <= splits.PER_PROCESSOR * H200
+    assert after < 1.25 * floor + split_choice.SPLIT_COST + split_choice.MERGE_COST < before
+    assert count * blocks * heads <= split_choice.PER_PROCESSOR * H200
 
 
 def test_one_block_a_multiprocessor_is_left_alone():
@@ -34,14 +34,14 @@ def test_what_takes_a_few_steps_is_not_worth_it():
 
 def test_long_blocks_alone_are_split():
     steps = np.array([256] * 8 + [16] * 60)
-    assert splits.best(steps, 1, H200) > 4
-    assert splits.best(steps[8:], 2, H200) == 1
+    assert split_choice.best(steps, 1, H200) > 4
+    assert split_choice.best(steps[8:], 2, H200) == 1
 
 
 def test_a_program_that_goes_through_its_steps_for_several_heads_has_as_many_times_the_work():
-    assert splits.best(np.full(8, 8), 2, H200, walks=4) == splits.best(np.full(8, 32), 2, H200) == 8
+    assert split_choice.best(np.full(8, 8), 2, H200, walks=4) == split_choice.best(np.full(8, 32), 2, H200) == 8
     # but no fewer steps than one
-    assert splits.best(np.full(1, 2), 1, H200, walks=64) == 2
+    assert split_choice.best(np.full(1, 2), 1, H200, walks=64) == 2
 
 
 def test_less_than_one_split_is_refused():
@@ -51,7 +51,7 @@ def test_less_than_one_split_is_refused():
 
 
 def test_nothing_to_split():
-    assert splits.best(np.array([], dtype=int), 8, H200) == splits.best(np.zeros(4, int), 8, H200) == 1
+    assert split_choice.best(np.array([], dtype=int), 8, H200) == split_choice.best(np.zeros(4, int), 8, H200) == 1
 
 
 @pytest.mark.parametrize("tiles", [dense.causal(8192), dense.full(8192, 4096), dense.documents(*[512] * 16)], ids=len)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ringattn_kernels import submission
+from ringattn_kernels import native, submission
 from ringattn_kernels.submission import Argument, Functions, Number, Submission
 
 ADDRESS, INT, SIZE = ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t
@@ -71,7 +71,7 @@ def driver(monkeypatch):
 
 
 def listed(driver, numbers):
-    module = submission.load()
+    module = native.submission()
     assert module is not None, "submission.c does not compile"
     return Submission(module, driver.functions, numbers)
 

@@ -19,6 +19,7 @@ from .descriptors import main_descriptor, row_descriptor
 from .key_kernel import key_kernel
 from .query_kernel import query_kernel
 from .statistics import PaddedStatistics
+from .turns import Turns
 from .wide_key_kernel import wide_key_kernel
 
 
@@ -85,9 +86,9 @@ def backward(
 
 def key_arguments(
     queries: Queries, k, v, table: TileTable, softmax_scale: float, rows: PaddedStatistics, dk, dv, add: bool,
-    config: BackwardConfig | None = None, block: int = BLOCK.value,
+    config: BackwardConfig | None = None, block: int = BLOCK.value, blocks: BlockTable | Turns | None = None,
 ) -> tuple[int, dict]:  # fmt: skip
-    """The number of programs of `key_kernel`, with `block` key rows each, and its arguments.
+    """The number of programs of `key_kernel`, with `block` key rows each, and its arguments. blocks: by default those of `key_blocks_of`.
 
     dk and dv with n times as many batches as k hold the partials of n splits.
     """
@@ -99,7 +100,8 @@ def key_arguments(
     assert not add or dk.dtype == dv.dtype == torch.float32
     (b, _, h, d), hk = q.shape, k.shape[2]
     config = config or KEY_CONFIGS[d]
-    blocks = key_blocks_of(table, k.device, dk.shape[0] // k.shape[0], config, block)
+    if blocks is None:
+        blocks = key_blocks_of(table, k.device, dk.shape[0] // k.shape[0], config, block)
     count = blocks.touched if add else len(blocks)
     return b * hk * count, dict(
         q_desc=main_descriptor(q, config.step),

@@ -3,7 +3,6 @@
 Shapes: q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), out (b, sq, h, dv), row_max and row_sum (b, h, sq).
 """
 
-import numpy as np
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -11,13 +10,13 @@ from .. import launches
 from ..modifiers import Modifiers
 from ..score_arguments import ALIGNED, facts_of, fixed_arguments, moving_arguments, unmodified
 from ..splits import multiprocessors
-from ..table import ROW_END, TileTable, on_device, split
+from ..table import ROW_END, TileTable, on_device
 from ..units import LOG2_E
 from .descriptors import described, halves_layout, swizzled_layout
 from .forward_config import REGISTERS, WARPGROUP_ROWS, ForwardConfig, block_dim, chunks, panels
 from .forward_kernel import hopper_forward_kernel
 from .forward_softcap import caps_late
-from .work_queue import WorkQueue, order_works, work_counter
+from .work_queue import WorkQueue, ordered, work_counter
 
 # keys and values that the programs of an H200 may walk at a time, in bytes
 L2_SHARE = 24 << 20
@@ -81,12 +80,9 @@ def work_queue(
     align = ALIGNED if modifiers is not None and modifiers.dropout is not None else 1
 
     def build() -> WorkQueue:
-        items, segments = split(*table.cut("q", config.block, config.step, align), config.step, splits)
-        segments, places = segments[:, : ROW_END + 1], segments[:, ROW_END + 1 :]
-        works, segments = order_works(items, segments, config.step, b * h, together, touched_only, multiprocessors(q.device))
-        # a place for the empty segment, too
-        places = np.concatenate([places, np.zeros((1, places.shape[1]), dtype=np.int32)])
-        return WorkQueue(*on_device((works, segments, places), q.device))
+        blocks = table.cut("q", config.block, config.step, align, splits)
+        works, segments = ordered(*blocks, config.step, b * h, together, touched_only, multiprocessors(q.device))
+        return WorkQueue(*on_device((works, segments[:, : ROW_END + 1], segments[:, ROW_END + 1 :]), q.device))
 
     key = ("hopper forward", config.block, config.step, align, splits, b * h, together, touched_only, q.device)
     return table.derived(key, build)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from ..config import padded
 from ..modifiers import Modifiers
-from ..splits import best, multiprocessors, predicted
-from ..table import TileTable, steps_of
+from ..split_choice import choice
+from ..splits import multiprocessors
+from ..table import TileTable
 from .forward_softcap import caps_late
 
 WARPGROUP_ROWS = 64
@@ -76,18 +77,18 @@ def needs_room(modifiers: Modifiers | None) -> bool:
     return modifiers.dropout is not None or (modifiers.softcap is not None and not caps_late(modifiers))
 
 
-def config_for(q, v, table: TileTable, splits: int | None = None, modifiers: Modifiers | None = None) -> ForwardConfig:
-    """The configuration that should finish a table first; `splits` and `modifiers` as in `forward`."""
-    dims, heads, processors = (q.shape[3], v.shape[3]), q.shape[0] * q.shape[2], multiprocessors(q.device)
+def config_for(
+    q, v, table: TileTable, splits: int | None = None, modifiers: Modifiers | None = None, processors: int | None = None
+) -> ForwardConfig:
+    """The configuration that should finish a table first; `splits` and `modifiers` as in `forward`. processors: by default q's GPU's."""
+    dims, heads, processors = (q.shape[3], v.shape[3]), q.shape[0] * q.shape[2], processors or multiprocessors(q.device)
     roomy = needs_room(modifiers)
     found = configs_for(*dims, roomy)
     if len(found) == 1 or heads * table.q_rows >= MANY * processors * found[0].block:
         return found[0]
 
     def time(how: ForwardConfig) -> float:
-        steps = steps_of(*table.cut("q", how.block, how.step), how.step)
-        steps = steps[steps > 0]
-        return how.step_time * predicted(steps, splits or best(steps, heads, processors), heads, processors) if len(steps) else 0.0
+        return how.step_time * choice(table, "q", how.block, how.step, heads, 1, processors, splits).time
 
     return table.derived(("hopper forward launch", dims, heads, processors, splits, roomy), lambda: min(found, key=time))
 

@@ -13,7 +13,7 @@ from ..config import architecture, padded
 from ..modifiers import Modifiers, ModifierSums
 from ..queries import Queries, Statistics
 from ..score_arguments import biases_count, facts_of, fixed_arguments, moving_arguments, pieces_of_distances
-from ..table import TileTable
+from ..table import TileTable, touched_in
 from . import statistics
 from .backward import BackwardConfig, key_arguments, key_blocks_of
 from .blocks import BLOCK, ROWS
@@ -51,7 +51,8 @@ def block_and_step(head_dim: int, modifiers: Modifiers | None = None) -> tuple[i
 
 def has_items_for_turns(k: torch.Tensor, table: TileTable) -> bool:
     """Whether there are enough items for turns to be fastest. The items of one head, if they are few, wait for one another."""
-    return k.shape[0] * k.shape[2] * table.key_blocks(BLOCK.value, 1, k.device).touched >= SIDE_BY_SIDE
+    items, _ = table.cut("k", BLOCK.value, 1)
+    return k.shape[0] * k.shape[2] * touched_in(items) >= SIDE_BY_SIDE
 
 
 def may_run(q: torch.Tensor, out: torch.Tensor) -> bool:
@@ -208,12 +209,9 @@ def fused_arguments(
     b, q_rows, h, d = q.shape
     assert sums.shape == (b * h, whole_blocks(q_rows), d) and sums.is_contiguous()
     config = config_for(d, modifiers)
-    grid, arguments = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add, config)
-    places = key_blocks_of(table, k.device, dk.shape[0] // k.shape[0], config).places
-    if turns is not None:
-        arguments |= dict(items_ptr=turns.items, segments_ptr=turns.segments)
-        places = turns.places
-    arguments |= fixed_arguments(modifiers, table, places) | gradient_sums(None, None, b)
+    blocks = key_blocks_of(table, k.device, dk.shape[0] // k.shape[0], config) if turns is None else turns
+    grid, arguments = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add, config, blocks=blocks)
+    arguments |= fixed_arguments(modifiers, table, blocks.places) | gradient_sums(None, None, b)
     items = SIDE_BY_SIDE if turns is None else ORDERED_SIDE_BY_SIDE[d]
     step, main = config.step, main_columns(d)
     return grid, arguments | dict(

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..table import BEGIN, END, FIRST_SEGMENT, FULL_BEGIN, LAST_SEGMENT, LO, ROW_END, TileTable, on_device
+from ..native import integers, tables
+from ..table import BEGIN, END, FIRST_SEGMENT, FULL_BEGIN, LAST_SEGMENT, LO, ROW_END, SPLIT, TileTable, on_device, touched_in
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Turns:
                      (m, 0) for a table without any.
     successors       (m,) int32: for each segment the item that follows in all its steps; any number if there is none.
     first            (blocks,) int32: the item that comes first in each block, in whole `block`s of rows; any number if there is none.
+    touched          how many items have a segment; they come first.
     """
 
     items: torch.Tensor
@@ -32,21 +34,32 @@ class Turns:
     places: torch.Tensor
     successors: torch.Tensor
     first: torch.Tensor
+    touched: int
+
+    def __len__(self) -> int:
+        return self.items.shape[0]
 
 
 def key_turns(table: TileTable, block: int, step: int, device: torch.device) -> Turns:
     """The turns of items of `block` key rows, with steps of `step` query rows; made once a table."""
 
     def build() -> Turns:
-        items, segments, *others = take_turns(*table.cut("k", block, 1), -(-table.q_rows // block) * block, step)
-        arrays = items, *np.split(segments, [ROW_END + 1], axis=1), *others
-        return Turns(*on_device(arrays, device))
+        given = *table.cut("k", block, 1), -(-table.q_rows // block) * block, step
+        native, width = tables(), given[1].shape[1]
+        found = take_turns(*given) if native is None else integers(native.turns(*given), SPLIT + 1, width, 1, 1)
+        items, segments, successors, first = found
+        places = segments[:, ROW_END + 1 :]
+        arrays = items, segments[:, : ROW_END + 1], places, successors.ravel(), first.ravel()
+        return Turns(*on_device(arrays, device), touched=touched_in(items))
 
     return table.derived(("turns", block, step, device), build)
 
 
 def take_turns(items: np.ndarray, segments: np.ndarray, rows: int, step: int) -> tuple[np.ndarray, ...]:
-    """The arrays of `Turns`, with places as further columns of segments. An item meets its segments from the last to the first."""
+    """The arrays of `Turns`, in NumPy, with places as further columns of segments.
+
+    An item meets its segments from the last to the first.
+    """
     first = np.full(-(-rows // step), -1)
     begin, end = segments[:, BEGIN] // step, -(-segments[:, END] // step)
     pieces, successors, items = [], [], items.copy()

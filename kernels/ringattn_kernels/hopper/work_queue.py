@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from triton.runtime import driver
 
+from ..native import integers, tables
 from ..recorder import aside
-from ..table import FIRST_SEGMENT, ROW, SPLIT, steps_of
+from ..table import END, FIRST_SEGMENT, ROW, SPLIT, steps_of
 
-_NO_SEGMENT = np.array([[0, 0, 0, 1, 0, 0, 0, 0]], dtype=np.int32)
+_WORK_COLUMNS = 4
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,21 @@ class WorkQueue:
     places: torch.Tensor | None = None
 
 
+def ordered(
+    items: np.ndarray, segments: np.ndarray, step: int, heads: int, together: int, touched_only: bool, processors: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`order_works`, in C where that can be compiled."""
+    given = items, segments, step, heads, together, touched_only, processors
+    native = tables()
+    return order_works(*given) if native is None else integers(native.order(*given), _WORK_COLUMNS, segments.shape[1])
+
+
 def order_works(
     items: np.ndarray, segments: np.ndarray, step: int, heads: int, together: int, touched_only: bool, processors: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(works, segments). `together` heads at a time, so that their keys and values stay in the L2; within these, longest work first.
+    """(works, segments and an empty one), in NumPy.
 
+    `together` heads come at a time, so that their keys and values stay in the L2; within these, longest work first.
     Short works of all heads come at the end, so that all multiprocessors have something to do until the last long ones are done.
     items, segments: as in `table.BlockTable`.
     """
@@ -39,22 +50,24 @@ def order_works(
     if touched_only:
         touched = steps > 0
         items, steps = items[touched], steps[touched]
-    blocks = np.empty((len(items), 4), dtype=np.int32)
+    blocks = np.empty((len(items), _WORK_COLUMNS), dtype=np.int32)
     blocks[:, 0] = items[:, SPLIT] * heads
     blocks[:, 1] = items[:, ROW]
     blocks[:, 2] = np.where(steps > 0, items[:, FIRST_SEGMENT], len(segments))
     blocks[:, 3] = np.maximum(steps, 1)
     # (items, heads, 4); longest first, as they come
-    found = blocks.repeat(heads, axis=0).reshape(-1, heads, 4)
+    found = blocks.repeat(heads, axis=0).reshape(-1, heads, _WORK_COLUMNS)
     found[:, :, 0] += np.arange(heads, dtype=np.int32)
     kept = len(items) - _held_back(steps, heads, processors)
-    works, begin = np.empty((len(items) * heads, 4), dtype=np.int32), 0
+    works, begin = np.empty((len(items) * heads, _WORK_COLUMNS), dtype=np.int32), 0
     for end in [*range(heads, 0, -together)][::-1]:
         group = found[:kept, max(0, end - together) : end]
-        works[begin : begin + group.size // 4].reshape(group.shape)[:] = group
-        begin += group.size // 4
-    works[begin:] = found[kept:].reshape(-1, 4)
-    return works, np.concatenate([segments, _NO_SEGMENT])
+        works[begin : begin + group.size // _WORK_COLUMNS].reshape(group.shape)[:] = group
+        begin += group.size // _WORK_COLUMNS
+    works[begin:] = found[kept:].reshape(-1, _WORK_COLUMNS)
+    empty = np.zeros((1, segments.shape[1]), dtype=np.int32)
+    empty[0, END] = 1
+    return works, np.concatenate([segments, empty])
 
 
 def _held_back(steps: np.ndarray, heads: int, processors: int) -> int:
