@@ -34,7 +34,7 @@ Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # a tensor's shape,
 _KEPT = 64  # recordings of one owner
 _ALIGNED = 512  # bytes, as torch's allocator aligns
 # bytes inside a pass, at most: larger passes hide the host's time, and need the memory that they let go of on the way
-_MOST = 512 << 20
+_MOST = 1 << 30
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _VIEWS = {"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "t", "transpose", "unbind", "unsqueeze", "view"}
 _NOWHERE = torch.device("meta")

@@ -25,6 +25,8 @@ _LAUNCH, _MARK, _AFTER, _OPERATE, _COPY = range(5)
 _WORD, _HALF_WORD, _TENSOR_MAP = range(3)
 _ALIGNED = 128  # bytes: the driver wants descriptors at multiples of 64
 _MAP_BYTES = 128
+_NO_SCRATCH = 0, 0  # addresses of two sorts of scratch memory, the last parameters of each kernel
+_KEPT = 256  # blocks of parameters
 # a kernel's parameters by Triton's names of types, as `struct` packs them; pointers are "Q"
 _FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
 _FORMATS |= {"fp32": "f", "f32": "f", "fp64": "d"}
@@ -88,19 +90,22 @@ class Submission:
 
     def launch(self, direct: DirectLaunch, arguments: Sequence[Argument], stream: int) -> None:
         """A kernel. Raises ValueError for arguments of types that are not known here."""
-        first = len(self._parameters)
-        for kind, value, number in arguments:
-            if kind == "constexpr":
+        block = _block(tuple([kind for kind, *_ in arguments]))
+        begin, values = self._room(block.format.size, _ALIGNED), []
+        for place, (kind, value, number) in zip(block.places, arguments, strict=True):
+            if place is None:
                 continue
-            if kind == "nvTmaDesc":
-                self._parameters.append(self._tensor_map(value, number))
+            if isinstance(value, tuple):
+                raise ValueError(kind)
+            if number is not None:
+                self._patches.extend([place.patch, begin + place.offset, number.index, number.offset])
+            if place.patch == _TENSOR_MAP:
+                values.append(_descriptor(value))
             else:
-                form = "Q" if kind.startswith("*") else _FORMATS.get(kind)
-                if form is None or isinstance(value, tuple):
-                    raise ValueError(kind)
-                self._parameters.append(self._packed(form, [0 if value is None else value if number is None else number]))
-        for _ in range(2):  # scratch memory, of which there is none
-            self._parameters.append(self._packed("Q", [0]))
+                values.append(0 if value is None or number is not None else value)
+        block.format.pack_into(self._arguments, begin, *values, *_NO_SCRATCH)
+        first = len(self._parameters)
+        self._parameters.extend([begin + offset for offset in block.offsets])
         self._step(_LAUNCH, stream, direct.function, *direct.grid, *direct.sizes, first, len(self._parameters) - first)
 
     def mark(self, stream: int) -> int:
@@ -171,12 +176,39 @@ class Submission:
         else:
             struct.pack_into("=" + form, self._arguments, place, value & 0xFFFFFFFF if form == "I" else value)
 
-    def _tensor_map(self, value: Any, number: Number | None) -> int:
-        place = self._room(_MAP_BYTES, _ALIGNED)
-        self._arguments[place : place + _MAP_BYTES] = _descriptor(value)
-        if number is not None:
-            self._patches.extend([_TENSOR_MAP, place, number.index, number.offset])
-        return place
+
+class _Place(NamedTuple):
+    """Where a parameter is in its launch's block, and how a number is written there."""
+
+    offset: int
+    patch: int
+
+
+class _Block(NamedTuple):
+    """The memory of a launch's parameters, with the offset of each. places: of each argument, None for one that is no parameter."""
+
+    format: struct.Struct
+    offsets: list[int]
+    places: list[_Place | None]
+
+
+@functools.lru_cache(_KEPT)
+def _block(kinds: tuple[str, ...]) -> _Block:
+    """For arguments of these types, by Triton's names. Raises ValueError for one that is not known here."""
+    text, size, places = "=", 0, list[_Place | None]()
+    for kind in (*kinds, *["u64" for _ in _NO_SCRATCH]):
+        if kind == "constexpr":
+            places.append(None)
+            continue
+        form = f"{_MAP_BYTES}s" if kind == "nvTmaDesc" else "Q" if kind.startswith("*") else _FORMATS.get(kind)
+        if form is None:
+            raise ValueError(kind)
+        nbytes = struct.calcsize("=" + form)
+        offset = -(-size // nbytes) * nbytes
+        text, size = f"{text}{offset - size}x{form}", offset + nbytes
+        places.append(_Place(offset, _TENSOR_MAP if nbytes == _MAP_BYTES else _HALF_WORD if nbytes == 4 else _WORD))
+    offsets = [place.offset for place in places if place is not None]
+    return _Block(struct.Struct(text), offsets, places[: len(kinds)])
 
 
 def _descriptor(value: Any) -> bytes:
