@@ -28,7 +28,17 @@ from ..runtime.op import without_autocast
 from .calls import DEFAULT_MASK, CheckedCall, agree_on_segments, check_call
 from .checks import check_states, check_tensors, overflow
 from .kernels import RecurrenceKernels, check_kernels, choose_kernels
-from .local import FromStates, FromZero, InputGradients, RecurrenceInputs, StateReading, first_states, joined, rows_from_states
+from .local import (
+    Continued,
+    FromStates,
+    FromZero,
+    InputGradients,
+    RecurrenceInputs,
+    StateReading,
+    first_states,
+    joined,
+    rows_from_states,
+)
 from .reach import reaches
 from .recomputed import gradients_of, leaves_of, saving_is_hooked
 from .segments import OwnSegments, Segments
@@ -359,9 +369,10 @@ def _gradients(
     through = [part.gradient(rows).to(inputs.dtype) for part, rows in pairs]
     pending = passing.start_backward({i: Summary(*pair) for i, *pair in zip(own.following, totals, through)}, dlast)
     with torch.enable_grad():
-        runs = [(own, kept.first), (pieces.tails, kept.tails)]
+        runs: list[tuple[OwnSegments, FromStates | Continued]] = [(own, kept.first), (pieces.tails, kept.tails)]
+        leaves = kept.leaves
         if pieces.cut:
-            # few rows: the gradients of rows by themselves are added to those of all
+            # few rows: their gradients by themselves are added to those of all
             leaves = _leaves(_head_rows(heads, kept.leaves), tuple(x is not None and x.requires_grad for x in kept.leaves))
             following = rows_from_states(own.following, leaves, states, heads.lengths(own.following), call.scale, call.kernels)
         else:
@@ -379,7 +390,7 @@ def _gradients(
         if run.indices:
             live += [(out, rows.rows(run.indices, dout)), (run.finals, of_finals(run.indices))]
     *found, dtails = gradients_of((*kept.leaves, kept.tails.states), live)
-    result = InputGradients(*found)
+    result = InputGradients(*found)  # pyright: ignore[reportCallIssue]
     if pieces.cut:
         assert dtails is not None
         after |= dict(zip(pieces.cut, dtails))
@@ -394,7 +405,7 @@ def _gradients(
 
 def _head_rows(heads: OwnSegments, inputs: RecurrenceInputs) -> RecurrenceInputs:
     rows = (None if x is None else heads.rows(heads.following, heads.by_position(x.detach())) for x in inputs[:5])
-    return RecurrenceInputs(*rows, None)  # pyright: ignore[reportArgumentType]
+    return RecurrenceInputs(*rows, None)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def _with_rows(heads: OwnSegments, gradients: InputGradients, of_heads: Sequence[torch.Tensor | None]) -> InputGradients:

@@ -1,10 +1,10 @@
 """How far a state before a segment reaches into it: rows after that need not know the state.
 
 Token t multiplies the state by a matrix of spectral norm at most `max exp(decay_t)`, with the delta rule times
-`max(1, |1 - beta_t |k_t|^2|)`; without it each row of the state has decays of its own. Where the product of these since the segment began is
-less than the dtype of states can hold, the state before the segment is forgotten. Many layers forget within hundreds or thousands of rows of
-a segment that has tens of thousands. The rows until then are the segment's head, the others its tail: a tail begins from the state that
-its head has made from zero.
+`max(1, |1 - beta_t |k_t|^2|)`; without it each row of the state has decays of its own. Where the product of these since the segment
+began is less than the dtype of states can hold, the state before the segment is forgotten. Many layers forget within hundreds or
+thousands of rows of a segment that has tens of thousands. The rows until then are the segment's head, the others its tail: a tail begins
+from the state that its head has made from zero.
 
 The host must know how many rows a head has: it waits once for the device, in calls with long segments that follow others.
 

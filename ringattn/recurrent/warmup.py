@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 from ..check import integer
 from ..geometry.layout import Layout, contiguous, zigzag
@@ -37,7 +37,7 @@ KINDS = {  # the words of `plan --recurrent`: whether the decay is none, a numbe
 _COMPILED_TOKENS = 2048  # of calls that are compiled and not run: kernels are the same for all multiples of 1,024
 _WIDTH = 4  # of convolutions
 _MOST_PROCESSES = 32
-_PATIENCE = dict(warmup=1, rep=20)  # milliseconds that the tuner runs a configuration
+_TUNING = 20  # milliseconds that the tuner runs a configuration
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ class RecurrentLayer:
         q, k = (torch.nn.functional.normalize(random(self.hk, self.d_k), dim=3).requires_grad_() for _ in range(2))
         v = random(self.h, self.d_v).requires_grad_()
         shape = {"none": None, "number": (self.h,), "vector": (self.h, self.d_k)}[self.decay]
-        decay = None if shape is None else (-0.1 * random(*shape, dtype=torch.float32).abs()).requires_grad_()
+        # so slow that a state reaches all rows
+        decay = None if shape is None else (-1e-4 * random(*shape, dtype=torch.float32).abs()).requires_grad_()
         beta = random(self.h, dtype=torch.float32).sigmoid().requires_grad_() if self.delta else None
         leaves = [x for x in (q, k, v, decay, beta) if x is not None]
         out = linear_attention(q, k, v, decay=decay, beta=beta, layout=layout, group=group, kernels=fla_kernels())
@@ -106,7 +107,7 @@ def warm_recurrent(
         raise ValueError("warm compiles kernels for this machine's GPU, but it has none: run it where layers will run")
     count = min(_MOST_PROCESSES, os.cpu_count() or 1) if processes is None else integer("--processes", processes, least=1)
     began = time.perf_counter()
-    mp.start_processes(_compile_share, (count, layers, ranks, dtype), count, start_method="spawn")
+    start_processes(_compile_share, (count, layers, ranks, dtype), count, start_method="spawn")
     compiled = time.perf_counter()
     with tuning_briefly():
         _run_all(layers, ranks, tokens, dtype)
@@ -121,10 +122,10 @@ def _compile_share(share: int, of: int, layers: Sequence[RecurrentLayer], ranks:
 
 
 def _run_all(layers: Sequence[RecurrentLayer], ranks: int, tokens: int, dtype: torch.dtype) -> None:
-    """A rank whose one segment begins the sequence, one whose segment follows another, and one with two that follow others."""
+    """A rank with one segment that begins the sequence, one with another that follows others, and one with two that follow others."""
     calls: list[tuple[Transport, Layout]] = [(Alone(), contiguous(tokens, 1))]
     if ranks > 1:
-        calls.append((SilentTransport(1, 2), contiguous(2 * tokens, 2)))
+        calls.append((SilentTransport(0, 2), zigzag(2 * tokens, 2)))
     if ranks > 2:
         calls.append((SilentTransport(1, 3), zigzag(3 * tokens, 3)))
     for layer in layers:
@@ -176,7 +177,7 @@ def tuning_briefly() -> Iterator[None]:
     before = Autotuner.do_bench
 
     def brief(kernel_call: Any, quantiles: Any) -> Any:
-        return do_bench(kernel_call, quantiles=quantiles, **_PATIENCE)
+        return do_bench(kernel_call, warmup=1, rep=_TUNING, quantiles=quantiles)
 
     Autotuner.do_bench = property(lambda tuner: brief)  # pyright: ignore[reportAttributeAccessIssue]
     try:

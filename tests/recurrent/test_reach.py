@@ -6,13 +6,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import ringattn as ra
 from ringattn.recurrent import reach
 from ringattn.recurrent.kernels import TorchKernels
 from ringattn.recurrent.segments import make_segments
-from tests.recurrent.fla_stand_in import use_stand_in
+from tests.recurrent.fla_stand_in import errors, use_stand_in
 from tests.recurrent.steps import Case, steps
 
 linear_attention = importlib.import_module("ringattn.recurrent.linear_attention")
@@ -144,3 +145,34 @@ def test_in_fp32_what_is_left_out_is_nothing():
     (rows,) = heads_of(2 * size, 2, 1, decay, beta, k).values()
     found = [steps(q, k, v, decay, beta, state)[0][:, rows:] for state in (torch.zeros(1, 1, 8, 8), 1e3 * torch.randn(1, 1, 8, 8))]
     assert torch.equal(*found)
+
+
+def on_gpus(group, beta):
+    """Relative differences of out and all gradients between a call with tails and one without, and the heads of the former."""
+    rank, size, world = dist.get_rank(group), 1 << 13, dist.get_world_size(group)
+    draw = torch.Generator("cuda").manual_seed(rank)
+    q, k, v, dout = (torch.randn(1, size, 4, 64, generator=draw, device="cuda") for _ in range(4))
+    decay, writes = (torch.rand(1, size, 4, generator=draw, device="cuda") for _ in range(2))
+    q, k, v, dout = (x.bfloat16() for x in (q, torch.nn.functional.normalize(k, dim=-1), v, dout))
+    leaves = [x.requires_grad_() for x in (q, k, v, -decay, *([writes] if beta else []))]
+    found, heads = [], []
+
+    def noted(*args):
+        heads.append(reach.reaches(*args))
+        return heads[-1]
+
+    for shortest in (1 << 12, 1 << 20):
+        with mock.patch.object(reach, "SHORTEST", shortest), mock.patch.object(linear_attention, "reaches", noted):
+            options = dict(decay=leaves[3], beta=leaves[4] if beta else None, layout=ra.zigzag(size * world, world), group=group)
+            out = ra.linear_attention(*leaves[:3], **options)
+            found.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+    return errors(*found), heads[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("beta", [False, True], ids=["linear", "delta"])
+def test_tails_on_gpus(nccl, world_size, beta):
+    """In bf16 tails differ from whole segments by rounding alone: fla's chunks begin at other rows."""
+    by_rank = nccl.run(world_size, on_gpus, beta, timeout=300)
+    assert max(max(differences) for differences, _ in by_rank) < 1e-2
+    assert world_size == 1 or any(heads for _, heads in by_rank)

@@ -58,7 +58,7 @@ def test_a_layer_by_its_text():
             RecurrentLayer.parse(text)
 
 
-@pytest.mark.parametrize(("ranks", "segments"), [(1, [(1, 0)]), (2, [(1, 0), (0, 1)]), (3, [(1, 0), (0, 1), (0, 2)])])
+@pytest.mark.parametrize(("ranks", "segments"), [(1, [(1, 0)]), (2, [(1, 0), (1, 1)]), (3, [(1, 0), (1, 1), (0, 2)])])
 def test_segments_that_begin_and_that_follow(monkeypatch, ranks, segments):
     """Each kind of layer runs once for each number of segments that a rank may have, forward and backward."""
     made = []
