@@ -31,6 +31,7 @@ from .predict.machine import MACHINES, Machine
 from .predict.planner import check_work, held_bytes, options, predict, recommend
 from .predict.recurrence import RecurrentPrediction, RecurrentWork, predict_recurrence
 from .predict.simulation import Prediction, Workload
+from .recurrent.warmup import KINDS, warm_recurrent
 from .warmup import warm
 
 _GIB = 1 << 30
@@ -100,9 +101,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="compile the kernels into Triton's cache",
         description="Run it once on each machine with GPUs, or once with TRITON_CACHE_DIR in a folder that all of them share.",
     )
-    ready.add_argument("--head-dim", type=int, nargs="+", default=[128], help="of q and k (default 128)")
+    ready.add_argument(
+        "--head-dim", type=int, nargs="+", help="of q and k of attention (default 128; with --recurrent alone no attention)"
+    )
     ready.add_argument("--v-head-dim", type=int, help="of v (default: the same)")
     ready.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    ready.add_argument(
+        "--recurrent",
+        nargs="+",
+        metavar="KIND:HEADS:D_K:D_V",
+        help="also compile and tune fla's kernels of these layers with states; KIND as for plan, and the heads of queries and keys may "
+        "follow, as in delta:32:128:128:16 of Qwen3-Next. fla keeps what its tuner chose in Triton's cache",
+    )
+    ready.add_argument("--ranks", type=int, default=3, help="the most ranks of such layers' calls (default 3, as for all above)")
+    ready.add_argument(
+        "--tokens", type=count, default=16384, help="tokens of a rank, in calls of such layers that are timed (default 16K)"
+    )
+    ready.add_argument("--processes", type=int, help="that compile for such layers (default: one a core, at most 32)")
     ready.set_defaults(run=_warm, command=ready)
     doctor = commands.add_parser(
         "doctor",
@@ -166,8 +181,17 @@ def _verify(given: argparse.Namespace) -> int:
 
 
 def _warm(given: argparse.Namespace) -> None:
-    seconds = warm(given.head_dim, v_head_dim=given.v_head_dim, dtype=getattr(torch, given.dtype))
-    print(f"kernels of head dim {', '.join(map(str, given.head_dim))} in {given.dtype} are compiled: {seconds:.1f} s")
+    dtype = getattr(torch, given.dtype)
+    dims = given.head_dim if given.head_dim or given.recurrent else [128]
+    if given.recurrent:
+        sizes = dict(ranks=given.ranks, tokens=given.tokens, processes=given.processes)
+        compiled, tuned = warm_recurrent(given.recurrent, dtype=dtype, **sizes)
+        print(
+            f"fla's kernels of {', '.join(given.recurrent)} in {given.dtype} are compiled, {compiled:.1f} s, and tuned, {tuned:.1f} s"
+        )
+    if dims:
+        seconds = warm(dims, v_head_dim=given.v_head_dim, dtype=dtype)
+        print(f"kernels of head dim {', '.join(map(str, dims))} in {given.dtype} are compiled: {seconds:.1f} s")
 
 
 def _plan(given: argparse.Namespace) -> None:
@@ -236,18 +260,16 @@ def _recurrent(given: argparse.Namespace) -> RecurrentWork | None:
             raise ValueError("--layers goes with --recurrent, which says what the recurrent layers are")
         return None
     kind, *sizes = given.recurrent.split(":")
-    kinds = {"none": ("none", False), "number": ("number", False), "vector": ("vector", False)}
-    kinds |= {"delta": ("number", True), "delta-vector": ("vector", True)}
-    if kind not in kinds or len(sizes) != 3 or not all(size.isdigit() for size in sizes):
+    if kind not in KINDS or len(sizes) != 3 or not all(size.isdigit() for size in sizes):
         raise ValueError(
-            f"--recurrent is {given.recurrent!r}, but takes KIND:HEADS:D_K:D_V, where KIND is one of {', '.join(kinds)}: delta:32:128:128"
+            f"--recurrent is {given.recurrent!r}, but takes KIND:HEADS:D_K:D_V, where KIND is one of {', '.join(KINDS)}: delta:32:128:128"
         )
     if given.layers is not None and not re.fullmatch(r"\d+:\d+", given.layers):
         raise ValueError(f"--layers is {given.layers!r}, but takes ATTENTION:RECURRENT, such as 6:18")
     if given.kv_tokens is not None:
         raise ValueError("--recurrent is for tokens that are queries and keys: leave out --kv-tokens")
     heads, d_k, d_v = map(int, sizes)
-    decays, delta = kinds[kind]
+    decays, delta = KINDS[kind]
     return RecurrentWork(1, heads, d_k, d_v, decays, delta, layout=LAYOUTS[given.layout])
 
 

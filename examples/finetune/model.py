@@ -100,6 +100,9 @@ def build_model(settings: Settings, device: torch.device, vocab: int = 0) -> Cau
     if settings.mlp_tile:
         for suffix in ("MLP", "Norm"):
             tile_modules(model, settings.mlp_tile, suffix)
+        heads = getattr(config, "linear_num_value_heads", None)
+        if heads and "linear_attention" in config.layer_types:
+            tile_modules(model, settings.mlp_tile * heads, "NormGated")
     return CausalLMLoss(model, loss=token_loss if settings.deterministic else fused_token_loss)
 
 

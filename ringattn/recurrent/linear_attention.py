@@ -5,13 +5,15 @@ the latter two gives each segment the state that it really begins with. As the r
 `state_queries @ state`, a matrix product: all else is done before the exchange is waited for.
 
 The backward pass runs segments again, from the states that they begin with, while the gradients of states pass the other way. Segments
-that begin documents began from theirs in the forward pass: fla's kernels keep what their backward pass needs of these.
+that begin documents began from theirs in the forward pass: fla's kernels keep what their backward pass needs of these. So they do of tails,
+the rows of segments that follow others which decays let no state before the segment reach (`reach.py`): all else is about their heads.
 
 Shapes: b batch, s tokens of this rank, hk heads of q and k, h heads of v, n documents; states (b, h, d_k, d_v).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
@@ -26,7 +28,18 @@ from ..runtime.op import without_autocast
 from .calls import DEFAULT_MASK, CheckedCall, agree_on_segments, check_call
 from .checks import check_states, check_tensors, overflow
 from .kernels import RecurrenceKernels, check_kernels, choose_kernels
-from .local import FromStates, FromZero, InputGradients, RecurrenceInputs, StateReading, first_states, joined
+from .local import (
+    Continued,
+    FromStates,
+    FromZero,
+    InputGradients,
+    RecurrenceInputs,
+    StateReading,
+    first_states,
+    joined,
+    rows_from_states,
+)
+from .reach import reaches
 from .recomputed import gradients_of, leaves_of, saving_is_hooked
 from .segments import OwnSegments, Segments
 from .state_passing import StatePassing, Summary
@@ -172,6 +185,15 @@ def linear_attention(
 
 
 @dataclass(frozen=True, eq=False)
+class _Pieces:
+    """The heads of segments that follow others, and the tails of some: `cut`, by index. Without a tail the head is the whole segment."""
+
+    heads: OwnSegments
+    tails: OwnSegments
+    cut: list[int]
+
+
+@dataclass(frozen=True, eq=False)
 class _LinearCall:
     """A call, and its options."""
 
@@ -201,9 +223,22 @@ class _LinearCall:
         """The rank's segments that begin documents."""
         return FromStates(self.own, self.own.first, inputs, first_states(self.own, inputs), self.scale, self.kernels)
 
-    def following(self, inputs: RecurrenceInputs) -> FromZero:
-        """Those that follow others, before it is known from which states."""
-        return FromZero(self.own, inputs, self.scale, self.kernels)
+    def pieces(self, inputs: RecurrenceInputs) -> _Pieces:
+        """The rank's segments that follow others, cut where a state before them is forgotten."""
+        rows = reaches(self.own, inputs.k, inputs.decay, inputs.beta)
+        return _Pieces(*self.own.cut(rows), list(rows)) if rows else _Pieces(self.own, self.own, [])
+
+    def following(self, inputs: RecurrenceInputs, pieces: _Pieces) -> FromZero:
+        """The heads of those that follow others, before it is known from which states."""
+        return FromZero(pieces.heads, inputs, self.scale, self.kernels)
+
+    def tails(self, inputs: RecurrenceInputs, pieces: _Pieces, states: torch.Tensor) -> FromStates:
+        """The tails, from the states (m, b, h, d_k, d_v) that the heads of all following segments make from zero."""
+        chosen = [self.own.following.index(index) for index in pieces.cut]
+        begins = states.detach()[chosen] if len(chosen) < len(states) else states.detach()
+        if torch.is_grad_enabled():
+            begins.requires_grad_()
+        return FromStates(pieces.tails, pieces.cut, inputs, begins, self.scale, self.kernels)
 
     def rerun(self, inputs: RecurrenceInputs, states: torch.Tensor) -> FromStates:
         """The same in the backward pass, where it is known."""
@@ -237,34 +272,44 @@ class _LinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _LinearCall, *tensors: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         inputs = RecurrenceInputs(*tensors)
-        # only what begins a document begins now from the state that the backward pass must begin from
-        keeps = call.needs_grad and call.kernels.graphs_are_small and not saving_is_hooked()
+        # only what begins a document, and tails, begin now from the state that the backward pass must begin from
+        hooked = saving_is_hooked()
+        keeps = call.needs_grad and call.kernels.graphs_are_small and not hooked
         leaves = _leaves(inputs, ctx.needs_input_grad[1:]) if keeps else inputs
         passing = call.passing(inputs)
         with without_autocast(inputs.q.device.type):
+            pieces = call.pieces(inputs)
             with torch.set_grad_enabled(keeps):
                 first = call.first(leaves)
             # a delta rule from zero has d_k more columns of values: it costs less to run it again than to go back through them
-            follows = keeps and inputs.beta is None
+            follows = keeps and inputs.beta is None and not pieces.cut
             with torch.set_grad_enabled(follows):
-                following = call.following(leaves)
+                following = call.following(leaves, pieces)
+            with torch.set_grad_enabled(keeps):
+                tails = call.tails(leaves, pieces, following.states)
             own = first.summaries(passing.transition.numbers) | following.summaries()
+            own |= {index: Summary(own[index].total, state) for index, state in zip(pieces.cut, tails.finals.detach())}
             pending = passing.start_forward(own)
             with torch.set_grad_enabled(keeps):
-                first_out = first.out
+                first_out, tails_out = first.out, tails.out
             with torch.set_grad_enabled(follows):
                 following_out = following.out
             reading = following.reading
             summaries, _ = pending.wait()
             before, last = passing.states_before(summaries)
             call.check_finite(inputs, own, summaries, {call.segments.every[i].start: state for i, state in before.items()})
-            out = joined(call.own, first_out.detach(), following_out.detach(), reading, before, inputs.v).to(inputs.q.dtype)
+            heads = pieces.heads.parts(pieces.heads.following, following_out.detach())
+            rest = pieces.tails.parts(pieces.cut, tails_out.detach())
+            read = reading.parts(pieces.heads)
+            out = joined(call.own, first_out.detach(), heads, rest, read, before, inputs.v).to(inputs.q.dtype)
             final = call.final_states(last, inputs) if call.last_states else None
             states = [before[index] for index in call.own.following]
-        ctx.kept = _Kept(leaves, first, following if follows else None) if keeps else None
-        ctx.call = call
+        ctx.kept = _Kept(leaves, first, following if follows else None, tails) if keeps else None
+        ctx.call, ctx.pieces = call, pieces
         begins = torch.stack(states) if states else following.states.detach()
-        ctx.save_for_backward(*inputs, *reading, following.totals, begins)
+        # checkpointing compares shapes of what it computes again: that of the heads' rows would be another if one bit of a decay were
+        saved = (None, None) if pieces.cut and hooked else reading
+        ctx.save_for_backward(*inputs, *saved, following.totals, begins)
         return out, final
 
     @staticmethod
@@ -272,25 +317,32 @@ class _LinearAttention(torch.autograd.Function):
         call: _LinearCall = ctx.call
         call.checked.refuse_second_derivative("linear_attention")
         *tensors, queries, factors, totals, states = ctx.saved_tensors
-        inputs = RecurrenceInputs(*tensors)
+        inputs, pieces = RecurrenceInputs(*tensors), ctx.pieces
         with call.checked.context.turn, without_autocast(inputs.q.device.type):
             call.checked.begin_backward()
             kept, ctx.kept = ctx.kept, None
+            reading = StateReading(queries, factors)
+            tail_states = states
+            if pieces.cut and (kept is None or queries is None):
+                with torch.no_grad():
+                    following = call.following(inputs, pieces)
+                    reading, tail_states = following.reading, following.states
             if kept is None:  # or it is the second backward pass through a graph
                 leaves = _leaves(inputs, ctx.needs_input_grad[1:])
                 with torch.enable_grad():
-                    kept = _Kept(leaves, call.first(leaves), None)
-            return None, *_gradients(call, inputs, grads, kept, StateReading(queries, factors), totals, states)
+                    kept = _Kept(leaves, call.first(leaves), None, call.tails(leaves, pieces, tail_states))
+            return None, *_gradients(call, inputs, grads, kept, pieces, reading, totals, states)
 
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
     """A rank's inputs, cut from their history, and segments as run on them, with a graph: those that begin documents, and those that follow
-    others, or None."""
+    others, or None; and the tails of the latter."""
 
     leaves: RecurrenceInputs
     first: FromStates
     following: FromZero | None
+    tails: FromStates
 
 
 def _leaves(inputs: RecurrenceInputs, wanted: tuple[bool, ...]) -> RecurrenceInputs:
@@ -302,6 +354,7 @@ def _gradients(
     inputs: RecurrenceInputs,
     grads: tuple[torch.Tensor | None, ...],
     kept: _Kept,
+    pieces: _Pieces,
     reading: StateReading,
     totals: torch.Tensor,
     states: torch.Tensor,
@@ -309,25 +362,59 @@ def _gradients(
     """The gradients of the inputs that are wanted, from those of out and of the last states."""
     dout, dlast = grads
     assert dout is not None
-    passing, own, dtype = call.passing(inputs), call.own, call.kernels.dtype(inputs.q)
+    passing, own, heads, dtype = call.passing(inputs), call.own, pieces.heads, call.kernels.dtype(inputs.q)
     dout = own.by_position(dout).to(dtype)
     # of the states that segments begin with, through the segments' own outputs
-    pairs = zip(reading.parts(own).values(), own.parts(own.following, own.rows(own.following, dout)).values())
+    pairs = zip(reading.parts(heads).values(), heads.parts(own.following, heads.rows(own.following, dout)).values())
     through = [part.gradient(rows).to(inputs.dtype) for part, rows in pairs]
     pending = passing.start_backward({i: Summary(*pair) for i, *pair in zip(own.following, totals, through)}, dlast)
     with torch.enable_grad():
-        runs = [kept.first, call.rerun(kept.leaves, states) if kept.following is None else kept.following.continued(states)]
-        outs = [run.out for run in runs]
+        runs: list[tuple[OwnSegments, FromStates | Continued]] = [(own, kept.first), (pieces.tails, kept.tails)]
+        leaves = kept.leaves
+        if pieces.cut:
+            # few rows: their gradients by themselves are added to those of all
+            leaves = _leaves(_head_rows(heads, kept.leaves), tuple(x is not None and x.requires_grad for x in kept.leaves))
+            following = rows_from_states(own.following, leaves, states, heads.lengths(own.following), call.scale, call.kernels)
+        else:
+            following = call.rerun(kept.leaves, states) if kept.following is None else kept.following.continued(states)
+            runs.append((heads, following))
+        outs = [run.out for _, run in runs]
     after = passing.gradients_after(*pending.wait())
     nothing = torch.zeros(inputs.state_shape, dtype=inputs.dtype, device=dout.device)
+
+    def of_finals(indices: list[int]) -> torch.Tensor:
+        return torch.stack([after.get(index, nothing) for index in indices])
+
     live: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for run, out in zip(runs, outs):
+    for (rows, run), out in zip(runs, outs):
         if run.indices:
-            dfinals = torch.stack([after.get(index, nothing) for index in run.indices])
-            live += [(out, own.rows(run.indices, dout)), (run.finals, dfinals)]
-    result = InputGradients(*gradients_of(kept.leaves, live))
+            live += [(out, rows.rows(run.indices, dout)), (run.finals, of_finals(run.indices))]
+    *found, dtails = gradients_of((*kept.leaves, kept.tails.states), live)
+    result = InputGradients(*found)  # pyright: ignore[reportCallIssue]
+    if pieces.cut:
+        assert dtails is not None
+        after |= dict(zip(pieces.cut, dtails))
+        live = [(following.out, heads.rows(own.following, dout)), (following.finals, of_finals(own.following))]
+        result = _with_rows(heads, result, gradients_of(leaves, live))
     if result.initial is not None and dlast is not None:
         # the last state of a document without tokens is its first
         empty = [document for document in range(call.segments.documents) if document not in call.segments.held]
         result.initial[:, empty] += dlast[:, empty].to(result.initial.dtype)
     return result
+
+
+def _head_rows(heads: OwnSegments, inputs: RecurrenceInputs) -> RecurrenceInputs:
+    rows = (None if x is None else heads.rows(heads.following, heads.by_position(x.detach())) for x in inputs[:5])
+    return RecurrenceInputs(*rows, None)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def _with_rows(heads: OwnSegments, gradients: InputGradients, of_heads: Sequence[torch.Tensor | None]) -> InputGradients:
+    """Gradients, to which those of the heads' rows are added in place."""
+    pairs = [(whole, part) for whole, part in zip(gradients[:5], of_heads) if whole is not None and part is not None]
+    if not pairs:
+        return gradients
+    held = torch.arange(pairs[0][0].shape[1], device=pairs[0][0].device)
+    rows = heads.rows(heads.following, heads.by_position(held[None]))[0]
+    # an expanded gradient has no memory of its own
+    sums = iter([whole.contiguous().index_add_(1, rows, part) for whole, part in pairs])
+    return gradients._replace(**{name: next(sums) for name, x in zip(gradients._fields[:5], gradients) if x is not None})

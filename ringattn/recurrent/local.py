@@ -11,7 +11,7 @@ Shapes: b batch, s tokens of this rank, hk heads of q and k, h heads of v, n doc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -98,7 +98,7 @@ class StateReading(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """What `FromStates` has, of segments that have been run from zero."""
+    """What `FromStates` has, of segments that have been run from zero, or whose rows are given by themselves."""
 
     indices: list[int]
     finals: torch.Tensor
@@ -118,7 +118,7 @@ class FromStates:
         scale: float,
         kernels: RecurrenceKernels,
     ) -> None:
-        self.indices = indices
+        self.indices, self.states = indices, states
         self._ran = kernels.run(*_rows_of(own, indices, inputs), states, own.lengths(indices), scale)
         self.finals = self._ran.finals
 
@@ -131,6 +131,20 @@ class FromStates:
         """The states that segments which begin documents end with, by index; `numbers` are those of a total."""
         finals = self.finals.detach()
         return {index: Summary(state.new_zeros(*state.shape[:2], numbers), state) for index, state in zip(self.indices, finals)}
+
+
+def rows_from_states(
+    indices: list[int],
+    rows: RecurrenceInputs,
+    states: torch.Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    kernels: RecurrenceKernels,
+) -> Continued:
+    """Segments of these lengths, from the states (m, b, h, d_k, d_v) that they begin with: their rows alone. Differentiable."""
+    decay, beta = (None if x is None else x.to(rows.dtype) for x in (rows.decay, rows.beta))
+    ran = kernels.run(rows.q, rows.k, rows.v, decay, beta, states, lengths, scale)
+    return Continued(indices, ran.finals, ran.read())
 
 
 class FromZero:
@@ -209,19 +223,21 @@ class FromZero:
 def joined(
     own: OwnSegments,
     first: torch.Tensor,
-    following: torch.Tensor,
-    reading: StateReading,
+    heads: Mapping[int, torch.Tensor],
+    tails: Mapping[int, torch.Tensor],
+    readings: Mapping[int, StateReading],
     before: Mapping[int, torch.Tensor],
     like: torch.Tensor,
 ) -> torch.Tensor:
     """The outputs of all rows (b, s, h, d_v), as the rank holds them, from the states that segments which follow others begin with.
 
-    first, following: of segments that begin documents, (b, s - s', h, d_v), and of others from zero, (b, s', h, d_v). like: (b, s, h, d_v).
+    first: of segments that begin documents, (b, s - s', h, d_v). heads, tails: of others, by index, from zero. like: (b, s, h, d_v).
     """
-    readings, parts = reading.parts(own), own.parts(own.first, first)
-    for index, rows in own.parts(own.following, following).items():
-        parts[index] = rows + readings[index].read(before[index])
-    return own.whole(parts, like.to(following.dtype))
+    parts = own.parts(own.first, first)
+    for index, rows in heads.items():
+        head = rows + readings[index].read(before[index])
+        parts[index] = torch.cat([head, tails[index]], dim=1) if index in tails else head
+    return own.whole(parts, like.to(first.dtype))
 
 
 def first_states(own: OwnSegments, inputs: RecurrenceInputs) -> torch.Tensor:

@@ -6,8 +6,9 @@ of any lengths. Segments of one document are a chain.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
@@ -124,11 +125,21 @@ class OwnSegments:
     """
 
     def __init__(self, segments: Segments, rank: int) -> None:
-        self._every = segments.every
+        self._every: Sequence[Segment] = segments.every
         self._spans = segments.spans[rank]
         own = segments.own(rank)
         self.first = [index for index in own if self._every[index].first]
         self.following = [index for index in own if not self._every[index].first]
+
+    def cut(self, rows: Mapping[int, int]) -> tuple[OwnSegments, OwnSegments]:
+        """The same with segments of fewer rows, by index: with their first so many rows, and with their others."""
+        heads, tails = copy.copy(self), copy.copy(self)
+        heads._every, tails._every = list(self._every), list(self._every)
+        for index, count in rows.items():
+            whole = self._every[index]
+            heads._every[index] = replace(whole, stop=whole.start + count)
+            tails._every[index] = replace(whole, start=whole.start + count, row=whole.row + count)
+        return heads, tails
 
     def by_position(self, x: torch.Tensor) -> torch.Tensor:
         """The rank's rows as they come, in the order of their positions."""

@@ -9,7 +9,7 @@ Shapes: b batch, s local tokens, n features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -30,7 +30,13 @@ def tiled(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, row
         raise ValueError(f"x is a tensor of shape {tuple(x.shape)} and {x.layout}, but must be dense, (..., s, n)")
     if x.shape[-2] <= rows:
         return function(x)
-    parts = [checkpoint(function, part, use_reentrant=False) for part in x.split(rows, dim=-2)]
+    return _joined_tiles(function, (x,), rows)
+
+
+def _joined_tiles(function: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
+    """`function` over tiles of all tensors (..., s, n) at once."""
+    tiles = zip(*(x.split(rows, dim=-2) for x in tensors), strict=True)
+    parts = [checkpoint(function, *tile, use_reentrant=False) for tile in tiles]
     for part in parts:
         if not isinstance(part, torch.Tensor):
             raise ValueError(
@@ -44,14 +50,17 @@ class _Tiled(nn.Module):
 
     tile_rows: int
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return tiled(super().forward, x, self.tile_rows)
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        if others and x.shape[-2] > self.tile_rows:
+            return _joined_tiles(super().forward, (x, *others), self.tile_rows)
+        return super().forward(x, *others) if others else tiled(super().forward, x, self.tile_rows)
 
 
 def tile_modules(model: nn.Module, rows: int, suffix: str = "MLP") -> list[str]:
     """Let every module whose class name ends in `suffix` run over tiles of `rows` tokens; returns the modules' names.
 
-    `suffix="Norm"` is for norms: in transformers they keep their input in fp32, and the normalized input beside their output.
+    `suffix="Norm"` is for norms: in transformers they keep their input in fp32, and the normalized input beside their output. A module may
+    take several tensors of as many rows, as norms with gates do (`suffix="NormGated"`), whose rows are those of all heads.
 
     Parameters and their names stay. Call it before wrapping in FSDP2; a second call changes the rows. Raises ValueError if no module
     fits.

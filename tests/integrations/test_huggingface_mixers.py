@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import masking_utils
 import ringattn as ra
 from ringattn.integrations.huggingface import attach, detach
 from ringattn.integrations.huggingface_mixers import rebound
+from ringattn.recurrent.state_passing import StatePassing
 from ringattn.runtime.ulysses import Hybrid
 from ringattn.training.causal_lm import sum_gradients
 from ringattn.transport import Alone
@@ -225,6 +227,27 @@ def verified(group):
 
 def test_verify_compares_a_hybrid_model(gloo):
     gloo.run(2, verified, timeout=60)
+
+
+def magnified(group, mistake):
+    """A length at which the step of this model magnifies rounding: the ring's own is five times that of transformers."""
+    torch.set_num_threads(1)
+    found = StatePassing.states_before
+
+    def mistaken(passing, summaries):
+        before, last = found(passing, summaries)
+        return {index: (1 + mistake) * state for index, state in before.items()}, last
+
+    with mock.patch.object(StatePassing, "states_before", mistaken):
+        return ra.verify(
+            made("nemotron h").float(), dict(input_ids=tokens(64)), layout=ra.zigzag(64, group.size()), group=group
+        ).passed
+
+
+def test_verify_knows_rounding_that_a_step_magnifies_from_a_mistake(gloo):
+    for world_size in (1, 2):
+        assert all(gloo.run(world_size, magnified, 0.0, timeout=60))
+    assert not any(gloo.run(2, magnified, 1e-3, timeout=60))
 
 
 def test_detach_and_copies():

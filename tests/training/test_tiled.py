@@ -70,6 +70,21 @@ def test_tiled_norms_keep_only_their_input():
     assert whole >= 3 * x.nbytes
 
 
+@pytest.mark.parametrize("rows", [1, 4, 22])
+def test_norms_with_a_gate(rows):
+    """Two tensors of as many rows are cut alike: out and all gradients."""
+    torch.manual_seed(0)
+    norm = transformers.models.qwen3_5.modeling_qwen3_5.Qwen3_5RMSNormGated(16)
+    x, gate = (torch.randn(22, 16, requires_grad=True) for _ in range(2))
+    leaves = [x, gate, norm.weight]
+    expected = norm(x, gate)
+    grads = torch.autograd.grad(expected.square().sum(), leaves)
+    assert tile_modules(nn.ModuleList([norm]), rows, suffix="NormGated") == ["0"]
+    out = norm(x, gate)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), leaves), grads)
+
+
 @pytest.mark.gpu
 def test_tiles_take_less_memory_on_a_gpu():
     """An eighth of the hidden layer, which dominates: two of sixteen tiles exist at a time, forward and backward."""
