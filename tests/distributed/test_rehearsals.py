@@ -1,0 +1,82 @@
+"""Passes that are recorded before their first call, on GPUs: it replays them, with the bits of the process group's transport."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringattn as ra
+from ringattn.runtime import passes
+
+pytestmark = pytest.mark.gpu
+
+DIM = 64
+HEADS = 4, 2, 2, 4
+
+
+@pytest.fixture(params=[1, 2, 4, 8], ids="{}gpus".format)
+def world_size(request):
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs, and {torch.cuda.device_count()} are here")
+    return request.param
+
+
+def batches(tokens, world_size):
+    """New documents for each layout: whole on a rank, in pieces on several, and with rows that are scattered."""
+    generator = torch.Generator().manual_seed(0)
+    for make in (ra.placed, ra.balanced, lambda mask, tokens, world_size: ra.zigzag(tokens, world_size)):
+        for _ in range(3):
+            cuts = torch.randperm(tokens - 1, generator=generator)[:12].sort().values + 1
+            mask = ra.documents(cu_seqlens=[0, *cuts.tolist(), tokens])
+            yield make(mask, tokens, world_size), mask
+
+
+def tensors(layout, rank, batch, generator):
+    """q, k, v and dout of a rank's rows, as a model makes them."""
+    return [
+        torch.randn(batch, layout.lengths[rank], h, DIM, generator=generator, device="cuda", dtype=torch.float16) for h in HEADS
+    ]
+
+
+def step(inputs, layout, mask, group):
+    *leaves, dout = inputs
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    out = ra.ring_attention(*leaves, layout=layout, mask=mask, group=group)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+def rehearsed(group, batch):
+    """Where bits differ (dq: where it is far), and which calls of this rank ran a pass, of those that it prepared and of the others."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    copies, reference = ra.symmetric(group), ra.process_group(group)
+    generator = torch.Generator("cuda").manual_seed(rank)
+    wrong, ran = [], {True: 0, False: 0}
+    connected = ra.zigzag(256 * world_size, world_size)
+    step(tensors(connected, rank, batch, generator), connected, ra.causal(), copies)
+    for number, (layout, mask) in enumerate(batches(1024 * world_size, world_size)):
+        inputs = tensors(layout, rank, batch, generator)
+        # ranks may prepare or not, each as it likes
+        prepared = (number + rank) % 2 == 0
+        if prepared:
+            ra.prepare(layout, mask, like=tuple(x[:, :1] for x in inputs[:3]), group=copies)
+        with (
+            mock.patch.object(passes, "forward", side_effect=passes.forward) as forward,
+            mock.patch.object(passes, "backward", side_effect=passes.backward) as backward,
+        ):
+            got = step(inputs, layout, mask, copies)
+            ran[prepared] += forward.call_count + backward.call_count
+            again = step(inputs, layout, mask, copies)
+            assert forward.call_count + backward.call_count <= 2
+        expected = step(inputs, layout, mask, reference)
+        for found in (got, again):
+            far = [float((x.float() - y.float()).norm() / (y.float().norm() + 1e-6)) for x, y in zip(found, expected)]
+            wrong += [(number, far)] if far[0] or far[1] > 2e-3 or far[2] or far[3] else []
+    return wrong, ran
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_first_call_replays_what_was_rehearsed(nccl, world_size, batch):
+    for wrong, ran in nccl.run(world_size, rehearsed, batch):
+        assert wrong == []
+        assert ran[True] == 0 and ran[False] > 0
