@@ -106,6 +106,28 @@ def _convolution(
     return out if activation is None else ACT2FN[activation](out)
 
 
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+class _Normalized(torch.autograd.Function):
+    """Vectors (..., d) over their norms, in fp32 or wider. Keeps its input for the backward pass, and no wider copy of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(_wide(x))
+        factor = (wide.square().sum(-1, keepdim=True) + _NORM_EPSILON).rsqrt()
+        ctx.save_for_backward(x, factor)
+        return wide * factor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        x, factor = ctx.saved_tensors
+        out = x * factor
+        gradient = gradients[0]
+        return (factor * (gradient - out * (gradient * out).sum(-1, keepdim=True))).to(x.dtype)
+
+
 def _delta_rule(
     mixing: Mixing,
     query: torch.Tensor,
@@ -117,10 +139,7 @@ def _delta_rule(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Queries and keys (b, s, hk, d_k), values (b, s, h, d_v), g (b, s, h) or (b, s, h, d_k), beta (b, s, h) to (b, s, h, d_v)."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    q, k = query.to(dtype), key.to(dtype)
-    if use_qk_l2norm_in_kernel:
-        q, k = (x * (x.square().sum(-1, keepdim=True) + _NORM_EPSILON).rsqrt() for x in (q, k))
+    q, k = (_Normalized.apply(x) if use_qk_l2norm_in_kernel else x.to(_wide(x)) for x in (query, key))
     return mixing.recur(q, k, value, g, beta, dtype=query.dtype).to(query.dtype), None
 
 

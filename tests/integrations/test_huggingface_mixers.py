@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from transformers import masking_utils
 
 import ringattn as ra
+from ringattn.integrations import huggingface_recurrences
 from ringattn.integrations.huggingface import attach, detach
 from ringattn.integrations.huggingface_mixers import rebound
 from ringattn.recurrent.state_passing import StatePassing
@@ -248,6 +249,21 @@ def test_verify_knows_rounding_that_a_step_magnifies_from_a_mistake(gloo):
     for world_size in (1, 2):
         assert all(gloo.run(world_size, magnified, 0.0, timeout=60))
     assert not any(gloo.run(2, magnified, 1e-3, timeout=60))
+
+
+def test_normalised_vectors_keep_no_wider_copy():
+    x = torch.randn(2, 5, 3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(huggingface_recurrences._Normalized.apply, x)
+    half = torch.randn(2, 5, 3, 64, dtype=torch.bfloat16, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = huggingface_recurrences._Normalized.apply(half)
+    assert out.dtype == torch.float32
+    assert {t.dtype for t in kept if t.numel() == half.numel()} == {torch.bfloat16}
+    (found,) = torch.autograd.grad(out.sum(), half)
+    wide = half.detach().float().requires_grad_()
+    (wanted,) = torch.autograd.grad((wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).sum(), wide)
+    torch.testing.assert_close(found, wanted.bfloat16(), rtol=2**-7, atol=1e-6)
 
 
 def test_detach_and_copies():
