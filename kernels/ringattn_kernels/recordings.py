@@ -153,6 +153,7 @@ def _record(inputs: Tensors, addresses: list[int], work: Callable[[], Tensors]) 
     if module is None or functions is None or not hasattr(hook, "add") or recorder.steps is not None:
         return work(), None
     steps: list[Step] = []
+    device = driver.active.get_current_device()
     hook.add(count)
     recorder.steps = steps
     try:
@@ -165,7 +166,7 @@ def _record(inputs: Tensors, addresses: list[int], work: Callable[[], Tensors]) 
         return results, None
     try:
         places = _Places(inputs, addresses, results, watch.allocated)
-        listed = Submission(module, functions, len(inputs) + len(results) + 1)
+        listed = Submission(module, functions, len(inputs) + len(results) + 1, driver.active.get_current_stream(device))
         later = [step(listed, places.find) for step in steps]
     except ValueError:
         return results, None
