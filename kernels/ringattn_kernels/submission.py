@@ -140,8 +140,8 @@ class Submission:
         place = self._packed("Q", [x for column in zip(*copies) for x in column])
         self._do(stream, _COPY, place, len(copies))
 
-    def __call__(self, numbers: list[int]) -> None:
-        """Queue all calls. Not for two threads at once.
+    def __call__(self, numbers: list[Any]) -> None:
+        """Queue all calls. Tensors among the numbers stand for their addresses. Not for two threads at once.
 
         Raises RuntimeError if the driver refuses a call.
         """

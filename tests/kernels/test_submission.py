@@ -204,6 +204,13 @@ def test_arguments_of_unknown_types_are_not_listed(driver, argument):
         listed(driver, 0).launch(DIRECT, [argument], 7)
 
 
+def test_tensors_stand_for_their_addresses(driver):
+    calls, x, y = listed(driver, 3), torch.empty(4), torch.empty(4)
+    calls.copy(9, [(Number(0, 16), Number(1), 100), (64, Number(2), 200)])
+    calls([x, 1 << 45, y])
+    assert driver.calls[0][1:3] == ([x.data_ptr() + 16, 64], [1 << 45, y.data_ptr()])
+
+
 def test_a_refused_call_is_an_error_and_ends_the_run(driver):
     calls = listed(driver, 0)
     calls.operate(7, 1, [(64, 1)])
