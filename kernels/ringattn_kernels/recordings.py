@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,6 +111,63 @@ def state() -> tuple | None:
     return device, active.get_current_stream(device), torch.are_deterministic_algorithms_enabled()
 
 
+# a function, its argument if it is not None, and what it must return
+Question = tuple[Callable[..., Any], Any, Any]
+
+
+class InputKinds:
+    """What a recording is for: a state of the device, and inputs of the same classes, shapes, strides, dtypes, devices and alignment.
+
+    now: the `state()` of now. questions: what else must be so. Raises ValueError for tensors that have no memory, or no strides.
+    """
+
+    def __init__(self, now: tuple, inputs: Tensors, questions: tuple[Question, ...] = ()) -> None:
+        try:
+            self._kinds = tuple([(type(x), x.shape, x.stride(), x.dtype, x.device, not x.data_ptr() % 16) for x in inputs])
+        except (AttributeError, RuntimeError, TypeError) as error:
+            raise ValueError("these are no plain tensors") from error
+        self._now, self._hash = now, hash((now, *self._kinds))
+        active, (device, stream, deterministic) = driver.active, now
+        self._questions = (
+            *questions,
+            (torch.cuda.is_current_stream_capturing, None, False),
+            (hooked, None, False),
+            (active.get_current_stream, device, stream),
+            (active.get_current_device, None, device),
+            (torch.are_deterministic_algorithms_enabled, None, deterministic),
+        )
+        module = native.submission()
+        self._same: Callable[..., list[int] | None] = same if module is None else module.same
+
+    def addresses(self, inputs: Tensors) -> list[int] | None:
+        """Those of other inputs, if they and the device are now like these, and no two begin at one address; else None."""
+        return self._same(self._questions, self._kinds, inputs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InputKinds) and (self._now, self._kinds) == (other._now, other._kinds)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def same(questions: tuple[Question, ...], kinds: tuple, inputs: Tensors) -> list[int] | None:
+    """The addresses of tensors of these kinds, if no two are equal, and all questions are answered so; else None. As in `submission.c`."""
+    if not all((ask() if x is None else ask(x)) == answer for ask, x, answer in questions):
+        return None
+    try:
+        addresses = [x.data_ptr() for x in inputs]
+        found = tuple([(type(x), x.shape, x.stride(), x.dtype, x.device, not a % 16) for x, a in zip(inputs, addresses)])
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return addresses if found == kinds and len(set(addresses)) == len(addresses) else None
+
+
+def quick_swap() -> Callable[..., list[bytes] | None] | None:
+    """`swap` of `submission.c`; None where that is not compiled."""
+    module = native.submission()
+    return None if module is None else module.swap
+
+
 def _key(facts: tuple, now: tuple, inputs: Tensors, addresses: list[int]) -> tuple:
     # streams of two devices may have one number
     where = now, inputs[0].device
@@ -123,15 +181,20 @@ class Recording:
     """A pass as allocations and a submission. Its numbers: addresses of inputs, of results, of the memory inside; then those of steps."""
 
     def __init__(self, device: torch.device, results: Tensors, nbytes: int, listed: Submission, later: list[Later]) -> None:
-        self._device, self._nbytes, self._submission, self._later = device, nbytes, listed, later
+        self._submission, self._later = listed, later
         self.kinds = [(tuple(x.shape), x.stride(), x.dtype) for x in results]  # of the results
+        # one function for all, whose code is then at hand; memory of which nothing is used has no address
+        *self._results, self._inside = [
+            partial(torch.empty_strided, *sizes, dtype=dtype, device=device)
+            for *sizes, dtype in [*self.kinds, ((nbytes,), (1,), torch.uint8)]
+        ]
+        if not nbytes:
+            self._inside = int
         self._one_thread = threading.Lock()
 
     def __call__(self, addresses: list[int]) -> Tensors:
-        device = self._device
-        results = tuple([torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.kinds])
-        inside = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
-        numbers = [*addresses, *[x.data_ptr() for x in results], inside.data_ptr()]
+        results = tuple([make() for make in self._results])
+        numbers = [*addresses, *results, self._inside()]
         with self._one_thread:
             for later in self._later:
                 numbers += later()
@@ -184,6 +247,7 @@ def _record(
         return work(*inputs), None
     watch = _Witness(stand_ins)
     steps: list[Step] = []
+    device = driver.active.get_current_device()
     recorder.steps, recorder.explained, recorder.rehearses = steps, True, stand_ins is not None
     try:
         with watch:
@@ -195,7 +259,7 @@ def _record(
         return results, None
     try:
         places = _Places(inputs, addresses, results, watch.allocated)
-        listed = Submission(module, functions, len(inputs) + len(results) + 1)
+        listed = Submission(module, functions, len(inputs) + len(results) + 1, driver.active.get_current_stream(device))
         later = [step(listed, places.find) for step in steps]
     except ValueError:
         return results, None

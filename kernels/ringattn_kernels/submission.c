@@ -1,9 +1,13 @@
-/* Queues a list of CUDA driver calls; `submission.py` says how it comes about. The list is made once. Before each run, the numbers that differ
-   from run to run (addresses, counts) are written into the calls' arguments. */
+/* What a replayed call does in C: it compares its tensors with those of a recording, swaps a record with the other ranks of this host, and queues
+   a list of CUDA driver calls. `submission.py` says how the list comes about. The list is made once. Before each run, the numbers that differ
+   from run to run (addresses, counts) are written into the calls' arguments.
+
+   Tensors are asked by their attributes in Python, the same in all releases of torch. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <cuda.h>
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -94,16 +98,29 @@ static CUresult run(const Program *program, const Step *step) {
   }
 }
 
-/* submit(address of the program, list of numbers): None, or the driver's error as a pair (number of the step, error) */
-static PyObject *submit(PyObject *self, PyObject *args) {
-  unsigned long long address;
-  PyObject *list;
-  if (!PyArg_ParseTuple(args, "KO!", &address, &PyList_Type, &list)) return NULL;
-  const Program *program = (const Program *)(uintptr_t)address;
-  Py_ssize_t count = PyList_GET_SIZE(list);
+static PyObject *names[5];
+enum { SHAPE, STRIDE, DTYPE, DEVICE, DATA_PTR };
+
+/* The address of a tensor; 0 with an exception where it has none. Tensors without elements begin at 0, too. */
+static uint64_t address_of(PyObject *tensor) {
+  PyObject *address = PyObject_CallMethodNoArgs(tensor, names[DATA_PTR]);
+  if (address == NULL) return 0;
+  uint64_t value = PyLong_AsUnsignedLongLongMask(address);
+  Py_DECREF(address);
+  return value;
+}
+
+/* submit(address of the program, list of numbers, or of tensors for their addresses): None, or the driver's error as a pair (number of the
+   step, error) */
+static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+  if (given != 2 || !PyList_Check(args[1])) return PyErr_Format(PyExc_TypeError, "submit takes an address and a list");
+  const Program *program = (const Program *)(uintptr_t)PyLong_AsUnsignedLongLongMask(args[0]);
+  if (PyErr_Occurred()) return NULL;
+  Py_ssize_t count = PyList_GET_SIZE(args[1]);
   int64_t numbers[count + 1];
   for (Py_ssize_t i = 0; i < count; i++) {
-    numbers[i] = (int64_t)PyLong_AsUnsignedLongLongMask(PyList_GET_ITEM(list, i));
+    PyObject *x = PyList_GET_ITEM(args[1], i);
+    numbers[i] = (int64_t)(PyLong_Check(x) ? PyLong_AsUnsignedLongLongMask(x) : address_of(x));
     if (PyErr_Occurred()) return NULL;
   }
   CUresult result;
@@ -116,8 +133,184 @@ static PyObject *submit(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-static PyMethodDef methods[] = {{"submit", submit, METH_VARARGS, "Queue the calls of a program."}, {NULL, NULL, 0, NULL}};
+/* Whether an attribute of a tensor, or what its method gives, is what a kind says: 1, 0, or -1 with an exception. */
+static int has(PyObject *tensor, int name, PyObject *wanted) {
+  PyObject *found = name == STRIDE ? PyObject_CallMethodNoArgs(tensor, names[name]) : PyObject_GetAttr(tensor, names[name]);
+  if (found == NULL) return -1;
+  int same = PyObject_RichCompareBool(found, wanted, Py_EQ);
+  Py_DECREF(found);
+  return same;
+}
+
+/* Whether all questions, (function, its argument or None, answer), have these answers: 1, 0, or -1 with an exception. */
+static int answered(PyObject *questions) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(questions); i++) {
+    PyObject *question = PyTuple_GET_ITEM(questions, i);
+    if (!PyTuple_Check(question) || PyTuple_GET_SIZE(question) != 3) {
+      PyErr_Format(PyExc_TypeError, "a question has three parts");
+      return -1;
+    }
+    PyObject *function = PyTuple_GET_ITEM(question, 0), *argument = PyTuple_GET_ITEM(question, 1);
+    PyObject *answer = argument == Py_None ? PyObject_CallNoArgs(function) : PyObject_CallOneArg(function, argument);
+    if (answer == NULL) return -1;
+    int same = PyObject_RichCompareBool(answer, PyTuple_GET_ITEM(question, 2), Py_EQ);
+    Py_DECREF(answer);
+    if (same != 1) return same;
+  }
+  return 1;
+}
+
+/* same(questions, kinds, tensors), three tuples: the addresses as a list if all questions have their answers, each tensor is of its kind, and no two
+   begin at one address; else None. A kind is (class, shape, strides, dtype, device, whether the address is a multiple of 16). */
+static PyObject *same(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+  if (given != 3 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1]) || !PyTuple_Check(args[2]))
+    return PyErr_Format(PyExc_TypeError, "same takes three tuples");
+  int answers = answered(args[0]);
+  if (answers < 0) return NULL;
+  Py_ssize_t count = PyTuple_GET_SIZE(args[2]);
+  if (!answers || PyTuple_GET_SIZE(args[1]) != count) Py_RETURN_NONE;
+  uint64_t addresses[count + 1];
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject *kind = PyTuple_GET_ITEM(args[1], i), *x = PyTuple_GET_ITEM(args[2], i);
+    if (!PyTuple_Check(kind) || PyTuple_GET_SIZE(kind) != 6) return PyErr_Format(PyExc_TypeError, "a kind has six parts");
+    /* of another class, attributes might do anything */
+    int alike = (PyObject *)Py_TYPE(x) == PyTuple_GET_ITEM(kind, 0);
+    for (int name = SHAPE; name <= DEVICE && alike == 1; name++) alike = has(x, name, PyTuple_GET_ITEM(kind, 1 + name));
+    if (alike == 1) {
+      addresses[i] = address_of(x);
+      alike = PyErr_Occurred() ? -1 : (addresses[i] % 16 == 0) == (PyTuple_GET_ITEM(kind, 5) == Py_True);
+    }
+    for (Py_ssize_t j = 0; j < i && alike == 1; j++) alike = addresses[i] != addresses[j];
+    /* tensors without memory, or with several, have no address or no strides */
+    if (alike == -1) {
+      int expected = PyErr_ExceptionMatches(PyExc_RuntimeError) || PyErr_ExceptionMatches(PyExc_AttributeError) ||
+                     PyErr_ExceptionMatches(PyExc_TypeError);
+      if (!expected) return NULL;
+      PyErr_Clear();
+    }
+    if (alike != 1) Py_RETURN_NONE;
+  }
+  PyObject *list = PyList_New(count);
+  for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
+    PyObject *address = PyLong_FromUnsignedLongLong(addresses[i]);
+    if (address == NULL) Py_CLEAR(list);
+    else PyList_SET_ITEM(list, i, address);
+  }
+  return list;
+}
+
+/* Records of `ringattn/transport/shared_records.py`, which has the same in Python: where they lie, and when they are valid. */
+
+enum { SLOT = 1024, KEPT = 64, HEADER = 20, PIECE = SLOT - HEADER };
+
+/* zlib's checksum: bytes are few here, and this needs no library */
+static uint32_t checksums[256];
+
+static void make_checksums(void) {
+  for (uint32_t i = 0; i < 256; i++) {
+    uint32_t value = i;
+    for (int bit = 0; bit < 8; bit++) value = value & 1 ? value >> 1 ^ 0xEDB88320u : value >> 1;
+    checksums[i] = value;
+  }
+}
+
+static uint32_t checksum(uint64_t number, uint32_t length, const unsigned char *piece, uint32_t size) {
+  uint32_t value = ~(uint32_t)(number * 0x9E3779B1u + length);
+  for (uint32_t i = 0; i < size; i++) value = value >> 8 ^ checksums[(value ^ piece[i]) & 255];
+  return ~value;
+}
+
+static char *slot_of(char *memory, int64_t rank, uint64_t number) { return memory + SLOT * (1 + rank * KEPT + (int64_t)(number % KEPT)); }
+
+/* Whether a rank's piece with this number is there and whole, and of this size; then it is in `piece`. */
+static int has_come(const char *slot, uint64_t number, uint32_t size, unsigned char *piece) {
+  uint64_t found;
+  uint32_t facts[3];
+  __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  memcpy(&found, slot, 8);
+  if (found != number) return 0;
+  memcpy(facts, slot + 8, 12);
+  if (facts[0] != size || facts[1] != size) return 0;
+  memcpy(piece, slot + HEADER, size);
+  return facts[2] == checksum(number, size, piece, size);
+}
+
+static void pause_a_little(void) {
+#if defined(__x86_64__)
+  for (int i = 0; i < 8; i++) __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  for (int i = 0; i < 32; i++) __asm__ volatile("yield");
+#endif
+}
+
+enum { LOOKS_AT_ONCE = 8, LOOKS = 400 }; /* a look takes about half a microsecond, and longer where others want this processor */
+
+/* swap(memory, number, rank, size, record): the records of all ranks with this number as a list, once this rank's is written; None if not all
+   have come within a few hundred microseconds, or one is of another length, or damaged: the caller finds out. */
+static PyObject *swap(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+  if (given != 5 || !PyBytes_Check(args[4]) || PyBytes_GET_SIZE(args[4]) > PIECE)
+    return PyErr_Format(PyExc_TypeError, "swap takes memory, three integers and a short record");
+  uint64_t number = PyLong_AsUnsignedLongLong(args[1]);
+  int64_t rank = PyLong_AsLongLong(args[2]), size = PyLong_AsLongLong(args[3]);
+  if (PyErr_Occurred()) return NULL;
+  uint32_t bytes = (uint32_t)PyBytes_GET_SIZE(args[4]);
+  const unsigned char *own = (const unsigned char *)PyBytes_AS_STRING(args[4]);
+  Py_buffer buffer;
+  if (PyObject_GetBuffer(args[0], &buffer, PyBUF_WRITABLE) < 0) return NULL;
+  char *memory = buffer.buf;
+  PyObject *list = NULL;
+  if (rank < 0 || rank >= size || size > (1 << 16) || buffer.len < SLOT * (1 + size * KEPT)) {
+    PyErr_Format(PyExc_ValueError, "the memory holds no records of %lld ranks", (long long)size);
+    goto done;
+  }
+  char *slot = slot_of(memory, rank, number);
+  uint32_t facts[3] = {bytes, bytes, checksum(number, bytes, own, bytes)};
+  memcpy(slot + HEADER, own, bytes);
+  memcpy(slot + 8, facts, 12);
+  __atomic_thread_fence(__ATOMIC_RELEASE);
+  memcpy(slot, &number, 8);
+
+  if ((list = PyList_New(size)) == NULL) goto done;
+  PyThreadState *others_may_run = NULL;
+  int looks = 0;
+  unsigned char piece[PIECE];
+  for (int64_t other = 0; other < size; other++) {
+    while (other != rank && !has_come(slot_of(memory, other, number), number, bytes, piece) && looks < LOOKS) {
+      looks++;
+      if (looks > LOOKS_AT_ONCE && others_may_run == NULL) others_may_run = PyEval_SaveThread();
+      if (looks > LOOKS_AT_ONCE) sched_yield();
+      pause_a_little();
+    }
+    if (others_may_run != NULL) PyEval_RestoreThread(others_may_run), others_may_run = NULL;
+    if (looks == LOOKS) {
+      Py_DECREF(list);
+      list = Py_NewRef(Py_None);
+      break;
+    }
+    PyObject *record = other == rank ? Py_NewRef(args[4]) : PyBytes_FromStringAndSize((const char *)piece, bytes);
+    if (record == NULL) {
+      Py_CLEAR(list);
+      break;
+    }
+    PyList_SET_ITEM(list, other, record);
+  }
+done:
+  PyBuffer_Release(&buffer);
+  return list;
+}
+
+static PyMethodDef methods[] = {
+    {"submit", (PyCFunction)(void (*)(void))submit, METH_FASTCALL, "Queue the calls of a program."},
+    {"same", (PyCFunction)(void (*)(void))same, METH_FASTCALL, "The addresses of tensors, if they are of the same kinds as others."},
+    {"swap", (PyCFunction)(void (*)(void))swap, METH_FASTCALL, "The records of all ranks, if they come soon."},
+    {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "ringattn_submission", NULL, -1, methods};
 
-PyMODINIT_FUNC PyInit_ringattn_submission(void) { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit_ringattn_submission(void) {
+  const char *texts[] = {"shape", "stride", "dtype", "device", "data_ptr"};
+  for (int i = 0; i < 5; i++)
+    if ((names[i] = PyUnicode_InternFromString(texts[i])) == NULL) return NULL;
+  make_checksums();
+  return PyModule_Create(&definition);
+}

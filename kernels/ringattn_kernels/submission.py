@@ -3,6 +3,9 @@
 From Python, the driver's calls of a pass take the host longer than short passes take the GPU: each goes through a launcher that reads its
 arguments anew, or through ctypes. Here they lie as the driver takes them, and `submission.c` queues them. Where that cannot be compiled,
 passes run call by call.
+
+The list keeps the order that it was told, with few calls: of events and waits for them what `waits.py` finds necessary, and one call for
+memory operations that follow each other.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 
 from .cuda_structs import ADDRESS, MEMORY_OPERATION, VALUE, copy_options
 from .direct import DirectLaunch
+from .waits import After, Do, Mark, ordered
 
 _LAUNCH, _MARK, _AFTER, _OPERATE, _COPY = range(5)
 _WORD, _HALF_WORD, _TENSOR_MAP = range(3)
@@ -27,6 +31,7 @@ _ALIGNED = 128  # bytes: the driver wants descriptors at multiples of 64
 _MAP_BYTES = 128
 _NO_SCRATCH = 0, 0  # addresses of two sorts of scratch memory, the last parameters of each kernel
 _KEPT = 256  # blocks of parameters
+_TOGETHER = 256  # memory operations that one call takes
 # a kernel's parameters by Triton's names of types, as `struct` packs them; pointers are "Q"
 _FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
 _FORMATS |= {"fp32": "f", "f32": "f", "fp64": "d"}
@@ -67,16 +72,19 @@ class Argument(NamedTuple):
 class Submission:
     """A list of driver calls, to which methods add; calling it queues all of them.
 
-    numbers: how many integers each run is given, until `more_numbers` asks for others.
+    numbers: how many integers each run is given, until `more_numbers` asks for others. caller: the stream whose later work comes after what
+    the list says it comes after. Other streams keep their own order, and are given more by those who first let them follow a caller's.
     """
 
-    def __init__(self, module: ModuleType, functions: Functions, numbers: int) -> None:
+    def __init__(self, module: ModuleType, functions: Functions, numbers: int, caller: int) -> None:
         self._module = module
         self._functions = array("q", functions.addresses)
-        self._steps, self._patches, self._parameters = array("q"), array("q"), array("q")
+        self._listed: list[Do | Mark | After] = []
+        self._caller = caller
+        self._patches, self._parameters = array("q"), array("q")
         self._arguments = bytearray()
         self._kept: list[Any] = [functions]  # and events, and memory
-        self._program: array | None = None
+        self._program = 0  # its address, once the list is complete
         self.numbers = numbers
 
     def keep(self, what: Any) -> None:
@@ -106,19 +114,17 @@ class Submission:
         block.format.pack_into(self._arguments, begin, *values, *_NO_SCRATCH)
         first = len(self._parameters)
         self._parameters.extend([begin + offset for offset in block.offsets])
-        self._step(_LAUNCH, stream, direct.function, *direct.grid, *direct.sizes, first, len(self._parameters) - first)
+        self._do(stream, _LAUNCH, direct.function, *direct.grid, *direct.sizes, first, len(self._parameters) - first)
 
     def mark(self, stream: int) -> int:
         """A point in a stream, for `after`."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.ExternalStream(stream))  # the event is made when it is first recorded
-        self._kept.append(event)
-        self._step(_MARK, stream, event.cuda_event)
-        return event.cuda_event
+        mark = len(self._listed)
+        self._listed.append(Mark(stream, mark))
+        return mark
 
     def after(self, stream: int, mark: int) -> None:
         """What the stream does next comes after a point in another stream."""
-        self._step(_AFTER, stream, mark)
+        self._listed.append(After(stream, mark))
 
     def operate(self, stream: int, operation: int, values: Sequence[tuple[int | Number, int | Number]]) -> None:
         """As `Driver.operate` of the transports: waits for, or writes, values at addresses."""
@@ -128,34 +134,65 @@ class Submission:
             MEMORY_OPERATION.pack_into(self._arguments, begin, operation, 0, 0, 0)
             self._write("Q", begin + ADDRESS, address)
             self._write("I", begin + VALUE, value)
-        self._step(_OPERATE, stream, place, len(values))
+        self._do(stream, _OPERATE, place, len(values))
 
     def copy(self, stream: int, copies: Sequence[tuple[int | Number, int | Number, int]]) -> None:
         """Copies, each (target, source, bytes), in any order."""
         place = self._packed("Q", [x for column in zip(*copies) for x in column])
-        self._step(_COPY, stream, place, len(copies))
+        self._do(stream, _COPY, place, len(copies))
 
-    def __call__(self, numbers: list[int]) -> None:
-        """Queue all calls. Raises RuntimeError if the driver refuses one. Not for two threads at once."""
-        if self._program is None:
+    def __call__(self, numbers: list[Any]) -> None:
+        """Queue all calls. Tensors among the numbers stand for their addresses. Not for two threads at once.
+
+        Raises RuntimeError if the driver refuses a call.
+        """
+        if not self._program:
             self._program = self._finished()
         assert len(numbers) == self.numbers
-        failed = self._module.submit(self._program.buffer_info()[0], numbers)
+        failed = self._module.submit(self._program, numbers)
         if failed is not None:
             raise RuntimeError(f"the CUDA driver refused call {failed[0]} of a recorded pass with error {failed[1]}")
 
-    def _finished(self) -> array:
+    def _finished(self) -> int:
         size = len(self._arguments)
         memory = ctypes.create_string_buffer(size + _ALIGNED)
         begin = -(-ctypes.addressof(memory) // _ALIGNED) * _ALIGNED
         ctypes.memmove(begin, bytes(self._arguments), size)
-        self._kept.append(memory)
-        steps, patches = len(self._steps) // 10, len(self._patches) // 4
-        addresses = [x.buffer_info()[0] for x in (self._functions, self._steps, self._patches, self._parameters)]
-        return array("q", [*addresses[:2], steps, addresses[2], patches, addresses[3], begin])
+        calls, steps = self._calls(), array("q")
+        for kind, stream, *values in calls:
+            steps.extend([kind, stream, *values, *[0] * (8 - len(values))])
+        addresses = [x.buffer_info()[0] for x in (self._functions, steps, self._patches, self._parameters)]
+        program = array("q", [*addresses[:2], len(calls), addresses[2], len(self._patches) // 4, addresses[3], begin])
+        self._kept += memory, steps, program
+        return program.buffer_info()[0]
 
-    def _step(self, kind: int, stream: int, *values: int) -> None:
-        self._steps.extend([kind, stream, *values, *[0] * (8 - len(values))])
+    def _calls(self) -> list[tuple[int, ...]]:
+        """The driver calls that the list takes: kind, stream, and values."""
+        events: dict[Any, int] = {}
+        found: list[tuple[int, ...]] = []
+        for x in ordered(self._listed, self._caller):
+            if isinstance(x, Do):
+                kind, values = x.call
+                joined = _joined(found[-1], x) if found else None
+                if joined is None:
+                    found.append((kind, x.stream, *values))
+                else:
+                    found[-1] = joined
+            elif isinstance(x, Mark):
+                events[x.name] = self._event(x.stream)
+                found.append((_MARK, x.stream, events[x.name]))
+            else:
+                found.append((_AFTER, x.stream, events[x.name]))
+        return found
+
+    def _event(self, stream: int) -> int:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.ExternalStream(stream))  # the event is made when it is first recorded
+        self._kept.append(event)
+        return event.cuda_event
+
+    def _do(self, stream: int, kind: int, *values: int) -> None:
+        self._listed.append(Do(stream, (kind, values)))
 
     def _room(self, nbytes: int, aligned: int = 8) -> int:
         place = -(-len(self._arguments) // aligned) * aligned
@@ -209,6 +246,16 @@ def _block(kinds: tuple[str, ...]) -> _Block:
         places.append(_Place(offset, _TENSOR_MAP if nbytes == _MAP_BYTES else _HALF_WORD if nbytes == 4 else _WORD))
     offsets = [place.offset for place in places if place is not None]
     return _Block(struct.Struct(text), offsets, places[: len(kinds)])
+
+
+def _joined(before: tuple[int, ...], x: Do) -> tuple[int, ...] | None:
+    """A driver call and the next one as one; None unless both are memory operations of one stream, with arguments side by side."""
+    kind, (place, count, *_) = x.call
+    if kind != _OPERATE or before[:2] != (_OPERATE, x.stream):
+        return None
+    first, earlier = before[2:]
+    together = earlier + count
+    return (*before[:2], first, together) if place == first + MEMORY_OPERATION.size * earlier and together <= _TOGETHER else None
 
 
 def _descriptor(value: Any) -> bytes:

@@ -22,7 +22,7 @@ from .streams import InOrder, SideBySide, Streams
 if TYPE_CHECKING:
     import ringattn_kernels
     from ringattn_kernels import TensorKind
-    from ringattn_kernels.recordings import Kind, Recording
+    from ringattn_kernels.recordings import InputKinds, Kind, Question, Recording
 
     QuerySums = blocked.TorchQuerySums | ringattn_kernels.QuerySums
 
@@ -104,6 +104,20 @@ def state_of_replays() -> tuple | None:
     import ringattn_kernels.recordings
 
     return ringattn_kernels.recordings.state()
+
+
+def inputs_of_replays(now: tuple, inputs: Tensors, questions: tuple[Question, ...]) -> InputKinds:
+    """Tensors like these, with this state, as what a recording is for; and what else must be so when it runs."""
+    import ringattn_kernels.recordings
+
+    return ringattn_kernels.recordings.InputKinds(now, inputs, questions)
+
+
+def quick_swap() -> Callable[..., list[bytes] | None] | None:
+    """What swaps records in C (see `Ranks.swapping`); None where that is missing. For a device that has recorded something."""
+    import ringattn_kernels.recordings
+
+    return ringattn_kernels.recordings.quick_swap()
 
 
 def queries(

@@ -11,7 +11,7 @@ import hashlib
 import json
 import struct
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from functools import cached_property
 from types import TracebackType
@@ -34,6 +34,7 @@ _OF_ORDER = {"function", _FORWARD, *FACTS.values()}
 
 # by the name of a fact: its value as a text, and the digest that is compared instead, unless it is empty
 _Texts = dict[str, tuple[str, str]]
+Swap = Callable[[bytes], list[bytes]]
 
 
 class Facts:
@@ -58,14 +59,14 @@ class Facts:
         return Facts({**self._facts, name: value})
 
 
-def agree(ranks: Ranks, facts: Facts, tokens: int, label: Label = UNKNOWN) -> tuple[tuple[int, ...], int]:
-    """The number of tokens of each rank, and the call's number.
+def agree(ranks: Ranks, facts: Facts, tokens: int, label: Label = UNKNOWN, swap: Swap | None = None) -> tuple[tuple[int, ...], int]:
+    """The number of tokens of each rank, and the call's number. swap: swaps records where no transform of torch's runs.
 
     Raises ValueError, on every rank and with the names of the odd ranks, if a fact or the label differs or a rank refused its input.
     """
     order: CallOrder = ranks.order
     record = _RECORD.pack(False, tokens, facts.hash, order.latest + 1, label.kind, label.digest)
-    records = _swap(ranks, record)
+    records = _swap(ranks, record) if swap is None else swap(record)
     if records.count(record) == ranks.size:
         order.add(order.latest + 1, label)
         return (tokens,) * ranks.size, order.latest
@@ -81,11 +82,11 @@ def agree(ranks: Ranks, facts: Facts, tokens: int, label: Label = UNKNOWN) -> tu
     return counts, number
 
 
-def agree_backward(ranks: Ranks, facts: Facts, number: int) -> None:
+def agree_backward(ranks: Ranks, facts: Facts, number: int, swap: Swap | None = None) -> None:
     """Raises ValueError, on every rank, unless all ranks begin the backward pass of the call with this number."""
     facts = facts.backward
     record = _RECORD.pack(False, 0, facts.hash, number, *UNKNOWN[:2])
-    records = _swap(ranks, record)
+    records = _swap(ranks, record) if swap is None else swap(record)
     if records.count(record) < ranks.size:
         order: CallOrder = ranks.order
         refused, _, _, numbers, *_ = zip(*map(_RECORD.unpack, records))

@@ -54,7 +54,7 @@ class Context:
         self._prepared: OrderedDict[tuple[_AttentionKey, bool], RankAttention] = OrderedDict()
         self._layouts: OrderedDict[tuple[str, int], Layout] = OrderedDict()
         self.ready: dict[tuple, Any] = {}  # of `ready.py`: calls whose passes are recorded, by all that they depend on
-        self.latest_ready: tuple[tuple, Any] | None = None
+        self.latest_ready: list[Any] = []  # what the latest of them were given
         self.compiled: dict[int, object] = {}  # the calls of compiled graphs, which `calls.py` finds by number
 
     def facts(self, key: tuple, check: Callable[[], Facts]) -> Facts:
@@ -137,7 +137,8 @@ class Context:
                 key, dropped = kept.popitem(last=False)
                 total -= sizes.pop(key, 0)
                 # recordings keep tables
-                self.ready, self.latest_ready = {name: x for name, x in self.ready.items() if x.attention is not dropped}, None
+                self.ready = {name: x for name, x in self.ready.items() if x.attention is not dropped}
+                self.latest_ready = [x for x in self.latest_ready if x.ready.attention is not dropped]
 
     def default_layout(self, mask: Mask, seq_len: int) -> Layout:
         """`layout.default_layout` for this group, made once."""

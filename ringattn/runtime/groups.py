@@ -44,8 +44,12 @@ def get_context(group: Group | None) -> Context:
 
     Raises ValueError for anything else, and for a group without this rank.
     """
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        return _alone
+    if group is None:
+        # of most calls
+        world = dist.group.WORLD if dist.is_available() else None
+        found = _alone if world is None else _contexts.get(world)
+        if found is not None:
+            return found
     if isinstance(group, (Transport, Hybrid)):
         ranks = group
     else:

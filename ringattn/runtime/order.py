@@ -12,7 +12,7 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 from threading import RLock
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NamedTuple
 
 _PACKAGE = __name__.split(".", 1)[0]
@@ -36,13 +36,17 @@ def label(name: str | None = None) -> Label:
     """The label of a call with this name; without one, that of the innermost line outside of ringattn that is running."""
     if name is not None:
         return _named(name)
-    frame = sys._getframe(1)
+    return line_from(sys._getframe(1))[0]
+
+
+def line_from(frame: FrameType | None) -> tuple[Label, FrameType | None]:
+    """The label of the innermost line outside of ringattn, from that of a frame on, and its frame."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module != _PACKAGE and not module.startswith(_PACKAGE + "."):
-            return _line(frame.f_code.co_filename, frame.f_lineno)
+            return _line(frame.f_code.co_filename, frame.f_lineno), frame
         frame = frame.f_back
-    return UNKNOWN
+    return UNKNOWN, None
 
 
 def traced_label(name: str | None) -> Label:
@@ -80,12 +84,12 @@ class CallOrder:
         self.latest = 0  # the number of the latest call
         self._numbers, self._labels = [0] * _REMEMBERED, [UNKNOWN] * _REMEMBERED
         self._lock = RLock()
-        self._two_threads = False
+        self.two_threads = False  # whether two threads have ever called at once
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
             # the other thread's call goes on: a record of this one now would be taken for its own
-            self._two_threads = True
+            self.two_threads = True
             self._lock.acquire()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -93,7 +97,7 @@ class CallOrder:
 
     def check(self) -> None:
         """Raise ValueError if two threads have ever called at once."""
-        if self._two_threads:
+        if self.two_threads:
             raise ValueError(
                 "two threads called with this group at once, so other ranks may have paired their calls differently, and results may be "
                 "wrong: let one thread make all calls with a group, or give each thread a group of its own; this group refuses further "

@@ -4,13 +4,16 @@ A call asks the same questions each time: whether its input is good, what its ra
 are kept with everything that they depend on. `replay_of` runs a call for which all of that is the same as before; any other goes the
 long way, which says what is wrong with bad input. Ranks agree in each call, as on the long way, and with the same records.
 
+Calls of many layers get the same layout and mask, and come from the same line: what the latest calls had is compared by identity first.
+
 Saved for the backward pass are the tensors of the long way, in its order: checkpointing may compute one call by either way.
 """
 
 from __future__ import annotations
 
+import sys
 from array import array
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack as _modes_of_dispatch
@@ -22,18 +25,27 @@ from ..geometry.layout import Layout
 from ..geometry.mask import Mask
 from ..schedule.schedules import Schedule
 from ..scores import Score
+from ..transport import Ranks
 from .agree import agree, agree_backward, refusing
 from .calls import RingCall
 from .context import Context
 from .op import attention, gradients_of, seen
-from .order import label
+from .order import UNKNOWN, CallOrder, Label, label, line_from
 from .rank_attention import RankAttention
 
+if TYPE_CHECKING:
+    from types import CodeType
+
+    from ringattn_kernels.recordings import InputKinds
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # as the caller gave them: layout, mask, schedule and softmax_scale
 Options = tuple[Layout | None, Mask, Schedule | None, float | None]
 
 _KEPT = 64
+_RECENT = 8
+_AT_A_TIME = 32
 _NOT_ASKED = (False, False, False)
 _UNMODIFIED = (None, None, None, None)
 
@@ -48,22 +60,35 @@ class ReadyCall:
         assert call.known is not None
         self.call, self.attention, self.seq_len, self.softmax_scale = call, attention, seq_len, softmax_scale
         self.forward = forward
+        self._swap = call.context.ranks.swapping(local.quick_swap())
         self.facts, self.tokens, self.with_transport = call.known, call.tokens, attention.transport.recorded_with
         self.identity = call.identity(Score(softmax_scale))
+        self._agreements: list[torch.Tensor] = []  # of calls to come, and their memory
+        self._agreed_numbers = array("q")
         self.agreed = self.agreement(0)
         # what it is recorded for, and the recording
-        self._backward: tuple[tuple, Any] | None = None
+        self._backward: tuple[InputKinds, Any] | None = None
 
     def agreement(self, place: int) -> torch.Tensor:
-        """As `op` saves it: the length of the whole sequence, the call's place, and its identity."""
-        return torch.frombuffer(array("q", (self.seq_len, place, self.identity)), dtype=torch.int64)
+        """As `op` saves it: the length of the whole sequence, the call's place, and its identity. They are made many at a time."""
+        if not self._agreements:
+            numbers = self._agreed_numbers = array("q", (self.seq_len, 0, self.identity) * _AT_A_TIME)
+            self._agreements = list(torch.frombuffer(numbers, dtype=torch.int64).view(_AT_A_TIME, 3).unbind())
+        self._agreed_numbers[3 * len(self._agreements) - 2] = place
+        return self._agreements.pop()
 
     @property
     def holds(self) -> bool:
         """Whether exchanges are recorded as they would run now."""
         return self.call.alone or self.attention.transport.recorded_with == self.with_transport
 
-    def results(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, addresses: list[int]) -> Results:
+    def agree(self, tokens: int, label: Label) -> tuple[tuple[int, ...], int]:
+        """As `agree`, in a turn of this call."""
+        ranks = self.call.context.ranks
+        _check_threads(ranks)
+        return agree(ranks, self.facts, tokens, label, self._swap)
+
+    def results(self, addresses: list[int]) -> Results:
         """out, row_max and row_sum."""
         out, row_max, row_sum = self.forward(addresses)
         return out.contiguous(), row_max, row_sum
@@ -80,31 +105,31 @@ class ReadyCall:
         return tuple(found)
 
     def _replayed(self, dout: torch.Tensor, saved: Any) -> tuple[torch.Tensor, ...] | None:
-        if self._backward is None or _watched():
+        if self._backward is None:
             return None
-        key, addresses = _told(_given(dout, saved))
-        agreed = saved[-1].tolist()
+        inputs, recording = self._backward
+        addresses = inputs.addresses(_given(dout, saved))
+        seq_len, place, identity = saved[-1].tolist()
         # another identity is an error of the long way's
-        if key != self._backward[0] or agreed != [self.seq_len, agreed[1], self.identity] or not self.holds:
+        if addresses is None or seq_len != self.seq_len or identity != self.identity or not self.holds:
             return None
         if self.call.alone:
-            return self._backward[1](addresses)
+            return recording(addresses)
         ranks = self.call.context.ranks
         with self.call.turn:
-            with refusing(ranks):
-                ranks.order.check()
-            agree_backward(ranks, self.facts, agreed[1])
-            return self._backward[1](addresses)
+            _check_threads(ranks)
+            agree_backward(ranks, self.facts, place, self._swap)
+            return recording(addresses)
 
     def _learn(self, dout: torch.Tensor, saved: Any) -> None:
         """Keep the recording of a backward pass that has gone the long way."""
         given = _given(dout, saved)
-        key, _ = _told(given)
-        if key is None or not self.holds or _watched() or not all(type(x) in check.PLAIN for x in given):
+        if not self.holds or _watched() or not all(type(x) in check.PLAIN for x in given):
             return
         found = local.recorded(self.attention.replays or {}, ("backward", self.softmax_scale, self.with_transport), given)
-        if found is not None:
-            self._backward = key, found
+        inputs = None if found is None else _inputs(given)
+        if inputs is not None:
+            self._backward = inputs, found
 
 
 class _Replayed(torch.autograd.Function):
@@ -114,7 +139,7 @@ class _Replayed(torch.autograd.Function):
     def forward(
         ctx: Any, ready: ReadyCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, addresses: list[int], agreed: torch.Tensor
     ) -> Results:
-        results = ready.results(q, k, v, addresses)
+        results = ready.results(addresses)
         ctx.save_for_backward(q, k, v, *results, agreed)
         ctx.ready = ready
         ctx.set_materialize_grads(False)
@@ -131,37 +156,80 @@ class _Replayed(torch.autograd.Function):
 _apply: Any = super(torch.autograd.Function, _Replayed).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
+class Known:
+    """A call of late that was replayed: what it was given, whether gradients were needed, and the line that called."""
+
+    __slots__ = ("_caller", "_inputs", "_label", "_layout", "_mask", "_needs_grad", "_schedule", "_softmax_scale", "ready")
+
+    def __init__(self, key: tuple, options: Options, ready: ReadyCall) -> None:
+        self._needs_grad, self._inputs, *_ = key
+        # values that do not change: the same ones are equal ones
+        self._layout, self._mask, self._schedule, self._softmax_scale = options
+        self.ready = ready
+        self._caller: tuple[CodeType, int] | None = None
+        self._label = UNKNOWN
+
+    def addresses(self, inputs: Tensors, options: Options) -> list[int] | None:
+        """Those of the inputs of a call, if the call is like this one; else None."""
+        layout, mask, schedule, softmax_scale = options
+        if mask is not self._mask or layout is not self._layout or schedule is not self._schedule:
+            return None
+        if softmax_scale is not self._softmax_scale and not (type(softmax_scale) is float and softmax_scale == self._softmax_scale):
+            return None
+        if self._needs_grad and not torch.is_grad_enabled():
+            return None
+        addresses = self._inputs.addresses(inputs)
+        return None if addresses is None or _need_grad(inputs) is not self._needs_grad else addresses
+
+    def label(self, name: str | None) -> Label:
+        """The label of a call with this name by whoever calls `ring_attention`, three frames up."""
+        if name is not None:
+            return label(name)
+        frame = sys._getframe(3)
+        code, at = frame.f_code, frame.f_lasti
+        if self._caller is None or self._caller[0] is not code or self._caller[1] != at:
+            line, found = line_from(frame)
+            if found is not frame:  # a line of ringattn, which others call
+                return line
+            self._caller, self._label = (code, at), line
+        return self._label
+
+    def run(self, inputs: Tensors, addresses: list[int], place: int | None = None) -> Results:
+        """out, row_max and row_sum, once the ranks have agreed on the call's place; a rank alone has none."""
+        if not self._needs_grad:
+            return self.ready.results(addresses)
+        return _apply(self.ready, *inputs, addresses, self.ready.agreed if place is None else self.ready.agreement(place))
+
+
 def replay_of(
     context: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, name: str | None
 ) -> Results | None:
     """The results of a call, if it is like one whose passes are recorded; None if it has to go the long way. Differentiable."""
     if not context.ready or not (name is None or type(name) is str):
         return None
-    key, addresses = _key(q, k, v, options)
-    if key is None:
-        return None
-    # calls of many layers are alike, and comparing keys costs less than hashing them
-    latest = context.latest_ready
-    ready = latest[1] if latest is not None and latest[0] == key else context.ready.get(key)
-    if ready is None:
-        return None
-    context.latest_ready = key, ready
+    inputs = q, k, v
+    for known in context.latest_ready:
+        addresses = known.addresses(inputs, options)
+        if addresses is not None:
+            break
+    else:
+        known = _known(context, inputs, options)
+        addresses = None if known is None else known.addresses(inputs, options)
+        if known is None or addresses is None:
+            return None
+    ready = known.ready
     context.use(ready.attention)
-    ranks = context.ranks
-    if ranks.size == 1:
-        return _run(ready, key, q, k, v, addresses, ready.agreed)
+    if ready.call.alone:
+        return known.run(inputs, addresses)
     with context.turn:
-        with refusing(ranks):
-            ranks.order.check()
-        place = label(name)
-        tokens, number = agree(ranks, ready.facts, q.shape[1], place)
-        ranks.connect(q.device)
-        if tokens == ready.tokens and ready.holds:
-            return _run(ready, key, q, k, v, addresses, ready.agreement(number))
+        tokens, place = q.shape[1], known.label(name)
+        agreed = ready.agree(tokens, place)
+        if agreed[0] == ready.tokens and ready.holds:
+            return known.run(inputs, addresses, agreed[1])
         # other ranks have other shards than before
         layout, mask, schedule, _ = options
         call = RingCall(context, layout, mask, schedule, place)
-        call.agreed = tokens, number
+        call.agreed = agreed
         return attention(q, k, v, call, ready.softmax_scale)
 
 
@@ -176,51 +244,60 @@ def learn(
     if not rank_attention.replays or of_transport is None:
         return
     found = local.recorded(rank_attention.replays, ("forward", softmax_scale, of_transport), (q, k, v))
-    key, _ = _key(q, k, v, options) if found is not None else (None, [])
+    key = None if found is None else _key((q, k, v), options)
     if key is not None and not seen(q, k, v):
         if len(context.ready) >= _KEPT:
-            context.ready = {}
+            context.ready, context.latest_ready = {}, []
         context.ready[key] = ReadyCall(call, rank_attention, seq_len, softmax_scale, found)
 
 
-def _run(
-    ready: ReadyCall, key: tuple, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, addresses: list[int], agreed: torch.Tensor
-) -> Results:
-    needs_grad = key[0]
-    return _apply(ready, q, k, v, addresses, agreed) if needs_grad else ready.results(q, k, v, addresses)
+def _known(context: Context, inputs: Tensors, options: Options) -> Known | None:
+    """What is kept of a call like this one, which becomes the latest one."""
+    key = _key(inputs, options)
+    ready = None if key is None else context.ready.get(key)
+    if key is None or ready is None:
+        return None
+    known = Known(key, options, ready)
+    context.latest_ready = [known, *context.latest_ready[: _RECENT - 1]]
+    return known
 
 
-def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[tuple | None, list[int]]:
-    """Whether gradients are needed, with all that the checks, the plan and the recording of a call depend on; and the addresses.
-
-    None instead where any of it cannot be told, or where torch watches: such a call goes the long way.
-    """
+def _key(inputs: Tensors, options: Options) -> tuple | None:
+    """Whether gradients are needed, and all that the checks, the plan and the recording of a call depend on; None if it cannot be told."""
     layout, mask, schedule, softmax_scale = options
     if not (softmax_scale is None or type(softmax_scale) is float) or _watched() or check.in_forward_mode():
-        return None, []
-    told, addresses = _told((q, k, v))
+        return None
+    told = _inputs(inputs)
     if told is None:
-        return None, []
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        return None
     try:
         # equal digests are of equal values of one class
         named = None if layout is None else layout.digest, mask.digest, None if schedule is None else schedule.digest
     except AttributeError:
-        return None, []
-    return (needs_grad, told, named, softmax_scale), addresses
+        return None
+    return _need_grad(inputs), told, named, softmax_scale
 
 
-def _told(inputs: tuple[torch.Tensor, ...]) -> tuple[tuple | None, list[int]]:
-    """What a recording depends on, and of inputs all but their values and addresses; and the addresses. None where it cannot be told."""
-    try:
-        # tensors without memory, or with several, have no address or no strides
-        addresses = [x.data_ptr() for x in inputs]
-        kinds = [(type(x), x.shape, x.stride(), x.dtype, x.device, not a % 16) for x, a in zip(inputs, addresses)]
-    except (AttributeError, RuntimeError, TypeError):
-        return None, []
+def _need_grad(inputs: Tensors) -> bool:
+    q, k, v = inputs
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+def _inputs(inputs: tuple[torch.Tensor, ...]) -> InputKinds | None:
+    """What a recording depends on, and of inputs all but their values and addresses; None where it cannot be told."""
     now = local.state_of_replays()
-    # inputs at one address would be taken for one another
-    return (None if now is None or len(set(addresses)) < len(addresses) else (now, *kinds)), addresses
+    try:
+        return None if now is None else local.inputs_of_replays(now, inputs, _UNWATCHED)
+    except ValueError:
+        return None
+
+
+def _check_threads(ranks: Ranks) -> None:
+    """Raise ValueError, on every rank, if two threads have ever called at once."""
+    order: CallOrder = ranks.order
+    if order.two_threads:
+        with refusing(ranks):
+            order.check()
 
 
 def _given(dout: torch.Tensor, saved: Any) -> tuple[torch.Tensor, ...]:
@@ -232,3 +309,7 @@ def _given(dout: torch.Tensor, saved: Any) -> tuple[torch.Tensor, ...]:
 def _watched() -> bool:
     """Whether torch must see operators (see `op.seen`)."""
     return _modes_of_dispatch() > 0 or peek_interpreter_stack() is not None
+
+
+# the same, and that this is no forward-mode AD, as `InputKinds` asks in each call
+_UNWATCHED = (_modes_of_dispatch, None, 0), (peek_interpreter_stack, None, None), (check.in_forward_mode, None, False)

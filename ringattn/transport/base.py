@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,19 @@ class Ranks(ABC):
 
         Blocks until all ranks have called. With `patience`, returns None after that many seconds.
         """
+
+    def swapping(self, quick: Any = None) -> Callable[[bytes], list[bytes]]:
+        """`all_gather_control` without patience, past all that stands between; for ranks that are connected.
+
+        quick: does it in C where the ranks share memory (`swap` of `ringattn_kernels/submission.c`), or None.
+        """
+
+        def swap(record: bytes) -> list[bytes]:
+            records = self.all_gather_control(record, None)
+            assert records is not None
+            return records
+
+        return swap
 
     @property
     def ranks_per_node(self) -> int | None:

@@ -61,18 +61,23 @@ class Channel:
 
     def place(self, chunk: Chunk, tensors: Sequence[Addressed]) -> PlacedChunk:
         """The next chunk's place."""
+        # past the constructor, a function in Python that takes as long as the rest
+        return tuple.__new__(PlacedChunk, (tensors, chunk.parts, self.keeper, *self.next(chunk.nbytes)))
+
+    def next(self, nbytes: int) -> tuple[int, int]:
+        """The offset of the next chunk, of so many bytes, and what must be read before: see `PlacedChunk`."""
         must_be_read, occupied, first = 0, self._occupied, self._head
-        if first + chunk.nbytes > self._capacity:
+        if first + nbytes > self._capacity:
             # wrap around; the chunks behind `first` are older than all those at the start
             while occupied and occupied[0][1] >= first:
                 must_be_read = occupied.popleft()[0] + 1
             first = 0
-        self._head = end = first + chunk.nbytes
+        self._head = end = first + nbytes
         while occupied and occupied[0][1] < end and occupied[0][2] > first:
             must_be_read = occupied.popleft()[0] + 1
         occupied.append((self.count, first, end))
         self.count += 1
-        return PlacedChunk(tensors, chunk.parts, self.keeper, self._base + first, must_be_read)
+        return self._base + first, must_be_read
 
 
 class Channels:

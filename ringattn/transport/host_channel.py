@@ -79,6 +79,9 @@ class HostChannel(Ranks):
         self._failure = None
         return records
 
+    def swapping(self, quick: Any = None) -> Callable[[bytes], list[bytes]]:
+        return super().swapping(quick) if self._shared is None else self._shared.swapping(quick)
+
     def connect_ranks(self) -> None:
         """Connect the ranks, who call this together, if they are not connected: only then do they learn of each other's end."""
         if self._shared is None and self._group is None:

@@ -40,9 +40,10 @@ class ListedChannels(Channels):
         """The numbers of a run: the place of each chunk in its arena, how many chunks must have been read, and the channel's count."""
         numbers = []
         for channel, chunk in self._placed:
-            placed = channel.place(chunk, ())
-            channel.has_to_await(placed.must_be_read)
-            numbers += placed.offset, channel.awaited, channel.count
+            offset, must_be_read = channel.next(chunk.nbytes)
+            if must_be_read > channel.awaited:
+                channel.awaited = must_be_read
+            numbers += offset, channel.awaited, channel.count
         return numbers
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,6 +95,9 @@ class ProcessGroupTransport(Transport):
 
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
         return self._channel.all_gather_control(record, patience)
+
+    def swapping(self, quick: Any = None) -> Callable[[bytes], list[bytes]]:
+        return self._channel.swapping(quick)
 
 
 def _lent(x: torch.Tensor) -> torch.Tensor:

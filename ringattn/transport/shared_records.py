@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from io import FileIO
 
 from .roster import Notes, Roster
@@ -38,22 +39,45 @@ class SharedRecords:
         self._next = 1
         self._numbers = threading.Lock()
 
+    def swapping(self, quick: Callable[..., list[bytes] | None] | None) -> Callable[[bytes], list[bytes]]:
+        """`all_gather` for whoever always waits. quick: writes a piece and finds the others', unless something is odd or late; in C."""
+
+        def swap(record: bytes) -> list[bytes]:
+            if quick is None or len(record) > _PIECE:
+                found = self.all_gather(record, None)
+            else:
+                number = self._take(1)
+                found = quick(self._memory, number, self._rank, self._size, record)
+                if found is None:
+                    found = self._gather(number, [record], len(record), None)
+            assert found is not None
+            return found
+
+        return swap
+
     def all_gather(self, record: bytes, patience: float | None) -> list[bytes] | None:
         """Every rank's record, all of one length; None after `patience` seconds.
 
         Raises RuntimeError if a rank has ended, has a record of another length, or does not write its record within the group's timeout.
         """
         pieces = [record[begin : begin + _PIECE] for begin in range(0, len(record), _PIECE)] or [b""]
+        return self._gather(self._take(len(pieces)), pieces, len(record), patience)
+
+    def _take(self, count: int) -> int:
+        """The first of so many numbers of pieces."""
         with self._numbers:
-            first = self._next
-            self._next += len(pieces)
+            self._next += count
+            return self._next - count
+
+    def _gather(self, first: int, pieces: list[bytes], length: int, patience: float | None) -> list[bytes] | None:
+        """Write the pieces of a record of that length, with numbers from `first` on, and wait for those of the other ranks."""
         until = time.monotonic() + self._roster.seconds(patience)
         found: list[list[bytes]] | None = [[] for _ in range(self._size)]
         for number, piece in enumerate(pieces, first):
-            self._write(number, len(record), piece)
+            self._write(number, length, piece)
             for rank in range(self._size):
                 if found is not None:
-                    other = piece if rank == self._rank else self._wait(rank, number, len(record), until)
+                    other = piece if rank == self._rank else self._wait(rank, number, length, until)
                     if other is not None:
                         found[rank].append(other)
                     elif patience is not None:

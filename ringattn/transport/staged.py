@@ -26,8 +26,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -92,6 +92,9 @@ class StagedTransport(Transport):
 
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
         return self._control.all_gather_control(record, patience)
+
+    def swapping(self, quick: Any = None) -> Callable[[bytes], list[bytes]]:
+        return self._control.swapping(quick)
 
     def _use(self, memory: Memory) -> None:
         """Exchange through this memory from now on."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -163,6 +164,9 @@ class AutomaticTransport(Transport):
 
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
         return self._process_group.all_gather_control(record, patience)
+
+    def swapping(self, quick: Any = None) -> Callable[[bytes], list[bytes]]:
+        return self._process_group.swapping(quick)
 
     def _of(self, device: torch.device) -> Transport:
         return self._gpu if device.type == "cuda" and self._gpu is not None else self._process_group

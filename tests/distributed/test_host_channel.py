@@ -11,8 +11,11 @@ from io import FileIO
 import pytest
 import torch.distributed as dist
 
-from ringattn.transport import HostChannel, processes, shared_records, timeout_of
+from ringattn.runtime.ulysses import Hybrid
+from ringattn.transport import Alone, HostChannel, ProcessGroupTransport, processes, shared_records, timeout_of
 from ringattn.transport.roster import Roster
+from ringattn.transport.symmetric import SymmetricTransport
+from ringattn_kernels import native
 
 
 def channel(group, name):
@@ -35,6 +38,34 @@ def swap(group, name, shared=True):
 def test_records_of_any_length_come_whole(gloo, shared):
     for found in gloo.run(3, swap, f"any length {shared}", shared):
         assert found == (shared, True, [200_000] * 3)
+
+
+def swap_in_c(group, shared):
+    """Whether records are right that go through memory in C on all ranks but one, over a channel and what stands before it."""
+    rank = dist.get_rank(group)
+    module = native.submission()
+    quick = None if rank == 1 or module is None else module.swap
+    host = channel(group, f"in C {shared}")
+    with pytest.MonkeyPatch.context() as patch:
+        if not shared and rank == 1:
+            patch.setattr(shared_records, "find", lambda key, size: FileIO("/nonexistent"))
+        host.all_gather_control(b"connect")
+    over = ProcessGroupTransport(group)
+    over.all_gather_control(b"connect")
+    everyone = [Hybrid(Alone(), over, over), SymmetricTransport(group, control=over), over, host]
+    found = []
+    for ranks in everyone:
+        swap = ranks.swapping(quick)
+        for turn in range(100):
+            found.append(swap(f"{rank} {turn}".encode().ljust(42)) == [f"{r} {turn}".encode().ljust(42) for r in range(3)])
+            if turn % 7 == 0:
+                found.append(ranks.all_gather_control(bytes([rank])) == [bytes([r]) for r in range(3)])
+    return (host._shared is not None) == shared and all(found)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["memory", "gloo"])
+def test_records_in_c_and_in_python_are_one_sequence(gloo, shared):
+    assert gloo.run(3, swap_in_c, shared) == [True] * 3
 
 
 def no_memory(*arguments):

@@ -282,7 +282,7 @@ def two_threads(transport):
         with thread(lambda: attend(transport, rank)) as first:
             assert entered.wait(30)
             with thread(lambda: attend(transport, rank)) as second:
-                while not state._two_threads:
+                while not state.two_threads:
                     time.sleep(0.001)
                 ENTERED.set()
         found += [first, second]

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from triton import knobs
 
 import ringattn as ra
 from ringattn.device import local
 from ringattn.runtime.groups import get_context
 from ringattn.transport import Peer, SilentTransport
 from ringattn.transport.staged import StagedTransport
-from ringattn_kernels import direct, launches, recordings, stand_ins, submission
+from ringattn_kernels import direct, launches, native, recordings, stand_ins, submission
 from ringattn_kernels.recorder import recorder
 from ringattn_kernels.table import on_device
 from tests.counting import calls_of
@@ -25,11 +26,12 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 @pytest.fixture
 def host(monkeypatch):
     """Launches on the CPU: `host.add(x, y, out)` computes x + y by their addresses. `host.work` counts passes."""
-    device = SimpleNamespace(number=0)
-    driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: device.number, get_current_stream=lambda device: 7))
+    device = SimpleNamespace(number=0, stream=7, capturing=False)
+    active = SimpleNamespace(get_current_device=lambda: device.number, get_current_stream=lambda _: device.stream)
+    driver = SimpleNamespace(active=active)
     monkeypatch.setattr(direct, "driver", driver)
     monkeypatch.setattr(recordings, "driver", driver)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.capturing)
 
     def compute(addresses, factor):
         x, y, out = (np.ctypeslib.as_array((ctypes.c_float * 4).from_address(address)) for address in addresses)
@@ -187,12 +189,86 @@ def test_kernels_are_launched_by_launches_alone():
     assert found == {"launches.py"}
 
 
+def plain():
+    return torch.empty(2, 8, 4), torch.empty(2, 8), torch.empty(3, dtype=torch.int64)
+
+
+def skewed():
+    _, y, z = plain()
+    return torch.empty(65)[1:].view(2, 8, 4), y, z
+
+
+def twice():
+    x = torch.empty(64)
+    return x.view(2, 8, 4), x[:16].view(2, 8), plain()[2]
+
+
+CHANGED = {
+    "class": lambda x, y, z: (torch.nn.Parameter(x), y, z),
+    "shape": lambda x, y, z: (x[:, :7], y, z),
+    "strides": lambda x, y, z: (x, torch.empty(8, 2).t(), z),
+    "dtype": lambda x, y, z: (x, y, z.double()),
+    "device": lambda x, y, z: (x, y, z.to("meta")),
+    "no strides": lambda x, y, z: (x, y.to_sparse(), z),
+    "no tensor": lambda x, y, z: (x, y, [1, 2, 3]),
+    "number of tensors": lambda x, y, z: (x, y),
+    "alignment": lambda x, y, z: skewed(),
+    "one address": lambda x, y, z: twice(),
+}
+
+
+@pytest.fixture(params=["C", "Python"])
+def in_either_language(request, monkeypatch):
+    assert native.submission() is not None
+    if request.param == "Python":
+        monkeypatch.setattr(native, "submission", lambda: None)
+
+
+@pytest.mark.usefixtures("in_either_language")
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_inputs_are_told_apart(host, change):
+    inputs = recordings.InputKinds(recordings.state(), plain())
+    x = plain()
+    assert inputs.addresses(x) == [each.data_ptr() for each in x]
+    assert inputs.addresses(change(*plain())) is None
+    assert inputs.addresses(plain()) is not None
+
+
+@pytest.mark.usefixtures("in_either_language")
+def test_states_and_answers_are_told_apart(host, monkeypatch):
+    answers = {0: 1, 1: None}
+    questions = (answers.get, 0, 1), (lambda: answers[1], None, None)
+    inputs, x = recordings.InputKinds(recordings.state(), plain(), questions), plain()
+
+    def differs(change, *options):
+        with monkeypatch.context() as patch:
+            change(patch, *options)
+            found = inputs.addresses(x)
+        return found is None and inputs.addresses(x) is not None
+
+    assert differs(lambda patch: patch.setitem(answers, 0, 2))
+    assert differs(lambda patch: patch.setitem(answers, 1, "watched"))
+    assert differs(lambda patch: patch.setattr(host.device, "number", 1))
+    assert differs(lambda patch: patch.setattr(host.device, "stream", 8))
+    assert differs(lambda patch: patch.setattr(host.device, "capturing", True))
+    assert differs(lambda patch: patch.setattr(knobs.runtime, "launch_enter_hook", print))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert inputs.addresses(x) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with pytest.raises(ZeroDivisionError):
+        recordings.InputKinds(recordings.state(), x, ((lambda: 1 / 0, None, 1),)).addresses(x)
+    with pytest.raises(ValueError, match="no plain tensors"):
+        recordings.InputKinds(recordings.state(), (torch.empty(2).to_sparse(),))
+
+
 def test_recording_imports_no_compiler():
     """Torch's wrapper around dispatch modes would import Dynamo, for a second, in the middle of a training step."""
     assert not hasattr(recordings._Witness.__torch_dispatch__, "__wrapped__")
 
 
-@pytest.mark.parametrize(("ranks", "forward_most", "backward_most"), [(1, 60, 119), (2, 88, 134)], ids=["1", "2"])
+@pytest.mark.parametrize(("ranks", "forward_most", "backward_most"), [(1, 39, 89), (2, 57, 99)], ids=["1", "2"])
 def test_what_a_replayed_call_costs_the_host(host, ranks, forward_most, backward_most, monkeypatch):
     """Counted in function calls, without kernels: a key, a look-up, the ranks' check, and the results; 66 are torch's own backward."""
 
@@ -281,7 +357,7 @@ class TestOnGpu:
         for x, results in zip(inputs, replayed):
             found_last().clear()
             get_context(None).ready.clear()
-            get_context(None).latest_ready = None
+            get_context(None).latest_ready.clear()
             out, _, dk, dv = step(*x, mask=mask)
             assert torch.equal(out, results[0]) and torch.equal(dk, results[2]) and torch.equal(dv, results[3])
             assert (step(*x, mask=mask)[1] - results[1]).abs().max() < 2e-2

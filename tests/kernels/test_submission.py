@@ -73,7 +73,7 @@ def driver(monkeypatch):
 def listed(driver, numbers):
     module = native.submission()
     assert module is not None, "submission.c does not compile"
-    return Submission(module, driver.functions, numbers)
+    return Submission(module, driver.functions, numbers, caller=7)
 
 
 def operation(kind, address, value):
@@ -93,11 +93,71 @@ def test_calls_come_in_order_with_the_numbers_of_each_run(driver):
         words = operation(1, 1 << 47, numbers[3] % 2**32) + operation(1, 4096 + numbers[2], 3)
         copies = [numbers[0] + 16, 64], [1 << 46, numbers[1] + 8], [100, 200]
         assert driver.calls == [
-            ("mark", mark, 7),
-            ("after", 8, mark, 0),
+            ("mark", 901, 7),
+            ("after", 8, 901, 0),
             ("operate", 8, words),
             ("copy", *copies, 2, 101, 102, 1, 103, 9),
         ]
+
+
+def names_of(driver):
+    """The driver's calls, each with its stream."""
+    stream = {"launch": 3, "mark": 2, "after": 1, "operate": 1, "copy": -1}
+    return [(call[0], call[stream[call[0]]]) for call in driver.calls]
+
+
+def test_only_what_is_waited_for_is_marked_and_only_once(driver):
+    calls = listed(driver, 0)
+    for _ in range(2):
+        begin = calls.mark(7)
+        calls.after(8, begin)
+    calls.copy(8, [(1, 2, 3)])
+    calls.mark(8)
+    calls.after(7, calls.mark(8))
+    calls.mark(7)
+    calls.after(9, calls.mark(7))
+    calls([])
+    assert names_of(driver) == [("mark", 7), ("after", 8), ("copy", 8), ("mark", 8), ("after", 7)]
+
+
+def test_memory_operations_that_follow_each_other_are_one_call(driver):
+    calls = listed(driver, 1)
+    calls.operate(8, 2, [(64, Number(0))])
+    calls.operate(8, 1, [(128, Number(0, 1)), (192, 5)])
+    calls.operate(9, 1, [(256, 6)])
+    calls.operate(8, 1, [(320, 7)])
+    calls([3])
+    words = [operation(2, 64, 3) + operation(1, 128, 4) + operation(1, 192, 5), operation(1, 256, 6), operation(1, 320, 7)]
+    assert driver.calls == [("operate", stream, word) for stream, word in zip((8, 9, 8), words)]
+
+
+def test_memory_operations_whose_arguments_lie_apart_are_not_joined(driver):
+    calls = listed(driver, 0)
+    calls.operate(8, 2, [(64, 1)])
+    mark = calls.mark(8)
+    calls.after(8, mark)
+    calls._room(8)
+    calls.operate(8, 2, [(128, 1)])
+    for _ in range(300):
+        calls.operate(9, 2, [(64, 1)])
+    calls([])
+    assert [len(call[2]) // 48 for call in driver.calls] == [1, 1, 256, 44]
+
+
+def test_memory_operations_with_a_point_between_them_are_apart(driver):
+    """Whoever waits for the first must not wait for the second; and what the second waits for must not hold up the first."""
+    calls = listed(driver, 0)
+    calls.operate(8, 2, [(64, 1)])
+    mark = calls.mark(8)
+    calls.operate(8, 1, [(128, 1)])
+    calls.after(9, mark)
+    calls.copy(9, [(1, 2, 3)])
+    calls.operate(9, 2, [(64, 1)])
+    calls.after(9, calls.mark(8))
+    calls.operate(9, 1, [(64, 1)])
+    calls([])
+    wanted = [("operate", 8), ("mark", 8), ("operate", 8), ("mark", 8), ("after", 9), ("copy", 9), ("operate", 9)]
+    assert names_of(driver) == [*wanted, ("after", 9), ("operate", 9)]
 
 
 def test_a_launch_has_its_parameters_as_the_kernel_reads_them(driver):
@@ -144,12 +204,19 @@ def test_arguments_of_unknown_types_are_not_listed(driver, argument):
         listed(driver, 0).launch(DIRECT, [argument], 7)
 
 
+def test_tensors_stand_for_their_addresses(driver):
+    calls, x, y = listed(driver, 3), torch.empty(4), torch.empty(4)
+    calls.copy(9, [(Number(0, 16), Number(1), 100), (64, Number(2), 200)])
+    calls([x, 1 << 45, y])
+    assert driver.calls[0][1:3] == ([x.data_ptr() + 16, 64], [1 << 45, y.data_ptr()])
+
+
 def test_a_refused_call_is_an_error_and_ends_the_run(driver):
     calls = listed(driver, 0)
-    calls.mark(7)
+    calls.operate(7, 1, [(64, 1)])
     calls.copy(7, [(1, 2, 3)])
-    calls.mark(7)
+    calls.operate(7, 1, [(64, 1)])
     driver.failing = "copy"
     with pytest.raises(RuntimeError, match="the CUDA driver refused call 1 of a recorded pass with error 700"):
         calls([])
-    assert [name for name, *_ in driver.calls] == ["mark", "copy"]
+    assert [name for name, *_ in driver.calls] == ["operate", "copy"]

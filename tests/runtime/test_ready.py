@@ -210,6 +210,101 @@ def test_ranks_agree_in_each_pass(device):
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
 
+def test_a_replay_has_the_record_of_its_line(device):
+    """Calls of one kind from several lines: each record is that of the long way, but for the call's number."""
+    group, records = Silent(0, 2), []
+    layout = ra.contiguous(2 * TOKENS, 2)
+    group.other = lambda record: records.append(record[:25] + record[33:]) or record
+
+    def first(**options):
+        return ra.ring_attention(*inputs(), group=group, layout=layout, **options)
+
+    def second():
+        one = ra.ring_attention(*inputs(), group=group, layout=layout)
+        return one, ra.ring_attention(*inputs(), group=group, layout=layout)
+
+    def named():
+        return first(name="layer")
+
+    calls = first, second, named, first
+    long_way = [call() for call in calls] and records.copy()
+    assert len(set(long_way)) == 4 and len(long_way) == 5
+    for _ in range(3):
+        first()
+    for _ in range(3):
+        records.clear()
+        device.long = 0
+        assert [call() for call in calls] and device.long == 0
+        assert records == long_way
+
+
+def test_calls_of_several_kinds_take_turns(device):
+    group, masks = Alone(), [ra.causal(), ra.sliding_window(9), ra.full(), ra.prefix(7) & ra.causal()]
+    layout = ra.contiguous(TOKENS, 1)
+    kinds = [dict(mask=mask, softmax_scale=scale) for mask in masks for scale in (None, 0.25, 0.5)]
+    for kind in kinds:
+        warm(group, layout=layout, **kind)
+    device.long = 0
+    for _ in range(2):
+        for kind in kinds:
+            q, k, v = inputs()
+            out = ra.ring_attention(q, k, v, group=group, layout=layout, **kind)
+            with torch.no_grad():
+                wanted = ra.ring_attention(q, k, v, group=group, layout=layout, **kind)
+            assert torch.equal(out, wanted)
+            # equal values that are other objects
+            scale = kind["softmax_scale"] and float(str(kind["softmax_scale"]))
+            again = ra.ring_attention(q, k, v, group=group, layout=ra.contiguous(TOKENS, 1), mask=kind["mask"], softmax_scale=scale)
+            assert torch.equal(out, again)
+    assert device.long == len(kinds)  # without gradients, in the first turn
+    assert len(get_context(group).latest_ready) <= 8
+
+
+def test_each_outstanding_call_keeps_its_place(device):
+    group = Silent(0, 2)
+    warm(group)
+    first, outs = get_context(group).ranks.order.latest + 1, []
+    for _ in range(70):
+        q, k, v = inputs()
+        outs.append((ra.ring_attention(q, k, v, group=group), (q, k, v)))
+    places = [out.grad_fn.saved_tensors[-1].tolist()[1] for out, _ in outs]
+    assert places == list(range(first, first + 70))
+    records = []
+    group.other = lambda record: records.append(int.from_bytes(record[25:33], "little")) or record
+    device.long = 0
+    for out, leaves in reversed(outs):
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert records == places[::-1] and device.long == 0
+
+
+def test_threads_that_called_at_once_are_refused_in_both_passes(device):
+    group = Silent(0, 2)
+    warm(group)
+    out = ra.ring_attention(*inputs(), group=group)
+    get_context(group).ranks.order.two_threads = True
+    with pytest.raises(ValueError, match="two threads called with this group at once"):
+        ra.ring_attention(*inputs(), group=group)
+    with pytest.raises(ValueError, match="two threads called with this group at once"):
+        out.sum().backward()
+
+
+def test_transforms_are_refused_and_forward_mode_goes_the_long_way(device):
+    group = Alone()
+    warm(group)
+    q, k, v = (x.detach() for x in inputs())
+    with pytest.raises(ValueError, match=r"in forward mode or by torch\.func"):
+        torch.func.grad(lambda q: ra.ring_attention(q, k, v, group=group).sum())(q)
+    with torch.no_grad():
+        for _ in range(3):
+            ra.ring_attention(q, k, v, group=group)
+    device.long = 0
+    with torch.autograd.forward_ad.dual_level():
+        ra.ring_attention(q, k, v, group=group)
+    assert device.long == 1
+    ra.ring_attention(q, k, v, group=group)
+    assert device.long == 1
+
+
 def test_other_shards_on_another_rank_are_found(device):
     """With the default layout, this rank's shapes do not tell what the other ranks hold."""
     group = Silent(0, 2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from ringattn.transport.base import Ranks
 from ringattn.transport.memory import Count, Mark, Memory, Part, PlacedChunk, Queue, Values
 from ringattn.transport.staged import StagedTransport
+from ringattn_kernels import waits
 from ringattn_kernels.submission import Number
 
 _TIMEOUT = 60.0
@@ -196,23 +197,41 @@ class SimulatedQueue(Queue):
 
 
 class Listing:
-    """Operations that are listed once and then queued as often as wanted: what a `Submission` is on a GPU."""
+    """Operations that are listed once and then queued as often as wanted: what a `Submission` is on a GPU, with as few marks and waits.
 
-    def __init__(self) -> None:
+    caller: the queue whose later operations come after all that it was told to come after.
+    """
+
+    def __init__(self, caller: Queue) -> None:
         self.numbers = 0
-        self._steps: list[Callable[[list[int]], object]] = []
+        self._caller = caller
+        self._listed: list[waits.Do | waits.Mark | waits.After] = []
 
     def more_numbers(self, count: int) -> list[Number]:
         self.numbers += count
         return [Number(index) for index in range(self.numbers - count, self.numbers)]
 
-    def add(self, step: Callable[[list[int]], object]) -> None:
-        self._steps.append(step)
+    def do(self, queue: Queue, step: Callable[[list[int]], object]) -> None:
+        self._listed.append(waits.Do(queue, step))
+
+    def mark(self, queue: Queue) -> int:
+        self._listed.append(waits.Mark(queue, len(self._listed)))
+        return len(self._listed) - 1
+
+    def after(self, queue: Queue, mark: int) -> None:
+        self._listed.append(waits.After(queue, mark))
 
     def __call__(self, numbers: list[int]) -> None:
         assert len(numbers) == self.numbers
-        for step in self._steps:
-            step(numbers)
+        marks: dict[Hashable, Mark] = {}
+        for x in waits.ordered(self._listed, self._caller):
+            queue: Any = x.stream
+            if isinstance(x, waits.Do):
+                x.call(numbers)
+            elif isinstance(x, waits.Mark):
+                marks[x.name] = queue.mark()
+            else:
+                queue.after(marks[x.name])
 
 
 class _ListedQueue(Queue):
@@ -223,24 +242,22 @@ class _ListedQueue(Queue):
         self._listing = listing
 
     def mark(self) -> Mark:
-        mark: list[Mark] = []
-        self._listing.add(lambda numbers: mark.append(self._queue.mark()))
-        return mark
+        return self._listing.mark(self._queue)
 
     def after(self, mark: Mark) -> None:
-        self._listing.add(lambda numbers: self._queue.after(mark[-1]))
+        self._listing.after(self._queue, mark)
 
     def wait(self, values: Values) -> None:
-        self._listing.add(lambda numbers: self._queue.wait(_known(values, numbers)))
+        self._listing.do(self._queue, lambda numbers: self._queue.wait(_known(values, numbers)))
 
     def stage(self, chunks: Sequence[PlacedChunk]) -> None:
-        self._listing.add(lambda numbers: self._queue.stage([_placed(chunk, numbers) for chunk in chunks]))
+        self._listing.do(self._queue, lambda numbers: self._queue.stage([_placed(chunk, numbers) for chunk in chunks]))
 
     def pull(self, chunks: Sequence[PlacedChunk]) -> None:
-        self._listing.add(lambda numbers: self._queue.pull([_placed(chunk, numbers) for chunk in chunks]))
+        self._listing.do(self._queue, lambda numbers: self._queue.pull([_placed(chunk, numbers) for chunk in chunks]))
 
     def raise_to(self, values: Values) -> None:
-        self._listing.add(lambda numbers: self._queue.raise_to(_known(values, numbers)))
+        self._listing.do(self._queue, lambda numbers: self._queue.raise_to(_known(values, numbers)))
 
     def set_back(self, counts: Sequence[Count]) -> None:
         raise AssertionError("captured exchanges are not listed")

@@ -81,9 +81,11 @@ def program(transport, case, turn=lambda: 0):
     """
     waiting = []
 
+    queue = transport.memory.current
+
     def run(action):
-        transport.memory.current.run(action)
-        recorder.note(lambda listing, find: listing.add(lambda numbers: transport.memory.current.run(action)))
+        queue.run(action)
+        recorder.note(lambda listing, find: listing.do(queue, lambda numbers: queue.run(action)))
 
     def finish():
         handle, checks, sent = waiting.pop(0)
@@ -311,7 +313,7 @@ def play(case, order):
         recorder.steps = []
         program(transport, case, lambda rank=rank: turns[rank])
         steps, recorder.steps = recorder.steps, None
-        listing = Listing()
+        listing = Listing(transport.memory.current)
         plays.append((listing, [later for later in [step(listing, lambda x: x) for step in steps] if later is not None]))
     for turn, as_it_is in enumerate(order, 1):
         for rank, transport in enumerate(transports):
