@@ -1,9 +1,9 @@
 """Passes that are recorded once and replayed: what they allocate and queue, without the Python that led there.
 
 A pass over the same kinds of tensors queues the same launches, copies and waits each time, with other addresses. Finding them costs the
-host several times as long as queueing them. So the first call of a kind is recorded, and the others are replayed: one allocation for all
-tensors that live inside the pass, one for each result, and one `Submission`. A pass can be recorded before its first call, too: in a
-rehearsal it gets tensors without memory (`stand_ins.py`), and nothing is queued.
+host several times as long as queueing them. So the first call of a kind runs as it is, the second one is recorded, and the others are
+replayed: one allocation for all tensors that live inside the pass, one for each result, and one `Submission`. A pass can be recorded before
+its first call, too: in a rehearsal it gets tensors without memory (`stand_ins.py`), and nothing is queued.
 
 A recording holds only if it explains all that happened: nothing but allocations, views, and steps that were noted (`recorder.py`), whose
 tensors are inputs, results, allocations of the pass, or tensors that were there before. Otherwise the pass runs as it is for good.
@@ -63,6 +63,10 @@ def replay(found: dict[tuple, Any], facts: tuple, inputs: Tensors, work: Callabl
         return known(addresses)
     if len(found) >= _KEPT:
         found.clear()
+    if known is _NEW:
+        # recording costs as much as it saves in one call: a call that is never repeated goes without it
+        found[key] = _SEEN
+        return work(*inputs)
     results, found[key] = _record(inputs, addresses, work)
     return results
 
@@ -70,7 +74,7 @@ def replay(found: dict[tuple, Any], facts: tuple, inputs: Tensors, work: Callabl
 def rehearse(
     found: dict[tuple, Any], facts: tuple, kinds: Sequence[Kind], device: torch.device, work: Callable[..., Tensors]
 ) -> tuple[Kind, ...]:
-    """Record what `replay` would record in its first call with aligned tensors of these kinds, and do none of it.
+    """Record what `replay` would record in its second call with aligned tensors of these kinds, and do none of it.
 
     Returns the kinds of the pass's results; none for a pass that cannot be recorded this way. What it makes once, such as tables, is made.
     """
@@ -81,7 +85,7 @@ def rehearse(
     inputs = tuple([stand_ins.make(shape, strides, dtype) for shape, strides, dtype in kinds])
     addresses = [x.data_ptr() for x in inputs]
     key = _key(facts, now, inputs, addresses)
-    if found.get(key) is None:
+    if found.get(key, _SEEN) is _SEEN:
         if len(found) >= _KEPT:
             found.clear()
         try:
@@ -174,7 +178,7 @@ def _key(facts: tuple, now: tuple, inputs: Tensors, addresses: list[int]) -> tup
     return facts, where, *[(x.shape, x.stride(), x.dtype, not address % 16) for x, address in zip(inputs, addresses)]
 
 
-_NEW = object()
+_NEW, _SEEN = object(), object()
 
 
 class Recording:

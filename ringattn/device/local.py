@@ -78,7 +78,7 @@ def replayed(found: dict, facts: tuple, inputs: Tensors, work: Callable[..., Ten
 def rehearsed(
     found: dict, facts: tuple, kinds: Sequence[Kind], device: torch.device, work: Callable[..., Tensors]
 ) -> tuple[Kind, ...]:
-    """Record what `replayed` would record in its first call with such tensors, and do none of it, if that is possible on this device.
+    """Record what `replayed` would record in its second call with such tensors, and do none of it, if that is possible on this device.
 
     kinds: shapes, strides and dtypes of the inputs. Returns those of what `work` computes, or nothing.
     """
