@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .attention import backward, forward
     from .page_table import PageTable
     from .paged import attend_pages, merge_packed
-    from .pairs import add_pair, rounded_pair
+    from .pairs import add_pair, add_rows, rounded_pair, take_rows, zero_pair
     from .partials import merge_rows
     from .queries import Queries
     from .query_sums import QuerySums, ready_queries

@@ -98,7 +98,7 @@ class Submission:
 
     def launch(self, direct: DirectLaunch, arguments: Sequence[Argument], stream: int) -> None:
         """A kernel. Raises ValueError for arguments of types that are not known here."""
-        block = _block(tuple([kind for kind, *_ in arguments]))
+        block = _parameter_block(tuple([kind for kind, *_ in arguments]))
         begin, values = self._room(block.format.size, _ALIGNED), []
         for place, (kind, value, number) in zip(block.places, arguments, strict=True):
             if place is None:
@@ -214,25 +214,25 @@ class Submission:
             struct.pack_into("=" + form, self._arguments, place, value & 0xFFFFFFFF if form == "I" else value)
 
 
-class _Place(NamedTuple):
+class _ParameterPlace(NamedTuple):
     """Where a parameter is in its launch's block, and how a number is written there."""
 
     offset: int
     patch: int
 
 
-class _Block(NamedTuple):
+class _ParameterBlock(NamedTuple):
     """The memory of a launch's parameters, with the offset of each. places: of each argument, None for one that is no parameter."""
 
     format: struct.Struct
     offsets: list[int]
-    places: list[_Place | None]
+    places: list[_ParameterPlace | None]
 
 
 @functools.lru_cache(_KEPT)
-def _block(kinds: tuple[str, ...]) -> _Block:
+def _parameter_block(kinds: tuple[str, ...]) -> _ParameterBlock:
     """For arguments of these types, by Triton's names. Raises ValueError for one that is not known here."""
-    text, size, places = "=", 0, list[_Place | None]()
+    text, size, places = "=", 0, list[_ParameterPlace | None]()
     for kind in (*kinds, *["u64" for _ in _NO_SCRATCH]):
         if kind == "constexpr":
             places.append(None)
@@ -243,9 +243,9 @@ def _block(kinds: tuple[str, ...]) -> _Block:
         nbytes = struct.calcsize("=" + form)
         offset = -(-size // nbytes) * nbytes
         text, size = f"{text}{offset - size}x{form}", offset + nbytes
-        places.append(_Place(offset, _TENSOR_MAP if nbytes == _MAP_BYTES else _HALF_WORD if nbytes == 4 else _WORD))
+        places.append(_ParameterPlace(offset, _TENSOR_MAP if nbytes == _MAP_BYTES else _HALF_WORD if nbytes == 4 else _WORD))
     offsets = [place.offset for place in places if place is not None]
-    return _Block(struct.Struct(text), offsets, places[: len(kinds)])
+    return _ParameterBlock(struct.Struct(text), offsets, places[: len(kinds)])
 
 
 def _joined(before: tuple[int, ...], x: Do) -> tuple[int, ...] | None:

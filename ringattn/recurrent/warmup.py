@@ -107,7 +107,7 @@ def warm_recurrent(
         raise ValueError("warm compiles kernels for this machine's GPU, but it has none: run it where layers will run")
     count = min(_MOST_PROCESSES, os.cpu_count() or 1) if processes is None else integer("--processes", processes, least=1)
     began = time.perf_counter()
-    start_processes(_compile_share, (count, layers, ranks, dtype), count, start_method="spawn")
+    start_processes(_compile_share_and_end, (count, layers, ranks, dtype), count, start_method="spawn")
     compiled = time.perf_counter()
     with tuning_briefly():
         _run_all(layers, ranks, tokens, dtype)
@@ -115,8 +115,13 @@ def warm_recurrent(
     return compiled - began, time.perf_counter() - compiled
 
 
+def _compile_share_and_end(*options: Any) -> None:
+    """In a process of its own, which ends at once: at an orderly end, threads of libraries that still run abort it."""
+    _compile_share(*options)
+    os._exit(0)
+
+
 def _compile_share(share: int, of: int, layers: Sequence[RecurrentLayer], ranks: int, dtype: torch.dtype) -> None:
-    """In a process of its own."""
     with compiling_only(share, of):
         _run_all(layers, ranks, _COMPILED_TOKENS, dtype)
 
