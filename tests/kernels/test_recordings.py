@@ -169,13 +169,15 @@ def test_tables_are_made_in_a_rehearsal_and_in_a_recording(host):
 )
 def test_a_stand_in_looks_like_a_tensor_without_memory(dtype):
     before, made = len(stand_ins._described), stand_ins.StandIns(torch.device("cpu"))
-    one, other, none = made.make((2, 3, 5), (15, 1, 3), dtype), made.make((7,), (2,), dtype), made.make((0, 4), (4, 1), dtype)
-    assert (one.shape, one.stride(), one.dtype, one.device.type) == ((2, 3, 5), (15, 1, 3), dtype, "cpu")
-    assert one.untyped_storage().nbytes() == 30 * dtype.itemsize and none.numel() == 0
-    assert one.data_ptr() % 512 == 0 and other.data_ptr() >= one.data_ptr() + 30 * dtype.itemsize
+    one, other, none = made.make((2, 30, 50), (1500, 1, 30), dtype), made.make((7,), (2,), dtype), made.make((0, 4), (4, 1), dtype)
+    assert (one.shape, one.stride(), one.dtype, one.device.type) == ((2, 30, 50), (1500, 1, 30), dtype, "cpu")
+    assert one.untyped_storage().nbytes() == 3000 * dtype.itemsize and none.numel() == 0
+    # numbers alone: a test that fails shows the values of a tensor, where there are none
     view = one[1:, 0]
+    address, after, inside = (x.data_ptr() for x in (one, other, view))
     del one
-    assert view.data_ptr() % 512 == 15 * dtype.itemsize
+    assert address % 512 == 0 and after >= address + 3000 * dtype.itemsize
+    assert inside == address + 1500 * dtype.itemsize
     del view, other, none
     assert len(stand_ins._described) == before
 
