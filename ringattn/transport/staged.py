@@ -130,7 +130,8 @@ class StagedTransport(Transport):
     def _rehearsed(self, memory: Memory, plan: ExchangePlan, sent: list[torch.Tensor], received: list[torch.Tensor]) -> Handle:
         """Note an exchange that does not take place."""
         queues = _Queues(memory.current, self._stages, self._near, self._pulls)
-        handle = _StagedHandle(queues.current, [], (), self._outstanding)
+        # of its own: a rehearsal that ends early leaves nothing with the transport
+        handle = _StagedHandle(queues.current, [], (), set())
         handle.recorded = RecordedExchange(memory, queues, self._channels, plan, sent, received, self._captured)
         recorder.note(handle.recorded)
         return handle
