@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from mmap import mmap
 from weakref import WeakSet
@@ -73,13 +73,10 @@ class Roster:
 
     def check_unknown(self, missing: Callable[[], list[int]]) -> None:
         """Raise RuntimeError if a missing rank of which this host knows nothing has closed its connection to this one."""
-        if self._closed is not None:
-            here = host()
-            known = {rank for rank, process in self.processes.items() if process.host == here} | {self.rank}
-            lost = {rank for rank in missing() if rank not in known and self._closed(rank)}
-            self._lost = lost & set(missing()) if lost else lost
-            if self._lost:
-                raise self._error(sorted(self._lost), f"made this call within {self.timeout}")
+        lost = self._disconnected(missing())
+        self._lost = lost.intersection(missing()) if lost else lost
+        if self._lost:
+            raise self._error(sorted(self._lost), f"made this call within {self.timeout}")
 
     def late(self, missing: list[int]) -> RuntimeError:
         """The error for ranks that have not come in time."""
@@ -88,7 +85,9 @@ class Roster:
     def failed(self, peers: list[int]) -> RuntimeError:
         """The error for a transfer with these ranks that failed in the middle of a call."""
         self._leave(self.members[peers[0]])
-        return self._error(self._gone(peers) or peers, "done its part of this call")
+        # a peer on another host may have left because of a third rank: all that are disconnected are named
+        gone = self._gone(peers) or sorted({*peers, *self._disconnected(range(len(self.members)))})
+        return self._error(gone, "done its part of this call")
 
     def silent(self, otherwise: str) -> RuntimeError:
         """The error for the job's store. It names rank 0 of the job, which serves most stores, if that has ended or is stopped.
@@ -116,6 +115,14 @@ class Roster:
             if found or time.monotonic() > until:
                 return found or gone
             time.sleep(0.01)
+
+    def _disconnected(self, ranks: Iterable[int]) -> set[int]:
+        """The ranks among these of which this host knows nothing else, and which have closed their connections to this one."""
+        if self._closed is None:
+            return set()
+        here = host()
+        known = {rank for rank, process in self.processes.items() if process.host == here} | {self.rank}
+        return {rank for rank in ranks if rank not in known and self._closed(rank)}
 
     def _error(self, ranks: list[int], what: str) -> RuntimeError:
         """What to say of ranks because of which this rank leaves. The ended ones among them are named alone, then the stopped ones."""

@@ -186,6 +186,13 @@ def test_a_stopped_rank_is_named_where_another_waits_for_it():
         os.waitpid(child, 0)
 
 
+def test_a_transfer_with_a_rank_that_left_because_of_a_third_names_both():
+    """On other hosts nothing shows of a rank but its connection."""
+    roster = Roster(2, (0, 1, 2, 3), timedelta(seconds=3), lambda rank: rank in (0, 1))
+    roster.processes |= {rank: processes.this_process()._replace(host=f"host {rank}") for rank in range(4)}
+    assert str(roster.failed([0])).startswith("ranks 0, 1 have not done its part of this call")
+
+
 def test_a_lost_store_is_told_before_a_rank_that_ended_because_of_it():
     child = os.fork()
     if child == 0:
