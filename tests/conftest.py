@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -46,6 +47,12 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in set(thorough)]
 
 
+def pytest_collection_finish():
+    # to look at modules and tests again and again took a quarter of all time
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     """How many processes `-n auto` means: a core each (one more took no less time), and no more than an ordinary memory holds."""
@@ -72,8 +79,8 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture(scope="session")
-def gloo():
-    """Ranks over gloo: `gloo.run(world_size, function, *args)`. What this process has imported, their launcher imports once for all."""
+def _gloo():
+    # what this process has imported, the launcher imports once for all ranks
     slow = {
         "transformers": "transformers.models.llama.modeling_llama",
         "torch._dynamo": "torch._dynamo",
@@ -84,6 +91,13 @@ def gloo():
     processes = ranks.Ranks("gloo", 8, [module for name, module in slow.items() if name in sys.modules])
     yield processes
     processes.close()
+
+
+@pytest.fixture(scope="module")
+def gloo(_gloo):
+    """Ranks over gloo: `gloo.run(world_size, function, *args)`. The groups that functions make end with a file of tests."""
+    yield _gloo
+    _gloo.end_groups()
 
 
 @pytest.fixture(scope="session")

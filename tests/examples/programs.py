@@ -7,6 +7,7 @@ all tests, and so takes no longer than the program's own work. Without `gpus=Tru
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import json
 import multiprocessing
@@ -142,6 +143,7 @@ def _call(function: Callable, arguments: tuple, variables: dict[str, str], out: 
 
 
 def _redirect(out: str, variables: dict[str, str]) -> None:
+    gc.freeze()  # nobody looks at what was imported again
     with open(out, "wb") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
