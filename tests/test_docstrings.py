@@ -14,7 +14,7 @@ import ringattn
 # of libraries that the development environment does without, or that need Python 3.11
 LIBRARIES = {
     f"ringattn.integrations.{name}": name.split("_")[0]
-    for name in ("lightning", "megatron", "torchtitan", "trl", "verl", "verl_platform")
+    for name in ("lightning", "megatron", "torchtitan", "trl", "verl", "verl_platform", "vllm", "vllm_step")
 }
 NAMES = ["ringattn", *(found.name for found in pkgutil.walk_packages(ringattn.__path__, "ringattn.") if "__" not in found.name)]
 MODULES = [name for name in NAMES if name not in LIBRARIES or importlib.util.find_spec(LIBRARIES[name])]

@@ -48,6 +48,8 @@ INNER = {f"huggingface_{name}" for name in (*_HUGGINGFACE, "scores")} | {
     "trainer_parts",
     "trl_rollouts",
     "trl_settings",
+    "vllm_merge",
+    "vllm_step",
 }
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign
 
