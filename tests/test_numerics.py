@@ -160,7 +160,6 @@ def test_windows_whose_edges_are_shard_edges(monkeypatch, layout):
 
 
 LAYOUT = ra.zigzag(59, 4)
-RUNS = 100
 
 
 @contextlib.contextmanager
@@ -185,11 +184,11 @@ def jitter(seed):
         yield
 
 
-def steps(group, rank):
-    """A hundred steps, of all schedules in turn: the first of each schedule, and the numbers of the others with other bits."""
+def steps(group, rank, runs):
+    """Many steps, of all schedules in turn: the first of each schedule, and the numbers of the others with other bits."""
     tensors = whole(59, torch.float32)
     firsts, odd = [], []
-    for run in range(RUNS):
+    for run in range(runs):
         found = step(tensors, LAYOUT, group, rank, ra.causal(), SCHEDULES[run % 4])
         if run < 4:
             firsts.append(found)
@@ -198,19 +197,20 @@ def steps(group, rank):
     return firsts, odd
 
 
-def steps_of_member(group):
+def steps_of_member(group, runs):
     rank = dist.get_rank(group)
     with jitter(rank):
-        return steps(group, rank)
+        return steps(group, rank, runs)
 
 
-def test_a_hundred_runs_have_the_same_bits_over_every_transport(gloo):
+@pytest.mark.parametrize("runs", [32, pytest.param(100, marks=pytest.mark.thorough)])
+def test_many_runs_have_the_same_bits_over_every_transport(gloo, runs):
     """Whatever the pace of the ranks: as threads, as processes over gloo, and over simulated copy engines in random orders."""
     world = World(4, 4096, policy(0))
     with jitter(0):
-        threads = run_ranks(4, lambda t: steps(t, t.rank))
-        staged = run_ranks(4, lambda t: steps(SimulatedTransport(t, world, on_host=True), t.rank))
-    for ranks in zip(threads, staged, gloo.run(4, steps_of_member), strict=True):
+        threads = run_ranks(4, lambda t: steps(t, t.rank, runs))
+        staged = run_ranks(4, lambda t: steps(SimulatedTransport(t, world, on_host=True), t.rank, runs))
+    for ranks in zip(threads, staged, gloo.run(4, steps_of_member, runs), strict=True):
         assert [odd for _, odd in ranks] == [[], [], []]
         wanted, *others = [tree_leaves(firsts) for firsts, _ in ranks]
         for found in others:

@@ -144,7 +144,12 @@ def test_compiled_attention_is_exact_on_every_rank(gloo, world_size, mesh, layou
 
 
 @pytest.mark.parametrize(
-    ("name", "made_within"), [("mesh", False), ("hybrid", False), ("hybrid", True), ("a mesh of other names", True)]
+    ("name", "made_within"),
+    [
+        ("mesh", False),
+        ("a mesh of other names", True),
+        *(pytest.param("hybrid", within, marks=pytest.mark.thorough) for within in (False, True)),
+    ],
 )
 def test_a_compiled_grid_is_exact_and_runs_once(gloo, name, made_within):
     for forwards, backwards, difference in gloo.run(8, compiled_grid, name, made_within, timeout=120)[:4]:

@@ -87,7 +87,7 @@ def compare(q, k, v, dout, tiles, softmax_scale, parts=1):
         assert (x[:, ~live.any(0)] == 0).all()
 
 
-@pytest.mark.parametrize("n", [1, 2, 17, 63, 97, 127, 129])
+@pytest.mark.parametrize("n", [1, 17, 129, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, 63, 97, 127))])
 def test_causal_at_odd_lengths(n):
     compare(*inputs(1, n, n, 1, 1, 16, 16), dense.causal(n), 0.25)
 
@@ -104,7 +104,7 @@ def test_masks(tiles, dtype):
 
 
 @pytest.mark.parametrize(
-    ("seed", "parts"), [(0, 1), (1, 2), (2, 3), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((3, 1), (4, 2)))]
+    ("seed", "parts"), [(1, 2), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((0, 1), (2, 3), (3, 1), (4, 2)))]
 )
 def test_random_tiles_in_one_launch_or_several(seed, parts):
     generator = np.random.default_rng(seed)
@@ -113,7 +113,7 @@ def test_random_tiles_in_one_launch_or_several(seed, parts):
     compare(*inputs(1, sq, sk, 1, 1, 16, 16, seed=seed), tiles, 0.3, parts)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (1, 2, 3))])
 def test_random_problems_as_on_a_gpu(seed):
     fuzz.check([seed], fuzz.INTERPRETER)
 
@@ -130,7 +130,7 @@ def test_a_chip_that_few_blocks_do_not_fill_has_them_in_splits(heads, expected, 
     assert counts == expected
 
 
-@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("final", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_splits_merge_into_the_state_that_whole_blocks_would_leave(final):
     """In launches from and to a state, with blocks that no tile touches and splits without a live pair for some rows."""
     q, k, v, _ = inputs(1, 150, 300, 2, 1, 16, 24)
@@ -341,12 +341,12 @@ def test_head_dims(head_dims):
     compare(*inputs(1, 33, 33, 1, 1, *head_dims), dense.causal(33), head_dims[0] ** -0.5)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_wide_heads_in_16_bits(parts):
     compare(*inputs(1, 40, 40, 2, 1, 512, 320, torch.float16), dense.documents(13, 1, 26), 512**-0.5, parts)
 
 
-@pytest.mark.parametrize(("h", "hk"), [(2, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("h", "hk"), [(2, 2), (3, 1), pytest.param(4, 2, marks=pytest.mark.thorough)])
 def test_head_groups_and_batches(h, hk):
     compare(*inputs(2, 20, 31, h, hk, 16, 16), dense.full(20, 31), 0.25)
 
@@ -363,7 +363,7 @@ def test_any_scale(softmax_scale):
     compare(*inputs(1, 40, 40, 1, 1, 16, 16), dense.causal(40), softmax_scale)
 
 
-@pytest.mark.parametrize("logit", [0.0, 1e2, -1e2, 2.5e5, -2.5e5])
+@pytest.mark.parametrize("logit", [2.5e5, *(pytest.param(logit, marks=pytest.mark.thorough) for logit in (0.0, 1e2, -1e2, -2.5e5))])
 def test_equal_huge_logits_average_exactly_over_launches(logit):
     q, k, v, dout = inputs(1, 10, 100, 1, 1, 16, 16)
     q.fill_(1.0)
@@ -451,7 +451,7 @@ def test_the_sums_of_the_fused_kernel_come_back_in_the_order_of_rows(d, add):
 
 
 @pytest.mark.parametrize("plain", ["before", "after", "never"])
-@pytest.mark.parametrize(("d", "q_rows"), [(64, 1), (64, 128), (128, 129)])
+@pytest.mark.parametrize(("d", "q_rows"), [(64, 1), (128, 129), pytest.param(64, 128, marks=pytest.mark.thorough)])
 def test_sums_of_different_kernels_are_one_dq(d, q_rows, plain):
     q, k, v, dout = inputs(2, q_rows, 2, 2, 1, d, d, torch.float16)
     expected = torch.randn(2, 2, -(-q_rows // 128) * 128, d, generator=torch.Generator().manual_seed(0))

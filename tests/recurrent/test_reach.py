@@ -58,8 +58,14 @@ def run(group, cases, kernels):
         return [(case.run(group.rank(), group), heads[-1]) for case in cases]
 
 
-@pytest.mark.parametrize("kernels", ["torch", "kept", "stand-in"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "kernels"),
+    [
+        (2, "torch"),
+        (3, "stand-in"),
+        *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((2, "kept"), (2, "stand-in"), (3, "torch"), (3, "kept"))),
+    ],
+)
 def test_tails_give_the_same(gloo, world_size, kernels):
     """Out, last states and all gradients, against the recurrence step by step; some segments have tails, some none."""
     options = dict(world_size=world_size, initial=True, last=True)

@@ -21,12 +21,18 @@ def reference(monkeypatch):
     return importlib.import_module("api_reference")
 
 
-def test_the_page_is_up_to_date(reference):
-    assert (ROOT / "docs" / "api.md").read_text() == reference.build(), "run python launch/repo/api_reference.py"
+@pytest.fixture
+def page(reference, cache={}):  # noqa: B006  it is built once
+    if "page" not in cache:
+        cache["page"] = reference.build()
+    return cache["page"]
 
 
-def test_every_public_name_has_its_section(reference):
-    page = reference.build()
+def test_the_page_is_up_to_date(page):
+    assert (ROOT / "docs" / "api.md").read_text() == page, "run python launch/repo/api_reference.py"
+
+
+def test_every_public_name_has_its_section(reference, page):
     headings = set(re.findall(r"^#### `(.*)`$", page, re.MULTILINE))
     modules = {name for name in ringattn.__all__ if isinstance(getattr(ringattn, name), type(re))}
     assert set(ringattn.__all__) - modules - {"__version__"} <= headings
@@ -36,8 +42,7 @@ def test_every_public_name_has_its_section(reference):
     assert doors <= set(re.findall(r"^## ringattn\.integrations\.(\w+)$", page, re.MULTILINE))
 
 
-def test_links_lead_to_numbered_headings(reference):
-    page = reference.build()
+def test_links_lead_to_numbered_headings(page):
     headings = [shown.lower().replace(".", "") for shown in re.findall(r"^#### `(.*)`$", page, re.MULTILINE)]
     slugs = [name + (f"-{headings[:n].count(name)}" if headings[:n].count(name) else "") for n, name in enumerate(headings)]
     assert re.findall(r"\]\(#(.*?)\)", page.split("\n## ")[0]) == slugs
