@@ -134,7 +134,7 @@ def test_compiled_attention_on_gpus_has_the_bits_of_eager_mode(nccl, on_grid):
     ("world_size", "mesh", "layout", "mask"),
     [
         (3, False, None, ra.causal()),
-        (2, True, ra.striped(N, 2), ra.sliding_window(9)),
+        pytest.param(2, True, ra.striped(N, 2), ra.sliding_window(9), marks=pytest.mark.thorough),
         (3, False, ra.Layout(N, ((ra.Span(20, 17),), (), (ra.Span(0, 20),))), ra.dilated_window((4, 2), 3)),
     ],
     ids=["default layout", "mesh", "an empty shard and another order"],

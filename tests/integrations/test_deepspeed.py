@@ -273,7 +273,7 @@ def assert_steps(found, wanted, parameters_within, loss_within):
         pytest.param(4, 1, 3, 1, True, True, marks=pytest.mark.thorough),
         pytest.param(4, 1, 3, 2, False, False, marks=pytest.mark.thorough),
         (1, 4, 3, 2, False, True),
-        (1, 1, 1, 1, False, True),
+        pytest.param(1, 1, 1, 1, False, True, marks=pytest.mark.thorough),
     ],
     ids=lambda x: str(x),
 )

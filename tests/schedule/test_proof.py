@@ -88,7 +88,12 @@ def by_step(transfers, steps, world_size):
 @pytest.mark.parametrize(
     ("world_size", "number"),
     [
-        pytest.param(n, number, id=f"{n}-{getattr(schedule, '__name__', schedule)}")
+        pytest.param(
+            n,
+            number,
+            id=f"{n}-{getattr(schedule, '__name__', schedule)}",
+            marks=pytest.mark.thorough if n in (11, 13, 14, 15) else (),
+        )
         for n in range(1, 17)
         for number, schedule in enumerate(schedules(n))
     ],
