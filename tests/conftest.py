@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    # to look at modules and tests again and again took a quarter of all time
+    # garbage is looked for again and again, but not among modules and tests
     gc.collect()
     gc.freeze()
 

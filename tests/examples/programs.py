@@ -133,7 +133,7 @@ def wait_for(processes: Sequence[BaseProcess]) -> None:
 
 def _call(function: Callable, arguments: tuple, variables: dict[str, str], out: str) -> None:
     """In the process that was forked."""
-    _redirect(out, variables)
+    _begin(out, variables)
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -142,8 +142,9 @@ def _call(function: Callable, arguments: tuple, variables: dict[str, str], out: 
     dist.destroy_process_group()
 
 
-def _redirect(out: str, variables: dict[str, str]) -> None:
-    gc.freeze()  # nobody looks at what was imported again
+def _begin(out: str, variables: dict[str, str]) -> None:
+    """In the process that was forked, before anything else: its output goes to a file."""
+    gc.freeze()  # garbage is not looked for among what was imported
     with open(out, "wb") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
@@ -152,7 +153,7 @@ def _redirect(out: str, variables: dict[str, str]) -> None:
 
 def _run(path: str, arguments: list[str], within: tuple[Callable, ...], variables: dict[str, str], out: str) -> None:
     """In the process that was forked."""
-    _redirect(out, variables)
+    _begin(out, variables)
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).parent))
     with contextlib.ExitStack() as stack:

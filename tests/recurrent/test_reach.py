@@ -72,7 +72,7 @@ def test_tails_give_the_same(gloo, world_size, kernels):
     cases = [
         Case(n, layout=layout, documents=documents, decays=decays, beta=beta, copies=1 + seed % 2, seed=seed, **options)
         for seed, (decays, beta) in enumerate(FORGETTING)
-        for n, layout, documents in ((403, "zigzag", None), (390, "backwards", (200, 0, 30, 160)))
+        for n, layout, documents in ((331, "contiguous", None), (403, "zigzag", None), (390, "backwards", (200, 0, 30, 160)))
     ]
     cases += [Forgetful(331, layout="zigzag", decays=decays, beta=beta, seed=7, **options) for decays, beta in FORGETTING]
     by_rank = gloo.run(world_size, run, cases, kernels)

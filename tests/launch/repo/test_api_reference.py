@@ -15,17 +15,16 @@ import ringattn_kernels
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.fixture
-def reference(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "launch" / "repo"))
-    return importlib.import_module("api_reference")
+@pytest.fixture(scope="module")
+def reference():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "launch" / "repo"))
+        yield importlib.import_module("api_reference")
 
 
-@pytest.fixture
-def page(reference, cache={}):  # noqa: B006  it is built once
-    if "page" not in cache:
-        cache["page"] = reference.build()
-    return cache["page"]
+@pytest.fixture(scope="module")
+def page(reference):
+    return reference.build()
 
 
 def test_the_page_is_up_to_date(page):
