@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .ahead import TensorKind, prepare_backward, prepare_forward
-    from .attention import backward, forward
+    from .attention import backward, continued_rows, forward
+    from .continued import Continued
     from .page_table import PageTable
     from .paged import attend_pages, merge_packed
     from .pairs import add_pair, add_rows, rounded_pair, take_rows, zero_pair
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .table import TileTable
 
 __all__ = [
+    "Continued",
     "PageTable",
     "Queries",
     "QuerySums",
@@ -29,6 +31,7 @@ __all__ = [
     "add_rows",
     "attend_pages",
     "backward",
+    "continued_rows",
     "delta",
     "forward",
     "merge_packed",
@@ -44,6 +47,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Continued": "continued",
     "PageTable": "page_table",
     "Queries": "queries",
     "QuerySums": "query_sums",
@@ -53,6 +57,7 @@ _MODULES = {
     "add_rows": "pairs",
     "attend_pages": "paged",
     "backward": "attention",
+    "continued_rows": "attention",
     "delta": "statistics",
     "forward": "attention",
     "merge_packed": "paged",

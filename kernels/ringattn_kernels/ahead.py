@@ -14,6 +14,7 @@ import torch
 from . import dispatch, hopper
 from .attention import forward_choice
 from .config import architecture, launch_for
+from .continued import RowPart
 from .dispatch import Kernels
 from .queries import Queries
 from .splits import key_splits, query_splits
@@ -44,15 +45,20 @@ class TensorKind:
         return self.dtype.itemsize
 
 
-def prepare_forward(q: Any, k: Any, v: Any, table: TileTable, *, softmax_scale: float, first: bool, final: bool) -> None:
+def prepare_forward(
+    q: Any, k: Any, v: Any, table: TileTable, *, softmax_scale: float, first: bool, final: bool, part: RowPart | None = None
+) -> None:
     """Make what `attention.forward` makes of a table in its first call. q, k, v: `TensorKind`, or tensors.
 
-    first: no state comes in. final: as in `attention.forward`.
+    first: no state comes in. final: as in `attention.forward`. part: of `continued_rows`.
     """
     if not q.numel():
         return
-    on_hopper, config, how = forward_choice(q, k, v, table, softmax_scale)
-    if on_hopper:
+    on_hopper, config, how = forward_choice(q, k, v, table, softmax_scale, part=part if final else None)
+    if part is not None and (first or (final and how.most == 1)):
+        for rows in (part, part.others) if first else (part,):
+            hopper.forward.work_queue(q, k, v, table, config, 1, False, part=rows)
+    elif on_hopper:
         touched_only = how.most > 1 or not (first or final)
         hopper.forward.work_queue(q, k, v, table, config, how.most, touched_only)
     else:

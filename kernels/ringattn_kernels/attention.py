@@ -14,10 +14,12 @@ Shapes: q, dq (b, sq, h, d), k, dk (b, sk, hk, d), v, dv (b, sk, hk, dv), out an
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from . import dispatch, hopper, plain_backward, plain_forward
 from .config import architecture, launch_for
+from .continued import Continued, RowPart, continued_part
 from .dispatch import Kernels
 from .modifiers import Modifiers, ModifierSums
 from .queries import Queries
@@ -36,6 +38,7 @@ def forward(
     modifiers: Modifiers | None = None,
     state: State | None = None,
     final: bool = True,
+    continued: Continued | None = None,
     kernels: Kernels | None = None,
     splits: int | None = None,
 ) -> State:
@@ -46,6 +49,9 @@ def forward(
     state: (out, row_max, row_sum) of earlier launches over other pairs, fp32 and contiguous, updated in place. final: out leaves
     in q.dtype, a fresh tensor; otherwise it is the fp32 state. row_max is in natural-log units after scaling, and row_sum is
     relative to exactly it; a row with no live pair so far is (0, -inf, 0).
+
+    continued: the same for all launches of a pass, of `continued_rows`. Other rows than those that go on are then done with the first
+    launch. In the state they are undefined, except for their statistics.
 
     modifiers: what else is done to scores and weights; those that depend on positions need a table with places.
 
@@ -61,11 +67,19 @@ def forward(
         out, row_max, row_sum = state
         assert out.dtype == torch.float32 and out.is_contiguous() and row_max.is_contiguous() and row_sum.is_contiguous()
         if final:
-            out = torch.empty(out.shape, device=q.device, dtype=q.dtype)
+            out = torch.empty(out.shape, device=q.device, dtype=q.dtype) if continued is None else continued.out
     _check_places(modifiers, table)
-    on_hopper, config, how = forward_choice(q, k, v, table, softmax_scale, kernels, splits, modifiers)
+    part = continued.part if continued is not None and final else None
+    on_hopper, config, how = forward_choice(q, k, v, table, softmax_scale, kernels, splits, modifiers, part)
     launch = hopper.forward.launch if on_hopper else plain_forward.launch
-    if how.most > 1:
+    if continued is not None and (state is None or (final and how.most == 1)):
+        assert on_hopper and how.most == 1 and modifiers is None and final is (state is not None)
+        goes_on = q, k, v, table, out, row_max, row_sum, softmax_scale, state, False, 1, config
+        launch(*goes_on, part=continued.part)
+        if state is None:
+            done = q, k, v, table, continued.out, row_max, row_sum, softmax_scale, None, False, 1, config
+            launch(*done, part=continued.part.others)
+    elif how.most > 1:
         # the state is merged with the splits' partials
         partial = partials(how, q, v.shape[3])
         launch(q, k, v, table, *partial, softmax_scale, None, True, how.most, config, modifiers=modifiers)
@@ -86,14 +100,27 @@ def forward_choice(
     kernels: Kernels | None = None,
     splits: int | None = None,
     modifiers: Modifiers | None = None,
+    part: RowPart | None = None,
 ) -> tuple[bool, Any, Splits]:
-    """Whether the Hopper kernel runs, its configuration or that of the plain one, and how blocks are split."""
+    """Whether the Hopper kernel runs, its configuration or that of the plain one, and how blocks are split. part: the rows to write."""
     on_hopper = dispatch.forward_kernels(q, k, v, table, softmax_scale, kernels, modifiers) == Kernels.HOPPER
     if on_hopper:
         config = hopper.forward_config.config_for(q, v, table, splits, modifiers)
     else:
         config = launch_for("forward", architecture(q.device), max(q.shape[3], v.shape[3]), q.dtype)
-    return on_hopper, config, query_splits(table, config.block, config.step, q.shape[0] * q.shape[2], q.device, splits)
+    return on_hopper, config, query_splits(table, config.block, config.step, q.shape[0] * q.shape[2], q.device, splits, part)
+
+
+def continued_rows(q: Any, k: Any, v: Any, table: TileTable, later: np.ndarray, softmax_scale: float) -> RowPart | None:
+    """The rows of a pass that launches after the first go on with; None if all rows do, or if it is not worth to tell them apart.
+
+    q, k, v, table: of the first launch; tensors, or `TensorKind`. later: (n, 2), ranges of rows that the other launches touch. For a pass
+    whose scores are not modified, and whose K and V are all alike but for the number of rows.
+    """
+    part = continued_part(later, q, v)
+    if part is None or dispatch.forward_kernels(q, k, v, table, softmax_scale, None) != Kernels.HOPPER:
+        return None
+    return part if forward_choice(q, k, v, table, softmax_scale)[2].most == 1 else None
 
 
 def backward(

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from . import launches
 from .config import padded
+from .continued import RowPart
 from .launches import strides
 from .split_choice import choice
 from .table import TileTable, on_device
@@ -51,9 +52,14 @@ class Splits:
         return self.touched if touched_only else len(self.blocks)
 
 
-def query_splits(table: TileTable, block: int, step: int, heads: int, device: torch.device, most: int | None = None) -> Splits:
-    """Splits for `heads` heads of all batches, by programs of `block` queries that walk the keys by `step`; `most` overrides the choice."""
-    return _splits(table, "q", block, step, heads, 1, device, most)
+def query_splits(
+    table: TileTable, block: int, step: int, heads: int, device: torch.device, most: int | None = None, part: RowPart | None = None
+) -> Splits:
+    """Splits for `heads` heads of all batches, by programs of `block` queries that walk the keys by `step`; `most` overrides the choice.
+
+    part: the rows that are merged, among them all that the table touches.
+    """
+    return _splits(table, "q", block, step, heads, 1, device, most, part)
 
 
 def key_splits(
@@ -63,17 +69,29 @@ def key_splits(
     return _splits(table, "k", block, step, heads, group, device, most)
 
 
-def _splits(table: TileTable, axis: str, block: int, step: int, heads: int, walks: int, device, most: int | None) -> Splits:
+def _splits(
+    table: TileTable,
+    axis: str,
+    block: int,
+    step: int,
+    heads: int,
+    walks: int,
+    device,
+    most: int | None,
+    part: RowPart | None = None,
+) -> Splits:
     if most is not None and most < 1:
         raise ValueError(f"splits is {most}, but must be at least 1, or None for what suits the table")
     processors = multiprocessors(device)
 
     def build() -> Splits:
         found = choice(table, axis, block, step, heads, walks, processors, most)
-        blocks = None if found.blocks is None else on_device((found.blocks,), device)[0]
+        blocks = found.blocks
+        if blocks is not None:
+            blocks = on_device((blocks if part is None else blocks[part.of(blocks[:, 0])],), device)[0]
         return Splits(found.most, blocks, found.touched, block)
 
-    return table.derived(("splits", axis, block, step, heads, walks, processors, device, most), build)
+    return table.derived(("splits", axis, block, step, heads, walks, processors, device, most, part), build)
 
 
 @functools.cache

@@ -20,8 +20,11 @@ from . import blocked, paged
 from .streams import InOrder, SideBySide, Streams
 
 if TYPE_CHECKING:
+    import numpy as np
+
     import ringattn_kernels
-    from ringattn_kernels import TensorKind
+    from ringattn_kernels import Continued, TensorKind
+    from ringattn_kernels.continued import RowPart
     from ringattn_kernels.recordings import InputKinds, Kind, Question, Recording
 
     QuerySums = blocked.TorchQuerySums | ringattn_kernels.QuerySums
@@ -45,17 +48,41 @@ class RowShapes(NamedTuple):
     device: torch.device
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: TileTable, score: Score, *, state: State | None, final: bool
-) -> State:
-    """Attention of q over the tiles' pairs, on top of `state`: (out, row_max, row_sum). See `blocked.forward`."""
-    if q.is_cuda and q.numel():
-        import ringattn_kernels
+def continued(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Pass, score: Score) -> Continued | None:
+    """What a pass whose result is final hands to all its launches, so that rows which only the first one touches are done with it.
 
-        run = ringattn_kernels.forward
-    else:
-        run = blocked.forward
-    return run(q, k, v, tiles, softmax_scale=score.softmax_scale, modifiers=score.modifiers, state=state, final=final)
+    k, v: as the first launch gets them. None if nothing is to be gained.
+    """
+    if not (q.is_cuda and q.numel()) or score.modifiers is not None or len(program.launches) < 2:
+        return None
+    import ringattn_kernels
+
+    part = ringattn_kernels.continued_rows(q, k, v, program.launches[0].tiles, program.continued, score.softmax_scale)
+    if part is None:
+        return None
+    return ringattn_kernels.Continued(part, q.new_empty((*q.shape[:3], v.shape[3])))
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tiles: TileTable,
+    score: Score,
+    *,
+    state: State | None,
+    final: bool,
+    continued: Continued | None = None,
+) -> State:
+    """Attention of q over the tiles' pairs, on top of `state`: (out, row_max, row_sum). See `blocked.forward`, and `continued`."""
+    scale, modifiers = score.softmax_scale, score.modifiers
+    if not (q.is_cuda and q.numel()):
+        return blocked.forward(q, k, v, tiles, softmax_scale=scale, modifiers=modifiers, state=state, final=final)
+    import ringattn_kernels
+
+    return ringattn_kernels.forward(
+        q, k, v, tiles, softmax_scale=scale, modifiers=modifiers, state=state, final=final, continued=continued
+    )
 
 
 def settled(state: State, q: torch.Tensor) -> State:
@@ -245,20 +272,32 @@ def prepare(program: Program, shapes: RowShapes, softmax_scale: float, *, final:
                 if rows.only is None:
                     rows.index(shapes.device)
     if shapes.device.type == "cuda":
-        for launch in program.forward.launches:
+        launches = program.forward.launches
+        part = None
+        if final and len(launches) > 1 and not program.queries_move:
+            part = _continued_rows(launches[0].tiles, program.forward.continued, shapes, softmax_scale)
+        for number, launch in enumerate(launches):
             # where queries move, each launch makes partials of its own
-            first = program.queries_move or launch is program.forward.launches[0]
+            first = program.queries_move or number == 0
             last = launch.last and not program.queries_move
-            _prepare_forward(launch.tiles, shapes, softmax_scale, first=first, final=final and last)
+            _prepare_forward(launch.tiles, shapes, softmax_scale, first=first, final=final and last, part=part)
         for launch in program.backward.launches:
             _prepare_backward(launch.tiles, shapes)
 
 
-def _prepare_forward(tiles: TileTable, shapes: RowShapes, softmax_scale: float, *, first: bool, final: bool) -> None:
+def _continued_rows(tiles: TileTable, later: np.ndarray, shapes: RowShapes, softmax_scale: float) -> RowPart | None:
+    import ringattn_kernels
+
+    return ringattn_kernels.continued_rows(*_kinds(tiles, shapes)[:3], tiles, later, softmax_scale)
+
+
+def _prepare_forward(
+    tiles: TileTable, shapes: RowShapes, softmax_scale: float, *, first: bool, final: bool, part: RowPart | None
+) -> None:
     import ringattn_kernels
 
     q, k, v, _ = _kinds(tiles, shapes)
-    ringattn_kernels.prepare_forward(q, k, v, tiles, softmax_scale=softmax_scale, first=first, final=final)
+    ringattn_kernels.prepare_forward(q, k, v, tiles, softmax_scale=softmax_scale, first=first, final=final, part=part)
 
 
 def _prepare_backward(tiles: TileTable, shapes: RowShapes) -> None:
@@ -311,7 +350,7 @@ def streams(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, p
     # on the caller's stream, before all launches
     dq.permuted()
     dq.prepared(queries.statistics)
-    return SideBySide(queries.q.device)
+    return SideBySide(queries.q.device, program.far)
 
 
 def backward(

@@ -4,6 +4,9 @@ Blocks of keys differ in work, and a launch has few more of them than the GPU ha
 multiprocessors are idle, for up to the time of a block. Launches that do not need each other's results take turns on two streams, so that
 blocks of the next launch fill the multiprocessors that the last one leaves. Exchanges, and the sums of what they bring, go to a third
 stream with priority. Without it these small kernels would wait for whole launches.
+
+If a single launch has other ranks' keys, it goes before both halves of the rank's own, also before what is left of the first half: its
+gradients travel while the own ones are computed.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch
 
 from ringattn_kernels.recorder import recorder
 
-from ..schedule.instructions import Stream
+from ..schedule.instructions import Launch, Stream
 
 if TYPE_CHECKING:
     from ringattn_kernels.recorder import Find
@@ -30,8 +33,12 @@ class Streams(ABC):
     exchanges: AbstractContextManager  # for exchanges, and sums of what they bring
 
     @abstractmethod
-    def launch(self) -> AbstractContextManager:
+    def launch(self, x: Launch) -> AbstractContextManager:
         """For a launch. It begins when what was queued for exchanges before the last fence of launches is done."""
+
+    @abstractmethod
+    def join_launches(self) -> None:
+        """What the caller's stream is given from now on comes after all launches so far."""
 
     @abstractmethod
     def fence(self, stream: Stream) -> None:
@@ -51,8 +58,11 @@ class InOrder(Streams):
 
     exchanges = nullcontext()
 
-    def launch(self) -> AbstractContextManager:
+    def launch(self, x: Launch) -> AbstractContextManager:
         return self.exchanges
+
+    def join_launches(self) -> None:
+        pass
 
     def fence(self, stream: Stream) -> None:
         pass
@@ -70,40 +80,53 @@ class SideBySide(Streams):
     Memory belongs to the caller's stream. What is let go of inside and used again inside must be in order without that stream.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, far: Launch | None = None) -> None:
+        """far: the only launch over other ranks' keys, if there is a single one."""
         self._caller = torch.cuda.current_stream(device)
-        self._streams = _streams(device)
-        exchanges, *launches = self._streams
-        self.exchanges = self._exchanges = _On(exchanges, self._caller)
-        self._launch, self._next_launch = (_On(stream, self._caller) for stream in launches)
+        exchanges, before, *launches = (_On(stream, self._caller) for stream in _streams(device))
+        self.exchanges = self._exchanges = exchanges
+        self._far, self._before_others, self._turns = far, before, launches
         self._start, self._end = _Moment(), _Moment()
+        self._sending: torch.cuda.Stream | None = None  # with launches whose gradients are sent next
+        self._ahead: dict[torch.cuda.Stream, None] = {}  # with launches that the caller's stream does not come after yet
         self._joined = False
 
     def __enter__(self) -> Streams:
         self._start.record(self._caller)
-        for stream in self._streams:
-            self._start.before(stream)
+        self._start.before(self._exchanges.stream)
         return self
 
     def __exit__(self, *exception: object) -> None:
         if not self._joined:
             self.fence(Stream.CALLER)
 
-    def launch(self) -> AbstractContextManager:
-        self._launch, self._next_launch = self._next_launch, self._launch
-        self._start.before(self._launch.stream)
-        return self._launch
+    def launch(self, x: Launch) -> AbstractContextManager:
+        if x is self._far:
+            on = self._before_others
+        else:
+            self._turns.reverse()
+            on = self._turns[0]
+        if self._far in (None, x):
+            self._sending = on.stream
+        self._ahead[on.stream] = None
+        self._start.before(on.stream)
+        return on
+
+    def join_launches(self) -> None:
+        for stream in self._ahead:
+            self._come_after(self._caller, stream)
+        self._ahead.clear()
 
     def fence(self, stream: Stream) -> None:
         if stream is Stream.LAUNCHES:
             self._start.record(self._exchanges.stream)
-        elif stream is Stream.EXCHANGES:
-            # the launch before this one was waited for by the fence before
-            self._come_after(self._exchanges.stream, self._launch.stream)
-        else:
+        elif stream is Stream.CALLER:
             self._joined = True
-            for other in self._streams:
-                self._come_after(self._caller, other)
+            self._come_after(self._caller, self._exchanges.stream)
+            self.join_launches()
+        elif self._sending is not None:
+            # the launch before this one was waited for by the fence before
+            self._come_after(self._exchanges.stream, self._sending)
 
     def _come_after(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
         self._end.record(other)
@@ -152,5 +175,6 @@ class _On(AbstractContextManager):
 
 
 @functools.cache
-def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream, torch.cuda.Stream]:
-    return torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device), torch.cuda.Stream(device)
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    """For exchanges, for a launch that goes before the others, and two for those."""
+    return tuple([torch.cuda.Stream(device, priority=priority) for priority in (-2, -1, 0, 0)])

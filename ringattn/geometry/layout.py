@@ -317,14 +317,15 @@ def _deal(work: np.ndarray, world_size: int) -> np.ndarray:
     """Deal the chunks, the heaviest first, to the least loaded rank that has room: (world_size, n) chunks of each rank, ascending."""
     room = len(work) // world_size
     hands: list[list[int]] = [[] for _ in range(world_size)]
-    heap = [(0, rank) for rank in range(world_size)]
+    # load * world_size + rank of the ranks that have room: the least load first, and of equal ones the first rank
+    heap = list(range(world_size))
     heaviest_first = (-work).argsort(kind="stable")
     for chunk, load in zip(heaviest_first.tolist(), work[heaviest_first].tolist()):
-        before, rank = heap[0]
-        hand = hands[rank]
+        before = heap[0]
+        hand = hands[before % world_size]
         hand.append(chunk)
         if len(hand) < room:
-            heapq.heapreplace(heap, (before + load, rank))
+            heapq.heapreplace(heap, before + load * world_size)
         else:
             heapq.heappop(heap)
     # sort ranks by their first chunk, so that neighbours in the ring hold neighbouring text

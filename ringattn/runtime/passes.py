@@ -37,12 +37,15 @@ def forward(
     """out (b, s, h, d_v), row_max and row_sum (b, h, s); with `final`, out in q's dtype."""
     buffers = _Buffers(program.own, k, v, alone=transport.size == 1)
     state: local.State | None = None
+    continued: local.Continued | None = None
     handle: Handle | None = None
     for x in program.instructions:
         match x:
             case Launch():
                 keys = buffers.part(x.keys, x.begin, x.end)
-                state = local.forward(q, *keys, x.tiles, score, state=state, final=final and x.last)
+                if state is None and final:
+                    continued = local.continued(q, *keys, program, score)
+                state = local.forward(q, *keys, x.tiles, score, state=state, final=final and x.last, continued=continued)
             case Open():
                 buffers.open(x)
             case Exchange():
@@ -76,15 +79,20 @@ def backward(
     buffers = _Buffers(program.own, k, v, dtype, alone=transport.size == 1)
     buffers.open(Open(0, program.sums))
     handle: Handle | None = None
+    found: torch.Tensor | None = None
     with local.streams(queries, *buffers.part(program.own, 0, k.shape[1]), dq, program, score) as streams:
         for x in program.instructions:
             match x:
                 case Launch():
                     assert x.sums is not None
                     keys, (dk, dv) = buffers.part(x.keys, x.begin, x.end), buffers.part(x.sums, x.begin, x.end)
-                    with streams.launch():
+                    with streams.launch(x):
                         local.backward(queries, *keys, x.tiles, score, dq=dq, dk=dk, dv=dv, add=x.add, sums=sums)
                     del keys, dk, dv  # a Close lets go of their memory
+                    if x is program.launches[-1]:
+                        # nothing waits for dQ, and the last messages may be under way
+                        streams.join_launches()
+                        found = dq.finish(q.dtype)
                 case Fence():
                     streams.fence(x.stream)
                 case Open():
@@ -107,7 +115,8 @@ def backward(
                     buffers.zero(x)
     dk, dv = buffers.part(program.sums, 0, program.sums.rows)
     del buffers
-    return dq.finish(q.dtype), *local.rounded((dk, dv), kv_dtype)
+    assert found is not None
+    return found, *local.rounded((dk, dv), kv_dtype)
 
 
 class _Buffers:

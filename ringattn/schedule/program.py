@@ -62,6 +62,11 @@ class Pass:
         return tuple(x for x in self.instructions if isinstance(x, Launch))
 
     @cached_property
+    def continued(self) -> np.ndarray:
+        """(n, 2): ranges of the rows of Q that launches after the first touch."""
+        return np.concatenate([np.zeros((0, 2), dtype=np.int64), *(x.tiles.tiles[:, :2] for x in self.launches[1:])])
+
+    @cached_property
     def side_by_side(self) -> bool:
         """Whether launches that run side by side are faster than one after another.
 
@@ -73,6 +78,12 @@ class Pass:
         if launches < 2 or any(isinstance(x, Add) and x.stream is Stream.EXCHANGES for x in self.instructions):
             return False
         return self.launches[0].tiles.q_rows << max(0, launches - 3) <= _LONG
+
+    @cached_property
+    def far(self) -> Launch | None:
+        """The launch over other ranks' keys, if there is a single one."""
+        found = [x for x in self.launches if x.pairs and x.keys is not self.own]
+        return found[0] if len(found) == 1 else None
 
     @cached_property
     def alone(self) -> bool:

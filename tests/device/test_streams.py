@@ -10,7 +10,7 @@ import torch
 
 import ringattn as ra
 from ringattn.device import local, streams
-from ringattn.schedule.instructions import Stream
+from ringattn.schedule.instructions import Buffer, Holds, Launch, Stream
 from ringattn.transport import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,23 +23,34 @@ class Late(streams.InOrder):
 
     current = threading.local()
 
-    def __init__(self):
-        self.waiting = []
+    def __init__(self, far):
+        self.far, self.waiting = far, []
         self.current.streams = self
 
     @contextmanager
-    def launch(self):
-        self.recording = True
+    def launch(self, x):
+        self.recording = x
         yield
-        self.recording = False
+        self.recording = None
 
-    recording = False
+    recording = None
+
+    def join_launches(self):
+        self.compute(lambda x: True)
 
     def fence(self, stream):
-        if stream is not Stream.LAUNCHES:
-            for compute in self.waiting:
+        if stream is Stream.CALLER:
+            self.join_launches()
+        elif stream is Stream.EXCHANGES:
+            self.compute(lambda x: self.far in (None, x))
+
+    def compute(self, due):
+        waiting, self.waiting = self.waiting, []
+        for x, compute in waiting:
+            if due(x):
                 compute()
-            self.waiting.clear()
+            else:
+                self.waiting.append((x, compute))
 
     def __exit__(self, *exception):
         self.fence(Stream.CALLER)
@@ -52,10 +63,11 @@ def late(monkeypatch):
     compute = local.backward
 
     def backward(*arguments, **options):
-        assert Late.current.streams.recording
-        Late.current.streams.waiting.append(lambda: compute(*arguments, **options))
+        own = Late.current.streams
+        assert own.recording is not None
+        own.waiting.append((own.recording, lambda: compute(*arguments, **options)))
 
-    monkeypatch.setattr(local, "streams", lambda *arguments: Late())
+    monkeypatch.setattr(local, "streams", lambda queries, k, v, dq, program, score: Late(program.far))
     monkeypatch.setattr(local, "backward", backward)
 
 
@@ -100,7 +112,7 @@ class FakeStream:
     current = None
 
     def __init__(self, *_, priority=0):
-        self.done = set()
+        self.priority, self.done = priority, set()
 
     def wait_event(self, event):
         self.done |= event.done
@@ -124,25 +136,55 @@ def fake_cuda(monkeypatch):
     streams._streams.cache_clear()
 
 
+def launch_of(name):
+    return Launch(0, Buffer(0, Holds.KV), 0, 0, 0, lambda: pytest.fail(f"{name} needs no tiles"))
+
+
+def queue(name, stream):
+    """What has ended before this, and this itself."""
+    with stream:
+        FakeStream.current.done.add(name)
+        return set(FakeStream.current.done)
+
+
 def test_streams_wait_for_each_other_where_fences_say_so(fake_cuda):
     caller = FakeStream.current
-
-    def queue(name, stream):
-        with stream:
-            FakeStream.current.done.add(name)
-            return set(FakeStream.current.done)
-
     caller.done.add("inputs")
     with streams.SideBySide(torch.device("cuda", 0)) as side:
-        assert queue("first launch", side.launch()) == {"inputs", "first launch"}
+        assert queue("first launch", side.launch(launch_of("first"))) == {"inputs", "first launch"}
         queue("first exchange", side.exchanges)
         side.fence(Stream.LAUNCHES)
-        second = queue("second launch", side.launch())
+        second = queue("second launch", side.launch(launch_of("second")))
         assert "first exchange" in second  # its K/V
         assert "first launch" not in second  # beside it
         assert "second launch" not in queue("second exchange", side.exchanges)
         side.fence(Stream.EXCHANGES)
         assert "second launch" in queue("third exchange", side.exchanges)  # its gradients
         assert FakeStream.current is caller
+        side.join_launches()
+        assert {"first launch", "second launch"} <= caller.done
+        assert "third exchange" not in caller.done
     everything = {"first launch", "second launch", "first exchange", "second exchange", "third exchange"}
     assert everything <= caller.done
+
+
+def test_gradients_of_other_ranks_wait_for_no_launch_over_own_keys(fake_cuda):
+    far = launch_of("far")
+    with streams.SideBySide(torch.device("cuda", 0), far) as side:
+        side.fence(Stream.EXCHANGES)
+        first = side.launch(launch_of("first half"))
+        queue("first half", first)
+        queue("keys come", side.exchanges)
+        side.fence(Stream.LAUNCHES)
+        side.fence(Stream.EXCHANGES)
+        before_others = side.launch(far)
+        assert before_others.stream.priority < first.stream.priority
+        assert "keys come" in queue("far", before_others)
+        side.fence(Stream.LAUNCHES)
+        side.fence(Stream.EXCHANGES)
+        sent = queue("gradients leave", side.exchanges)
+        assert "far" in sent and "first half" not in sent
+        assert side.exchanges.stream.priority < before_others.stream.priority
+        second = queue("second half", side.launch(launch_of("second half")))
+        assert not {"first half", "far", "gradients leave"} & second  # beside them
+    assert {"first half", "far", "gradients leave", "second half"} <= FakeStream.current.done

@@ -7,6 +7,7 @@ import torch
 import ringattn_kernels as rk
 from ringattn_kernels import ahead, attention, dispatch, hopper, launches, plain_backward, plain_forward, splits, table
 from ringattn_kernels.ahead import TensorKind
+from ringattn_kernels.continued import RowPart
 
 CPU = torch.device("cpu")
 # causal documents of 300 queries and 700 keys
@@ -72,11 +73,12 @@ def made_late(monkeypatch):
         monkeypatch.setattr(module, "on_device", fail)
 
 
-def run_forward(q, k, v, tiles, first, final):
-    state = None
+def run_forward(q, k, v, tiles, first, final, part=None):
+    state, out = None, torch.empty(*q.shape[:3], v.shape[3])
     if not first:
-        state = torch.empty(*q.shape[:3], v.shape[3]), *torch.empty(2, 2, q.shape[2], 300).unbind()
-    rk.forward(q, k, v, tiles, softmax_scale=0.1, state=state, final=final)
+        state = out, *torch.empty(2, 2, q.shape[2], 300).unbind()
+    continued = None if part is None else rk.Continued(part, torch.empty_like(out))
+    rk.forward(q, k, v, tiles, softmax_scale=0.1, state=state, final=final, continued=continued)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -89,6 +91,22 @@ def test_a_forward_finds_its_tables(name, first, final, gpu_of, monkeypatch):
     run_forward(q, k, v, tiles, first, final)
     with pytest.raises(AssertionError, match="a table was made in the call"):
         run_forward(q, k, v, other, first, final)
+
+
+# heads of 96 split blocks, as the first launch of such a pass never does
+@pytest.mark.parametrize(
+    ("name", "first", "final"),
+    [("many-heads", *passes) for passes in ((True, False), (False, False), (False, True))] + [("heads-of-96", False, True)],
+)
+def test_a_forward_whose_rows_do_not_all_go_on_finds_its_tables(name, first, final, gpu_of, monkeypatch):
+    q, k, v, _ = tensors(**SHAPES[name])
+    part = RowPart(((0, 192),))
+    tiles, other = (rk.TileTable(np.array(TILES), 300, 700) for _ in range(2))
+    rk.prepare_forward(*kinds(q, k, v), tiles, softmax_scale=0.1, first=first, final=final, part=part)
+    made_late(monkeypatch)
+    run_forward(q, k, v, tiles, first, final, part)
+    with pytest.raises(AssertionError, match="a table was made in the call"):
+        run_forward(q, k, v, other, first, final, part)
 
 
 @pytest.mark.parametrize("name", SHAPES)

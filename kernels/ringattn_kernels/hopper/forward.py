@@ -7,10 +7,11 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import launches
+from ..continued import RowPart
 from ..modifiers import Modifiers
 from ..score_arguments import ALIGNED, facts_of, fixed_arguments, moving_arguments, unmodified
 from ..splits import multiprocessors
-from ..table import ROW_END, TileTable, on_device
+from ..table import ROW, ROW_END, TileTable, on_device
 from ..units import LOG2_E
 from .descriptors import described, halves_layout, swizzled_layout
 from .forward_config import REGISTERS, WARPGROUP_ROWS, ForwardConfig, block_dim, chunks, panels
@@ -41,9 +42,9 @@ def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: f
 
 def launch(
     q, k, v, table: TileTable, out, row_max, row_sum, softmax_scale: float, state, touched_only: bool, splits: int, config: ForwardConfig,
-    programs: int | None = None, modifiers: Modifiers | None = None,
+    programs: int | None = None, modifiers: Modifiers | None = None, part: RowPart | None = None,
 ) -> None:  # fmt: skip
-    """Launch the kernel over tensors that `attention.forward` made. programs: how many; None is one a multiprocessor."""
+    """Launch the kernel over tensors that `attention.forward` made. programs: how many; None is one a multiprocessor. part: of the rows."""
     counter = work_counter(q.device)
     score, late = moving_arguments(modifiers, table, softmax_scale, q.shape[0], q.device), caps_late(modifiers)
 
@@ -51,7 +52,7 @@ def launch(
         (_, _, h, d), (_, sk, hk, _) = q.shape, v.shape
         assert q.dtype == k.dtype == v.dtype and q.stride(3) == k.stride(3) == v.stride(3) == 1
         assert (q.shape[1], k.shape[1], sk) == (table.q_rows, table.k_rows, table.k_rows) and h % hk == 0 and k.shape[2:] == (hk, d)
-        queue = work_queue(q, k, v, table, config, splits, touched_only, modifiers)
+        queue = work_queue(q, k, v, table, config, splits, touched_only, modifiers, part)
         arguments = kernel_arguments(q, k, v, out, row_max, row_sum, queue, counter, softmax_scale, state, config)
         arguments |= fixed_arguments(modifiers, table, queue.places) | score | dict(LATE_CAP=late)
         return min(programs or multiprocessors(q.device), len(queue.works)), arguments
@@ -67,24 +68,26 @@ def launch(
         counter_ptr=counter,
         **score,
     )
-    facts = state is None, touched_only, splits, config, programs, late, *facts_of(modifiers)
+    facts = state is None, touched_only, splits, config, programs, part, late, *facts_of(modifiers)
     launches.launch(hopper_forward_kernel, table, facts, moving, make, num_warps=4)
 
 
 def work_queue(
-    q, k, v, table: TileTable, config: ForwardConfig, splits: int, touched_only: bool, modifiers: Modifiers | None = None
-) -> WorkQueue:
-    """The works of a launch, made once a table. Of q, k and v shapes, dtypes and the device count."""
+    q, k, v, table: TileTable, config: ForwardConfig, splits: int, touched_only: bool, modifiers: Modifiers | None = None,
+    part: RowPart | None = None,
+) -> WorkQueue:  # fmt: skip
+    """The works of a launch, made once a table. Of q, k and v shapes, dtypes and the device count. part: of the rows."""
     (b, _, h, d), (_, sk, hk, dv) = q.shape, v.shape
     together = max(1, L2_SHARE // (sk * (d + dv) * k.element_size())) * (h // hk)
     align = ALIGNED if modifiers is not None and modifiers.dropout is not None else 1
 
     def build() -> WorkQueue:
-        blocks = table.cut("q", config.block, config.step, align, splits)
-        works, segments = ordered(*blocks, config.step, b * h, together, touched_only, multiprocessors(q.device))
+        items, segments = table.cut("q", config.block, config.step, align, splits)
+        items = items if part is None else items[part.of(items[:, ROW])]
+        works, segments = ordered(items, segments, config.step, b * h, together, touched_only, multiprocessors(q.device))
         return WorkQueue(*on_device((works, segments[:, : ROW_END + 1], segments[:, ROW_END + 1 :]), q.device))
 
-    key = ("hopper forward", config.block, config.step, align, splits, b * h, together, touched_only, q.device)
+    key = ("hopper forward", config.block, config.step, align, splits, b * h, together, touched_only, part, q.device)
     return table.derived(key, build)
 
 
