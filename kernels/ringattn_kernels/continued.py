@@ -49,10 +49,9 @@ def continued_part(later: np.ndarray, q: Any, v: Any) -> RowPart | None:
     (b, sq, h, _), dv = q.shape, v.shape[3]
     if 4 * b * sq * h * dv < _WORTH:
         return None
-    begin, end = later[:, 0] // _WHOLE * _WHOLE, np.minimum(-(-later[:, 1] // _WHOLE) * _WHOLE, sq)
     marks = np.zeros(-(-sq // _WHOLE) + 1, dtype=np.int64)
-    np.add.at(marks, begin // _WHOLE, 1)
-    np.add.at(marks, -(-end // _WHOLE), -1)
+    np.add.at(marks, later[:, 0] // _WHOLE, 1)
+    np.add.at(marks, -(-later[:, 1] // _WHOLE), -1)
     goes_on = np.concatenate([[0], marks.cumsum()[:-1] > 0, [0]])
     edges = np.minimum(np.diff(goes_on).nonzero()[0] * _WHOLE, sq).reshape(-1, 2)
     done = sq - int((edges[:, 1] - edges[:, 0]).sum())

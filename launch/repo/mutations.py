@@ -261,8 +261,8 @@ MUTATIONS = (
     ),
     Mutation(
         "ringattn/runtime/passes.py",
-        "final=final and x.last)",
-        "final=final)",
+        "final=final and x.last, continued=continued)",
+        "final=final, continued=continued)",
         "the output in bf16 between hops",
         ROUNDING,
     ),
@@ -466,19 +466,47 @@ MUTATIONS = (
     ),
     Mutation(
         "ringattn/device/streams.py",
-        "            self._come_after(self._exchanges.stream, self._launch.stream)\n",
+        "            self._come_after(self._exchanges.stream, self._sending)\n",
         "            pass\n",
         "a missing stream wait: exchanges do not wait for the launch whose gradients they send",
         STREAMS,
     ),
     Mutation(
         "ringattn/device/streams.py",
-        "        self._start.before(self._launch.stream)\n",
+        "        self._start.before(on.stream)\n",
         "",
         "a missing stream wait: a launch does not wait for the K/V that it reads",
         STREAMS,
     ),
-    # kernels, through Triton's interpreter
+    Mutation(
+        "ringattn/device/streams.py",
+        "        for stream in self._ahead:\n            self._come_after(self._caller, stream)\n",
+        "",
+        "a missing stream wait: dQ is rounded before launches have added to it",
+        STREAMS,
+    ),
+    Mutation(
+        "ringattn/schedule/program.py",
+        "self._numbers, self._holds = held.numbers, holds",
+        "self._numbers, self._holds, self._held = held.numbers, holds, held",
+        "plans and the tables of their launches lie in a cycle: they stay until Python looks for cycles",
+        PROGRAM,
+    ),
+    # kernels, through Triton's interpreter, or what they are launched with
+    Mutation(
+        "kernels/ringattn_kernels/continued.py",
+        "np.add.at(marks, -(-later[:, 1] // _WHOLE), -1)",
+        "np.add.at(marks, later[:, 1] // _WHOLE, -1)",
+        "a block that later launches read holds rows that have left: it reads no state of them",
+        "tests/kernels/test_continued.py",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/attention.py",
+        "            launch(*done, part=continued.part.others)\n",
+        "            pass\n",
+        "rows that no later launch touches are never written",
+        "tests/kernels/test_continued.py",
+    ),
     Mutation(
         "kernels/ringattn_kernels/bands.py",
         "last = tl.minimum(rows - lo, end - 1)",

@@ -17,8 +17,9 @@ The backward pass has one step more, for the last gradients on their way. Each s
 A step in which a rank has nothing to do holds no instructions, so no rank waits in the steps of others.
 
 A launch may begin while the launch before it still computes: it writes to no memory that the earlier launch reads, or that an Add
-between them changes. If the last step adds to the rank's own sums, a Zero comes before all other instructions. After the last step, a
-Fence makes the caller's stream wait, and the remaining Add instructions follow.
+between them changes. A launch over the rank's own keys may even compute until the end of the pass, if its `far` is another one. If the
+last step adds to the rank's own sums, a Zero comes before all other instructions. After the last step, a Fence makes the caller's
+stream wait, and the remaining Add instructions follow.
 
 A step of the forward pass is Open, Exchange, Launch, Wait, Close.
 """
@@ -81,9 +82,9 @@ class Pass:
 
     @cached_property
     def far(self) -> Launch | None:
-        """The launch over other ranks' keys, if there is a single one."""
+        """Of launches that run side by side the one over other ranks' keys, if there is a single one: exchanges wait for no other."""
         found = [x for x in self.launches if x.pairs and x.keys is not self.own]
-        return found[0] if len(found) == 1 else None
+        return found[0] if self.side_by_side and len(found) == 1 else None
 
     @cached_property
     def alone(self) -> bool:
@@ -423,7 +424,8 @@ class _Messages:
         self.into: defaultdict[int, list[Message]] = defaultdict(list)
         self.first: defaultdict[int, list[int]] = defaultdict(list)  # the buffers that begin to fill in a step
         self.last: dict[int, int] = {}  # the last step in which rows of a buffer leave
-        self._held, self._holds = held, holds
+        # not `held` itself, which has these messages: a plan is freed with the last program that needs it
+        self._numbers, self._holds = held.numbers, holds
         opened = set()
         for t in sorted(transfers, key=lambda t: t.step):
             if t.src == held.rank:
@@ -441,7 +443,7 @@ class _Messages:
         """The buffers that nobody needs after a step: K/V when they are computed and sent, sums when they are sent."""
         if self._holds is Holds.SUMS:
             return [number for number, last in self.last.items() if last == step]
-        return [number for number in self._held.numbers if number and max(number, self.last.get(number, 0)) == step]
+        return [number for number in self._numbers if number and max(number, self.last.get(number, 0)) == step]
 
 
 def _tiles(plan: Plan, rank: int, pieces: Sequence[_Piece]) -> TileTable:

@@ -132,7 +132,7 @@ class Rank:
                 case Fence(stream=Stream.EXCHANGES):
                     if self.early(x.step):
                         self.compute(launches[x.step])
-                    self.compute(self.late)
+                    self.compute([launch for launch in self.late if self.program.far in (None, launch)])
                 case Fence(stream=Stream.CALLER):
                     self.compute(self.late)
                 case Launch() if self.program.sums is None:
@@ -214,8 +214,7 @@ class Rank:
             if not x.add:
                 sums[:] = 0
             sums[:, self.queries] += counts
-        if launches is self.late:
-            launches.clear()
+        self.late = [x for x in self.late if x not in self.done]
 
 
 def index(x) -> slice | list[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -17,7 +19,7 @@ from ringattn.geometry.plan import live_pairs
 from ringattn.geometry.rows import Rows
 from ringattn.schedule.instructions import Add, Buffer, Close, Exchange, Fence, Holds, Launch, Message, Open, Stream, Wait, Zero
 from ringattn.schedule.memory import backward_bytes, peak_bytes
-from ringattn.schedule.program import Pass, compile_program, compile_programs
+from ringattn.schedule.program import Pass, compile_program, compile_programs, local_program
 from tests.schedule.cases import SCHEDULES, fitting
 from tests.schedule.rendezvous import ROW, prove
 
@@ -110,6 +112,35 @@ def test_launches_come_after_what_they_read_and_memory_keeps_its_kind(schedule, 
                     assert x.keys in ready
                 case Open() if x.reuse is not None:
                     assert (x.reuse.rows, x.reuse.holds) == (x.buffer.rows, x.buffer.holds)
+
+
+@pytest.mark.parametrize("schedule", [ra.ring(), ra.gather(), ra.waves(1), ra.pass_q()], ids=repr)
+def test_a_plan_is_freed_with_the_last_program_that_needs_it(schedule):
+    """At once, as its tables may be on a GPU, whose memory Python's search for cycles does not know."""
+    plan = ra.make_plan(ra.zigzag(64, 4), ra.documents(lengths=[30, 34]))
+    programs = [
+        compile_program(schedule.resolve(plan, None), plan, 1),
+        *compile_programs(schedule.resolve(plan, None), plan, range(4)),
+    ]
+    tables = [x.tiles.tiles for program in programs for x in (*program.forward.launches, *program.backward.launches)]
+    known = [weakref.ref(x) for x in (plan, *tables)]
+    gc.collect()
+    gc.disable()
+    try:
+        del plan, programs, tables
+        assert not any(x() for x in known)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gradients_of_the_only_launch_over_other_keys_wait_for_no_other(world_size):
+    for schedule, lone in ((ra.gather(), True), (ra.waves(1), world_size == 2)):
+        plan = ra.make_plan(ra.zigzag(16 * world_size, world_size), ra.causal())
+        for program in compile_programs(schedule, plan, range(world_size)):
+            far = program.backward.far
+            assert (far is not None) is lone and (far is None or far.keys is not program.backward.own)
+            assert local_program(program.forward.launches[0].tiles).backward.far is None
 
 
 def test_a_rank_alone_exchanges_nothing():
