@@ -1,8 +1,12 @@
-"""Times short sequences, many of them, on one GPU: whole calls of ours, of cuDNN and of FlashAttention-2 in one run.
+"""Times short sequences, many of them, on one GPU: whole calls of ours, of cuDNN, of FlashAttention-2 and of plain torch in one run.
 
 Each contestant is measured forward + backward with autograd in three ways: what the host takes to queue a call while the GPU is behind
 (forward alone, too), one call at a time with nothing queued ahead, and in a stream of calls. Peak is the memory that a call takes on top of
-its inputs. The shapes are those of FlashAttention's GPT-2 medium, and of the models that people start with.
+its inputs. `eager` makes the whole matrix of scores; what a GPU's memory does not hold is left out. `--shapes`:
+
+    models  FlashAttention's GPT-2 medium, and models that people start with
+    grid    batches of 65,536 tokens, 16 heads of 64 and 128, of 512 to 4,096 tokens, and the same with a dead tail of an eighth: a mask for
+            us, while peers get the live rows alone
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ _AHEAD = 10  # calls that are queued while the GPU is busy
 
 @dataclass(frozen=True)
 class Shape:
-    """A causal call: `batch` sequences of `tokens`, query heads, K/V heads, the head dim and the dtype."""
+    """A causal call: `batch` sequences of `tokens`, query heads, K/V heads, the head dim and the dtype. tail: tokens at the end that are
+    padding."""
 
     batch: int
     tokens: int
@@ -33,13 +38,18 @@ class Shape:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    tail: int = 0
+
+    @property
+    def live(self) -> int:
+        return self.tokens - self.tail
 
     def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
-        return f"{self.batch} x {self.tokens}, heads {self.heads}:{self.kv_heads}, D {self.head_dim}, {name}"
+        name, tail = str(self.dtype).removeprefix("torch."), f", the last {self.tail} dead" if self.tail else ""
+        return f"{self.batch} x {self.tokens}{tail}, heads {self.heads}:{self.kv_heads}, D {self.head_dim}, {name}"
 
 
-SHAPES = (
+MODELS = (
     Shape(64, 1024, 16, 16, 64, torch.float16),
     Shape(16, 4096, 16, 16, 64, torch.float16),
     Shape(1, 1920, 32, 32, 64, torch.float16),
@@ -47,9 +57,17 @@ SHAPES = (
     Shape(1, 2048, 32, 8, 128, torch.bfloat16),
     Shape(1, 4096, 32, 8, 128, torch.bfloat16),
 )
+GRID = tuple(
+    Shape(65536 // tokens, tokens, 16, 16, d, torch.float16, tokens // 8 * tail)
+    for d in (64, 128)
+    for tokens in (512, 1024, 2048, 4096)
+    for tail in (0, 1)
+)
+SHAPES = {"models": MODELS, "grid": GRID}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["models"], help="(default: models)")
     parser.add_argument("--calls", type=int, default=40, help="calls of each kind (default: %(default)s)")
 
 
@@ -57,7 +75,7 @@ def main(arguments: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("short sequences are timed on a GPU, and there is none here")
     print("host forward and both in microseconds; one by one and in a stream in milliseconds; peak in MiB")
-    for shape in SHAPES:
+    for shape in [shape for name in arguments.shapes for shape in SHAPES[name]]:
         print(shape)
         for name, (call, leaves, dout) in contestants(shape).items():
             both = lambda call=call, leaves=leaves, dout=dout: torch.autograd.grad(call(), leaves, dout)  # noqa: E731
@@ -67,33 +85,50 @@ def main(arguments: argparse.Namespace) -> None:
             print(f"    {name:18} host {hosts[0]:4.0f} {hosts[1]:5.0f}   {rates}   peak {peak:5.0f}", flush=True)
 
 
-def contestants(
-    shape: Shape, device: str = "cuda"
-) -> dict[str, tuple[Callable[[], torch.Tensor], list[torch.Tensor], torch.Tensor]]:
-    """By name: a call, its leaves, and the gradient of its result. Their results are compared first."""
+Contestant = tuple[Callable[[], torch.Tensor], list[torch.Tensor], torch.Tensor]
+
+
+def contestants(shape: Shape, device: str = "cuda") -> dict[str, Contestant]:
+    """By name: a call, its leaves, and the gradient of its result. Results are compared first, on the live rows."""
     torch.manual_seed(0)
-    b, s, h, hk, d = shape.batch, shape.tokens, shape.heads, shape.kv_heads, shape.head_dim
+    b, s, h, hk, d, live = shape.batch, shape.tokens, shape.heads, shape.kv_heads, shape.head_dim, shape.live
     leaves = [torch.randn(b, s, heads, d, device=device, dtype=shape.dtype, requires_grad=True) for heads in (h, hk, hk)]
     dout = torch.randn(b, s, h, d, device=device, dtype=shape.dtype)
+    dout[:, live:] = 0
+    mask = ra.documents(lengths=[live]) if shape.tail else ra.causal()
+
+    def heads_first() -> list[torch.Tensor]:
+        return [x[:, :live].transpose(1, 2) for x in leaves]
 
     def torch_by(backend: SDPBackend) -> Callable[[], torch.Tensor]:
         def call() -> torch.Tensor:
-            heads_first = (x.transpose(1, 2) for x in leaves)
             with sdpa_kernel(backend):
-                return scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=h != hk).transpose(1, 2)
+                return scaled_dot_product_attention(*heads_first(), is_causal=True, enable_gqa=h != hk).transpose(1, 2)
 
         return call
 
-    calls = {"ringattn": lambda: ra.ring_attention(*leaves)}
+    def eager() -> torch.Tensor:
+        q, k, v = heads_first()
+        k, v = (x.repeat_interleave(h // hk, dim=1) for x in (k, v))
+        later = torch.ones(live, live, dtype=torch.bool, device=device).triu(1)
+        scores = (q @ k.transpose(2, 3) * d**-0.5).masked_fill(later, float("-inf"))
+        return (scores.softmax(-1) @ v).transpose(1, 2)
+
+    calls = {"ringattn": lambda: ra.ring_attention(*leaves, mask=mask)}
     if device == "cuda":
         calls |= {"cuDNN": torch_by(SDPBackend.CUDNN_ATTENTION), "FlashAttention-2": torch_by(SDPBackend.FLASH_ATTENTION)}
-    else:
-        calls |= {"torch": torch_by(SDPBackend.MATH)}
-    ours, *others = (call().detach().float() for call in calls.values())
-    for name, other in zip(list(calls)[1:], others):
-        if not torch.allclose(ours, other, atol=2e-2, rtol=2e-2):
+    found: dict[str, Contestant] = {}
+    for name, call in (calls | {"eager": eager}).items():
+        try:
+            out = call().detach()
+        except torch.OutOfMemoryError:
+            continue
+        found[name] = call, leaves, dout[:, : out.shape[1]]
+        if name == "ringattn":
+            ours = out[:, :live]
+        elif not torch.allclose(ours, out, atol=2e-2, rtol=2e-2):
             raise SystemExit(f"{shape}: {name} does not compute what we do")
-    return {name: (call, leaves, dout) for name, call in calls.items()}
+    return found
 
 
 def host(call: Callable[[], object], calls: int) -> float:
