@@ -2,9 +2,12 @@
 
 A step has one row of `--tokens` tokens for each rank, so that data parallelism without a ring, which gives each rank a row, does the same
 work. Rings run its rows one after the other, as micro-batches. The rows of the case `packed` hold documents of log-normal lengths, each of
-which sees itself only; those of `whole` are one document each. The ways (`doors_ways.py`):
+which sees itself only; those of `chapters` hold chapters of `--text`, whose bytes are the tokens; those of `whole` are one document each.
+The ways (`doors_ways.py`):
 
     attach            `attach`, around a loop written by hand
+    zigzag            the same, with the layout zigzag
+    padded            the same, with documents as rows of one batch, padded to the longest, under zigzag
     accelerate        `attach` and accelerate's DDP, by `RingParallelismConfig`
     trainer           `attach` and transformers' Trainer, by `RingTrainer`
     trl               `attach` and trl's SFTTrainer, by `RingSFTTrainer`, which takes zigzag whatever `--layout` says
@@ -37,11 +40,12 @@ from .shared.cases import LAYOUTS
 from .shared.ranks import add_ranks, slowest, start_ranks, write_record
 from .shared.timing import spread
 
-CASES = ("packed", "whole")
+CASES = ("packed", "whole", "chapters")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["packed", "whole"], help="(default: packed whole)")
+    parser.add_argument("--text", type=Path, help="for chapters: lines begin with a book, a chapter and a verse, such as `Ge1:3`")
     parser.add_argument("--ways", nargs="+", choices=sorted(WAYS), help="(default: all that run here; ratios are to the first)")
     parser.add_argument("--tokens", type=int, default=32768, help="of a row (default: %(default)s)")
     parser.add_argument("--mean", type=int, default=4096, help="length of packed documents (default: %(default)s)")
@@ -60,6 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
+    if "chapters" in arguments.cases and (arguments.text is None or not arguments.text.is_file() or arguments.vocabulary < 256):
+        raise SystemExit(
+            f"--cases has chapters, --text is {arguments.text} and --vocabulary {arguments.vocabulary}: give a file, and 256 or more"
+        )
     start_ranks(run_rank, arguments)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import os
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,16 +77,41 @@ class TrainedStep:
 
 
 def make_steps(case: str, arguments: argparse.Namespace, ranks: int) -> list[TrainedStep]:
-    """The same random steps on every rank."""
+    """The same steps on every rank: random ones, or those of a text."""
+    text = iter_chapters(arguments.text) if case == "chapters" else None
 
     def row(seed: int) -> TrainedRow:
         n = arguments.tokens
+        if text is not None:
+            return row_of_chapters(text, n)
         lengths = make_batch(arguments.mean, arguments.sigma, n, seed).lengths if case == "packed" else [n]
         ids = torch.randint(arguments.vocabulary, (n,), generator=torch.Generator().manual_seed(seed))
         return TrainedRow(list(ids.split(lengths)))
 
     count = arguments.warm_up + arguments.steps
     return [TrainedStep([row(number * ranks + i) for i in range(ranks)]) for number in range(count)]
+
+
+def iter_chapters(text: Path) -> Iterator[torch.Tensor]:
+    """The chapters of a text, in the same random order each time, over and over; a token is a byte.
+
+    A verse is a line that begins with a book, a chapter, a colon and a verse, such as `Ge1:3`. Raises ValueError for another text.
+    """
+    verses = [line for line in text.read_bytes().splitlines(keepends=True) if re.match(rb"\w+:\d+ ", line)]
+    chapters = [b"".join(found) for _, found in itertools.groupby(verses, lambda line: line.split(b":", 1)[0])]
+    if not chapters:
+        raise ValueError(f"--text {text} has no line that begins like `Ge1:3 `: give a text of chapters and verses")
+    order = torch.randperm(len(chapters), generator=torch.Generator().manual_seed(0)).tolist()
+    return (torch.frombuffer(bytearray(chapters[i]), dtype=torch.uint8).long() for i in itertools.cycle(order))
+
+
+def row_of_chapters(chapters: Iterator[torch.Tensor], tokens: int) -> TrainedRow:
+    """The next chapters, of which the last is cut."""
+    found, left = [], tokens
+    while left:
+        found.append(next(chapters)[:left])
+        left -= len(found[-1])
+    return TrainedRow(found)
 
 
 @dataclass
@@ -148,13 +176,21 @@ class Setting:
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=self.arguments.rate, weight_decay=0.0, fused=self.device == "cuda")
 
-    def shard(self, row: TrainedRow, rank: int, size: int) -> Batch:
-        """A rank's part of a row, with the ring's layout."""
-        layout = LAYOUTS[self.arguments.layout](ra.documents(lengths=row.lengths), row.tokens, size)
+    def shard(self, row: TrainedRow, rank: int, size: int, name: str = "") -> Batch:
+        """A rank's part of a row, with the ring's layout, or the one of this name."""
+        layout = LAYOUTS[name or self.arguments.layout](ra.documents(lengths=row.lengths), row.tokens, size)
         parts = shard_batch(row.packed, layout, rank)
         # bounds of documents are read on the host
         moved = {name: x if name.startswith("cu_seq_lens") else x.to(self.device) for name, x in parts.items()}
         return {**moved, "layout": layout}
+
+    def shard_padded(self, row: TrainedRow, rank: int, size: int) -> Batch:
+        """A rank's part of a row whose documents are rows of a batch, padded to the longest: zigzag."""
+        ids, labels = row.padded(1)
+        layout = ra.zigzag(ids.shape[1], size)
+        positions = torch.arange(ids.shape[1]).expand(ids.shape)
+        given = dict(input_ids=ids, shift_labels=labels, position_ids=positions)
+        return {**{name: ra.shard(x, layout, rank).to(self.device) for name, x in given.items()}, "layout": layout}
 
 
 def by_hand(
@@ -177,28 +213,35 @@ def by_hand(
 
 
 def around_ring(setting: Setting, steps: list[TrainedStep], run: Run) -> None:
-    model = setting.model()
-    attach(model)
-    _train_attached(setting, model, steps, run, lambda step: step.rows, setting.rank, setting.size)
+    _train_attached(setting, steps, run, setting.shard)
+
+
+def around_zigzag(setting: Setting, steps: list[TrainedStep], run: Run) -> None:
+    _train_attached(setting, steps, run, partial(setting.shard, name="zigzag"))
+
+
+def around_padded(setting: Setting, steps: list[TrainedStep], run: Run) -> None:
+    _train_attached(setting, steps, run, setting.shard_padded)
 
 
 def replicas(setting: Setting, steps: list[TrainedStep], run: Run) -> None:
-    model = setting.model()
-    attach(model, group=setting.alone)
-    _train_attached(setting, model, steps, run, lambda step: [step.rows[setting.rank]], 0, 1)
+    _train_attached(setting, steps, run, setting.shard, alone=True)
 
 
 def _train_attached(
-    setting: Setting, model: nn.Module, steps: list[TrainedStep], run: Run, rows_of: Callable, rank: int, size: int
+    setting: Setting, steps: list[TrainedStep], run: Run, shard: Callable[[TrainedRow, int, int], Batch], alone: bool = False
 ) -> None:
-    losses = CausalLMLoss(model)
+    """Train on all rows around a ring, or `alone` on this rank's row."""
+    model = setting.model()
+    attach(model, group=setting.alone if alone else None)
+    losses, place = CausalLMLoss(model), (0, 1) if alone else (setting.rank, setting.size)
 
     def backward(row: TrainedRow, counted: int) -> torch.Tensor:
-        loss = losses(**setting.shard(row, rank, size)) / counted
+        loss = losses(**shard(row, *place)) / counted
         loss.backward()
         return loss.detach()
 
-    by_hand(setting, model, steps, run, rows_of, backward)
+    by_hand(setting, model, steps, run, lambda step: [step.rows[setting.rank]] if alone else step.rows, backward)
 
 
 def context_parallel(setting: Setting, steps: list[TrainedStep], run: Run) -> None:
@@ -364,11 +407,14 @@ def _tell_ranks() -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """How to train. most_on_cpus: ranks with which it can on CPUs; None: any number. needs: a package."""
+    """How to train. most_on_cpus: ranks with which it can on CPUs; None: any number. needs: a package.
+
+    pads: documents are padded to the longest; 2: and to a multiple of twice the ranks.
+    """
 
     train: Callable[[Setting, list[TrainedStep], Run], None]
     most_on_cpus: int | None = None
-    pads: bool = False
+    pads: int = 0
     needs: str = "transformers"
 
     def obstacle(self, device: str, ranks: int) -> str:
@@ -382,15 +428,18 @@ class Way:
         if not self.pads:
             return 1.0
         rows = [row for step in steps for row in step.rows]
-        return sum(row.padded(2 * ranks)[0].numel() for row in rows) / sum(row.tokens for row in rows)
+        multiple = 2 * ranks if self.pads == 2 else 1
+        return sum(row.padded(multiple)[0].numel() for row in rows) / sum(row.tokens for row in rows)
 
 
 WAYS = {
     "attach": Way(around_ring),
+    "zigzag": Way(around_zigzag),
+    "padded": Way(around_padded, pads=1),
     "accelerate": Way(accelerated, needs="accelerate"),
     "trainer": Way(trained, needs="accelerate"),
     "trl": Way(trained_by_trl, needs="trl"),
     "replicas": Way(replicas),
     # on CPUs torch's ring takes no attention
-    "context_parallel": Way(context_parallel, most_on_cpus=1, pads=True),
+    "context_parallel": Way(context_parallel, most_on_cpus=1, pads=2),
 }

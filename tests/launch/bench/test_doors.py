@@ -28,7 +28,15 @@ def test_all_ways_have_the_same_losses(tmp_path):
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "doors.json").read_text())
     assert (record["world_size"], record["layers"]) == (2, 2)
-    ways = ["attach", "accelerate", "trainer", *(["trl"] if importlib.util.find_spec("trl") else []), "replicas"]
+    ways = [
+        "attach",
+        "zigzag",
+        "padded",
+        "accelerate",
+        "trainer",
+        *(["trl"] if importlib.util.find_spec("trl") else []),
+        "replicas",
+    ]
     assert [(row["case"], row["way"]) for row in record["rows"]] == [(case, way) for case in ("packed", "whole") for way in ways]
     for row in record["rows"]:
         assert row["loss_difference"] < 1e-5
@@ -74,6 +82,26 @@ def test_a_step_has_a_row_for_each_rank(ways):
     assert whole.rows[0].lengths == [100] and whole.counted == 99
 
 
+def test_documents_may_be_the_chapters_of_a_text(ways, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"A title\nGe1:1 In the beginning\nGe1:2 And\n\nGe2:1 Thus\nEx1:1 Now\n")
+    chapters = ways.iter_chapters(text)
+    found = {bytes(next(chapters).tolist()) for _ in range(3)}
+    assert found == {b"Ge1:1 In the beginning\nGe1:2 And\n", b"Ge2:1 Thus\n", b"Ex1:1 Now\n"}
+    given = Namespace(tokens=60, text=text, warm_up=1, steps=1)
+    first, second = (step.rows[0] for step in ways.make_steps("chapters", given, 1))
+    # 53 bytes of three chapters, and 7 of the first one again
+    assert first.tokens == second.tokens == 60 and len(first.documents) == 4 and first.lengths != second.lengths
+    text.write_text("no verses")
+    with pytest.raises(ValueError, match="no line that begins like `Ge1:3 `"):
+        ways.iter_chapters(text)
+
+
+def test_chapters_need_a_text(tmp_path):
+    done = run(tmp_path, "--cases", "chapters")
+    assert done.returncode and "give a file, and 256 or more" in done.stderr
+
+
 def test_padded_rows_have_the_labels_of_packed_ones(ways):
     row = ways.TrainedRow([torch.arange(1, n + 1) for n in (5, 3, 9)])
     ids, labels = row.padded(4)
@@ -83,4 +111,5 @@ def test_padded_rows_have_the_labels_of_packed_ones(ways):
     assert labels[labels != -100].tolist() == packed[packed != -100].tolist()
     step = ways.TrainedStep([row])
     assert ways.WAYS["context_parallel"].computed([step], 2) == pytest.approx(36 / 17)
+    assert ways.WAYS["padded"].computed([step], 2) == pytest.approx(27 / 17)
     assert ways.WAYS["attach"].computed([step], 2) == 1
