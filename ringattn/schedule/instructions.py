@@ -137,7 +137,10 @@ class Add:
 
 @dataclass(frozen=True, eq=False)
 class Fence:
-    """What `stream` does next comes after all that the others have been given so far. The caller's stream waits for both others."""
+    """What `stream` does next comes after all that the others have been given so far. The caller's stream waits for both others.
+
+    Exchanges of a pass with a `far` launch come after that launch alone.
+    """
 
     step: int
     stream: Stream
