@@ -480,8 +480,8 @@ MUTATIONS = (
     ),
     Mutation(
         "ringattn/device/streams.py",
-        "        for stream in self._ahead:\n            self._come_after(self._caller, stream)\n",
-        "",
+        "            for other in (self._exchanges.stream, *self._used):\n",
+        "            for other in (self._exchanges.stream,):\n",
         "a missing stream wait: dQ is rounded before launches have added to it",
         STREAMS,
     ),

@@ -37,10 +37,6 @@ class Streams(ABC):
         """For a launch. It begins when what was queued for exchanges before the last fence of launches is done."""
 
     @abstractmethod
-    def join_launches(self) -> None:
-        """What the caller's stream is given from now on comes after all launches so far."""
-
-    @abstractmethod
     def fence(self, stream: Stream) -> None:
         """What `stream` is given from now on comes after what the others have been given so far. See `Fence`."""
 
@@ -60,9 +56,6 @@ class InOrder(Streams):
 
     def launch(self, x: Launch) -> AbstractContextManager:
         return self.exchanges
-
-    def join_launches(self) -> None:
-        pass
 
     def fence(self, stream: Stream) -> None:
         pass
@@ -88,7 +81,7 @@ class SideBySide(Streams):
         self._far, self._before_others, self._turns = far, before, launches
         self._start, self._end = _Moment(), _Moment()
         self._sending: torch.cuda.Stream | None = None  # with launches whose gradients are sent next
-        self._ahead: dict[torch.cuda.Stream, None] = {}  # with launches that the caller's stream does not come after yet
+        self._used: dict[torch.cuda.Stream, None] = {}  # with launches
         self._joined = False
 
     def __enter__(self) -> Streams:
@@ -108,22 +101,17 @@ class SideBySide(Streams):
             on = self._turns[0]
         if self._far in (None, x):
             self._sending = on.stream
-        self._ahead[on.stream] = None
+        self._used[on.stream] = None
         self._start.before(on.stream)
         return on
-
-    def join_launches(self) -> None:
-        for stream in self._ahead:
-            self._come_after(self._caller, stream)
-        self._ahead.clear()
 
     def fence(self, stream: Stream) -> None:
         if stream is Stream.LAUNCHES:
             self._start.record(self._exchanges.stream)
         elif stream is Stream.CALLER:
             self._joined = True
-            self._come_after(self._caller, self._exchanges.stream)
-            self.join_launches()
+            for other in (self._exchanges.stream, *self._used):
+                self._come_after(self._caller, other)
         elif self._sending is not None:
             # the launch before this one was waited for by the fence before
             self._come_after(self._exchanges.stream, self._sending)

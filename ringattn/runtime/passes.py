@@ -79,7 +79,6 @@ def backward(
     buffers = _Buffers(program.own, k, v, dtype, alone=transport.size == 1)
     buffers.open(Open(0, program.sums))
     handle: Handle | None = None
-    found: torch.Tensor | None = None
     with local.streams(queries, *buffers.part(program.own, 0, k.shape[1]), dq, program, score) as streams:
         for x in program.instructions:
             match x:
@@ -89,10 +88,6 @@ def backward(
                     with streams.launch(x):
                         local.backward(queries, *keys, x.tiles, score, dq=dq, dk=dk, dv=dv, add=x.add, sums=sums)
                     del keys, dk, dv  # a Close lets go of their memory
-                    if x is program.launches[-1]:
-                        # nothing waits for dQ, and the last messages may be under way
-                        streams.join_launches()
-                        found = dq.finish(q.dtype)
                 case Fence():
                     streams.fence(x.stream)
                 case Open():
@@ -115,8 +110,7 @@ def backward(
                     buffers.zero(x)
     dk, dv = buffers.part(program.sums, 0, program.sums.rows)
     del buffers
-    assert found is not None
-    return found, *local.rounded((dk, dv), kv_dtype)
+    return dq.finish(q.dtype), *local.rounded((dk, dv), kv_dtype)
 
 
 class _Buffers:
