@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .ahead import TensorKind, prepare_backward, prepare_forward
     from .attention import backward, continued_rows, forward
-    from .continued import Continued
+    from .continued import ContinuedRows
     from .page_table import PageTable
     from .paged import attend_pages, merge_packed
     from .pairs import add_pair, add_rows, rounded_pair, take_rows, zero_pair
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .table import TileTable
 
 __all__ = [
-    "Continued",
+    "ContinuedRows",
     "PageTable",
     "Queries",
     "QuerySums",
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Continued": "continued",
+    "ContinuedRows": "continued",
     "PageTable": "page_table",
     "Queries": "queries",
     "QuerySums": "query_sums",

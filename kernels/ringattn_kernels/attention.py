@@ -19,7 +19,7 @@ import torch
 
 from . import dispatch, hopper, plain_backward, plain_forward
 from .config import architecture, launch_for
-from .continued import Continued, RowPart, continued_part
+from .continued import ContinuedRows, RowPart, continued_part
 from .dispatch import Kernels
 from .modifiers import Modifiers, ModifierSums
 from .queries import Queries
@@ -38,7 +38,7 @@ def forward(
     modifiers: Modifiers | None = None,
     state: State | None = None,
     final: bool = True,
-    continued: Continued | None = None,
+    continued: ContinuedRows | None = None,
     kernels: Kernels | None = None,
     splits: int | None = None,
 ) -> State:

@@ -37,7 +37,7 @@ class RowPart(NamedTuple):
         return RowPart(self.ranges, not self.inside)
 
 
-class Continued(NamedTuple):
+class ContinuedRows(NamedTuple):
     """The rows that launches after the first go on with, and where rows leave that are done."""
 
     part: RowPart

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     import ringattn_kernels
-    from ringattn_kernels import Continued, TensorKind
+    from ringattn_kernels import ContinuedRows, TensorKind
     from ringattn_kernels.continued import RowPart
     from ringattn_kernels.recordings import InputKinds, Kind, Question, Recording
 
@@ -48,7 +48,7 @@ class RowShapes(NamedTuple):
     device: torch.device
 
 
-def continued(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Pass, score: Score) -> Continued | None:
+def continued(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Pass, score: Score) -> ContinuedRows | None:
     """What a pass whose result is final hands to all its launches, so that rows which only the first one touches are done with it.
 
     k, v: as the first launch gets them. None if nothing is to be gained.
@@ -60,7 +60,7 @@ def continued(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, program: Pass, 
     part = ringattn_kernels.continued_rows(q, k, v, program.launches[0].tiles, program.continued, score.softmax_scale)
     if part is None:
         return None
-    return ringattn_kernels.Continued(part, q.new_empty((*q.shape[:3], v.shape[3])))
+    return ringattn_kernels.ContinuedRows(part, q.new_empty((*q.shape[:3], v.shape[3])))
 
 
 def forward(
@@ -72,7 +72,7 @@ def forward(
     *,
     state: State | None,
     final: bool,
-    continued: Continued | None = None,
+    continued: ContinuedRows | None = None,
 ) -> State:
     """Attention of q over the tiles' pairs, on top of `state`: (out, row_max, row_sum). See `blocked.forward`, and `continued`."""
     scale, modifiers = score.softmax_scale, score.modifiers

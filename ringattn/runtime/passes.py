@@ -37,7 +37,7 @@ def forward(
     """out (b, s, h, d_v), row_max and row_sum (b, h, s); with `final`, out in q's dtype."""
     buffers = _Buffers(program.own, k, v, alone=transport.size == 1)
     state: local.State | None = None
-    continued: local.Continued | None = None
+    continued: local.ContinuedRows | None = None
     handle: Handle | None = None
     for x in program.instructions:
         match x:

@@ -77,7 +77,7 @@ def run_forward(q, k, v, tiles, first, final, part=None):
     state, out = None, torch.empty(*q.shape[:3], v.shape[3])
     if not first:
         state = out, *torch.empty(2, 2, q.shape[2], 300).unbind()
-    continued = None if part is None else rk.Continued(part, torch.empty_like(out))
+    continued = None if part is None else rk.ContinuedRows(part, torch.empty_like(out))
     rk.forward(q, k, v, tiles, softmax_scale=0.1, state=state, final=final, continued=continued)
 
 

@@ -103,7 +103,7 @@ def test_blocks_are_shared_out_among_launches(recorded, worth_it):
     later = np.concatenate([table.tiles[:, :2] for table in tables[1:]])
     part = rk.continued_rows(q, keys[0], keys[0], tables[0], later, scale)
     assert part == RowPart(((384, 1536),))
-    given = rk.Continued(part, torch.empty_like(q))
+    given = rk.ContinuedRows(part, torch.empty_like(q))
     state = rk.forward(q, keys[0], keys[0], tables[0], softmax_scale=scale, final=False, continued=given)
     (goes_on, on_rows), (done, done_rows) = launched(recorded[0])
     block = on_rows[1] - on_rows[0]
@@ -183,7 +183,7 @@ def test_done_rows_are_those_of_a_lone_launch_and_others_keep_their_bits(heads, 
     wanted = attend(None)
     part = continued_part(later, q, values[0])
     nan = torch.full_like(q, float("nan"))
-    found = attend(rk.Continued(part, nan))
+    found = attend(rk.ContinuedRows(part, nan))
     alone = rk.forward(q, keys[0], values[0], tables[0], softmax_scale=scale, splits=1)
     held = torch.from_numpy(rows_of(part, rows)).cuda()
     assert 0 < held.sum() < rows
