@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..runtime.agree import Facts, agree
-from ..training.causal_lm import forward_names
+from ..training.causal_lm import check_z_loss, forward_names
 from ..transport import Ranks
 from .huggingface_heads import is_put_in
 
@@ -124,6 +124,7 @@ def _check_mean(model: nn.Module, kwargs: dict[str, Any], given: str) -> None:
             "output_router_logits is True, and the routers' loss would be a mean over this rank's tokens, added once per rank: leave the "
             "labels out, and make both losses from the outputs"
         )
+    check_z_loss(model)
 
 
 def _loss_name(model: nn.Module) -> str:

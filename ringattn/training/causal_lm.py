@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 IGNORE = -100  # the label of a token that does not count
 
+# settings by which heads of transformers 5.23 change logits, or the output embedding's input
+_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
 
 def forward_names(model: nn.Module) -> set[str]:
     """The names that a model's own forward pass uses: attributes, strings and variables."""
@@ -137,9 +142,12 @@ class CausalLMLoss(nn.Module):
 
     Args:
         model: a causal model of transformers, attached or not, inside PEFT's adapters or not. Its config says how logits are made: a
-            final softcap (Gemma 2), a logit scale (Cohere) and a logit divisor (Granite) apply if the model's forward pass uses them.
-            `ringattn.verify` compares with the model's own logits. Refused are heads with further layers (BERT's), adapters on the
-            output embedding (PEFT's `modules_to_save` is honoured) and routers' losses (`output_router_logits`).
+            final softcap (Gemma 2, RecurrentGemma, xLSTM), a factor (Cohere, Falcon-H1) and a divisor (Granite, Inkling) apply if the
+            model's forward pass uses them. Refused are other numbers of the config that the forward pass uses, a vocabulary cut after
+            the output embedding (`unpadded_vocab_size`), heads with further layers (BERT's), adapters on the output embedding (PEFT's
+            `modules_to_save` is honoured), routers' losses (`output_router_logits`) and Bamba's `z_loss_coefficient`.
+            `ringattn.verify` makes its loss from the model's own logits, and does not run this loss: to check a model whose code is not
+            transformers', compare the two on one short sequence.
         loss: `fused_token_loss` (the default) or `token_loss`.
 
     A call returns the cross-entropy summed over this rank's tokens: a scalar in fp32 (fp64 for fp64), for `mean_loss`.
@@ -176,13 +184,15 @@ class CausalLMLoss(nn.Module):
             )
         self.model = model
         self.loss = loss
+        check_z_loss(model)
+        _check_unknown(model)
         config: Any = model.config.get_text_config()
-        divisor = float(_setting(model, config, "logits_scaling") or 1.0)
+        divisor = math.prod(float(_setting(model, config, name) or 1.0) for name in _DIVISORS)
         if config.model_type == "hyperclovax":  # it multiplies by the number by which Granite divides
             divisor = 1 / divisor
-        factors = (_setting(model, config, name) for name in ("logit_scale", "output_multiplier"))
-        self._scale = math.prod(float(factor or 1.0) for factor in factors) / divisor
-        self._softcap = _setting(model, config, "final_logit_softcapping")
+        self._scale = math.prod(float(_setting(model, config, name) or 1.0) for name in _FACTORS) / divisor
+        caps = [cap for name in _SOFTCAPS if (cap := _setting(model, config, name, neutral=None)) is not None]
+        self._softcap = caps[0] if caps else None
 
     def forward(self, shift_labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
         asked = getattr(self.model.config.get_text_config(), "output_router_logits", False)
@@ -245,11 +255,40 @@ def _output_embedding(model: Any) -> Any:
     return output.original_module if output.disable_adapters else copies[output.active_adapters[0]]
 
 
-def _setting(model: Any, config: Any, name: str) -> Any:
+def check_z_loss(model: Any) -> None:
+    """Raise ValueError for a model that adds the squares of its logits' normalisers to its loss, a mean over a rank's tokens."""
+    name = "z_loss_coefficient"
+    value = getattr(model, name, getattr(model.config.get_text_config(), name, None))
+    if value:
+        raise ValueError(
+            f"{name} is {value}, but the z-loss is a mean over this rank's tokens that only the model's own head makes: set {name} to 0.0 "
+            "in the config that the model is made from, or make both losses from the logits"
+        )
+
+
+def _check_unknown(model: Any) -> None:
+    """Raise ValueError for a number in the config that the model's forward pass uses, and of which it is unknown how."""
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config, names = whole.config.get_text_config(), forward_names(whole)
+    cut = getattr(config, "unpadded_vocab_size", None)
+    found = [] if cut in (None, config.vocab_size) or "unpadded_vocab_size" not in names else ["unpadded_vocab_size"]
+    for name in sorted(names - {*_FACTORS, *_DIVISORS, *_SOFTCAPS}):
+        value = getattr(config, name, None)
+        # coefficients of losses say nothing about logits
+        if isinstance(value, float) and value not in (0.0, 1.0) and "loss" not in name:
+            found.append(name)
+    if found:
+        raise ValueError(
+            f"{found[0]} is {getattr(config, found[0])} in the config, and {type(whole).__name__} uses it where it makes its logits, in a "
+            "way that this loss does not know: make the loss from the logits"
+        )
+
+
+def _setting(model: Any, config: Any, name: str, neutral: float | None = 1.0) -> Any:
     """A setting of the config that changes logits. Raises ValueError if it is set and the model's forward pass does not use it."""
     value = getattr(config, name, None)
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if value not in (None, 1.0) and name not in forward_names(whole):
+    if value not in (None, neutral) and name not in forward_names(whole):
         raise ValueError(
             f"{name} is {value} in the config, but {type(whole).__name__} does not use it where it makes its logits: make the loss from "
             "the logits"

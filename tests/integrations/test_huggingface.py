@@ -1009,6 +1009,10 @@ def test_models_own_kinds_of_losses_are_refused_on_several_ranks():
         model.config.output_router_logits = settings["output_router_logits"] is None
         with pytest.raises(ValueError, match="output_router_logits is True, and the routers' loss would be a mean over this rank"):
             check_targets(model, {**all_of_it, **settings}, layout.world_size)
+    model.config.output_router_logits, model.config.z_loss_coefficient = False, 0.5  # Bamba's
+    with pytest.raises(ValueError, match=r"z_loss_coefficient is 0\.5, but the z-loss is a mean over this rank's tokens"):
+        check_targets(model, all_of_it, layout.world_size)
+    check_targets(model, all_of_it, 1)
 
 
 def shards_taken_for_the_sequence(group):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -199,31 +201,39 @@ def test_bad_arguments_are_named(call, message):
         call()
 
 
-KINDS = ["Llama", "Phi", "Gemma2", "Cohere", "Granite"] + ["HyperCLOVAX"] * hasattr(transformers, "HyperCLOVAXConfig")
+# settings that are not neutral; the cap of RecurrentGemma is its default
+KINDS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Phi": {},
+    "Gemma2": dict(head_dim=8, final_logit_softcapping=0.3),
+    "RecurrentGemma": dict(block_types=["recurrent"], lru_width=16),
+    "xLSTM": dict(num_heads=2, qk_dim_factor=1.0, output_logit_soft_cap=0.3),
+    "Cohere": dict(logit_scale=0.25),
+    "FalconH1": dict(mamba_n_heads=2, mamba_d_head=8, mamba_d_ssm=16, mamba_d_state=4, mamba_chunk_size=4, lm_head_multiplier=3.0),
+    "Granite": dict(logits_scaling=3.0),
+    "HyperCLOVAX": dict(logits_scaling=3.0),
+}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if hasattr(transformers, f"{kind}Config")])
 def test_the_summed_loss_is_that_of_the_models_own_logits(kind):
-    """An output bias (Phi), a final softcap (Gemma 2), a scale (Cohere), and a divisor (Granite) that HyperCLOVAX uses as a scale."""
+    """An output bias (Phi), final softcaps (Gemma 2 to xLSTM), factors (Cohere, Falcon-H1), and a divisor (Granite) that HyperCLOVAX
+    uses as a factor."""
     sizes = dict(
         vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
     )
-    extra = dict(
-        Gemma2=dict(head_dim=8, final_logit_softcapping=0.3),
-        Cohere=dict(logit_scale=0.25),
-        Granite=dict(logits_scaling=3.0),
-        HyperCLOVAX=dict(logits_scaling=3.0),
-    ).get(kind, {})
-    config = getattr(transformers, f"{kind}Config")(**sizes, **extra, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config = getattr(transformers, f"{kind}Config")(**sizes, **KINDS[kind], bos_token_id=None, eos_token_id=None, pad_token_id=None)
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    if kind in ("RecurrentGemma", "xLSTM"):
+        torch.nn.init.normal_(model.get_output_embeddings().weight, std=5.0)  # logits that a cap changes
     if kind == "Phi":
         torch.nn.init.normal_(model.lm_head.bias)
-    ids = torch.randint(61, (2, 9))
+    inputs = dict(input_ids=torch.randint(61, (2, 9)), use_cache=False)
     labels = torch.randint(61, (2, 9))
-    logits = model(input_ids=ids).logits
+    logits = model(**inputs).logits
     whole = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    loss = CausalLMLoss(model)(shift_labels=labels, input_ids=ids)
+    loss = CausalLMLoss(model)(shift_labels=labels, **inputs)
     torch.testing.assert_close(loss, whole, rtol=1e-6, atol=0)
     parameters = list(model.parameters())
     torch.testing.assert_close(torch.autograd.grad(loss, parameters), torch.autograd.grad(whole, parameters), rtol=1e-4, atol=1e-6)
@@ -265,6 +275,24 @@ def test_a_scale_applies_only_if_the_forward_pass_uses_it():
         CausalLMLoss(unscaled)
 
 
+class Tempered(transformers.LlamaForCausalLM):
+    """Has a setting of its own, and a vocabulary that is padded."""
+
+    def forward(self, **inputs):
+        return (super().forward(**inputs).logits / self.config.temperature_of_logits)[..., : self.config.unpadded_vocab_size]
+
+
+@pytest.mark.parametrize(
+    "setting", [dict(temperature_of_logits=0.7), dict(unpadded_vocab_size=60)], ids=lambda given: next(iter(given))
+)
+def test_a_number_of_the_config_that_makes_logits_in_an_unknown_way_is_refused(setting):
+    config = build().model.config
+    vars(config).update(dict(temperature_of_logits=1.0, unpadded_vocab_size=61) | setting)
+    ((name, value),) = setting.items()
+    with pytest.raises(ValueError, match=f"{name} is {value} in the config, and Tempered uses it where it makes its logits"):
+        CausalLMLoss(Tempered(config))
+
+
 class Kept(nn.Module):
     """A module in PEFT's `modules_to_save`: the frozen original, and the copies that adapters train."""
 
@@ -300,6 +328,16 @@ def test_losses_of_routers_are_not_left_out_silently():
     run.model.config.output_router_logits = True
     with pytest.raises(ValueError, match="output_router_logits is True, but this loss is of the logits alone"):
         run(shift_labels=ids, input_ids=ids)
+
+
+def test_a_z_loss_is_not_left_out_silently():
+    """Bamba's, which its own head would add once a rank."""
+    model = build().model
+    model.z_loss_coefficient = 0.0
+    CausalLMLoss(model)
+    model.z_loss_coefficient = 0.5
+    with pytest.raises(ValueError, match=r"z_loss_coefficient is 0\.5, but the z-loss is a mean over this rank's tokens"):
+        CausalLMLoss(model)
 
 
 @pytest.mark.gpu
