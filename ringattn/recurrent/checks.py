@@ -80,11 +80,8 @@ def check_channels(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 def overflow(inputs: RecurrenceInputs, numbers: Iterable[torch.Tensor], at: int) -> ValueError | None:
-    """An error, if numbers that follow from this rank's input are not finite although the input is; `at` is a position.
-
-    Logarithms of decays may be -inf.
-    """
-    if all(bool((x.isfinite() | x.isneginf()).all()) for x in numbers):
+    """An error, if numbers that follow from this rank's input are not finite although the input is; `at` is a position."""
+    if all(bool(x.isfinite().all()) for x in numbers):
         return None
     tensors = inputs.k, inputs.v, inputs.beta, inputs.initial
     if not all(x is None or bool(x.isfinite().all()) for x in tensors):

@@ -251,7 +251,9 @@ class _LinearCall:
         if inputs.q.device.type != "cpu":
             return
         every = self.segments.every
-        error = next(filter(None, (overflow(inputs, summary, every[i].stop - 1) for i, summary in own.items())), None)
+        # a total of decays is a logarithm, which may be -inf
+        numbers = {i: summary if inputs.beta is not None else (summary.state,) for i, summary in own.items()}
+        error = next(filter(None, (overflow(inputs, found, every[i].stop - 1) for i, found in numbers.items())), None)
         if error is None and all(bool(summary.state.isfinite().all()) for summary in summaries.values()):
             error = next(filter(None, (overflow(inputs, (state,), at) for at, state in states.items())), None)
         if error is not None:

@@ -104,10 +104,10 @@ def test_every_rank_gets_the_error(gloo, name, message):
     assert all(message in found for found in gloo.run(2, errors, name))
 
 
-def overflow(group):
+def overflow(group, sign):
     """Rank 0's keys grow its state beyond fp32; rank 1 hears of it in its next call."""
     layout = ra.contiguous(32, 2)
-    large = {"k": torch.full((1, 16, 2, 4), 1e30), "v": torch.full((1, 16, 2, 4), 1e30)} if group.rank() == 0 else {}
+    large = {"k": torch.full((1, 16, 2, 4), 1e30), "v": torch.full((1, 16, 2, 4), sign * 1e30)} if group.rank() == 0 else {}
     try:
         call(16, layout=layout, group=group, name="first", **large)
         call(16, layout=layout, group=group, name="second")
@@ -115,10 +115,14 @@ def overflow(group):
         return str(error)
 
 
-def test_a_state_that_overflows_is_an_error(gloo):
-    assert all("overflows torch.float32 by position 15, although all input is finite" in found for found in gloo.run(2, overflow))
+@pytest.mark.parametrize("sign", [1, -1], ids=["inf", "-inf"])
+def test_a_state_that_overflows_is_an_error(gloo, sign):
+    found = gloo.run(2, overflow, sign)
+    assert all("overflows torch.float32 by position 15, although all input is finite" in message for message in found)
     with pytest.raises(ValueError, match=r"overflows torch\.float32"):
-        call(k=torch.full((1, 8, 2, 4), 1e30), v=torch.full((1, 8, 2, 4), 1e30))
+        call(k=torch.full((1, 8, 2, 4), 1e30), v=torch.full((1, 8, 2, 4), sign * 1e30), decay=torch.full((2,), -0.1))
+    # totals of decays may be -inf
+    assert call(decay=torch.full((1, 8, 2), -torch.inf)).isfinite().all()
     # what is not finite in the input may pass, as in attention
     assert not call(v=torch.full((1, 8, 2, 4), torch.inf)).isfinite().all()
 
