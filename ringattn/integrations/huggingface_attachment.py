@@ -169,6 +169,11 @@ class Attachment:
     cached: Any = None  # a `huggingface_call.CachedCall`
 
     @property
+    def is_recurrent(self) -> bool:
+        """Whether the model has no other layers: states have an order, but no positions."""
+        return self.mixes and not self.takes_positions
+
+    @property
     def layout(self) -> Layout:
         """The layout of this call. Raises ValueError where it is unknown."""
         if self.fixed_layout is None:
@@ -229,7 +234,7 @@ class ModelCall:
     attachment: Attachment | None = None
     last_position: int | None = None  # over all ranks, if rotary frequencies depend on it
     positions: torch.Tensor | None = None  # of this rank's tokens (b or 1, s), as the model takes them
-    has_positions: bool = True  # whether the caller gave position_ids
+    given: frozenset[str] = frozenset()  # of a holder's call, the names of what its caller gave
 
     def holds(self, model: nn.Module) -> bool:
         """Whether a model is a part of this call's model, and not the model itself."""

@@ -311,7 +311,7 @@ def check_positions(model: Any, kwargs: dict[str, Any], layout: Layout, holders:
     holders: the calls under way of models that hold this one.
     """
     positions = kwargs.get("position_ids")
-    made_by = [holder.model for holder in holders if not holder.has_positions]
+    made_by = [holder.model for holder in holders if "position_ids" not in holder.given]
     if made_by and positions is not None and layout != contiguous(layout.seq_len, 1):
         raise ValueError(
             f"{type(made_by[0]).__name__} was called without position_ids and made them from this rank's shard: make them from the "
@@ -326,6 +326,23 @@ def check_positions(model: Any, kwargs: dict[str, Any], layout: Layout, holders:
         "are flat or missing: give those of get_rope_index for the whole sequence, (3, batch, tokens), cut by shard_batch, and "
         "attach(model, mask=ringattn.causal())"
     )
+
+
+def check_documents_arrive(model: nn.Module, kwargs: dict[str, Any], holders: Sequence[ModelCall]) -> None:
+    """Raise ValueError if a model that holds this one was told documents, and has kept them to itself, as Mamba's heads do."""
+    for holder in holders:
+        kept = [name for name in ("cu_seq_lens_q", "seq_idx") if name in holder.given and kwargs.get(name) is None]
+        if kept:
+            raise ValueError(
+                f"{kept[0]} is given to {type(holder.model).__name__}, which does not hand it on to the {type(model).__name__} within: "
+                f"attach the {type(holder.model).__name__} itself"
+            )
+
+
+def check_options(model: nn.Module, kwargs: dict[str, Any], ignored: frozenset[str]) -> None:
+    """Raise ValueError, with its name, for an option that a model takes but hands to none of its layers (Mamba)."""
+    takes = {*inspect.signature(type(model).forward).parameters, *CACHES}
+    check_attention({name: value for name, value in kwargs.items() if name not in takes}, ignored)
 
 
 def _is_given(value: Any) -> bool:

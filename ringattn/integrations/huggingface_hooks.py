@@ -31,9 +31,11 @@ from .huggingface_attachment import (
 )
 from .huggingface_checks import (
     check_caches,
+    check_documents_arrive,
     check_head,
     check_inputs,
     check_mask,
+    check_options,
     check_output,
     check_positions,
     mask_window,
@@ -144,6 +146,9 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
         return args, kwargs
     if cache is not None:
         kwargs = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+        if attachment.is_recurrent:
+            with refusing(attachment.ranks):
+                check_options(model, kwargs, attachment.ignored)
         attachment, kwargs = cache.begin(model, attachment, kwargs)
         last = attachment.cached.last_position if attachment.cached is not None and attachment.needs_last_position else None
         if attachment.gives_mask:
@@ -156,8 +161,11 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
             if attachment.of_call is not None:
                 check_mask_of_scores(model, attachment.live.mask, attachment.layout)
             check_targets(model, kwargs, attachment.ranks.size, attachment.ignored)
-            packed, kwargs = take_documents(kwargs)
             holders = [holder for holder in running_calls() if holder.live is None and holder.holds(model)]
+            check_documents_arrive(model, kwargs, holders)
+            packed, kwargs = take_documents(kwargs)
+            if attachment.is_recurrent:
+                check_options(model, kwargs, attachment.ignored)
             check_positions(model, kwargs, attachment.layout, holders)
     if not is_inner:
         agree_on_count(attachment.ranks, kwargs)
@@ -230,8 +238,8 @@ def _around(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None
         check_targets(model, kwargs, attachment.ranks.size, attachment.ignored)
         check_positions(model, kwargs, attachment.layout)
     agree_on_count(attachment.ranks, kwargs)
-    has_positions = kwargs.get("position_ids") is not None
-    begin_call(ModelCall(model, None, next(running_calls(), None), calling_frame(), has_positions=has_positions))
+    given = frozenset(name for name, value in kwargs.items() if value is not None)
+    begin_call(ModelCall(model, None, next(running_calls(), None), calling_frame(), given=given))
 
 
 @not_compiled

@@ -51,6 +51,7 @@ HYBRIDS = {
     "recurrent gemma": "RecurrentGemmaForCausalLM",
 }
 CU = (0, 2, 13, N)  # documents: one shorter than a convolution is wide
+DROPPING = ("mamba", "mamba 2", "falcon mamba")  # their layers do not get what a call's caller adds
 ENDS = (N, 14)  # of rows with padding
 
 
@@ -291,6 +292,13 @@ def call(layout=None, mask=None, name="lfm2", change=None, **inputs):
     return model(input_ids=tokens(N), **inputs)
 
 
+def call_around(**inputs):
+    """The call of a head that is not attached, as its base model is, and that keeps arguments to itself."""
+    model = made("mamba")
+    attach(model.base_model, layout=ra.zigzag(N, 1))
+    return model(input_ids=tokens(N), **inputs)
+
+
 def double_path(model):
     """A layer whose own code does not always convolve."""
     own = type(model.base_model.layers[0].conv)
@@ -315,6 +323,10 @@ def double_path(model):
         (lambda: call(mask=ra.documents(lengths=[N]), cu_seq_lens_q=torch.tensor(CU), cu_seq_lens_k=torch.tensor(CU)),
          "takes one of the two: attach without a mask"),
         (lambda: call(seq_idx=torch.zeros(1, N)), "seq_idx is a tensor"),
+        *((lambda name=name: call(name=name, seq_idx=torch.zeros(1, N)), "seq_idx is a tensor") for name in DROPPING),
+        *((lambda name=name: call(name=name, cu_seqlens=CU), r"cu_seqlens is \(.*but the ring does not know") for name in DROPPING),
+        (lambda: call_around(cu_seq_lens_q=torch.tensor(CU), cu_seq_lens_k=torch.tensor(CU)),
+         "cu_seq_lens_q is given to MambaForCausalLM, which does not hand it on to the MambaModel within: attach the MambaForCausalLM"),
         (lambda: call(change=double_path), "Lfm2ShortConv ran without causal_conv1d_fn, within the shard"),
         (lambda: call(name="mamba", cache_params=[]), r"cache_params is \[\], but key/value caches are not supported"),
         (lambda: ra.verify(made("lfm2"), dict(input_ids=tokens(N)), mask=ra.documents(lengths=[N])),
@@ -322,7 +334,8 @@ def double_path(model):
         (lambda: ra.verify(made("lfm2"), dict(input_ids=tokens(N), position_ids=torch.arange(N)[None] % 9)),
          "which transformers runs across packed documents"),
     ],
-    ids=["striped", "grid", "window", "two documents", "seq_idx", "another way", "states", "verify masks", "verify positions"],
+    ids=["striped", "grid", "window", "two documents", "seq_idx", *(f"seq_idx of {name}" for name in DROPPING),
+         *(f"unknown to {name}" for name in DROPPING), "documents kept", "another way", "states", "verify masks", "verify positions"],
 )  # fmt: skip
 def test_what_is_refused_by_name(run, message):
     with pytest.raises(ValueError, match=message):
