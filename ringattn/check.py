@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._C._functorch import TransformType, get_interpreter_stack, is_batchedtensor, is_gradtrackingtensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from .digest import constant
@@ -180,6 +181,11 @@ def tensors(q: Any, k: Any, v: Any) -> None:
     """Refuse each tensor that attention cannot take by itself: it must be plain and have four dimensions."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _attention_tensor(name, x)
+
+
+def has_values(x: torch.Tensor) -> bool:
+    """Whether x has numbers, and not just a shape, as meta and fake tensors have."""
+    return not x.is_meta and not isinstance(x, FakeTensor)
 
 
 def captured(x: torch.Tensor) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +21,25 @@ from ..runtime.context import Context
 from .segments import OwnSegments, Segments, check_mask, check_spans, make_segments
 
 DEFAULT_MASK = causal()
+_Function = TypeVar("_Function", bound=Callable)
+
+
+def breaks_graphs(function: _Function) -> _Function:
+    """Let torch.compile leave a function and all that it calls alone, at the cost of a graph break.
+
+    `torch.compiler.disable` does it, but first imports the compiler, which takes seconds: only where it is there already.
+    """
+
+    disabled: list[Callable] = []
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not disabled and "torch._dynamo" in sys.modules:
+            disabled.append(torch.compiler.disable(function))
+        return (disabled[0] if disabled else function)(*args, **kwargs)
+
+    run._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run  # pyright: ignore[reportReturnType]
 
 
 def check_call(context: Context, x: torch.Tensor, argument: str, layout: Layout | None, mask: Mask, name: str | None) -> None:
@@ -42,9 +64,10 @@ def check_call(context: Context, x: torch.Tensor, argument: str, layout: Layout 
                 f"{argument} has {x.shape[1]} tokens, but rank {ranks.rank} of layout {layout!r} holds {held}: cut it with "
                 "shard(x, layout, rank), or build the layout for this sequence length"
             )
+    if not check.has_values(x) and ranks.size > 1:
+        what = "on meta" if x.is_meta else "a fake tensor"
+        raise ValueError(f"{argument} is {what}, so it has no values to pass on: pass this rank's shard on cpu or cuda")
     ranks.check_device(x.device)
-    if x.is_meta and ranks.size > 1:
-        raise ValueError(f"{argument} is on meta, so it has no values to pass on: pass this rank's shard on cpu or cuda")
 
 
 @dataclass(frozen=True, eq=False)

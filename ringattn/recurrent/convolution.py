@@ -18,13 +18,14 @@ from ..geometry.mask import Mask
 from ..runtime.agree import refusing
 from ..runtime.groups import Group, get_context
 from ..runtime.op import without_autocast
-from .calls import DEFAULT_MASK, CheckedCall, agree_on_segments, check_call
+from .calls import DEFAULT_MASK, CheckedCall, agree_on_segments, breaks_graphs, check_call
 from .checks import check_channels
 from .halos import Halos
 from .local_convolution import compute_dtype, of_segments, taps
 from .recomputed import gradients_of, leaves_of
 
 
+@breaks_graphs
 def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,

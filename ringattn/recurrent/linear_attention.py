@@ -25,7 +25,7 @@ from ..geometry.mask import Documents, Mask
 from ..runtime.agree import refusing
 from ..runtime.groups import Group, get_context
 from ..runtime.op import without_autocast
-from .calls import DEFAULT_MASK, CheckedCall, agree_on_segments, check_call
+from .calls import DEFAULT_MASK, CheckedCall, agree_on_segments, breaks_graphs, check_call
 from .checks import check_states, check_tensors, overflow
 from .kernels import RecurrenceKernels, check_kernels, choose_kernels
 from .local import (
@@ -84,6 +84,7 @@ def linear_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+@breaks_graphs
 def linear_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -248,7 +249,7 @@ class _LinearCall:
         self, inputs: RecurrenceInputs, own: dict[int, Summary], summaries: dict[int, Summary], states: dict[int, torch.Tensor]
     ) -> None:
         """On a CPU: raise ValueError for a state that overflows, in this rank's segments or where segments meet."""
-        if inputs.q.device.type != "cpu":
+        if inputs.q.device.type != "cpu" or not check.has_values(inputs.q):
             return
         every = self.segments.every
         # a total of decays is a logarithm, which may be -inf

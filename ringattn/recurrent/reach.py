@@ -30,7 +30,7 @@ def reaches(own: OwnSegments, k: torch.Tensor, decay: torch.Tensor | None, beta:
     k, decay, beta: of the rank's rows, as `RecurrenceInputs` holds them.
     """
     lengths = own.lengths(own.following)
-    if decay is None or max(lengths, default=0) < SHORTEST or k.is_meta or check.captured(k):
+    if decay is None or max(lengths, default=0) < SHORTEST or not check.has_values(k) or check.captured(k):
         return {}
     with torch.no_grad():
         logarithms = _logarithms(*(None if x is None else own.rows(own.following, own.by_position(x)) for x in (k, decay, beta)))

@@ -43,7 +43,8 @@ def line_from(frame: FrameType | None) -> tuple[Label, FrameType | None]:
     """The label of the innermost line outside of ringattn, from that of a frame on, and its frame."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module != _PACKAGE and not module.startswith(_PACKAGE + "."):
+        # a call that torch.compile leaves alone comes from the compiler's wrapper
+        if module != _PACKAGE and not module.startswith((_PACKAGE + ".", "torch._dynamo.")):
             return _line(frame.f_code.co_filename, frame.f_lineno), frame
         frame = frame.f_back
     return UNKNOWN, None
