@@ -253,7 +253,7 @@ class _LinearCall:
             return
         every = self.segments.every
         # a total of decays is a logarithm, which may be -inf
-        numbers = {i: summary if inputs.beta is not None else (summary.state,) for i, summary in own.items()}
+        numbers = {i: [s.state] if inputs.beta is None or s.total is None else [s.state, s.total] for i, s in own.items()}
         error = next(filter(None, (overflow(inputs, found, every[i].stop - 1) for i, found in numbers.items())), None)
         if error is None and all(bool(summary.state.isfinite().all()) for summary in summaries.values()):
             error = next(filter(None, (overflow(inputs, (state,), at) for at, state in states.items())), None)
@@ -290,7 +290,7 @@ class _LinearAttention(torch.autograd.Function):
                 following = call.following(leaves, pieces)
             with torch.set_grad_enabled(keeps):
                 tails = call.tails(leaves, pieces, following.states)
-            own = first.summaries(passing.transition.numbers) | following.summaries()
+            own = first.summaries() | following.summaries()
             own |= {index: Summary(own[index].total, state) for index, state in zip(pieces.cut, tails.finals.detach())}
             pending = passing.start_forward(own)
             with torch.set_grad_enabled(keeps):

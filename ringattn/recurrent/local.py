@@ -127,10 +127,9 @@ class FromStates:
         """It is no part of what other ranks need."""
         return self._ran.read()
 
-    def summaries(self, numbers: int) -> dict[int, Summary]:
-        """The states that segments which begin documents end with, by index; `numbers` are those of a total."""
-        finals = self.finals.detach()
-        return {index: Summary(state.new_zeros(*state.shape[:2], numbers), state) for index, state in zip(self.indices, finals)}
+    def summaries(self) -> dict[int, Summary]:
+        """The states that segments which begin documents end with, by index."""
+        return {index: Summary(None, state) for index, state in zip(self.indices, self.finals.detach())}
 
 
 def rows_from_states(

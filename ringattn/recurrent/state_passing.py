@@ -27,9 +27,10 @@ class Summary(NamedTuple):
     """A segment's total transition, and the state that it ends with from zero (a document's first: with the state it begins with).
 
     In the backward pass: the total, and the gradient of the state that the segment begins with through the segment's own outputs.
+    A document's first segment has no total, because no state comes before it; it is sent as zeros.
     """
 
-    total: torch.Tensor
+    total: torch.Tensor | None
     state: torch.Tensor
 
 
@@ -75,7 +76,11 @@ class StatePassing:
                 if index > stop:
                     break
                 total, written = summaries[index]
-                state = written if state is None else self.transition.apply(total, state) + written
+                if state is None:
+                    state = written
+                else:
+                    assert total is not None
+                    state = self.transition.apply(total, state) + written
             if self.last_states:
                 assert state is not None
                 last[document] = state
@@ -98,6 +103,7 @@ class StatePassing:
                 if not own or index == own[0]:
                     break
                 total, through_outputs = summaries[index]
+                assert total is not None
                 kept = 0 if gradient is None else self.transition.transposed(total, gradient)
                 gradient = through_outputs + kept
         return after
@@ -110,14 +116,16 @@ class StatePassing:
     ) -> Pending:
         found = Pending(self, own)
         sends, receives = [], []
-        packed = {index: torch.cat([total, state.flatten(2)], dim=2) for index, (total, state) in own.items()}
+        # short documents are many segments that no other rank hears of
+        heard_by = {peer: heard(self._rank, peer) for peer in range(self.transport.size) if peer != self._rank}
+        packed = {index: self._packed(own[index]) for index in {index for sent in heard_by.values() for index in sent}}
         mine = self.segments.documents_of(self._rank)
         for peer in range(self.transport.size):
             if last_gradients is not None and mine:
                 found.gradients.append(last_gradients[:, mine])
             if peer == self._rank:
                 continue
-            if sent := heard(self._rank, peer):
+            if sent := heard_by[peer]:
                 sends.append(Peer(peer, torch.stack([packed[index] for index in sent])))
             if received := heard(peer, self._rank):
                 target = self._empty(len(received), *self.shape[:2], self.transition.numbers + self.shape[2] * self.shape[3])
@@ -130,6 +138,12 @@ class StatePassing:
                 receives.append(Peer(peer, found.gradients[-1]))
         found.start(sends, receives)
         return found
+
+    def _packed(self, summary: Summary) -> torch.Tensor:
+        total, state = summary
+        if total is None:
+            total = state.new_zeros(*self.shape[:2], self.transition.numbers)
+        return torch.cat([total, state.flatten(2)], dim=2)
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
