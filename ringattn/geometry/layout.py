@@ -178,21 +178,9 @@ def balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
     instance("mask", mask, Mask, BUILD_A_MASK)
     regions = mask.regions(seq_len)
     _edges(seq_len, world_size, chunks=1)
-    most = 1
-    while 2 * most <= _MOST_CHUNKS and 2 * most * world_size <= seq_len:
-        most *= 2
-    finest = _edges(seq_len, world_size, most)
-    work = _work_of_chunks(finest, regions, seq_len)
-    best, best_balance, edges = np.arange(world_size)[:, None], float("inf"), finest
-    chunks = 1
-    while chunks <= most and best_balance > _EVEN_ENOUGH:
-        of_chunks = work.reshape(chunks * world_size, -1).sum(axis=1)
-        hands = _deal(of_chunks, world_size)
-        balance = _balance(of_chunks[hands].sum(axis=1))
-        if balance < best_balance - 1e-9:
-            best, best_balance, edges = hands, balance, finest[:: most // chunks]
-        chunks *= 2
-    return _of_chunks(best, edges, "balanced")
+    ranks = balanced_ranks(regions, seq_len, world_size)
+    hands = ranks.argsort(kind="stable").reshape(world_size, -1)
+    return _of_chunks(hands, _edges(seq_len, world_size, len(ranks) // world_size), "balanced")
 
 
 @constant
@@ -234,6 +222,27 @@ def shard(x: torch.Tensor, layout: Layout, rank: int, dim: int = 1) -> torch.Ten
     lead = (slice(None),) * dim
     parts = [x[(*lead, slice(span.start, span.stop, span.stride))] for span in layout.spans[rank]]
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).clone()
+
+
+def balanced_ranks(regions: Table, seq_len: int, world_size: int) -> np.ndarray:
+    """The rank of each of the equal chunks of `balanced`."""
+    most = 1
+    while 2 * most <= _MOST_CHUNKS and 2 * most * world_size <= seq_len:
+        most *= 2
+    finest = _edges(seq_len, world_size, most)
+    work = _work_of_chunks(finest, regions, seq_len)
+    best, best_balance = np.arange(world_size)[:, None], float("inf")
+    chunks = 1
+    while chunks <= most and best_balance > _EVEN_ENOUGH:
+        of_chunks = work.reshape(chunks * world_size, -1).sum(axis=1)
+        hands = _deal(of_chunks, world_size)
+        balance = _balance(of_chunks[hands].sum(axis=1))
+        if balance < best_balance - 1e-9:
+            best, best_balance = hands, balance
+        chunks *= 2
+    ranks = np.empty(best.size, dtype=np.int64)
+    ranks[best.ravel()] = np.arange(world_size).repeat(best.shape[1])
+    return ranks
 
 
 def _spans(spans: object) -> Iterator[Span]:

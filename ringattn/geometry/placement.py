@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from itertools import chain
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
 from ..check import BUILD_A_MASK, MAX_RANKS, MAX_TOKENS, instance, integer, number
 from ..digest import constant
-from .layout import Layout, balanced, layout_of_pieces
+from .layout import Layout, balanced, balanced_ranks, layout_of_pieces
 from .mask import Mask
 from .packing import Pool, fill_ranks
 from .region import HI, LO, Q_START, Q_STOP, Table
+
+# documents with which `balanced` is tried: it cuts most of them, and moved less with up to 56 of them in random mixes
+_FEW = 100
 
 
 @constant
@@ -31,8 +35,9 @@ def placed(mask: Mask, seq_len: int, world_size: int, tolerance: float = 0.03) -
 
     Work, the live pairs, is the time of attention. Tokens are the time of all other layers, and memory. Documents stay whole where the
     tolerance allows it, so a larger one moves less. Beyond the tolerance, a rank has at most two tokens, or the work of two rows of the
-    longest document (three with a window to both sides). If contiguous chunks or zigzag are as even and move less, they are taken.
-    Positions of no document (padding) are dealt evenly.
+    longest document (three with a window to both sides). If contiguous chunks, zigzag or, with up to 100 documents, `balanced` keep these
+    limits and move less, they are taken. Positions of no document (padding) are dealt evenly. With the default tolerance each rank has a
+    token, if there are as many tokens as ranks.
 
     Lower bound of what moves: let no rank have more than T tokens and W live pairs. Of a causal document of L tokens, j ranks hold at most
     j T tokens and j W pairs. So of the ranks that hold it, in the order of their last rows, the last but j ends at row
@@ -58,13 +63,18 @@ def placed(mask: Mask, seq_len: int, world_size: int, tolerance: float = 0.03) -
     task = _Task(regions, seq_len, world_size, tolerance)
     found = [task.place(whole=True)]
     costs = [task.cost(found[0])]
-    if costs[0][0]:
+    if costs[0].over:
         found.append(task.place(whole=False))
-    if costs[0][1]:
+        costs.append(task.cost(found[1]))
+    if min(costs) > _Cost(0, False, 0):
         ranks = np.arange(world_size)
-        for ranks_of in (ranks, np.concatenate([ranks, ranks[::-1]])):
-            found += task.chunks(ranks_of, costs[0][0])
-    costs += map(task.cost, found[1:])
+        of_chunks = [ranks, np.concatenate([ranks, ranks[::-1]])]
+        if len(regions) <= _FEW:
+            of_chunks.append(balanced_ranks(regions, seq_len, world_size))
+        for ranks_of in of_chunks:
+            for pieces in task.chunks(ranks_of, min(costs).over):
+                found.append(pieces)
+                costs.append(task.cost(pieces))
     rank, start, stop = found[costs.index(min(costs))]
     return layout_of_pieces(rank, start, stop, world_size, seq_len, "placed")
 
@@ -74,6 +84,14 @@ def _are_documents(regions: Table) -> bool:
     q_start, q_stop, k_start, k_stop, lo, hi, stride = regions.T
     square = (q_start == k_start) & (q_stop == k_stop) & (lo <= 0) & (hi >= 0) & (stride == 1)
     return bool(square.all() and (q_start[1:] >= q_stop[:-1]).all())
+
+
+class _Cost(NamedTuple):
+    """What is wrong with a placement, the worst first."""
+
+    over: float  # by how much the limits of work and tokens are exceeded, but for two rows
+    idle: bool  # whether a rank has no token, though there is one for each
+    moved: int  # rows of K/V
 
 
 class _Task:
@@ -124,11 +142,13 @@ class _Task:
         cuts = _distinct(edges, self.start, self.stop)
         return [self._sorted(ranks[edges.searchsorted(cuts[:-1], side="right") - 1], cuts[:-1], cuts[1:])]
 
-    def cost(self, pieces: np.ndarray) -> tuple[float, int]:
-        """By how much the limits of work and tokens are exceeded, but for two rows; and how many rows of K/V move."""
+    def cost(self, pieces: np.ndarray) -> _Cost:
+        """What is wrong with a placement."""
         rank, start, stop = pieces
         document = self.start.searchsorted(start, side="right") - 1
-        tokens = np.bincount(rank, stop - start, self.world_size).max()
+        tokens = np.bincount(rank, stop - start, self.world_size)
+        # with more tokens than these, a rank is left without only if the tolerance is as large as that
+        idle = self.world_size <= self.seq_len < 2 * self.world_size and not tokens.all()
         if self.padding:
             document = np.maximum(document, 0)
             live = start < self.stop[document] if len(self.start) else np.zeros(len(start), dtype=bool)
@@ -141,7 +161,7 @@ class _Task:
         low = (np.maximum(first, start - hi) if self.sees_few else first) + apart
         high = (np.minimum(end, stop - lo) if self.sees_later else stop) + apart
         low[1:] = np.maximum(low[1:], np.maximum.accumulate(high)[:-1])
-        return self._over(tokens, work), int(np.maximum(high - low, 0).sum() - (stop - start).sum())
+        return _Cost(self._over(tokens.max(), work), idle, int(np.maximum(high - low, 0).sum() - (stop - start).sum()))
 
     def _over(self, tokens: float, work: float) -> float:
         """By how much the tokens and the work of a rank exceed the limits, but for two rows."""

@@ -27,6 +27,16 @@ def rows_of_plan(layout, mask):
     return sum(len(plan.needs(rank, owner)) for rank in range(n) for owner in range(n) if owner != rank)
 
 
+def counted(layout, mask):
+    """The same by `_Task`, which takes no time."""
+    rank, start, *_ = layout.table.T
+    first = start.argsort()
+    task = _Task(mask.regions(layout.seq_len), layout.seq_len, layout.world_size, TOLERANCE)
+    cuts = np.unique([*start, layout.seq_len, *mask.cu_seqlens])
+    holder = rank[first][start[first].searchsorted(cuts[:-1], side="right") - 1]
+    return task.cost(task._sorted(holder, cuts[:-1], cuts[1:])).moved
+
+
 def bound(lengths, world_size):
     """The lower bound of `placed` for causal documents."""
     tokens, work = ((1 + TOLERANCE) * sum(x) / world_size for x in (lengths, [n * (n + 1) / 2 for n in lengths]))
@@ -96,13 +106,47 @@ def test_every_position_once_with_even_work_and_tokens(lengths, world_size, caus
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(1, 6), st.booleans(), st.integers(0, 9))
-def test_even_chunks_and_zigzag_move_no_less(lengths, world_size, causal, padding):
+def test_no_even_layout_moves_less(lengths, world_size, causal, padding):
     mask = ra.documents(lengths=lengths, causal=causal)
     n = sum(lengths) + padding
     found = moved(ra.placed(mask, n, world_size), mask)
-    for other in (ra.contiguous(n, world_size), ra.zigzag(n, world_size)):
-        if is_even(other, mask, max(lengths)):
+    for other in (ra.contiguous(n, world_size), ra.zigzag(n, world_size), ra.balanced(mask, n, world_size)):
+        if is_even(other, mask, max(lengths)) and (min(other.lengths) or n < world_size):
             assert found <= moved(other, mask)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "world_size", "make"),
+    [
+        pytest.param([885, 528, 554, 732, 510, 340, 346, 201], 2, lambda mask, n, p: ra.zigzag(n, p), id="zigzag"),
+        pytest.param([1984, 1468, 160, 2383, 132, 17], 3, ra.balanced, id="balanced"),
+    ],
+)
+def test_an_even_layout_that_moves_least_is_taken(lengths, world_size, make):
+    mask, n = ra.documents(lengths=lengths), sum(lengths)
+    other, layout = make(mask, n, world_size), ra.placed(mask, n, world_size)
+    assert other.balance(mask) <= 1 + TOLERANCE
+    assert moved(layout, mask) <= moved(other, mask)
+    assert is_even(layout, mask, max(lengths))
+
+
+def test_no_even_layout_moves_less_in_log_normal_mixes():
+    """Also with more documents than those with which `placed` tries `balanced`."""
+    for seed in range(120):
+        world_size, mean = (2, 3, 4, 8)[seed % 4], (64, 512, 2048)[seed % 3]
+        n = 2048 * world_size
+        mask = ra.documents(lengths=(lengths := lognormal(mean, n, seed, sigma=(0.3, 1, 2)[seed // 3 % 3])))
+        layout = ra.placed(mask, n, world_size)
+        for other in (ra.contiguous(n, world_size), ra.zigzag(n, world_size), ra.balanced(mask, n, world_size)):
+            if is_even(other, mask, max(lengths)):
+                assert counted(layout, mask) <= counted(other, mask)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 12), st.booleans(), st.integers(0, 4))
+def test_each_rank_has_a_token_if_there_are_enough(lengths, world_size, causal, padding):
+    n = sum(lengths) + padding
+    layout = ra.placed(ra.documents(lengths=lengths, causal=causal), n, world_size)
+    assert min(layout.lengths) > 0 or n < world_size
 
 
 @settings(max_examples=100)
@@ -123,7 +167,7 @@ def test_counted_rows_are_those_of_the_definition(lengths, world_size, causal, p
     ranks = np.array(data.draw(st.lists(st.integers(0, world_size - 1), min_size=1, max_size=12)))
     (pieces,) = task.chunks(ranks, np.inf)
     spans = [tuple(ra.Span(a, b - a) for r, a, b in pieces.T.tolist() if r == rank) for rank in range(world_size)]
-    over, rows = task.cost(pieces)
+    over, _, rows = task.cost(pieces)
     assert rows == moved(ra.Layout(n, tuple(spans)), mask)
     assert task.chunks(ranks, over) and not (over and task.chunks(ranks, over * (1 - 1e-9)))
 
