@@ -48,16 +48,16 @@ class RingGroup:
     ) -> tuple[Layout, Batch]:
         """The layout of this ring's packed sequences, and the rows of `rank`, a rank of the job, as from `pack` and `shard_batch`.
 
-        tokens, labels: of all sequences of the global batch; only those of this ring are read. A ring without sequences has one token a
-        rank, without a label, so that all ranks run the model alike, as FSDP needs it. Raises ValueError if the ring does not hold the
-        rank.
+        tokens, labels: of all sequences of the global batch; only those of this ring are read. A ring with fewer tokens than ranks, or
+        with none, is filled up to one token a rank. These have no label, so that all ranks run the model alike, as FSDP needs it. Raises
+        ValueError if the ring does not hold the rank.
         """
         local = check.integer("rank", rank) - self.first
         if not 0 <= local < self.size:
             raise ValueError(f"rank is {rank}, but the ring has the ranks {self.first} to {self.first + self.size - 1}")
         mine = [tokens[i] for i in self.sequences] or [[0]] * self.size
         targets = [[IGNORE]] * self.size if not self.sequences else None if labels is None else [labels[i] for i in self.sequences]
-        whole = pack(mine, targets)
+        whole = pack(mine, targets, to=max(self.size, sum(map(len, mine))))
         mask = packed_documents(whole)
         assert mask is not None
         layout = placed(mask, whole["input_ids"].shape[1], self.size)
@@ -103,8 +103,8 @@ def deal_sequences(lengths: Sequence[int] | torch.Tensor, world_size: int, token
 
     Longest first, a sequence joins the ring with room that has the least causal work a rank afterwards, or opens one. This has as few
     ranks, a power of two, as hold the sequence and carry its work in an even step. A new step begins when no step has room. Last, the
-    busiest rings of a step take the ranks that are left. The result is the same on all ranks. Raises ValueError for a length that is not
-    positive, and for one that exceeds what the largest power of two of the ranks holds.
+    busiest rings of a step take the ranks that are left, as long as each rank of a ring has a token. The result is the same on all
+    ranks. Raises ValueError for a length that is not positive, and for one that exceeds what the largest power of two of the ranks holds.
 
     >>> from ringattn.training.rings import deal_sequences
     >>> for ring in deal_sequences([500, 60, 500, 50], world_size=4, tokens_per_rank=300)[0]:
@@ -128,7 +128,9 @@ def deal_sequences(lengths: Sequence[int] | torch.Tensor, world_size: int, token
     for i in sorted(range(len(listed)), key=lambda i: -listed[i]):
         length = listed[i]
         work = length * (length + 1) // 2
-        least = min(largest, _power_of_two(max(ceil(length / room), ceil(work / even))))
+        # a rank without a token carries no work
+        carry = min(ceil(work / even), 1 << (length.bit_length() - 1))
+        least = min(largest, _power_of_two(max(ceil(length / room), carry)))
         # (work a rank, step, its ring), the least first; a ring's number one past the last opens a new one
         choices = [
             ((ring.work + work) / ring.size, at, number)
@@ -180,7 +182,7 @@ class _Step:
         """The rings, the largest first, so that each begins at a multiple of its size."""
         while True:
             busiest = max(self.rings, key=lambda ring: ring.work / ring.size)
-            if busiest.size > self.free:
+            if busiest.size > self.free or 2 * busiest.size > busiest.tokens:
                 break
             self.free -= busiest.size
             busiest.size *= 2

@@ -8,12 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import ringattn as ra
+from ringattn.integrations.huggingface import attach
 from ringattn.training.causal_lm import IGNORE, sum_gradients, token_loss
 from ringattn.training.data import pack, packed_documents
 from ringattn.training.loss import count_tokens, mean_loss, summed
 from ringattn.training.rings import RingGroup, RingGroups, deal_sequences
+from ringattn.transport import SilentTransport
 
 VOCABULARY = 31
 
@@ -77,6 +80,8 @@ def whole(lengths):
         pytest.param([7, 5], 16, id="idle-ranks"),
         pytest.param([120], 16, id="one-long"),
         pytest.param([11] * 20, 12, id="equal"),
+        pytest.param([11] * 8 + [5], 11, id="five-tokens-left"),
+        pytest.param([3, 2], 1, id="ranks-without-tokens"),
     ],
 )
 def test_loss_and_gradients_are_those_of_one_process(gloo, lengths, tokens_per_rank):
@@ -95,7 +100,11 @@ def test_rings_of_several_sizes_work_side_by_side(gloo):
     assert max(longest for *_, longest in results) <= 1.03 * 16 + 2
 
 
-@given(st.lists(st.one_of(st.integers(1, 8), st.integers(1, 60)), max_size=30), st.integers(1, 13), st.integers(15, 40))
+@given(
+    st.lists(st.one_of(st.integers(1, 8), st.integers(1, 60)), max_size=30),
+    st.integers(1, 13),
+    st.one_of(st.integers(1, 3), st.integers(15, 40)),
+)
 def test_every_sequence_once_in_a_ring_that_holds_it(lengths, world_size, room):
     lengths = [min(n, room << (world_size.bit_length() - 1)) for n in lengths]
     steps = deal_sequences(lengths, world_size, room)
@@ -104,6 +113,7 @@ def test_every_sequence_once_in_a_ring_that_holds_it(lengths, world_size, room):
         assert [rank for ring in step for rank in range(ring.first, ring.first + ring.size)] == list(range(world_size))
         assert any(ring.sequences for ring in step)
         for ring in step:
+            assert room == 1 or not ring.sequences or ring.size <= sum(lengths[i] for i in ring.sequences)
             assert ring.size & (ring.size - 1) == 0
             assert ring.first % ring.size == 0
             assert sum(lengths[i] for i in ring.sequences) <= ring.size * room
@@ -114,6 +124,33 @@ def test_long_sequences_get_more_ranks():
     (step,) = deal_sequences([2000, 500, 2000, 400, 600, 500], world_size=8, tokens_per_rank=1000)
     assert [(ring.first, ring.size) for ring in step] == [(0, 4), (4, 4)]
     assert [{0, 2} & {*ring.sequences} for ring in step] in ([{0}, {2}], [{2}, {0}])
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(2, 9), st.integers(1, 16))
+def test_every_rank_has_a_token(lengths, world_size, room):
+    """Also in a last step of few tokens, and where a ring of a power of two has more ranks than tokens."""
+    lengths = [min(n, room << (world_size.bit_length() - 1)) for n in lengths]
+    tokens = [[1] * n for n in lengths]
+    for ring in (ring for step in deal_sequences(lengths, world_size, room) for ring in step):
+        layout, batch = ring.batch(tokens, ring.first)
+        held = sum(lengths[i] for i in ring.sequences)
+        assert layout.seq_len == max(held, ring.size)
+        assert min(layout.lengths) > 0
+        assert batch["input_ids"].shape[1] == layout.lengths[0]
+
+
+def test_attached_models_run_a_last_step_of_few_tokens():
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    )
+    lengths = [1024] * 8 + [5]
+    *_, last = deal_sequences(lengths, 8, 1024)
+    assert [(ring.size, ring.sequences) for ring in last] == [(4, (8,)), (4, ())]
+    for ring in last:
+        for rank in range(ring.size):
+            layout, batch = ring.batch([[1] * n for n in lengths], ring.first + rank)
+            attach(model, layout=layout, group=SilentTransport(rank, ring.size))
+            assert model(**batch).logits.shape[1] == layout.lengths[rank] > 0
 
 
 def test_work_of_a_step_is_even():
