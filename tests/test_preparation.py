@@ -6,13 +6,17 @@ import threading
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import ringattn as ra
 from ringattn.device import local
 from ringattn.geometry import rows as rows_module
+from ringattn.integrations.huggingface import attach
+from ringattn.integrations.huggingface_attachment import LivePairs
 from ringattn.runtime import context as context_module
 from ringattn.runtime.context import Context
 from ringattn.runtime.groups import get_context
+from ringattn.training.data import ShardedBatches, pack, packed_documents
 from ringattn.transport import Alone, LoopbackTransport, SilentTransport, run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -186,6 +190,54 @@ def test_queries_and_keys_of_their_own_layouts_are_prepared(schedule, monkeypatc
     torch.autograd.grad(out.sum(), (q, k, v))
     with pytest.raises(AssertionError, match="made in the call"):
         ra.ring_attention(q, k, v, **options | dict(q_offset=45))
+
+
+SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+MODELS = {  # and what a batch's documents, or no documents, are prepared as
+    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**SMALL)), lambda mask: mask),
+    "mistral": (
+        lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=8)),
+        lambda mask: (ra.causal() if mask is None else mask) & ra.sliding_window(8 - 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("attached", ["layout-of-call", "mask-attached"])
+@pytest.mark.parametrize("name", MODELS)
+def test_calls_of_attached_models_find_prepared_batches(name, attached, monkeypatch):
+    make_model, prepared_as = MODELS[name]
+    model, group, planned = make_model(), SilentTransport(0, 2), []
+    original = context_module.make_placed_plan
+    monkeypatch.setattr(
+        context_module, "make_placed_plan", lambda *given: planned.append(threading.current_thread().name) or original(*given)
+    )
+    like = tuple(torch.empty(1, 1, heads, 8) for heads in (4, 2, 2))
+    whole = dict(input_ids=torch.arange(40)[None])
+    loader = [pack([torch.arange(n) for n in lengths]) for lengths in ([9, 20, 3], [5, 30], [2, 2, 25, 8])]
+    batches = ShardedBatches(
+        loader if attached == "mask-attached" else [*loader, whole],
+        layouts=lambda tokens: ra.zigzag(tokens, 2),
+        of_documents=lambda mask, tokens: ra.placed(mask, tokens, 2),
+        rank=0,
+        prepare=lambda layout, mask: ra.prepare(layout, prepared_as(mask), like=like, group=group),
+    )
+    attach(model, group=group)
+    for layout, batch in batches:
+        if attached == "mask-attached":  # and in the batch, too
+            attach(model, layout=layout, mask=packed_documents(batch), group=group)
+            model(**batch).logits.sum().backward()
+        else:
+            model(**batch, layout=layout).logits.sum().backward()
+    assert len(planned) == len(loader) + (attached == "layout-of-call")
+    assert all(thread.startswith("ringattn-batches") for thread in planned)
+
+
+def test_another_attached_mask_is_prepared_in_the_order_of_calls():
+    """As docs/training.md has it."""
+    packed, prefix = ra.documents(lengths=[5, 9]), ra.prefix(3)
+    mask = prefix & ra.documents(cu_seqlens=[0, 5, 14], causal=False)
+    assert LivePairs(prefix, packed).mask_for(True, None) == mask
+    assert LivePairs(prefix, packed).mask_for(True, 8) == mask & ra.sliding_window(7, None)
 
 
 LAYOUT = ra.contiguous(8, 1)

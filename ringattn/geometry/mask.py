@@ -1,7 +1,8 @@
 """Masks: which (query, key) pairs of global positions are live.
 
 Every mask is a set of disjoint regions (see `region.py`); nothing after the plan knows which mask it was. Masks combine with
-`|` (live in either) and `&` (live in both).
+`|` (live in either) and `&` (live in both). What is cached for a mask goes by its digest, so masks that live in bands, within documents
+or without, combine to the mask that one would build at once.
 
 Sources: causal and full attention (Vaswani et al. 2017); sliding, dilated and global attention (Longformer, Beltagy et al. 2020,
 section 3.1); window + global + random blocks (BigBird, Zaheer et al. 2020, section 2); block-sparse FlashAttention (Dao et al.
@@ -73,6 +74,11 @@ class Mask(Digested):
         """
         return False
 
+    @property
+    def _sides(self) -> tuple[int | None, int | None] | None:
+        """How many keys a query sees to the left and to the right (None: all), in its document or the sequence; None if not so."""
+        return None
+
     def _table(self, seq_len: int) -> Table:
         raise NotImplementedError
 
@@ -122,10 +128,10 @@ class Mask(Digested):
         return draw(self, seq_len, layout=layout, path=path)
 
     def __or__(self, other: Mask) -> Mask:
-        return Union(self, _mask(other))
+        return self if self == _mask(other) else Union(self, other)
 
     def __and__(self, other: Mask) -> Mask:
-        return Intersection(self, _mask(other))
+        return _both(self, _mask(other))
 
     def _key(self) -> bytes:
         parts = [type(self).__name__]
@@ -151,6 +157,10 @@ class Full(Mask):
     def scales(self) -> bool:
         return True
 
+    @property
+    def _sides(self) -> tuple[None, None]:
+        return None, None
+
     def _table(self, seq_len: int) -> Table:
         return region.table([Region(0, seq_len, 0, seq_len, -seq_len, seq_len)])
 
@@ -167,6 +177,10 @@ class Causal(Mask):
     @property
     def scales(self) -> bool:
         return True
+
+    @property
+    def _sides(self) -> tuple[None, int]:
+        return None, 0
 
     def _table(self, seq_len: int) -> Table:
         return region.table([Region(0, seq_len, 0, seq_len, 0, seq_len)])
@@ -191,6 +205,10 @@ class SlidingWindow(Mask):
     @property
     def scales(self) -> bool:
         return self.reach is not None
+
+    @property
+    def _sides(self) -> tuple[int | None, int | None]:
+        return self.left, self.right
 
     def _table(self, seq_len: int) -> Table:
         lo, hi = _band(self.left, self.right, seq_len)
@@ -228,11 +246,15 @@ class Documents(Mask):
     cu_seqlens: tuple[int, ...]
     causal: bool
     left: int | None
-    right: int | None
+    right: int | None  # None if causal
 
     @property
     def min_length(self) -> int:
         return self.cu_seqlens[-1]
+
+    @property
+    def _sides(self) -> tuple[int | None, int | None]:
+        return self.left, 0 if self.causal else self.right
 
     @cached_property
     def _bounds(self) -> np.ndarray:
@@ -242,10 +264,11 @@ class Documents(Mask):
         return repr((type(self).__name__, self.causal, self.left, self.right)).encode() + self._bounds.tobytes()
 
     @classmethod
-    def _of(cls, bounds: np.ndarray, causal: bool, left: int | None, right: int | None) -> Documents:
-        """From checked bounds, which are not to be changed."""
+    def _of(cls, bounds: np.ndarray, left: int | None, right: int | None) -> Documents:
+        """From checked bounds, which are not to be changed, and how many keys a query sees on each side."""
         found = object.__new__(cls)
-        found.__dict__.update(cu_seqlens=tuple(bounds.tolist()), causal=causal, left=left, right=right, _bounds=bounds)
+        sides = dict(causal=right == 0, left=left, right=right or None)
+        found.__dict__.update(cu_seqlens=tuple(bounds.tolist()), _bounds=bounds, **sides)
         found.__post_init__()
         return found
 
@@ -270,7 +293,7 @@ class Documents(Mask):
         return self._table(seq_len)
 
     def __repr__(self) -> str:
-        window = "" if self.left is None and self.right is None else f", window=({self.left}, {self.right})"
+        window = "" if self.left is None and self.right is None else f", window={self._sides}"
         many = f"{len(self.cu_seqlens) - 1} documents, {self.cu_seqlens[-1]} tokens"
         return f"documents(<{many}>, causal={self.causal}{window})"
 
@@ -421,7 +444,7 @@ def sliding_window(left: int | None, right: int | None = 0) -> Mask:
 
     Raises ValueError for a negative or non-integer side.
     """
-    return SlidingWindow(_side("left", left), _side("right", right))
+    return _windowed(_side("left", left), _side("right", right))
 
 
 @constant
@@ -468,16 +491,16 @@ def documents(
         raise ValueError("documents takes either cu_seqlens or lengths, and got " + ("neither" if lengths is None else "both"))
     name = "lengths" if cu_seqlens is None else "cu_seqlens"
     bounds = _bounds(name, lengths if cu_seqlens is None else cu_seqlens, cumulative=lengths is None)
-    left, right = check.window("window", window)
-    rest = check.flag("causal", causal), _side("window", left), _side("window", right)
+    left, right = (_side("window", side) for side in check.window("window", window))
+    causal = check.flag("causal", causal)
     if kv_lengths is None:
-        return Documents._of(bounds, *rest)
+        return Documents._of(bounds, left, 0 if causal else right)
     kv_bounds = _bounds("kv_lengths", kv_lengths, cumulative=False)
     if len(kv_bounds) != len(bounds):
         raise ValueError(
             f"kv_lengths has {len(kv_bounds) - 1} documents and {name} has {len(bounds) - 1}: each document needs both, of any length"
         )
-    return CrossDocuments(tuple(bounds.tolist()), tuple(kv_bounds.tolist()), *rest)
+    return CrossDocuments(tuple(bounds.tolist()), tuple(kv_bounds.tolist()), causal, left, right)
 
 
 @constant
@@ -606,6 +629,24 @@ def _rectangles(blocks: np.ndarray) -> Table:
 def _band(left: int | None, right: int | None, seq_len: int) -> tuple[int, int]:
     """`lo, hi` of a window, cut to the sequence length: a side may be too large for the int64 of tables."""
     return -(seq_len if right is None else min(right, seq_len)), (seq_len if left is None else min(left, seq_len))
+
+
+def _windowed(left: int | None, right: int | None) -> Mask:
+    """The mask of a band over the whole sequence."""
+    if left is not None or right:
+        return SlidingWindow(left, right)
+    return Full() if right is None else Causal()
+
+
+def _both(a: Mask, b: Mask) -> Mask:
+    """Live in both: one band, if both are bands of the sequence or of the same documents."""
+    if a == b:
+        return a
+    packed = [mask for mask in (a, b) if isinstance(mask, Documents)]
+    if a._sides is None or b._sides is None or (len(packed) == 2 and packed[0].cu_seqlens != packed[1].cu_seqlens):
+        return Intersection(a, b)
+    left, right = (min((side for side in sides if side is not None), default=None) for sides in zip(a._sides, b._sides))
+    return Documents._of(packed[0]._bounds, left, right) if packed else _windowed(left, right)
 
 
 def _mask(value: object) -> Mask:

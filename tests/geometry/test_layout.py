@@ -193,7 +193,8 @@ def test_balanced_makes_the_regions_of_its_mask_once(monkeypatch):
         (ra.dilated_window(4, 2), "contiguous"),
         (ra.sliding_window(None, 3), "balanced"),
         (ra.documents([9, 30]), "balanced"),
-        (ra.causal() & ra.sliding_window(8), "balanced"),
+        (ra.causal() & ra.sliding_window(8), "contiguous"),
+        (ra.causal() & ra.dilated_window(4, 2), "balanced"),
     ],
     ids=repr,
 )

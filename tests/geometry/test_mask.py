@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 from ringattn.geometry import region
-from ringattn.geometry.mask import Load
+from ringattn.geometry.mask import Intersection, Load
 
 LENGTHS = (0, 1, 2, 17, 97)
 
@@ -221,6 +221,64 @@ def test_padding_after_the_last_document_is_dead():
     dense = ra.documents([3, 2]).dense(9)
     assert not dense[5:].any()
     assert not dense[:, 5:].any()
+
+
+DOCUMENTS = ra.documents([3, 4])
+SPELLINGS = {
+    "itself": [ra.prefix(3), ra.prefix(3) & ra.prefix(3), ra.prefix(3) | ra.prefix(3)],
+    "full": [ra.full(), ra.full() & ra.full(), ra.sliding_window(None, None)],
+    "causal": [ra.causal(), ra.full() & ra.causal(), ra.sliding_window(None), ra.causal() & ra.sliding_window(None, 5)],
+    "window": [ra.sliding_window(2), ra.sliding_window(2, None) & ra.causal(), ra.sliding_window(2, 9) & ra.sliding_window(7, 0)],
+    "documents": [
+        DOCUMENTS,
+        DOCUMENTS & DOCUMENTS,
+        ra.causal() & DOCUMENTS,
+        DOCUMENTS & ra.documents([3, 4], causal=False),
+        ra.documents([3, 4], causal=False) & ra.causal(),
+        ra.documents([3, 4], causal=False, window=(None, 0)),
+        ra.documents([3, 4], window=(None, 5)) & ra.full(),
+    ],
+    "documents-window": [
+        ra.documents([3, 4], window=2),
+        ra.documents([3, 4], window=(2, 0)),
+        DOCUMENTS & ra.sliding_window(2),
+        ra.sliding_window(2, None) & DOCUMENTS,
+        ra.causal() & ra.documents([3, 4], causal=False) & ra.sliding_window(2, 7),
+        DOCUMENTS & ra.documents([3, 4], causal=False, window=2),
+    ],
+    "documents-both-sides": [
+        ra.documents([3, 4], causal=False, window=(2, 1)),
+        ra.documents([3, 4], causal=False) & ra.sliding_window(2, 1),
+    ],
+}
+
+
+@pytest.mark.parametrize("spellings", SPELLINGS.values(), ids=SPELLINGS)
+def test_equal_masks_have_equal_digests(spellings):
+    assert len({mask.digest for mask in spellings}) == 1
+    assert len({repr(mask) for mask in spellings}) == 1
+
+
+@pytest.mark.parametrize("b", [ra.documents([4, 3], causal=False), ra.prefix(2), ra.documents([3, 4], kv_lengths=[5, 1])], ids=repr)
+def test_other_combinations_stay_apart(b):
+    assert len({mask.digest for mask in (DOCUMENTS, b, DOCUMENTS & b, b & DOCUMENTS)}) == 4
+
+
+SIDES = st.one_of(st.none(), st.integers(0, 5))
+BANDS = st.one_of(
+    st.sampled_from([ra.full(), ra.causal()]),
+    st.builds(ra.sliding_window, SIDES, SIDES),
+    st.builds(ra.documents, st.sampled_from([[3, 0, 5], [2, 7]]), st.booleans(), st.tuples(SIDES, SIDES)),
+)
+
+
+@given(BANDS, BANDS, st.integers(9, 12))
+def test_what_is_written_as_one_mask_is_live_in_both(a, b, n):
+    both, apart = a & b, Intersection(a, b)
+    assert torch.equal(both.dense(n), a.dense(n) & b.dense(n))
+    assert both.min_length == apart.min_length
+    regions = [sorted(mask.regions(n).tolist()) for mask in (both, apart)]
+    assert regions[0] == regions[1]
 
 
 DIFFERENT = {
