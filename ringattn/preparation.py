@@ -36,7 +36,8 @@ def prepare(
     """Ready the first `ring_attention` with a new layout and mask: this rank's plan, its messages, and all that its passes queue.
 
     A batch of packed documents that was never seen costs the host milliseconds in its first call. Call this before, on any thread: nothing
-    is communicated, and not every rank has to. The latest 16 that no call has used yet are kept.
+    is communicated, and not every rank has to. The latest 16 that no call has used yet are kept; older ones are dropped from 256 MiB on,
+    but not the latest 8.
 
     Args:
         layout, mask, kv_layout, q_offset, group, score, softmax_scale, schedule: as they will be passed to `ring_attention`.
@@ -59,6 +60,7 @@ def prepare(
     check.instance("mask", mask, Mask, check.BUILD_A_MASK)
     check.optional("schedule", schedule, Schedule, check.BUILD_A_SCHEDULE)
     check.optional("score", score, ScoreMod, check.BUILD_A_SCORE)
+    check.softmax_scale(softmax_scale, head_dim=1)  # of a value that is given, whatever the heads
     keys = keys_of(layout, kv_layout, q_offset)
     if keys is None:
         check_layout(layout, mask, context.ranks)

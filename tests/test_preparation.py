@@ -246,6 +246,8 @@ REFUSED = {
     "layout": (lambda: ra.prepare("zigzag"), "layout is 'zigzag', but must be a Layout"),
     "mask": (lambda: ra.prepare(LAYOUT, 3), "mask is 3, but must be a Mask"),
     "schedule": (lambda: ra.prepare(LAYOUT, schedule="ring"), "schedule is 'ring', but must be a Schedule"),
+    "scale": (lambda: ra.prepare(LAYOUT, softmax_scale="x"), "softmax_scale is 'x', but must be a Python number"),
+    "scale that is none": (lambda: ra.prepare(LAYOUT, softmax_scale=float("nan")), "softmax_scale is nan"),
     "score": (lambda: ra.prepare(LAYOUT, score=1), "score is 1, but must be a ScoreMod"),
     "ranks": (lambda: ra.prepare(ra.zigzag(8, 2)), "is for 2 ranks, but the group has 1"),
     "length": (lambda: ra.prepare(LAYOUT, ra.documents(lengths=[9])), "needs at least 9 tokens"),
@@ -295,6 +297,25 @@ def test_old_batches_are_dropped_by_number_and_by_bytes(monkeypatch):
     assert set(by_bytes._sizes) <= set(by_bytes._attentions)
     assert sum(found.nbytes for found in by_bytes._attentions.values()) <= (20 + 8 + 1) * one
     assert len(kept(0, 300)._attentions) == 8
+
+
+def test_batches_that_no_call_uses_are_dropped_by_number_and_by_bytes(monkeypatch):
+    def kept(most_bytes):
+        monkeypatch.setattr(context_module, "_KEPT_BYTES", most_bytes)
+        group = SilentTransport(0, 2)
+        like = tuple(torch.empty(1, 1, heads, 8) for heads in (4, 2, 2))
+        for first in range(1, 40):
+            ra.prepare(*batch(400, 2, first), like=like, group=group)
+        return get_context(group)._prepared
+
+    by_number = kept(1 << 40)
+    assert len(by_number) == 16
+    one = max(found.nbytes for found in by_number.values())
+    by_bytes = kept(12 * one)
+    assert 12 <= len(by_bytes) < 16
+    least = kept(0)
+    assert len(least) == 8
+    assert list(least) == list(by_number)[-8:]
 
 
 def test_a_call_of_a_dropped_batch_and_its_backward_still_agree(monkeypatch):

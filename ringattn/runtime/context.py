@@ -122,7 +122,20 @@ class Context:
         if found is not None:
             return found
         early = key, self.transport.copy_engines
-        return _kept(self._prepared, early, lambda: self._make_rank_attention(*options), _PREPARED)
+        found = _kept(self._prepared, early, lambda: self._make_rank_attention(*options), _PREPARED)
+        self._drop_prepared()
+        return found
+
+    def _drop_prepared(self) -> None:
+        """Bound the bytes of what no call has used yet."""
+        with self._lock:
+            # calls may take some of them meanwhile
+            kept = list(self._prepared.copy().items())
+            total = sum(one.nbytes for _, one in kept)
+            for key, one in kept[:-_NEWEST]:
+                if total > _KEPT_BYTES:
+                    self._prepared.pop(key, None)
+                    total -= one.nbytes
 
     def _make_room(self) -> None:
         """Drop the least recently used until one more may come."""
