@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import make_boxed_func
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -352,6 +353,27 @@ def test_compiled_layers_have_no_graph_break(name):
         layer.compile(fullgraph=True, backend="aot_eager")
     for inputs, expected in zip(calls, wanted, strict=True):
         torch.testing.assert_close(run(inputs), expected, rtol=0, atol=1e-10)
+    torch.compiler.reset()
+
+
+def test_compiled_layers_without_attention_take_any_documents():
+    """More sets of bounds than torch compiles graphs of a function."""
+    torch.compiler.reset()
+    model, compiled, backend = build("llama"), build("llama"), CompileCounterWithBackend("eager")
+    for each in (model, compiled):
+        attach(each, layout=ra.zigzag(37, 1))
+    for layer in compiled.model.layers:
+        layer.self_attn.forward = torch.compiler.disable(layer.self_attn.forward)
+        layer.compile(backend=backend)
+    for first in range(1, 11):
+        bounds = torch.tensor([0, first, 37], dtype=torch.int32)
+        wanted, found = (
+            [x.logits, *torch.autograd.grad(x.logits.square().sum(), list(each.parameters()))]
+            for each in (model, compiled)
+            for x in [each(input_ids=sequence(37), cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)]
+        )
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+    assert backend.frame_count == 2  # before and after attention
     torch.compiler.reset()
 
 
