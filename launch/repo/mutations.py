@@ -967,6 +967,20 @@ MUTATIONS = (
         "tests/recurrent/test_kernels.py -k made_of_it",
     ),
     Mutation(
+        "ringattn/runtime/kept.py",
+        "if self._x._version != self._version:",
+        "if False:",
+        "a recomputation takes an output that was changed in place after it was kept",
+        "tests/runtime/test_kept.py -k changed_in_place",
+    ),
+    Mutation(
+        "ringattn/runtime/kept.py",
+        "storing, self._storing = self._storing, []",
+        "storing = self._storing",
+        "what checkpointed code keeps outlives the backward pass, in a node of the graph",
+        "tests/runtime/test_kept.py -k nothing_is_kept",
+    ),
+    Mutation(
         "ringattn/predict/recurrence.py",
         "4 * halos.T",
         "4 * halos",

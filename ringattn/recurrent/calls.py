@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from ..runtime.agree import Facts, refusing
 from ..runtime.agreed import Agreed
 from ..runtime.calls import check_default_layout, check_layout
 from ..runtime.context import Context
+from ..runtime.kept import CheckpointedCall, next_call
 from .segments import OwnSegments, Segments, check_mask, check_spans, make_segments
 
 DEFAULT_MASK = causal()
@@ -72,11 +73,16 @@ def check_call(context: Context, x: torch.Tensor, argument: str, layout: Layout 
 
 @dataclass(frozen=True, eq=False)
 class CheckedCall:
-    """A call that has been checked, and agreed on (None for one rank)."""
+    """A call that has been checked, and agreed on (None for one rank).
+
+    checkpointed: the call as checkpointed code around it sees it. identity: what it shares with the call of which it is the recomputation.
+    """
 
     context: Context
     segments: Segments
     agreed: Agreed | None
+    checkpointed: CheckpointedCall = field(default_factory=CheckpointedCall)
+    identity: tuple = ()
 
     @cached_property
     def own(self) -> OwnSegments:
@@ -103,8 +109,11 @@ def agree_on_segments(
     Raises ValueError, on every rank, if the ranks disagree, or if shards do not have the lengths of the default layout.
     """
     ranks, agreed, counts = context.ranks, None, (x.shape[1],)
+    checkpointed, options = next_call(), (*facts.values(), *x.shape[:2])
     if ranks.size > 1:
         facts |= {
+            # a rank that takes results exchanges nothing
+            "results": "kept by a checkpoint" if checkpointed.takes else "computed",
             "batch size": x.shape[0],
             "dtype": x.dtype,
             "device": x.device.type,
@@ -120,4 +129,8 @@ def agree_on_segments(
         layout = context.default_layout(mask, sum(counts))
         check_default_layout(layout, mask, counts)
         check_spans(layout)
-    return CheckedCall(context, make_segments(layout, mask), agreed)
+    segments = make_segments(layout, mask)
+    identity = (options, segments.every)
+    with refusing(ranks):
+        checkpointed.check(identity)
+    return CheckedCall(context, segments, agreed, checkpointed, identity)

@@ -77,13 +77,19 @@ def causal_conv1d(
 class _CausalConv1d(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: CheckedCall, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        own, width = call.own, weight.shape[1]
+        own, width, checkpointed = call.own, weight.shape[1], call.checkpointed
         halos = Halos(call.segments, call.context.transport, width)
         rows = own.by_position(x)
-        pending = halos.start_forward(rows)
+        pending = None if checkpointed.takes else halos.start_forward(rows)
         with without_autocast(x.device.type):
             parts = of_segments(own, rows, weight, bias)
-            before = pending.add_to(x.new_zeros(len(own.following), x.shape[0], width - 1, x.shape[2]))
+            if pending is None:
+                (before,), _ = checkpointed.take()
+            else:
+                before = pending.add_to(x.new_zeros(len(own.following), x.shape[0], width - 1, x.shape[2]))
+                # not out, which is larger than the recurrence's own, and is computed again as fast as a norm
+                checkpointed.keep(call.identity, (before,))
+            assert before is not None
             for index, halo, begin in zip(own.following, before, _begins(call, rows, width)):
                 parts[index][:, : begin.shape[1]] = taps(torch.cat([halo, begin], dim=1), weight, bias)
         ctx.call = call

@@ -37,6 +37,7 @@ from .local import (
     StateReading,
     first_states,
     joined,
+    reading_of,
     rows_from_states,
 )
 from .reach import reaches
@@ -275,6 +276,8 @@ class _LinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _LinearCall, *tensors: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         inputs = RecurrenceInputs(*tensors)
+        if call.checked.checkpointed.takes:
+            return _take(ctx, call, inputs)
         # only what begins a document, and tails, begin now from the state that the backward pass must begin from
         hooked = saving_is_hooked()
         keeps = call.needs_grad and call.kernels.graphs_are_small and not hooked
@@ -313,6 +316,9 @@ class _LinearAttention(torch.autograd.Function):
         # checkpointing compares shapes of what it computes again: that of the heads' rows would be another if one bit of a decay were
         saved = (None, None) if pieces.cut and hooked else reading
         ctx.save_for_backward(*inputs, *saved, following.totals, begins)
+        # other queries follow from the inputs at once
+        queries = saved[0] if inputs.beta is not None else None
+        call.checked.checkpointed.keep(call.checked.identity, (out, final, queries, following.totals, begins), pieces)
         return out, final
 
     @staticmethod
@@ -335,6 +341,19 @@ class _LinearAttention(torch.autograd.Function):
                 with torch.enable_grad():
                     kept = _Kept(leaves, call.first(leaves), None, call.tails(leaves, pieces, tail_states))
             return None, *_gradients(call, inputs, grads, kept, pieces, reading, totals, states)
+
+
+def _take(ctx: Any, call: _LinearCall, inputs: RecurrenceInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The results of a recomputation, which checkpointed code has kept in the forward pass, and what the backward pass needs."""
+    (out, final, queries, totals, begins), ctx.pieces = call.checked.checkpointed.take()
+    assert out is not None
+    ctx.kept, ctx.call = None, call
+    saved: tuple[torch.Tensor | None, torch.Tensor | None] = queries, None
+    if inputs.beta is None and not ctx.pieces.cut:
+        with without_autocast(inputs.q.device.type):
+            saved = reading_of(call.own, inputs, call.scale, call.kernels)
+    ctx.save_for_backward(*inputs, *saved, totals, begins)
+    return out, final
 
 
 @dataclass(frozen=True, eq=False)

@@ -159,7 +159,7 @@ class FromZero:
             self._ran = kernels.run(q, k, v, decay, None, zero, lengths, scale)
             self.states = self._ran.finals
             with torch.no_grad():
-                self.totals, self._left = self._decays(decay)
+                self.totals, self._left = _totals_and_left(own, inputs, decay)
             return
         d_k = shape[2]
         identity = torch.eye(d_k, dtype=zero.dtype, device=v.device).expand(*zero.shape[:3], d_k, d_k)
@@ -181,15 +181,17 @@ class FromZero:
     def reading(self) -> StateReading:
         """How these segments' rows read the states before them."""
         if self._inputs.beta is not None:
-            return StateReading(self._read[..., self._inputs.state_shape[3] :], None)
-        return self._reading(_rows(self._own, self._own.following, self._inputs.q), self._left)
+            # by themselves: what keeps them keeps no columns of values
+            return StateReading(self._read[..., self._inputs.state_shape[3] :].contiguous(), None)
+        return _reading(self._inputs, _rows(self._own, self._own.following, self._inputs.q), self._left, self._scale, self._kernels)
 
     def continued(self, before: torch.Tensor) -> Continued:
         """These segments, without a delta rule, from the states before them (m, b, h, d_k, d_v). Differentiable."""
         own = self._own
         q, decay = _rows(own, own.following, self._inputs.q), self._inputs.decay
-        totals, left = self._decays(None if decay is None else _rows(own, own.following, decay).to(self._inputs.dtype))
-        parts = self._reading(q, left).parts(own).values()
+        decay = None if decay is None else _rows(own, own.following, decay).to(self._inputs.dtype)
+        totals, left = _totals_and_left(own, self._inputs, decay)
+        parts = _reading(self._inputs, q, left, self._scale, self._kernels).parts(own).values()
         added = [part.read(state) for part, state in zip(parts, before)]
         finals = self.states + Decays(self._inputs.decays).apply(totals, before)
         return Continued(own.following, finals, self.out + torch.cat(added, dim=1) if added else self.out)
@@ -198,25 +200,12 @@ class FromZero:
     def _read(self) -> torch.Tensor:
         return self._ran.read()
 
-    def _decays(self, decay: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`totals`, and at each token what is left of a state before its segment, (b, s', h, 1 or d_k): both as logarithms."""
-        lengths, h = self._own.lengths(self._own.following), self._inputs.state_shape[1]
-        if decay is None or not lengths:
-            return self.states.new_zeros(*self.states.shape[:3], self._inputs.decays), None
-        # a GPU adds up along the last dim, of neighbours in memory, ten times as fast as along others
-        rows = (part.movedim(1, -1).contiguous().cumsum(-1).movedim(-1, 1) for part in decay.flatten(2).split(lengths, dim=1))
-        parts = [part.unflatten(2, (h, -1)) for part in rows]
-        return torch.stack([part[:, -1] for part in parts]), torch.cat(parts, dim=1)
 
-    def _reading(self, q: torch.Tensor, left: torch.Tensor | None) -> StateReading:
-        dtype, (_, h, d_k, _) = self._kernels.dtype(q), self._inputs.state_shape
-        q = q.to(dtype)
-        if left is None:
-            return StateReading((q * self._scale).to(dtype), None)
-        factors = left.exp() * self._scale
-        if left.shape[3] == 1 and d_k > 1:
-            return StateReading(q, factors)
-        return StateReading((repeated(q, h) * factors).to(dtype), None)
+def reading_of(own: OwnSegments, inputs: RecurrenceInputs, scale: float, kernels: RecurrenceKernels) -> StateReading:
+    """`FromZero.reading` without a delta rule: nothing needs to run for it."""
+    q, decay = _rows(own, own.following, inputs.q), inputs.decay
+    decay = None if decay is None else _rows(own, own.following, decay).to(inputs.dtype)
+    return _reading(inputs, q, _totals_and_left(own, inputs, decay)[1], scale, kernels)
 
 
 def joined(
@@ -245,6 +234,33 @@ def first_states(own: OwnSegments, inputs: RecurrenceInputs) -> torch.Tensor:
     if initial is None or not documents:
         return torch.zeros(len(documents), *inputs.state_shape, dtype=inputs.dtype, device=inputs.q.device)
     return torch.stack([initial[:, document] for document in documents]).to(inputs.dtype)
+
+
+def _totals_and_left(
+    own: OwnSegments, inputs: RecurrenceInputs, decay: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`FromZero.totals`, and at each token what is left of a state before its segment, (b, s', h, 1 or d_k): both as logarithms."""
+    lengths, (b, h, _, _) = own.lengths(own.following), inputs.state_shape
+    if decay is None or not lengths:
+        return inputs.v.new_zeros(len(lengths), b, h, inputs.decays, dtype=inputs.dtype), None
+    # a GPU adds up along the last dim, of neighbours in memory, ten times as fast as along others
+    rows = (part.movedim(1, -1).contiguous().cumsum(-1).movedim(-1, 1) for part in decay.flatten(2).split(lengths, dim=1))
+    parts = [part.unflatten(2, (h, -1)) for part in rows]
+    return torch.stack([part[:, -1] for part in parts]), torch.cat(parts, dim=1)
+
+
+def _reading(
+    inputs: RecurrenceInputs, q: torch.Tensor, left: torch.Tensor | None, scale: float, kernels: RecurrenceKernels
+) -> StateReading:
+    """How rows with queries q (b, s', hk, d_k) read states without a delta rule."""
+    dtype, (_, h, d_k, _) = kernels.dtype(q), inputs.state_shape
+    q = q.to(dtype)
+    if left is None:
+        return StateReading((q * scale).to(dtype), None)
+    factors = left.exp() * scale
+    if left.shape[3] == 1 and d_k > 1:
+        return StateReading(q, factors)
+    return StateReading((repeated(q, h) * factors).to(dtype), None)
 
 
 def _rows_of(

@@ -1,8 +1,9 @@
-"""Activation checkpointing that keeps attention's results, so that the forward pass of attention runs once and not twice.
+"""Activation checkpointing that keeps results of attention and recurrences, so that their forward pass runs once and not twice.
 
 Selective checkpointing (torch.utils.checkpoint) recomputes a block in the backward pass, except for operators that a policy saves. The
 cost of recomputing attention grows with the square of the sequence. Its results, out and two fp32 statistics per head, grow with
-the sequence alone, and are about as large as the block's input. Both may stay in host memory (`offload.py`) until the backward pass.
+the sequence alone, and are about as large as the block's input. Recurrences are no operators: `runtime/kept.py` keeps
+theirs. Both, and the input, may stay in host memory (`offload.py`) until the backward pass.
 """
 
 from __future__ import annotations
@@ -14,22 +15,27 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from .. import check
+from ..runtime.kept import KeptCalls
 from ..runtime.op import FORWARD
 from .offload import HostMemory, Parked
 
 
 def checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Save attention's output and statistics, and recompute everything else: for `create_selective_checkpoint_contexts`, alone or
-    within a policy of your own."""
+    within a policy of your own. Recurrences are no operators, and run again: `checkpoint_contexts` keeps their results, too."""
     return CheckpointPolicy.MUST_SAVE if op is FORWARD else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoint_contexts() -> Any:
     """The `context_fn` of `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` that follows `checkpoint_policy`.
+
+    It also keeps what `linear_attention` gives, and the rows before segments that `causal_conv1d` has received, so that the recomputation
+    runs no recurrence and exchanges no states. All ranks of a group must use it alike: else a recurrence raises ValueError on all of them.
 
     >>> import torch, ringattn as ra
     >>> from torch.utils.checkpoint import checkpoint
@@ -37,13 +43,18 @@ def checkpoint_contexts() -> Any:
     >>> out = checkpoint(lambda x: ra.ring_attention(x, x, x), x, use_reentrant=False, context_fn=ra.checkpoint_contexts)
     >>> out.sum().backward()
     """
-    return create_selective_checkpoint_contexts(checkpoint_policy)
+    forward, recomputation = create_selective_checkpoint_contexts(checkpoint_policy)
+    if get_proxy_mode() is not None:
+        # torch.compile traces a graph, which has no recurrences, and takes nothing but modes of dispatch
+        return forward, recomputation
+    recurrences = KeptCalls()
+    return recurrences.storing(forward), recurrences.taking(recomputation)
 
 
 def checkpoint_layers(layers: Iterable[nn.Module], offload: int = 0) -> None:
-    """Let each layer keep only its inputs and attention's results, and recompute the rest in the backward pass.
+    """Let each layer keep only its inputs and the results of attention and recurrences, and recompute the rest in the backward pass.
 
-    The first `offload` layers keep both in page-locked host memory, which is reused in every step. Copies run beside the device's own
+    The first `offload` layers keep these in page-locked host memory, which is reused in every step. Copies run beside the device's own
     work, and back to the device one layer ahead of the backward pass.
 
     >>> import torch, ringattn as ra
@@ -65,8 +76,8 @@ def checkpoint_layers(layers: Iterable[nn.Module], offload: int = 0) -> None:
             gradients flow; a tensor that layers share is copied once.
 
     All ranks of a group must checkpoint the same layers. Raises ValueError for anything that is not a layer, for layers that transformers
-    checkpoints too, and if torch.compile compiles an offloaded layer. Raises RuntimeError if a layer's input, or attention's output in
-    it, is changed in place after it was copied.
+    checkpoints too, and if torch.compile compiles an offloaded layer. Raises RuntimeError if a layer's input, or the output of
+    attention or a recurrence in it, is changed in place after it was kept.
     """
     if isinstance(layers, nn.Module) and not hasattr(layers, "__iter__"):
         raise ValueError(f"layers is a {type(layers).__name__}, one module: give a list of its layers, such as model.model.layers")
@@ -131,7 +142,7 @@ class _Checkpointed(nn.Module):
 
 
 class _Offloaded:
-    """One call of a layer: its inputs, and the results of each call of attention in it, are kept in host memory."""
+    """One call of a layer: its inputs, and the results of each call of attention or of a recurrence in it, are kept in host memory."""
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
@@ -139,11 +150,15 @@ class _Offloaded:
         memory.latest = weakref.ref(self)
         self.inputs: list[Parked] = []
         self.results: list[list[Parked | torch.Tensor]] = []
+        self.recurrences = KeptCalls(lambda x, place: memory.park(x, ("recurrence", *place)))
 
     def checkpoint(self, run: Callable[..., Any], values: tuple[Any, ...]) -> Any:
         # these hooks see only the tensors among the values: checkpoint has hooks of its own for the tensors that `run` saves
         with saved_tensors_hooks(self._pack, _unpack):
-            return checkpoint(run, *values, use_reentrant=False, context_fn=lambda: (_Park(self), _Fetch(self)))
+            return checkpoint(run, *values, use_reentrant=False, context_fn=self._contexts)
+
+    def _contexts(self) -> tuple[Any, Any]:
+        return self.recurrences.storing(_Park(self)), self.recurrences.taking(_Fetch(self))
 
     def park_results(self, results: Iterable[torch.Tensor]) -> None:
         # the integers are on the host already
@@ -179,8 +194,8 @@ class _Park(TorchDispatchMode):
 
 
 class _Fetch(TorchDispatchMode):
-    """In the recomputation: takes attention's results from host memory, in the order of its calls, and then fetches the previous layer's
-    inputs."""
+    """In the recomputation: fetches results from host memory, gives those of attention in the order of its calls, and then fetches the
+    previous layer's inputs."""
 
     def __init__(self, layer: _Offloaded) -> None:
         super().__init__()
@@ -189,7 +204,8 @@ class _Fetch(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._calls = self._layer.results[::-1]
-        for x in (x for results in self._calls for x in results if isinstance(x, Parked)):
+        recurrences = [call.tensors or () for call in self._layer.recurrences.calls]
+        for x in (x for results in (*self._calls, *recurrences) for x in results if isinstance(x, Parked)):
             x.fetch()
         return super().__enter__()
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ..runtime.kept import CHANGED_IN_PLACE
+
 
 class HostMemory:
     """Page-locked memory for the tensors of one model's layers, reused in every step, and the streams that copy."""
@@ -109,10 +111,7 @@ class Parked:
         """Free the device memory from now on, and return the tensor that was there."""
         x, self._x = self._x, None
         if x is not None and x._version != self._version:
-            raise RuntimeError(
-                "a checkpointed layer's input, or the output of ring_attention in it, was changed in place, and the backward pass "
-                "needs it unchanged: write x = x * y instead of x *= y"
-            )
+            raise RuntimeError(CHANGED_IN_PLACE)
         return x
 
 

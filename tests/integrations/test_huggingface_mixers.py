@@ -161,7 +161,8 @@ def gradients(group, name, saving):
     if saving == "layers":
         ra.checkpoint_layers(model.base_model.layers, offload=1)
     elif saving is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": saving == "reentrant"})
+        options = dict(context_fn=ra.checkpoint_contexts) if saving == "contexts" else {}
+        model.gradient_checkpointing_enable({"use_reentrant": saving == "reentrant", **options})
     here = ra.shard(tokens(N), layout, group.rank())
     logits = model(input_ids=here, layout=layout, **inputs_of("packed", layout, group.rank())).logits
     with torch.no_grad():
@@ -179,7 +180,7 @@ def recompute(group, name, saving):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("saving", ["recomputed", "layers", "reentrant"])
+@pytest.mark.parametrize("saving", ["recomputed", "contexts", "layers", "reentrant"])
 @pytest.mark.parametrize("name", ["qwen3-next", "bamba", "jamba", "lfm2", "minimax", "recurrent gemma", "falcon h1", "mamba"])
 def test_recomputing_activations_changes_nothing(gloo, name, saving):
     gloo.run(2, recompute, name, saving, timeout=120)
