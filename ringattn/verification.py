@@ -13,6 +13,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from .runtime.groups import Group, get_context, process_groups
 from .scores import ScoreMod
 from .step_batch import StepBatch, step_batch
 from .step_checks import check_arguments, check_comparable, check_unwrapped, is_replaced, refusing_dropout
+from .step_hints import FailedStep, OutputRows, hint_of
 from .training.causal_lm import IGNORE
 from .whole_step import (
     DenseCalls,
@@ -74,12 +76,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found, the same on every rank; `print(report)` shows a table with the worst layer of each kind."""
+    """What `verify` found, the same on every rank; `print(report)` shows a table with the worst layer of each kind.
+
+    hint: what is likely wrong if it did not pass, such as positions that each rank counts from 0; empty if nothing is known.
+    """
 
     layout: Layout
     loss: float
     whole_loss: float
     differences: tuple[Difference, ...]
+    hint: str = ""
 
     @property
     def passed(self) -> bool:
@@ -102,6 +108,8 @@ class Report:
             lines.append(f"{what:{width}} {row.sharded:9.1e} {row.whole:9.1e} {row.limit:9.1e}  {'ok' if row.passed else 'FAILED'}")
         verdict = "all within bounds" if self.passed else "NOT within bounds"
         lines.append(f"loss {self.loss:.6f} sharded, {self.whole_loss:.6f} whole: {verdict}")
+        if self.hint:
+            lines.append(f"hint: {self.hint}")
         return "\n".join(lines)
 
 
@@ -171,14 +179,15 @@ def verify(
     device = next(model.parameters()).device
     _check_weights(model, axes)
     _check_batches(cut.tensors, axes, device)
-    loss = _summed_cross_entropy if loss is None else loss
+    own_loss, loss = loss is not None, _summed_cross_entropy if loss is None else loss
     everything, inputs = cut.whole(), on_device(cut.shards(ranks.rank), device)
     counted = int((everything["shift_labels"] != IGNORE).sum())
     if not counted:
         raise ValueError(f"all labels are {IGNORE}, so that there is no loss to compare: give some that count")
     step = functools.partial(_step, loss=loss, counted=counted)
     before = _random_states(device)
-    with _around_ring(model, cut, mask, group, whole, score), refusing_dropout(model):
+    around, rows = functools.partial(_around_ring, model, cut, mask, group, whole, score), OutputRows(model)
+    with around(), refusing_dropout(model), rows:
         ours = step(model, score, inputs, autocast)
     if not all(map(torch.equal, before, _random_states(device))):
         raise ValueError("the step draws random numbers (dropout, noise), so no two steps are alike: call model.eval() first")
@@ -189,12 +198,17 @@ def verify(
     # rows (sharded, whole, moved) of relative differences, and a last one of the whole loss, from rank 0: NaN, which never passes, if it
     # fails
     found = torch.full((len(ours) + 1, 3), float("nan") if ranks.rank == 0 else 0.0, dtype=torch.float64)
+    names = ["loss", *(name for name, parameter in model.named_parameters() if parameter.requires_grad), *_learned(score, model)]
+    compared = None
     try:
         if ranks.rank == 0:
             dense = dense_copy(model) if whole is None else whole
             run = functools.partial(_whole_step, step, model, whole=whole, batch=everything, mask=mask, score=score)
             reference = in_fp64(dense)
-            same, exact = run(dense=dense, autocast=autocast), run(dense=reference, autocast=None)
+            with OutputRows(dense) as same_rows:
+                same = run(dense=dense, autocast=autocast)
+            with OutputRows(reference) as exact_rows:
+                exact = run(dense=reference, autocast=None)
             all_gradients = torch.stack([x.norm() for x in exact[1:]]).norm()
 
             def distances(values: list[torch.Tensor]) -> list[float]:
@@ -205,15 +219,27 @@ def verify(
                 moved = [distances(run(dense=_moved(reference, precision, seed), autocast=None)) for seed in range(_DRAWS)]
                 columns[2] = [max(row) for row in zip(*moved)]
             found = torch.tensor([*zip(*columns), [exact[0].item()] * 3], dtype=torch.float64)
+            compared = FailedStep(
+                cut, names, ours, same, exact, same_rows.found, exact_rows.found, everything, functools.partial(run, autocast=None),
+                reference, floor=FLOOR[precision], own_loss=own_loss, alone=not of_transformers(model),
+            )  # fmt: skip
     finally:
         found = _reduce(found.to(device), axes)
-    *rows, (whole_loss, *_) = found.tolist()
-    names = ["loss", *(name for name, parameter in model.named_parameters() if parameter.requires_grad), *_learned(score, model)]
+    *distances_of_all, (whole_loss, *_) = found.tolist()
     differences = tuple(
         Difference(name, sharded, theirs, limit(x, [theirs, moved]))
-        for name, x, (sharded, theirs, moved) in zip(names, [None, *ours[1:]], rows, strict=True)
+        for name, x, (sharded, theirs, moved) in zip(names, [None, *ours[1:]], distances_of_all, strict=True)
     )
-    return Report(cut.layout, ours[0].item(), whole_loss, differences)
+    report = Report(cut.layout, ours[0].item(), whole_loss, differences)
+    if report.passed or math.isnan(whole_loss):  # NaN: rank 0 may have failed and left
+        return report
+
+    def again() -> None:
+        with around():
+            step(model, score, inputs, autocast)
+
+    add_up = functools.partial(_reduce, axes=axes)
+    return replace(report, hint=hint_of(compared, rows, cut, ranks.rank, add_up, inputs, None if of_transformers(model) else again))
 
 
 def _limit(gradient: torch.Tensor | None, distances: Sequence[float], floor: float) -> float:
@@ -250,7 +276,13 @@ def _random_states(device: torch.device) -> list[torch.Tensor]:
 def _summed_cross_entropy(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     inputs = dict(inputs)
     labels = inputs.pop("shift_labels")
-    logits = model(**inputs).logits
+    output = model(**inputs)
+    logits = getattr(output, "logits", None)
+    if not isinstance(logits, torch.Tensor):
+        raise ValueError(
+            f"{type(model).__name__} returns a {type(output).__name__} without logits to take the cross-entropy of: give "
+            "loss=, a function of the model and its inputs that returns the summed loss of the tokens in inputs['shift_labels']"
+        )
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 

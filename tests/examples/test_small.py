@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 
@@ -82,6 +83,16 @@ def test_gpt2_shows_what_ran_out_of_memory(monkeypatch, capsys):
     assert "| small | 8 x 1,024 | 2.00 (1.00) | 2.00 (1.00) | 2.00 (1.00) |" in printed
     assert "| small | 2 x 4,096 | 2.00 (1.00) | 2.00 (1.00) | out of memory |" in printed
     assert "| medium | 1 x 16,384 | 2.00 (2.00) | 2.00 (2.00) | 2.00 (2.00) |" in printed
+
+
+def test_verifying_a_model_of_ones_own(tmp_path):
+    """docs/training.md has the program."""
+    page = (EXAMPLES.parent / "docs" / "training.md").read_text()
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "whole=" in code]
+    (tmp_path / "verify.py").write_text(code)
+    run(tmp_path / "verify.py", ranks=2)
+    (tmp_path / "verify.py").write_text(code.replace('reduction="sum"', 'reduction="mean"').replace("assert", "print(report) #"))
+    assert "hint: outputs are right in every row; likely a mean over each rank's tokens" in run(tmp_path / "verify.py", ranks=2)
 
 
 def answers(printed: str) -> list[str]:
