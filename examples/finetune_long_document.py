@@ -51,11 +51,11 @@ from finetune.files import (
 )
 from finetune.model import activation_bytes, build_model, count_flops, count_parameters, decoder_layers
 from finetune.peers import peer_checkpoint_contexts, surroundings
+from finetune.progress import Progress
 from finetune.ranks import CheckpointError, join_ranks, start_ranks
 from finetune.settings import ALL, DTYPES, Settings, parse
 from finetune.trainer import LAYOUTS, Trainer, learning_rate
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 import ringattn as ra
 from ringattn.integrations.generation import RingCache
@@ -114,8 +114,8 @@ def train(settings: Settings, trainer: Trainer, tokens: torch.Tensor, device: to
     if settings.rehearse:
         with surroundings(settings.attention, device):
             trainer.rehearse(window(training, min(settings.rehearse, seq_len), settings, first))
-    bar = tqdm(range(first, settings.steps), initial=first, total=settings.steps, disable=rank != 0, desc="training")
-    for step in bar:
+    progress = Progress(first, settings.steps, hidden=rank != 0)
+    for step in range(first, settings.steps):
         began = time.perf_counter()
         rate = learning_rate(step, settings)
         with surroundings(settings.attention, device):
@@ -133,14 +133,14 @@ def train(settings: Settings, trainer: Trainer, tokens: torch.Tensor, device: to
         for name, value in (("losses", loss), ("gradient_norms", norm), ("seconds", seconds)):
             figures[name].append(value)
         mfu = f"{line['mfu']:.1%} MFU, " if line["mfu"] else ""
-        bar.set_postfix_str(
-            f"loss {loss:.3f}, {line['tokens_per_second']:,.0f} tokens/s, {mfu}peak {line['peak_memory_gib']:.2f} GiB"
+        progress.step(
+            step + 1, f"loss {loss:.3f}, {line['tokens_per_second']:,.0f} tokens/s, {mfu}peak {line['peak_memory_gib']:.2f} GiB"
         )
         if log is not None:
             append_line(log, line)
         if save_every and (step + 1 == settings.steps or (step + 1) % save_every == 0):
             save_checkpoint(settings, model, trainer.optimizer, training, step + 1, device)
-    bar.close()
+    progress.close()
     if log is not None:
         log.close()
     peak = torch.tensor(peak_memory_gib(device), device=device)

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,12 +35,27 @@ def test_a_run_learns_and_writes_its_files(finished):
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert result["generated"] in printed
+    assert "\r" not in printed, "it goes to a file"
+    assert f"training: step 4 of 4, loss {losses[-1]:.3f}, " in printed
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-000002", "checkpoint-000004"}
     assert {path.name for path in (out / "checkpoint-000002").iterdir()} == {
         "rank-00000.safetensors",
         "manifest.json",
         "tokenizer.json",
     }
+
+
+def test_lines_of_progress_come_every_few_seconds(program, monkeypatch, capsys):
+    clock = iter([0.0, 1.0, 4.9, 5.0, 9.0, 9.5])
+    monkeypatch.setattr(sys.modules["finetune.progress"], "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    progress = program.Progress(2, 8, hidden=False)
+    hidden = program.Progress(2, 8, hidden=True)
+    for number in range(3, 9):
+        progress.step(number, f"loss {number}")
+    progress.close()
+    hidden.close()
+    printed = capsys.readouterr().err
+    assert printed.splitlines() == [f"training: step {number} of 8, loss {number}" for number in (3, 6, 8)]
 
 
 def test_under_torchrun_another_number_of_ranks_has_the_same_losses(finished, text, tmp_path):
