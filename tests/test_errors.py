@@ -54,6 +54,11 @@ ELSEWHERE = {
     "is_causal": (True, r"use mask=causal\(\)"),
     "window_size": ((3, 0), r"use mask=sliding_window\(left, right\)"),
     "scale": (1.0, "use softmax_scale="),
+    "bias": (None, r"use score=score\(bias=relative_bias"),
+    "key_padding_mask": (None, r"use mask=documents\(...\) over packed sequences; padding on the right needs nothing"),
+    "block_mask": (None, r"use mask=, such as block_sparse\(blocks, block_size\)"),
+    "mask_mod": (None, r"use mask=, such as causal\(\)"),
+    "score_mod": (None, r"use score=score\(softcap=..., alibi=..., bias=..."),
     "anything": (1, r"ring_attention\(\) got an unexpected keyword argument 'anything'$"),
 }
 
