@@ -120,6 +120,9 @@ def ring_attention(
 
     After the same call has been made once, all ranks together can capture it in a CUDA graph.
 
+    Without a layout, more than 128 heads of q and k alike, with at most 128 tokens, are logged as a warning, once: they may be
+    (b, h, s, d).
+
     The same call gives the same bits. For the gradient of q on Hopper GPUs, this needs `torch.use_deterministic_algorithms(True)`.
 
     >>> import torch, ringattn as ra

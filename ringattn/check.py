@@ -19,6 +19,7 @@ MAX_HEAD_DIM = 512
 MAX_POSITION = 1 << 48  # sums of a few positions then fit an int64
 MAX_TOKENS = 3_000_000_000  # of a layout: its square, the number of its pairs, fits an int64
 MAX_RANKS = 1 << 16  # layouts and plans hold a table of all ranks
+MANY_HEADS = 128  # of keys: models have no more
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # classes without behaviour of their own
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TRANSFORMED = "in forward mode or by torch.func, which attention does not support: call backward, or torch.autograd.grad"
@@ -266,6 +267,11 @@ def _hint(q: torch.Tensor, k: torch.Tensor) -> str:
     """What else may be wrong, if the sizes fit another order of the dimensions."""
     heads, kv_heads = q.shape[1], k.shape[1]
     return f"; {SWAPPED}" if q.shape[2] == k.shape[2] and kv_heads and heads % kv_heads == 0 else ""
+
+
+def looks_swapped(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether q and k have one number of heads, which no model has, and few tokens: the sizes of (batch, heads, tokens, head_dim)."""
+    return q.shape[2] == k.shape[2] > MANY_HEADS >= q.shape[1]
 
 
 def positions(name: str, value: Any, tokens: int, argument: str) -> torch.Tensor:

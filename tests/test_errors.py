@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import ringattn as ra
 from ringattn.integrations.huggingface import attach
+from ringattn.runtime.groups import get_context
 from ringattn.training.data import shard_batch
 from ringattn.training.loss import mean_loss, summed
 
@@ -69,6 +70,33 @@ def test_an_argument_of_other_functions_is_told_what_takes_its_place(name):
     with pytest.raises(TypeError, match=message):
         call(**{name: value})
     assert name not in inspect.signature(ra.ring_attention).parameters
+
+
+# sizes of q, and of k: the warning comes, or not
+AXES = {
+    "torch's order": ((1, 8, 160, 4), (1, 8, 160, 4), True),
+    "torch's order, other keys": ((1, 128, 129, 1), (1, 128, 129, 1), True),
+    "one new token": ((1, 1, 128, 4), (1, 1, 128, 4), False),
+    "many query heads": ((1, 2, 256, 4), (1, 2, 8, 4), False),
+    "many tokens": ((1, 129, 256, 1), (1, 129, 256, 1), False),
+}
+
+
+@pytest.mark.parametrize(("q", "k", "warned"), AXES.values(), ids=AXES)
+def test_sizes_in_torchs_order_are_warned_of_once(monkeypatch, caplog, q, k, warned):
+    monkeypatch.setattr(get_context(None), "_warned_of_axes", False)
+    for more in (0, 1):
+        q, k = ((*sizes[:3], sizes[3] + more) for sizes in (q, k))
+        ra.ring_attention(torch.zeros(q), torch.zeros(k), torch.zeros(k))
+    assert len(caplog.records) == warned
+    sizes = f"q and k have {q[1]} tokens and {q[2]} heads; if they are (batch, heads, tokens, head_dim), as torch has them"
+    assert (sizes in caplog.text) == warned
+
+
+def test_no_warning_of_axes_beside_a_layout(monkeypatch, caplog):
+    monkeypatch.setattr(get_context(None), "_warned_of_axes", False)
+    ra.ring_attention(*[torch.zeros(1, 8, 160, 4)] * 3, layout=ra.zigzag(8, 1))
+    assert not caplog.records
 
 
 def test_the_output_of_a_model_is_no_summed_loss():

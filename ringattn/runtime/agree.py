@@ -19,6 +19,7 @@ from types import TracebackType
 import numpy as np
 from torch._C._functorch import peek_interpreter_stack
 
+from .. import check
 from ..digest import Digested
 from ..transport import Ranks
 from .order import FACTS, UNKNOWN, CallOrder, Label
@@ -30,6 +31,7 @@ _PATIENCE = 10.0  # seconds that a rank with bad input waits until the others ha
 # 1 byte: whether this rank refused; 8: its tokens; 16: the hash of all facts; 8: the call's number; 1 + 8: its label
 _RECORD = struct.Struct("<?q16sqB8s")
 _FORWARD = "its forward pass"
+_HEADS = {"number of query heads", "number of key/value heads"}
 _OF_ORDER = {"function", _FORWARD, *FACTS.values()}
 
 # by the name of a fact: its value as a text, and the digest that is compared instead, unless it is empty
@@ -200,6 +202,8 @@ def _describe(refused: list[int], texts: list[_Texts]) -> str:
     advice = "make the same calls in the same order on every rank" if lines.keys() & _OF_ORDER else "pass the same on every rank"
     if lines.keys() == {FACTS[1]}:
         advice += "; if different lines make one call, pass the same name= in each"
+    if lines.keys() >= _HEADS:  # what would be tokens, of which ranks may have different numbers
+        advice += f"; {check.SWAPPED}"
     return "ranks disagree: " + "; ".join(lines.values()) + f": {advice}"
 
 

@@ -245,6 +245,8 @@ class RingCall(Call):
         else:
             check_keys(self.keys, layout, mask, ranks, (q.shape[1], k.shape[1]))
         softmax_scale = check.softmax_scale(softmax_scale, q.shape[3])
+        if layout is None and ranks.rank == 0 and check.looks_swapped(q, k):
+            self.context.warn_of_axes(q.shape[1], q.shape[2])
         if hybrid is not None:
             hybrid.check_heads(q.shape[2])
         ranks.check_device(q.device)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from threading import Lock
 from typing import Any, TypeVar
 
+from ..check import SWAPPED
 from ..geometry.layout import Layout, default_layout
 from ..geometry.mask import Mask
 from ..geometry.plan import Keys, make_cross_plan, make_placed_plan
@@ -19,6 +21,8 @@ from .agree import Facts
 from .order import CallOrder
 from .rank_attention import RankAttention
 from .ulysses import HeadExchange, Hybrid, ring_layout
+
+_log = logging.getLogger(__name__)
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -55,7 +59,14 @@ class Context:
         self._layouts: OrderedDict[tuple[str, int], Layout] = OrderedDict()
         self.ready: dict[tuple, Any] = {}  # of `ready.py`: calls whose passes are recorded, by all that they depend on
         self.latest_ready: list[Any] = []  # what the latest of them were given
+        self._warned_of_axes = False
         self.compiled: dict[int, object] = {}  # the calls of compiled graphs, which `calls.py` finds by number
+
+    def warn_of_axes(self, tokens: int, heads: int) -> None:
+        """Once: such sizes are no error, and only a layout would tell which of the two is tokens."""
+        if not self._warned_of_axes:
+            self._warned_of_axes = True
+            _log.warning("q and k have %d tokens and %d heads; %s; if these are right, pass layout=", tokens, heads, SWAPPED)
 
     def facts(self, key: tuple, check: Callable[[], Facts]) -> Facts:
         """The facts of calls with this key, checked once. The key holds everything that the facts and their checks depend on."""

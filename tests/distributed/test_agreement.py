@@ -68,11 +68,20 @@ DISAGREEMENTS = {
         {"q": (1, 6, 2, 6), "k": (1, 6, 2, 6)},
         "batch size is 2 on rank 2, but 1 on ranks 0",
     ),
-    "query heads": ({"q": (1, 6, 8, 8)}, {}, "number of query heads is 8 on rank 2, but 4 on ranks 0, 1, 3"),
+    "query heads": (
+        {"q": (1, 6, 8, 8)},
+        {},
+        "number of query heads is 8 on rank 2, but 4 on ranks 0, 1, 3: pass the same on every rank$",
+    ),
     "key heads": (
         {"k": (1, 6, 4, 8), "v": (1, 6, 4, 6)},
         {},
         "number of key/value heads is 4 on rank 2, but 2 on ranks 0, 1, 3",
+    ),
+    "axes in torch's order": (
+        dict.fromkeys("qkv", (1, 6, 7, 8)),
+        dict.fromkeys("qkv", (1, 6, 5, 8)),
+        r"number of query heads is 7 on rank 2, but 5 .* key/value heads is 7 .*\(batch, heads, tokens, head_dim\), as torch has them",
     ),
     "head_dim": ({"q": (1, 6, 4, 16), "k": (1, 6, 2, 16)}, {}, "head_dim is 16 on rank 2, but 8 on ranks 0, 1, 3"),
     "v's head_dim": ({"v": (1, 6, 2, 8)}, {}, "v's head_dim is 8 on rank 2, but 6 on ranks 0, 1, 3"),
