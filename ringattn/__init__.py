@@ -33,6 +33,7 @@ from .partial import Partial, Stats, finish, merge
 from .predict import planner
 from .preparation import prepare
 from .recurrent.convolution import causal_conv1d
+from .recurrent.features import favor_features, favor_projection
 from .recurrent.kernels import RecurrenceKernels, fla_kernels, torch_kernels
 from .recurrent.linear_attention import linear_attention
 from .runtime.groups import hybrid, process_group, symmetric
@@ -85,6 +86,8 @@ __all__ = [
     "dilated_window",
     "documents",
     "double_ring",
+    "favor_features",
+    "favor_projection",
     "finish",
     "fla_kernels",
     "full",
