@@ -39,7 +39,7 @@ def breaks_graphs(function: _Function) -> _Function:
             disabled.append(torch.compiler.disable(function))
         return (disabled[0] if disabled else function)(*args, **kwargs)
 
-    run._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    run._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
     return run  # pyright: ignore[reportReturnType]
 
 
