@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import product
-from math import inf, nan
+from math import inf, isfinite
 
 import numpy as np
 import torch
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "window:TOKENS is causal with the last TOKENS keys, documents:MEAN packs causal documents of log-normal lengths with this mean."
         ),
     )
-    plan.add_argument("--gpus", type=int, nargs="+", required=True, help="GPUs in all")
+    plan.add_argument("--gpus", type=int, nargs="+", help="GPUs in all (default: those of one node)")
     plan.add_argument("--gpus-per-node", type=int, default=8, help="(default 8)")
     plan.add_argument(
         "--tokens", type=count, nargs="+", required=True, help="tokens of the whole sequence, such as 65536, 64K or 1M"
@@ -81,7 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=float,
         help="GPU memory for attention beyond q, k, v, out and their gradients (default: all that these leave free)",
     )
-    plan.add_argument("--machine", choices=sorted(MACHINES), default="h200", help="(default h200, the only one that was measured)")
+    plan.add_argument(
+        "--machine",
+        type=machine_name,
+        choices=sorted(MACHINES),
+        default="h200",
+        help="(default h200, the only one that was measured)",
+    )
     plan.add_argument("--rates", nargs="+", default=[], metavar="NAME=VALUE", help="machine figures to replace, e.g. node_gbs=90")
     plan.add_argument("--nccl", action="store_true", help="move messages over NCCL within nodes too, not by copy engines")
     plan.add_argument(
@@ -155,14 +161,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def count(text: str) -> int:
     """A number of tokens: 65536, 64K or 1M, where K is 1,024 and M is 1,048,576."""
+    number = _tokens(text)
+    if number is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens: give one such as 65536, 64K or 1M")
+    return number
+
+
+def _tokens(text: str) -> int | None:
+    """As `count`; None for what is no whole number."""
     unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper())
     try:
         number = int(text) if unit is None else float(text[:-1]) * unit
     except ValueError:
-        number = nan
-    if number != number or number in (inf, -inf) or number != int(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens: give one such as 65536, 64K or 1M")
-    return int(number)
+        return None
+    return int(number) if isfinite(number) and number == int(number) else None
+
+
+def machine_name(text: str) -> str:
+    """The name of a machine, in letters of any case; MI300 is the MI300X."""
+    return {"mi300": "mi300x"}.get(text.lower(), text.lower())
 
 
 def _doctor(given: argparse.Namespace) -> int:
@@ -196,7 +213,7 @@ def _warm(given: argparse.Namespace) -> None:
 
 def _plan(given: argparse.Namespace) -> None:
     machine = MACHINES[given.machine].with_rates(dict(_rate(text) for text in given.rates))
-    worlds = list(product(given.gpus, given.tokens))
+    worlds = list(product(given.gpus or [given.gpus_per_node], given.tokens))
     if given.timeline and len(worlds) > 1:
         raise ValueError(f"--timeline draws one world, but {len(worlds)} are given: give one value of --gpus and one of --tokens")
     if given.timeline:
@@ -282,14 +299,17 @@ def _predict_states(
 
 def parse_mask(text: str, tokens: int) -> Mask:
     """The mask that `text` names, for a sequence of so many tokens. Raises ValueError if it names none."""
-    word, _, number = text.partition(":")
+    word, _, size = text.partition(":")
     if text in ("causal", "full"):
         return causal() if text == "causal" else full()
-    if word == "window" and number.isdigit() and int(number) > 0:
-        return sliding_window(int(number) - 1)
-    if word == "documents" and number.isdigit() and int(number) > 0:
-        return documents(lengths=_log_normal(int(number), tokens))
-    raise ValueError(f"mask is {text!r}, but must be causal, full, window:TOKENS or documents:MEAN, such as window:4096")
+    number = _tokens(size)
+    if word == "window" and number is not None and number > 0:
+        return sliding_window(number - 1)
+    if word == "documents" and number is not None and number > 0:
+        return documents(lengths=_log_normal(number, tokens))
+    raise ValueError(
+        f"mask is {text!r}, but must be causal, full, window:TOKENS or documents:MEAN, such as window:4096 or window:4K"
+    )
 
 
 def _log_normal(mean: int, tokens: int) -> list[int]:
@@ -376,7 +396,7 @@ def _code(given: argparse.Namespace, gpus: int, tokens: int, best: Prediction | 
     if best is None:
         return None
     word, _, number = given.mask.partition(":")
-    mask = {"window": f"ra.sliding_window({int(number or 1) - 1})", "documents": "ra.documents(lengths=lengths)"}.get(
+    mask = {"window": f"ra.sliding_window({(_tokens(number) or 1) - 1})", "documents": "ra.documents(lengths=lengths)"}.get(
         word, f"ra.{word}()"
     )
     option = best.option

@@ -24,7 +24,7 @@ def test_each_rank_is_within_the_error_allowed(gloo, striped):
         assert list(record) == ["out", "dq", "dk", "dv"] and max(record.values()) <= 1
 
 
-@pytest.mark.parametrize("options", [[], ["--mask", "window:9"], ["--mask", "documents:20", "--layout", "placed"]])
+@pytest.mark.parametrize("options", [[], ["--mask", "window:9"], ["--mask", "documents:0.25K", "--layout", "placed"]])
 def test_one_rank_passes(capsys, monkeypatch, options):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     command_line.main([*SMALL, *options])

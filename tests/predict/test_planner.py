@@ -328,6 +328,8 @@ ERRORS = {
     "mask": (["--mask", "windows:3"], "mask is 'windows:3', but must be causal, full, window:TOKENS or documents:MEAN"),
     "window": (["--mask", "window:0"], "mask is 'window:0', but must be causal"),
     "documents": (["--mask", "documents:0"], "mask is 'documents:0', but must be causal"),
+    "half a token": (["--mask", "window:0.3K"], "mask is 'window:0.3K', but must be causal, full, window:TOKENS"),
+    "machine": (["--machine", "MI200"], "argument --machine: invalid choice: 'mi200' (choose from"),
     "long documents": (["--mask", "documents:9", "--tokens", "0"], "tokens is 0, but must be at least 1"),
     "rate": (["--rates", "speed=3"], "rate 'speed' is unknown: a machine has forward_tflops"),
     "rate's form": (["--rates", "node_gbs"], "--rates has 'node_gbs', but takes NAME=VALUE"),
@@ -470,6 +472,23 @@ def test_each_machine_says_what_is_assumed_of_it(machine, capsys):
     assert f"{machine}, with node_gbs=9: {command_line.MACHINES[machine].assumed}" in printed
     assert ("nothing is measured on it" in printed) == (machine != "h200")
     assert ("# NCCL" in printed) == (machine == "mi300x")
+
+
+@pytest.mark.parametrize(("given", "name"), [("B200", "b200"), ("MI300", "mi300x"), ("mi300x", "mi300x")])
+def test_machines_are_named_in_any_case(given, name, capsys):
+    command_line.main(["plan", "--tokens", "1K", "--machine", given])
+    printed = capsys.readouterr().out
+    assert printed.startswith("8 GPUs, 1,024 tokens"), "of one node, without --gpus"
+    assert f"\n{name}: " in printed
+
+
+@pytest.mark.parametrize(("given", "same"), [("window:4K", "window:4096"), ("documents:0.5k", "documents:512")])
+def test_masks_may_have_units(given, same, capsys):
+    printed = []
+    for mask in (given, same):
+        command_line.main(["plan", "--gpus-per-node", "2", "--tokens", "8K", "--mask", mask, "--json"])
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and json.loads(printed[0])[0]["gpus"] == 2
 
 
 def run_printed(group, given):
