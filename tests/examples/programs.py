@@ -162,12 +162,21 @@ def _run(path: str, arguments: list[str], within: tuple[Callable, ...], variable
         runpy.run_path(path, run_name="__main__")
 
 
+def dense_flash_attn(q, k, v, causal):
+    """torch's attention with flash-attention's order of axes."""
+    import torch
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+
 @contextlib.contextmanager
 def dense_attention():
     """Models keep their own attention: torch's, over all that they are given."""
     with (
         patch("ringattn.replace_attention", lambda *args, **options: None),
         patch("ringattn.integrations.huggingface.attach", lambda *args, **options: None),
+        patch("ringattn.integrations.ring_flash_attn.zigzag_ring_flash_attn_func", dense_flash_attn),
     ):
         yield
 

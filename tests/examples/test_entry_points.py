@@ -28,6 +28,8 @@ from tests.examples.programs import (
 PROGRAMS = [
     ("torch", "module"),
     ("module", "module"),
+    ("sdpa", "module"),
+    ("ring_flash_attn", "ring_flash_attn"),
     ("huggingface", "huggingface"),
     ("fsdp2", "huggingface"),
     pytest.param("deepspeed", "huggingface", marks=needs_deepspeed),
