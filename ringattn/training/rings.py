@@ -89,17 +89,21 @@ class RingGroups:
             raise KeyError(f"{ring} does not hold rank {self.rank}, or is no aligned power of two of the {self.world_size} ranks")
         return self._groups[ring.first, ring.size]
 
-    def deal(self, lengths: Sequence[int] | torch.Tensor, tokens_per_rank: int) -> Iterator[RingGroup]:
+    def deal(
+        self, lengths: Sequence[int] | torch.Tensor, tokens_per_rank: int, ranks_per_node: int | None = None
+    ) -> Iterator[RingGroup]:
         """This rank's ring in each step of `deal_sequences`."""
-        for step in deal_sequences(lengths, self.world_size, tokens_per_rank):
+        for step in deal_sequences(lengths, self.world_size, tokens_per_rank, ranks_per_node):
             yield next(ring for ring in step if ring.first <= self.rank < ring.first + ring.size)
 
 
-def deal_sequences(lengths: Sequence[int] | torch.Tensor, world_size: int, tokens_per_rank: int) -> list[tuple[RingGroup, ...]]:
+def deal_sequences(
+    lengths: Sequence[int] | torch.Tensor, world_size: int, tokens_per_rank: int, ranks_per_node: int | None = None
+) -> list[tuple[RingGroup, ...]]:
     """The rings of each step in which a global batch of sequences is trained. Every rank is in one ring of each step.
 
     lengths: tokens of each sequence. world_size: ranks in all. tokens_per_rank: the most tokens that a rank holds in a step, on average
-    over its ring.
+    over its ring. ranks_per_node: a ring has at most so many ranks, unless a sequence needs more to hold it; None: no such limit.
 
     Longest first, a sequence joins the ring with room that has the least causal work a rank afterwards, or opens one. This has as few
     ranks, a power of two, as hold the sequence and carry its work in an even step. A new step begins when no step has room. Last, the
@@ -115,7 +119,8 @@ def deal_sequences(lengths: Sequence[int] | torch.Tensor, world_size: int, token
     listed = check.integers("lengths", lengths).tolist()
     world_size = check.integer("world_size", world_size, least=1, most=check.MAX_RANKS)
     room = check.integer("tokens_per_rank", tokens_per_rank, least=1)
-    largest = 1 << (world_size.bit_length() - 1)
+    largest = _power_of_two_within(world_size)
+    of_node = world_size if ranks_per_node is None else check.integer("ranks_per_node", ranks_per_node, least=1)
     for i, length in enumerate(listed):
         if not 0 < length <= largest * room:
             raise ValueError(
@@ -129,7 +134,7 @@ def deal_sequences(lengths: Sequence[int] | torch.Tensor, world_size: int, token
         length = listed[i]
         work = length * (length + 1) // 2
         # a rank without a token carries no work
-        carry = min(ceil(work / even), 1 << (length.bit_length() - 1))
+        carry = min(ceil(work / even), _power_of_two_within(min(length, of_node)))
         least = min(largest, _power_of_two(max(ceil(length / room), carry)))
         # (work a rank, step, its ring), the least first; a ring's number one past the last opens a new one
         choices = [
@@ -143,7 +148,12 @@ def deal_sequences(lengths: Sequence[int] | torch.Tensor, world_size: int, token
             steps.append(_Step(world_size))
         _, at, number = min(choices, default=(0, len(steps) - 1, 0))
         steps[at].add(number, least, i, length, work)
-    return [step.rings_in_place() for step in steps]
+    return [step.rings_in_place(of_node) for step in steps]
+
+
+def _power_of_two_within(n: int) -> int:
+    """The largest power of two that is at most n."""
+    return 1 << (n.bit_length() - 1)
 
 
 def _power_of_two(n: int) -> int:
@@ -178,11 +188,11 @@ class _Step:
         ring.tokens += tokens
         ring.work += work
 
-    def rings_in_place(self) -> tuple[RingGroup, ...]:
-        """The rings, the largest first, so that each begins at a multiple of its size."""
+    def rings_in_place(self, most: int) -> tuple[RingGroup, ...]:
+        """The rings, the largest first, so that each begins at a multiple of its size. most: ranks up to which rings grow."""
         while True:
             busiest = max(self.rings, key=lambda ring: ring.work / ring.size)
-            if busiest.size > self.free or 2 * busiest.size > busiest.tokens:
+            if busiest.size > self.free or 2 * busiest.size > min(most, busiest.tokens):
                 break
             self.free -= busiest.size
             busiest.size *= 2

@@ -153,6 +153,17 @@ def test_attached_models_run_a_last_step_of_few_tokens():
             assert model(**batch).logits.shape[1] == layout.lengths[rank] > 0
 
 
+@pytest.mark.parametrize(("ranks_per_node", "sizes"), [(None, [8, 8]), (4, [4, 4, 4]), (7, [4, 4, 4]), (1, [1, 1, 1])])
+def test_rings_stay_within_a_node(ranks_per_node, sizes):
+    (step,) = deal_sequences([500, 400, 300], 16, 500, ranks_per_node)
+    assert [ring.size for ring in step if ring.sequences] == sizes
+
+
+def test_a_sequence_that_no_node_holds_gets_several():
+    (step,) = deal_sequences([1600, 700], 16, 200, ranks_per_node=4)
+    assert [(ring.size, ring.sequences) for ring in step][:2] == [(8, (0,)), (4, (1,))]
+
+
 def test_work_of_a_step_is_even():
     """600 sequences of 4,900 tokens on average, on 64 ranks of 8,192 tokens: few steps, each nearly even."""
     lengths = np.random.default_rng(0).lognormal(8, 1, 600).astype(int).clip(1).tolist()
@@ -186,6 +197,7 @@ def test_a_ring_without_sequences_has_a_token_a_rank_that_does_not_count():
         (lambda: deal_sequences([0], 4, 10), r"lengths\[0\] is 0"),
         (lambda: deal_sequences([5], 0, 10), "world_size is 0"),
         (lambda: deal_sequences([5], 2, 0), "tokens_per_rank is 0"),
+        (lambda: deal_sequences([5], 2, 5, 0), "ranks_per_node is 0"),
         (lambda: RingGroup(4, 2, (0,)).batch([[1]], rank=3), "rank is 3, but the ring has the ranks 4 to 5"),
     ],
 )
