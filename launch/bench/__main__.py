@@ -17,6 +17,7 @@ COMMANDS = (
     "cold",
     "cross",
     "curves",
+    "deal",
     "decode",
     "doors",
     "fit",
