@@ -19,6 +19,7 @@ from tests.examples.programs import (
     needs_deepspeed,
     needs_diffusers,
     needs_lightning,
+    needs_megatron,
     needs_trl,
     plain_sgd,
     run,
@@ -59,6 +60,16 @@ def test_three_ranks_train_the_transformer_of_one():
     one, three = (losses(run(EXAMPLES / "train_diffusers.py", ranks=ranks, within=(plain_sgd,))) for ranks in (1, 3))
     assert len(one) == 4
     assert three == pytest.approx(one, rel=2e-5)
+
+
+@needs_megatron
+@pytest.mark.thorough
+def test_three_ranks_train_the_gpt_of_one():
+    """tests/integrations/test_megatron.py compares such models with dense attention."""
+    one, three = (losses(run(EXAMPLES / "train_megatron.py", ranks=ranks, within=(plain_sgd,))) for ranks in (1, 3))
+    assert len(one) == 4
+    assert three == pytest.approx(one, rel=2e-5)
+    assert one[-1] < one[0] - 0.2, "it learns"
 
 
 def test_packed_documents():
