@@ -12,7 +12,7 @@ gradients are compared, in fp64. A model is one of:
     not constructible  the tiny config, or a whole sequence in one process, fails: nothing can be compared
     WRONG              anything else, a hang and a crash too
 
-The result goes to docs/lab/models.md if no model was left out. The exit status is 1 if a model is wrong.
+The result goes to docs/lab/models.md if no model was left out, that of transformers 4 to models-4.57.md and the like. The exit status is 1 if a model is wrong.
 
 Each model has processes of its own, forked from this one, so a model that hangs or crashes leaves the others alone.
 """
@@ -44,7 +44,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "lab" / "models.md"
+PAGES = ROOT / "docs" / "lab"
 SEQ_LEN, BATCH, VOCAB = 37, 2, 97
 TOLERANCE = 1e-7
 LIMIT = 90  # seconds for a model
@@ -179,11 +179,11 @@ def main() -> int:
     print(", ".join(f"{count} {status}" for status, count in counts.items()), f"in {time.monotonic() - begun:.0f} s")
     if given.update:
         found = {(x.kind, x.name): x for x in fates}
-        known = {(x.kind, x.name): x for x in rows(PAGE.read_text())}
+        known = {(x.kind, x.name): x for x in rows(page_path().read_text())}
         fates = [found.get(key, known.get(key, ModelFate(key[1], key[0], NOT_MADE, "not tried"))) for key in listed()]
     if given.update or not given.only:
-        PAGE.write_text(page(fates, given.ranks, given.layout))
-        print(f"wrote {PAGE.relative_to(ROOT)}")
+        page_path().write_text(page(fates, given.ranks, given.layout))
+        print(f"wrote {page_path().relative_to(ROOT)}")
     return bool(counts[WRONG])
 
 
@@ -416,14 +416,22 @@ def quiet() -> Iterator[None]:
         yield
 
 
+def page_path() -> Path:
+    """Where the result for the installed transformers goes."""
+    import transformers
+
+    major, minor, *_ = transformers.__version__.split(".")
+    return PAGES / ("models.md" if int(major) > 4 else f"models-{major}.{minor}.md")
+
+
 def rows(text: str) -> list[ModelFate]:
-    """The rows of docs/lab/models.md."""
+    """The rows of a page."""
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
     return [ModelFate(*row) for row in cells[1:]]
 
 
 def page(fates: Sequence[ModelFate], ranks: int, layout: str) -> str:
-    """docs/lab/models.md."""
+    """The page of the installed transformers."""
     import transformers
 
     counts = Counter(found.status for found in fates)
