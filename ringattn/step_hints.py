@@ -24,6 +24,7 @@ from .whole_step import on_device
 
 _NUMBERS = 8  # random sums of a row, by which rows are compared
 _FAR = 4.0  # times the distance of the whole step in the model's own precision: what is farther differs by more than rounding
+_MUCH = 10.0  # times that distance, for one gradient
 _TEXT = 1024  # bytes of a hint
 _ANY_LOSS = 1e-4  # the losses of two steps in fp64 that should be equal
 
@@ -209,7 +210,7 @@ class FailedStep:
             if not len(here):
                 continue
             # masks and tables of a twin may be made for the whole sequence alone
-            with OutputRows(self.reference) as of_shard, suppress(ValueError, RuntimeError):
+            with OutputRows(self.reference) as of_shard, suppress(ValueError, RuntimeError, IndexError, AssertionError):
                 self.run(dense=self.reference, batch=on_device(self.cut.shards(rank), rows.device))
             if of_shard.found is None or of_shard.found.shape[1] != len(here):
                 return False
@@ -290,7 +291,13 @@ class FailedStep:
         missing = [name for name, x, e in zip(self.names, self.ours, self.exact, strict=True) if not x.any() and e.any()]
         if missing:
             return f"outputs and loss are right; likely a detached tensor or torch.no_grad: the gradient of {missing[0]} is 0"
-        return "outputs and loss are right; likely the backward pass of the model's own functions"
+        gradients = [*zip(self.names, self.ours, self.same, self.exact, strict=True)][1:]
+        wrong = [
+            name for name, x, s, e in gradients if not (x - e).norm() <= max(_MUCH * (s - e).norm(), _MUCH * self.floor * e.norm())
+        ]
+        if wrong:
+            return f"outputs and loss are right; likely the backward pass of the model's own functions: the gradient of {wrong[0]} is not"
+        return "outputs and loss are right; likely rounding alone, as no gradient is much farther than in the whole step"
 
     def _with_labels(self, labels: torch.Tensor) -> Values:
         return self.run(dense=self.reference, batch={**self.whole, "shift_labels": labels})

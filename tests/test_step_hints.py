@@ -46,6 +46,8 @@ class Model(nn.Module):
             out = ra.ring_attention(q, k, v, layout=self.layout, mask=self.mask, group=self.group)
         if self.mistake == "no gradient":
             out = out.detach()
+        elif self.mistake == "twice the gradient":
+            out = 2 * out - out.detach()
         elif self.mistake == "scale":
             out = out * 1.5
         return self.out(x + out.flatten(2))
@@ -108,6 +110,7 @@ MISTAKES = {
     "scaled loss": ("", times_ranks, "likely loss scaling: .* times 2, the number of ranks"),
     "scaled gradients": ("", gradients_times_ranks, "likely gradients that are added up .* times 2, the number of ranks"),
     "no gradient": ("no gradient", summed, r"likely a detached tensor or torch\.no_grad: the gradient of qkv\.weight is 0"),
+    "backward": ("twice the gradient", summed, r"likely the backward pass .* the gradient of embed\.weight is not"),
     "none": ("", summed, "^$"),
 }
 
