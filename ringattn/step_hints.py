@@ -194,14 +194,16 @@ class FailedStep:
         for here in places:
             moved[here] = here != torch.arange(len(here))
         inside = not (wrong & ~moved).any() and all(wrong[here].any() for here in places if moved[here].any())
-        if not reads and (inside or wrong.all()):
+        if not reads and inside:
             return f"{where}likely positions that each rank counts from 0, as nothing reads position_ids: pass the batch's to the model"
         if "cu_seq_lens_q" not in self.whole and moved.any() and torch.equal(wrong, moved):
             return (
                 f"{where}likely positions that each rank counts from 0, or keys of other ranks that do not arrive: rows are right just "
                 "where their number in the shard is their position"
             )
-        return f"{where}likely the model's attention, mask or layout on shards, not the loss"
+        # without a causal mask all rows see wrong positions
+        positions = "; or its positions, as nothing reads position_ids" if not reads and wrong.all() else ""
+        return f"{where}likely the model's attention, mask or layout on shards, not the loss{positions}"
 
     def _each_alone(self, rows: torch.Tensor) -> bool:
         """Whether the reference has these outputs if it runs each shard as a whole sequence."""

@@ -153,6 +153,21 @@ def replaced(group):
     return ra.verify(Replaced(), batch(), layout=LAYOUT, loss=loss, group=group, autocast=torch.bfloat16).hint
 
 
+def of_all_rows(group):
+    mask = ra.full()
+    found = []
+    for mistake in ("positions", "scale"):
+        model = Model(mistake=mistake, mask=mask, group=group)
+        found.append(ra.verify(model, batch(), layout=LAYOUT, whole=Model(None, mask=mask), loss=summed, group=group).hint)
+    return found
+
+
+def test_where_all_rows_differ_positions_are_one_of_the_causes(gloo):
+    for of_positions, of_attention in gloo.run(2, of_all_rows):
+        assert of_positions.endswith("mask or layout on shards, not the loss; or its positions, as nothing reads position_ids")
+        assert of_attention.endswith("mask or layout on shards, not the loss")
+
+
 def test_positions_of_a_module_with_torchs_attention_are_named(gloo):
     for hint in gloo.run(2, replaced):
         assert "likely positions that each rank counts from 0, as nothing reads position_ids" in hint
