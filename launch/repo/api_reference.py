@@ -45,6 +45,7 @@ INNER = {f"huggingface_{name}" for name in (*_HUGGINGFACE, "scores")} | {
     "diffusers_ring",
     "offload",
     "ring_flash_attn_arguments",
+    "imports",
     "trainer_parts",
     "trl_rollouts",
     "trl_settings",

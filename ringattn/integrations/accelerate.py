@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import check
+from .imports import cannot_import
 
 try:
     from accelerate.parallelism_config import ParallelismConfig
 except ImportError as error:
-    raise ImportError("ringattn.integrations.accelerate needs accelerate 1.12 or later: pip install accelerate") from error
+    raise cannot_import(__name__, "accelerate 1.12 or later", ["accelerate"], error) from error
 
 _RING = "cp"  # the axis of the mesh by whose name accelerate's loaders deal
 _OTHERS = {"tp_size": "tensor parallelism", "cp_size": "torch's context parallelism", "sp_size": "DeepSpeed's Ulysses"}

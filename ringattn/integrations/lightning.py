@@ -15,11 +15,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .. import check
+from .imports import cannot_import
 
 try:
     from lightning.pytorch.strategies import DDPStrategy
 except ImportError as error:
-    raise ImportError("ringattn.integrations.lightning needs Lightning: pip install lightning") from error
+    raise cannot_import(__name__, "Lightning", ["lightning"], error) from error
 
 __all__ = ["RingStrategy"]
 

@@ -26,6 +26,7 @@ from ..runtime.groups import get_context
 from ..schedule.schedules import Schedule, gather, ring
 from ..scores import ScoreMod
 from ..scores import score as make_score
+from .imports import cannot_import
 
 try:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -35,7 +36,7 @@ try:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 except ImportError as error:
-    raise ImportError("ringattn.integrations.megatron needs Megatron-core: pip install megatron-core") from error
+    raise cannot_import(__name__, "Megatron-core", ["megatron"], error, "megatron-core") from error
 
 __all__ = ["RingCoreAttention", "ring_spec"]
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from ..attention import ring_attention
 from ..geometry.layout import Layout, contiguous, shard, zigzag
 from ..geometry.mask import Mask, documents
+from .imports import cannot_import
 
 try:
     import spmd_types
@@ -37,7 +38,7 @@ try:
     from torchtitan.protocols.sharding import LocalMapConfig
     from torchtitan.trainer import Trainer
 except ImportError as error:
-    raise ImportError("ringattn.integrations.torchtitan needs torchtitan: pip install torchtitan") from error
+    raise cannot_import(__name__, "torchtitan", ["torchtitan"], error) from error
 
 __all__ = ["RingInnerAttention", "RingInnerConfig", "RingMask", "RingTitanTrainer", "ring_attention_override"]
 

@@ -28,13 +28,14 @@ from ..geometry.mask import documents
 from ..geometry.placement import placed
 from . import verl_platform  # noqa: F401  before verl's engines, which ask for the platform when they are imported
 from .huggingface import attach
+from .imports import cannot_import
 
 try:
     from verl.utils import tensordict_utils
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 except ImportError as error:
-    raise ImportError("ringattn.integrations.verl needs verl with what its FSDP engine imports: pip install verl peft") from error
+    raise cannot_import(__name__, "verl with what its FSDP engine imports", ["verl", "peft"], error) from error
 
 __all__ = ["RingEngineWithLMHead"]
 

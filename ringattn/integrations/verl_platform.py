@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from .imports import cannot_import
+
 try:
     from verl.plugin.platform import PlatformBase, PlatformRegistry
 except ImportError as error:
-    raise ImportError("ringattn.integrations.verl_platform needs verl: pip install verl") from error
+    raise cannot_import(__name__, "verl", ["verl"], error) from error
 
 
 @PlatformRegistry.register(platform="cpu")

