@@ -47,6 +47,7 @@ INNER = {f"huggingface_{name}" for name in (*_HUGGINGFACE, "scores")} | {
     "ring_flash_attn_arguments",
     "imports",
     "trainer_parts",
+    "trainer_settings",
     "trl_rollouts",
     "trl_settings",
     "vllm_merge",

@@ -9,7 +9,9 @@ It needs accelerate, as transformers' Trainer does (`pip install accelerate`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,19 +21,20 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ..geometry.layout import Layout, zigzag
+from ..runtime.agree import refusing
 from ..training.causal_lm import IGNORE
 from ..training.data import shard_batch, tokens_of
 from ..training.loss import count_tokens
 from .huggingface_attachment import NAME, Attachment
-from .trainer_parts import InTurn, check_wrapped, left_unprepared, replica_of
+from .imports import cannot_import
+from .trainer_parts import InTurn, check_wrapped, left_unprepared, loader_options, replica_of
+from .trainer_settings import check_trainer
 
 try:
     import accelerate  # noqa: F401  transformers says so only when a Trainer is made
     from transformers import Trainer
 except ImportError as error:
-    raise ImportError(
-        "ringattn.integrations.trainer needs transformers and accelerate: pip install transformers accelerate"
-    ) from error
+    raise cannot_import(__name__, "transformers and accelerate", ["transformers", "accelerate"], error) from error
 
 
 class RingTrainer(Trainer):
@@ -46,15 +49,21 @@ class RingTrainer(Trainer):
     Args, beside those of transformers' Trainer:
         layouts: returns the layout for a number of tokens; by default zigzag over the model's ring.
 
-    `evaluate` and `predict` give the exact mean loss over all tokens of all batches and ranks, where transformers' own takes the mean of
-    the batches' means. `label_smoothing_factor` is honoured, of the labels as shifted over the whole sequence. A batch has
-    `per_device_train_batch_size` sequences a ring.
+    `evaluate` gives the exact mean loss over all tokens of all batches and ranks, where transformers' own takes the mean of the batches'
+    means; so does `predict`, with `prediction_loss_only`. `label_smoothing_factor` is honoured, of the labels as shifted over the whole
+    sequence. A batch has `per_device_train_batch_size` sequences a ring.
 
-    Raises ValueError if the model is not attached, if a dataset has no length, and in a step of `train` if the model is not wrapped, so
-    that ranks would train each by itself.
+    Raises ValueError, before anything is sent, for `average_tokens_across_devices=False`, for what would need logits of whole sequences
+    (`compute_metrics`), and for each setting that cannot be honoured, by its name; in `predict` unless `prediction_loss_only` is set; if
+    the model is not attached, if a dataset has no length, and in a step of `train` if the model is not wrapped, so that ranks would train
+    each by itself.
     """
 
     def __init__(self, *args: Any, layouts: Callable[[int], Layout] | None = None, **kwargs: Any) -> None:
+        given = {**dict(zip(list(inspect.signature(Trainer.__init__).parameters)[1:], args, strict=False)), **kwargs}
+        attachment: Attachment | None = getattr(given.get("model"), NAME, None)
+        with nullcontext() if attachment is None else refusing(attachment.ranks):
+            check_trainer(given)
         super().__init__(*args, **kwargs)
         self._layouts = layouts
         self._replica: tuple[int, int] | None = None
@@ -88,6 +97,11 @@ class RingTrainer(Trainer):
         loss = loss * self.args.world_size
         return (loss, outputs) if return_outputs else loss
 
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Sequences of a step: ranks of a ring share theirs."""
+        attachment = self._attachment()
+        return super().get_total_train_batch_size(args) // (1 if attachment is None else attachment.ranks.size)
+
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         check_wrapped(self, model)
         return super().training_step(model, *args, **kwargs)
@@ -105,17 +119,34 @@ class RingTrainer(Trainer):
                 self._losses.append((loss.item() / self.args.world_size, tokens))
         return result
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        *args: Any,
+        metric_key_prefix: str = "eval",
+        **kwargs: Any,
+    ) -> Any:
+        only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        if not only:
+            raise ValueError(
+                "prediction_loss_only is False, but each rank has logits of its shard alone, which would be gathered as rows: for the loss "
+                "set prediction_loss_only=True, or call evaluate; for logits call the model on shards, and ringattn.unshard them"
+            )
         self._losses: list[tuple[float, float]] = []  # of batches: the mean over all ranks' tokens, and their number
         with left_unprepared(self):
-            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+            output = super().evaluation_loop(dataloader, description, only, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         total = sum(tokens for _, tokens in self._losses)
         if total and output.metrics is not None:
             output.metrics[f"{metric_key_prefix}_loss"] = sum(mean * tokens for mean, tokens in self._losses) / total
         return output
 
+    def _attachment(self) -> Attachment | None:
+        return getattr(self.accelerator.unwrap_model(self.model), NAME, None)
+
     def _dealt(self, name: str, dataset: Any, rows: int, description: str) -> DataLoader:
-        attachment: Attachment | None = getattr(self.accelerator.unwrap_model(self.model), NAME, None)
+        attachment = self._attachment()
         if attachment is None:
             raise ValueError(f"{type(self.model).__name__} is not attached: attach(model, group=...) before the Trainer gets it")
         if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
@@ -128,19 +159,14 @@ class RingTrainer(Trainer):
         collate = _Cut(
             self._get_collator_with_removed_columns(self.data_collator, description=description), attachment, self._layouts
         )
-        options: dict[str, Any] = dict(
-            batch_size=rows,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory,
-            collate_fn=collate,
-        )
+        options = {**loader_options(self.args, rows), "collate_fn": collate}
         index, count = self._replica
         if description != "training":
             return DataLoader(InTurn(dataset, count, index), **options)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        drop = self.args.dataloader_drop_last
-        sampler = DistributedSampler(dataset, count, index, shuffle=True, seed=seed, drop_last=drop)
-        return _EpochLoader(dataset, sampler=sampler, drop_last=drop, **options)
+        shuffled = getattr(self.args, "train_sampling_strategy", "random") == "random"
+        sampler = DistributedSampler(dataset, count, index, shuffle=shuffled, seed=seed, drop_last=options["drop_last"])
+        return _EpochLoader(dataset, sampler=sampler, **options)
 
 
 class _EpochLoader(DataLoader):

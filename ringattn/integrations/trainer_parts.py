@@ -32,6 +32,19 @@ class InTurn(Dataset):
         return self.dataset[min(at, len(self.dataset) - 1)], at < len(self.dataset)
 
 
+def loader_options(settings: Any, rows: int) -> dict[str, Any]:
+    """Options of a DataLoader of `rows` rows a batch, as transformers' Trainer takes them from its TrainingArguments."""
+    return dict(
+        batch_size=rows,
+        num_workers=settings.dataloader_num_workers,
+        pin_memory=settings.dataloader_pin_memory,
+        drop_last=settings.dataloader_drop_last,  # of evaluations, too
+        persistent_workers=settings.dataloader_persistent_workers,
+        prefetch_factor=settings.dataloader_prefetch_factor,
+        multiprocessing_context=getattr(settings, "dataloader_multiprocessing_context", None),  # not in older versions
+    )
+
+
 def check_wrapped(trainer: Trainer, model: nn.Module) -> None:
     """Raise ValueError in a step of a model that nothing wraps, so that ranks would train each by itself."""
     wrapped = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled

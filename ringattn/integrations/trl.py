@@ -26,7 +26,8 @@ from ..transport import Ranks
 from .huggingface import attach
 from .huggingface_attachment import NAME, Attachment
 from .huggingface_whole import WholeCalls
-from .trainer_parts import InTurn, check_wrapped, left_unprepared, replica_of
+from .imports import cannot_import
+from .trainer_parts import InTurn, check_wrapped, left_unprepared, loader_options, replica_of
 from .trl_rollouts import generated, of_first_rank
 from .trl_settings import check_arguments, check_groups, kind, on_rings
 
@@ -40,7 +41,7 @@ try:
     from trl.trainer.sft_trainer import SFTTrainer
     from trl.trainer.utils import FusedCausalLMOutput  # noqa: F401  older versions have no fused head
 except ImportError as error:
-    raise ImportError("ringattn.integrations.trl needs trl 1.16 or later, and accelerate: pip install trl accelerate") from error
+    raise cannot_import(__name__, "trl 1.16 or later, and accelerate", ["trl", "accelerate"], error) from error
 
 __all__ = ["RingDPOTrainer", "RingGRPOTrainer", "RingSFTTrainer"]
 
@@ -136,10 +137,8 @@ class _OnBatches(_OnRing):
         self._check_rows(len(rows), count)
         return DataLoader(
             InTurn(rows, count, index),
-            batch_size=self.args.eval_batch_size,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory,
             collate_fn=_Counted(self.data_collator),
+            **loader_options(self.args, self.args.eval_batch_size),
         )
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

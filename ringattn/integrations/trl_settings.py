@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from ..transport import Ranks
 from .accelerate import RingParallelismConfig
-
-_Asks = Callable[[Any], bool]
+from .trainer_settings import SHARED_ARGUMENTS, SHARED_LOADING, SHARED_SETTINGS, Settings, check_given, check_settings
 
 # settings that cannot be honoured: when they ask for something, and why not
-_SETTINGS: dict[str, tuple[_Asks, str]] = {
+_SETTINGS: Settings = {
+    **SHARED_SETTINGS,
     "deepspeed": (lambda x: x is not None, "its loaders would deal rows to the ranks of a ring: use DDP or FSDP2"),
-    "neftune_noise_alpha": (lambda x: x is not None, "the noise would be scaled by the length of a shard: leave it out"),
-    "use_liger_kernel": (bool, "its layers are not tried around a ring: leave it out"),
     "activation_offloading": (bool, "it is not tried around a ring: leave it out, or see ringattn.training.offload"),
-    "auto_find_batch_size": (bool, "a rank that runs out of memory would change the batch size alone: leave it out"),
     "include_num_input_tokens_seen": (
-        lambda x: x not in ("no", False),
+        lambda x: x not in ("no", False, None),
         "it would count each token once a rank of a ring: leave it out",
     ),
     "precompute_ref_log_probs": (bool, "it would gather each pair once a rank of a ring: leave it out"),
@@ -31,9 +27,8 @@ _SETTINGS: dict[str, tuple[_Asks, str]] = {
 }
 # arguments of the trainers, likewise
 _ARGUMENTS: dict[str, str] = {
+    **SHARED_ARGUMENTS,
     "compute_loss_func": "no rank has logits of whole sequences: override compute_loss, and make the loss from log-probabilities",
-    "compute_metrics": "no rank has logits of whole sequences: leave it out",
-    "preprocess_logits_for_metrics": "no rank has logits of whole sequences: leave it out",
     "quantization_config": "the model is loaded already: load it so",
     "peft_config": "the model is attached already: wrap it by get_peft_model, attach that, and give it",
     "tools": "their calls are not tried around a ring: leave them out, or call them in a rollout_func",
@@ -48,16 +43,8 @@ def check_arguments(given: dict[str, Any], config: type) -> None:
     settings = given.get("args")
     if not isinstance(settings, config):
         raise ValueError(f"args is {kind(settings)}, but must be a {config.__name__}: give one")
-    for name, why in _ARGUMENTS.items():
-        if given.get(name) is not None:
-            raise ValueError(f"{name} is given, but {why}")
-    for name, (asks, why) in _SETTINGS.items():
-        if asks(getattr(settings, name, None if asks is not bool else False)):
-            raise ValueError(f"{name} is {getattr(settings, name)!r}, but {why}")
-    loading = getattr(settings, "accelerator_config", None)
-    for name in ("dispatch_batches", "split_batches"):
-        if getattr(loading, name, None):
-            raise ValueError(f"{name} is True in accelerator_config, but one rank would deal rows to all: leave it out")
+    check_given(given, _ARGUMENTS)
+    check_settings(settings, _SETTINGS, SHARED_LOADING)
     tokenizer = given.get("processing_class")
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"processing_class is {kind(tokenizer)}, but must be a tokenizer: only text is possible around a ring")

@@ -214,6 +214,33 @@ def test_the_trainer_evaluates_before_it_trains(processes, tmp_path):
     assert_same(found, 2, 2, 1e-6)
 
 
+@patch.dict(os.environ)
+def means_of_each_rank(group, folder, smoothing):
+    """What the Trainer says on this rank to a loss that is divided by this rank's own tokens."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_ADDR="localhost", MASTER_PORT=29511)
+    os.environ.update({name: str(value) for name, value in names.items()})
+    from accelerate.state import AcceleratorState
+    from transformers import TrainingArguments
+
+    from ringattn.integrations.trainer import RingTrainer
+
+    model = make_model()
+    attach(model)
+    own = dict(average_tokens_across_devices=False, label_smoothing_factor=smoothing)
+    arguments = TrainingArguments(folder, use_cpu=True, ddp_backend="gloo", report_to=[], **own)
+    with pytest.raises(ValueError) as refused:
+        RingTrainer(model, arguments)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_means_of_each_ranks_own_tokens_are_refused(processes, tmp_path, smoothing):
+    for message in processes.run(4, means_of_each_rank, str(tmp_path), smoothing, timeout=120):
+        assert message.startswith("average_tokens_across_devices is False, but")
+
+
 ROWS, EPOCHS, LENGTHS = 6, 2, (N, 30, 17, 35, 22, 28)
 
 
@@ -268,6 +295,7 @@ def epochs_under_the_trainer(group, folder, collator):
     )  # fmt: skip
     rows = [row(i) for i in range(ROWS)]
     trainer = RingTrainer(model, arguments, train_dataset=rows, eval_dataset=rows[:5], data_collator=collate)
+    assert trainer.get_total_train_batch_size(arguments) == 8, "2 rows of 2 steps on 2 rings"
     trainer.train()
     orders, evaluated = list(seen), trainer.evaluate()["eval_loss"]
     AcceleratorState._reset_state(reset_partial_state=True)
