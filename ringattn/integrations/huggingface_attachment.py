@@ -97,13 +97,14 @@ class LiveMask:
     """Stands for a mask tensor inside a model: what is live in this call (None: unknown), and the window and causality of the layer.
 
     Some models say that their attention is not causal whenever there is a mask; `is_causal` then holds the truth. `attachment` is the
-    call's, None outside of one.
+    call's, None outside of one. There, `given` is the mask tensor (b, s) of which this was asked for.
     """
 
     live: LivePairs | None
     window: Window
     is_causal: bool | None
     attachment: Attachment | None = None
+    given: torch.Tensor | None = None
 
     @property
     def ndim(self) -> int:

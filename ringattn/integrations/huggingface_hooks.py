@@ -99,7 +99,8 @@ def live_mask(*args: Any, local_size: int | None = None, **options: Any) -> Live
     """transformers' mask function: returns what is live instead of a tensor. Raises ValueError if the mask asks for more."""
     call = running_call()
     if call is None or call.live is None or call.attachment is None:
-        return LiveMask(None, local_size, check_mask(**options))
+        # a model that holds an attached one may make the masks for it, whose call then sees to padding
+        return LiveMask(None, local_size, check_mask(**options, is_padded=True), given=options.get("attention_mask"))
     with refusing(call.attachment.ranks):
         is_causal = check_mask(**options, is_padded=call.live.rows is not None)
         window = mask_window(local_size, is_causal, _whole_tokens(call.attachment), **options)
@@ -125,6 +126,7 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
     is_inner = call is not None and call.holds(model)
     packed = None
     args, kwargs = _by_name(model, args, kwargs)
+    kwargs = _without_masks_of_holders(kwargs)
     cache = _ring_cache(kwargs)
     with refusing(attachment.ranks):
         if model.config._attn_implementation != NAME:
@@ -292,6 +294,18 @@ def _by_name(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tup
     if named.keys() & kwargs.keys():
         return args, kwargs  # given twice: the model itself raises the error
     return args[len(named) :], {**named, **kwargs}
+
+
+def _without_masks_of_holders(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments with the mask tensor (b, s) from which a model that holds this one made masks, as Gemma 3's and 4's do.
+
+    They were made before this call, and so without what is live in it: this model makes its own.
+    """
+    masks = kwargs.get("attention_mask")
+    first = next(iter(masks.values()), None) if isinstance(masks, dict) else masks
+    if not isinstance(first, LiveMask) or first.live is not None:
+        return kwargs
+    return {**kwargs, "attention_mask": first.given}
 
 
 @not_compiled

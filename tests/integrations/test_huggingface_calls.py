@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 from torch import nn
 
@@ -235,3 +236,72 @@ def test_a_layer_by_itself_knows_no_layout():
     states, positions = torch.zeros(1, N, 16).double(), torch.arange(N)[None]
     with pytest.raises(ValueError, match="a part of it runs where the call's is unknown"):
         model.model.layers[0](states, position_embeddings=model.model.rotary_emb(states, positions))
+
+
+VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, patch_size=4)
+SEEING = {
+    "Gemma3": dict(
+        text_config=dict(head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"]),
+        vision_config=dict(**VISION, image_size=8, vision_use_head=False),
+        mm_tokens_per_image=4,
+        image_token_index=30,
+    ),
+    "Gemma4": dict(
+        text_config=dict(
+            head_dim=8,
+            global_head_dim=16,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention"],
+            hidden_size_per_layer_input=0,
+        ),
+        vision_config=dict(**VISION, num_key_value_heads=2, head_dim=8),
+        image_token_id=30,
+    ),
+}
+
+
+def make_seeing(kind: str) -> nn.Module:
+    """A model whose holder makes the masks of the language model within, with norms in fp64: transformers' own round to fp32."""
+    given = {**SEEING[kind], "text_config": {**SIZES, **SEEING[kind]["text_config"]}}
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(getattr(transformers, f"{kind}Config")(**given))
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = lambda x: F.rms_norm(x, x.shape[-1:])
+    for parameter in model.parameters():
+        parameter.data.mul_(3)
+    return model.double().eval()
+
+
+def texts_of_a_model_that_sees(group, kind: str) -> float:
+    """How far logits and gradients of texts are from those of one process: as they are, padded on the right, and packed."""
+    whole, rank, layout, worst = make_seeing(kind), group.rank(), ra.zigzag(N, 2), 0.0
+    model = copy.deepcopy(whole)
+    attach(model.model.language_model, layout=layout, group=group)
+    ids, mask, lengths = torch.cat([tokens(), tokens(2)]).clamp(max=29), torch.ones(2, N, dtype=torch.int64), [5, N - 5]
+    mask[1, 9:] = 0
+    packed = torch.cat([torch.arange(n) for n in lengths])[None]
+    bounds = torch.tensor([0, 5, N])
+    cases = [
+        (dict(input_ids=ids), dict(position_ids=torch.arange(N)[None]), {}),
+        (dict(input_ids=ids, attention_mask=mask), dict(position_ids=torch.arange(N)[None]), {}),
+        (dict(input_ids=ids[:1], position_ids=packed), {}, dict(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)),
+    ]
+    for batch, positions, extra in cases:
+        live = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[..., None]
+        expected, shard = whole(**batch).logits * live, {n: ra.shard(x, layout, rank) for n, x in {**batch, **positions}.items()}
+        found = model(**shard, **extra).logits * ra.shard(live, layout, rank)
+        worst = max(worst, float((found - ra.shard(expected, layout, rank)).detach().abs().max()))
+        expected.square().sum().backward()
+        found.square().sum().backward()
+    for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if mine.grad is not None:
+            dist.all_reduce(mine.grad, group=group)
+            worst = max(worst, float((mine.grad - theirs.grad).abs().max() / theirs.grad.abs().max().clamp(min=1.0)))
+    return worst
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SEEING if hasattr(transformers, f"{kind}TextConfig")])
+def test_the_language_model_within_one_that_makes_its_masks(gloo, kind):
+    assert max(gloo.run(2, texts_of_a_model_that_sees, kind, timeout=60)) < 1e-10
