@@ -105,8 +105,8 @@ def attach(
 
     - `position_ids` default to the layout's. If you give them without a mask, they must be the global positions, or restart at each
       packed document: then tokens see their own document only (the ranks compare them once per call).
-    - `cu_seq_lens_q` and `cu_seq_lens_k`, the bounds of packed documents in the whole sequence, have the same effect without a
-      comparison, and `position_ids` then restart by default. `max_length_q` and `max_length_k` may come with them.
+    - `cu_seq_lens_q` and `cu_seq_lens_k`, the bounds of packed documents in the whole sequence, up to its end, have the same effect
+      without a comparison, and `position_ids` then restart by default. `max_length_q` and `max_length_k` may come with them.
     - `position_ids` of RoBERTa's kind are the global ones, from 0, too: the model gets them from `padding_idx + 1` on.
     - `attention_mask` (b, s_local) may have padding on the right of its rows, whose labels must not count. The ranks compare it once per
       call.

@@ -398,9 +398,18 @@ def check_output(model: nn.Module, output: Any, layout: Layout) -> None:
             )
 
 
-def take_documents(kwargs: dict[str, Any]) -> tuple[Documents | None, dict[str, Any]]:
-    """The packed documents among a call's arguments, under flash attention's names, and the other arguments."""
+def take_documents(kwargs: dict[str, Any], layout: Layout) -> tuple[Documents | None, dict[str, Any]]:
+    """The packed documents among a call's arguments, under flash attention's names, and the other arguments.
+
+    Raises ValueError for bounds that end before the sequence, as those counted within a shard do.
+    """
     packed = packed_documents(kwargs)
+    if packed is not None and packed.cu_seqlens[-1] < layout.seq_len:
+        raise ValueError(
+            f"cu_seq_lens_q ends with {packed.cu_seqlens[-1]}, but the sequence has {layout.seq_len} tokens: give the bounds within the "
+            "whole sequence, not within a shard; padding behind the last document is one more document, as shard_batch and pack(..., to=) "
+            "make it"
+        )
     names = ("max_length_q", "max_length_k")
     if packed is None:
         for name in names:

@@ -165,7 +165,7 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
             check_targets(model, kwargs, attachment.ranks.size, attachment.ignored)
             holders = [holder for holder in running_calls() if holder.live is None and holder.holds(model)]
             check_documents_arrive(model, kwargs, holders)
-            packed, kwargs = take_documents(kwargs)
+            packed, kwargs = take_documents(kwargs, attachment.layout)
             if attachment.is_recurrent:
                 check_options(model, kwargs, attachment.ignored)
             check_positions(model, kwargs, attachment.layout, holders)

@@ -30,7 +30,8 @@ __all__ = ["ShardedBatches", "pack", "shard_batch"]
 Batch = dict[str, Any]
 
 # these describe the whole sequence on every rank, whatever their shape
-_WHOLE = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch"})
+_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
+_WHOLE = frozenset({*_BOUNDS, "max_length_q", "max_length_k", "num_items_in_batch"})
 
 
 def pack(
@@ -87,7 +88,8 @@ def shard_batch(batch: Mapping[str, Any], layout: Layout, rank: int) -> Batch:
       by `position_ids` that restart), no label crosses a bound, and tokens past the last bound have no label.
     - `position_ids` are added if missing: global positions, or positions that restart at each document.
     - `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`, which describe the whole sequence, stay as they are, and
-      so does everything that is not a tensor. NumPy's arrays of numbers become tensors.
+      so does everything that is not a tensor. NumPy's arrays of numbers become tensors. Bounds that end before the sequence get its end:
+      what follows the last document is padding, and a document of its own.
     - An `attention_mask` of ones is dropped. One with zeros on the right of its rows (padding) is cut.
 
     Raises ValueError for tokens that are not a tensor of sequences, a tensor of another length, labels that are not one integer per
@@ -104,6 +106,7 @@ def shard_batch(batch: Mapping[str, Any], layout: Layout, rank: int) -> Batch:
             f"cu_seq_lens_q ends with {packed.cu_seqlens[-1]}, but the sequence has {layout.seq_len} tokens: give the bounds within a row; "
             "they hold for all rows of the batch"
         )
+    out |= _ends_of_padding(out, packed, layout.seq_len)
     mask = _padded_mask(out.pop("attention_mask", None))
     _check_positions(out.get("position_ids"))
     if out.get("labels") is not None:
@@ -186,7 +189,10 @@ class ShardedBatches:
         batch = next(loader, None)
         if batch is None:
             return None
-        tokens, mask = tokens_of(batch).shape[1], packed_documents(batch)
+        tokens = tokens_of(batch).shape[1]
+        mask = packed_documents(batch)
+        if mask is not None:
+            mask = packed_documents({**batch, **_ends_of_padding(batch, mask, tokens)})
         layout = self.layouts(tokens) if mask is None or self.of_documents is None else self.of_documents(mask, tokens)
         rows = shard_batch(batch, layout, self.rank)
         if self.prepare is not None:
@@ -204,6 +210,14 @@ def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
     if not isinstance(found, torch.Tensor) or found.dim() < 2:
         raise ValueError(f"the batch's tokens are {_shown(found)}, but must be a tensor (batch, tokens) of whole sequences")
     return found
+
+
+def _ends_of_padding(batch: Mapping[str, Any], packed: Documents | None, tokens: int) -> Batch:
+    """The bounds of a batch of `tokens` columns with the end of what follows the last document; nothing where they reach it."""
+    if packed is None or packed.cu_seqlens[-1] >= tokens:
+        return {}
+    given = {name: torch.as_tensor(batch[name]) for name in _BOUNDS if batch.get(name) is not None}
+    return {name: torch.cat([bounds, bounds.new_full((1,), tokens)]) for name, bounds in given.items()}
 
 
 def packed_positions(packed: Documents, positions: torch.Tensor) -> torch.Tensor:
@@ -246,11 +260,10 @@ def packed_documents(batch: Mapping[str, Any]) -> Documents | None:
 
     Raises ValueError for bad bounds, and for bounds of queries and keys that differ.
     """
-    names = ("cu_seq_lens_q", "cu_seq_lens_k")
-    given = {name: check.integers(name, batch[name]).tolist() for name in names if batch.get(name) is not None}
+    given = {name: check.integers(name, batch[name]).tolist() for name in _BOUNDS if batch.get(name) is not None}
     if not given:
         return None
-    if len(given) == 2 and given[names[0]] != given[names[1]]:
+    if len(given) == 2 and given[_BOUNDS[0]] != given[_BOUNDS[1]]:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ, but queries and keys are the same tokens: give the same bounds")
     name, bounds = next(iter(given.items()))
     if bounds[:1] != [0]:

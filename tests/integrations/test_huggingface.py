@@ -747,6 +747,7 @@ def test_a_model_without_a_layout_is_refused():
         (dict(input_ids=sequence(6), use_cache=True), "use_cache is True, but key/value caches"),
         (dict(input_ids=sequence(6), cu_seq_lens_q=[0, 6], cu_seq_lens_k=[0, 2, 6]), "cu_seq_lens_q and cu_seq_lens_k differ"),
         (dict(input_ids=sequence(6), cu_seq_lens_q=[3, 6]), r"cu_seq_lens_q starts with \[3\]"),
+        (dict(input_ids=sequence(6), cu_seq_lens_q=[0, 2, 3]), "cu_seq_lens_q ends with 3, but the sequence has 6 tokens"),
         (dict(input_ids=sequence(6), max_length_q=6), "max_length_q is 6, but cu_seq_lens_q"),
         (dict(input_ids=sequence(6), position_ids=torch.arange(6).expand(3, 1, 6)), "position_ids have shape"),
         (
@@ -767,6 +768,7 @@ def test_a_model_without_a_layout_is_refused():
             "cache",
             "two bounds",
             "bounds",
+            "bounds of a shard",
             "longest",
             "3-D positions",
         ),

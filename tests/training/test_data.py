@@ -85,6 +85,21 @@ def test_shards_of_packed_documents(world_size):
         assert all(torch.equal(part["cu_seq_lens_q"], whole["cu_seq_lens_q"]) for part in parts)
 
 
+@pytest.mark.parametrize("of", [list, torch.tensor, np.array])
+def test_padding_behind_the_last_document_is_one_more(of):
+    bounds, layout, seen = [0, 3, 7], ra.zigzag(10, 2), []
+    batch = dict(
+        input_ids=torch.arange(10)[None], labels=torch.arange(10)[None], cu_seq_lens_q=of(bounds), cu_seq_lens_k=of(bounds)
+    )
+    part = shard_batch(batch, layout, 1)
+    assert part["cu_seq_lens_q"].tolist() == part["cu_seq_lens_k"].tolist() == [0, 3, 7, 10]
+    shifted = together([shard_batch(batch, layout, rank)["shift_labels"] for rank in range(2)], layout)
+    assert shifted.tolist() == [[1, 2, IGNORE, 4, 5, 6, IGNORE, IGNORE, IGNORE, IGNORE]]
+    batches = ShardedBatches([batch], lambda tokens: layout, 1, prepare=lambda _, mask: seen.append(mask))
+    assert [part["cu_seq_lens_q"].tolist() for _, part in batches] == [[0, 3, 7, 10]]
+    assert seen == [ra.documents([0, 3, 7, 10])], "the mask of the call"
+
+
 def test_three_kinds_of_positions_are_cut_too():
     layout = ra.contiguous(6, 2)
     positions = torch.arange(18).view(3, 1, 6)
