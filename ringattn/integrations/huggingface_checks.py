@@ -113,7 +113,12 @@ def check_model(
     """
     if not has_forwards and not (takes_interface and hasattr(model, "set_attn_implementation")):
         raise ValueError(
-            f"{type(model).__name__} does not take its attention from AttentionInterface: ring attention cannot be put in"
+            f"{type(model).__name__} does not take its attention from AttentionInterface: "
+            + (
+                "choose a model that does (docs/lab/models.md lists each class), or write its attention anew with ringattn.ring_attention"
+                if models(model)
+                else "for a module of your own call ringattn.replace_attention"
+            )
         )
     for within in models(model):
         _check_config(within, has_forwards, model, bool(mixers))
@@ -133,7 +138,7 @@ def _check_config(model: Any, has_forwards: bool, attached: nn.Module, has_mixer
             + (
                 "attach its encoder and its decoder, each with a layout of its own"
                 if has_forwards
-                else "only models of one sequence run on shards"
+                else "choose one of T5's or BART's kind, whose two parts run on shards, or a model of one sequence"
             )
         )
     check_head(model, model is attached)

@@ -1139,11 +1139,37 @@ def test_an_option_of_one_rank_is_an_error_on_all(gloo):
     assert "score is none on rank 0, but score(dropout=0.25)" in mine
 
 
+SMALL_T5 = dict(vocab_size=31, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+ELSEWHERE = {
+    "xlnet": (
+        lambda: transformers.XLNetModel(transformers.XLNetConfig(vocab_size=31, d_model=16, n_layer=1, n_head=2, d_inner=16)),
+        "choose a model that does .* or write",
+    ),
+    "longt5": (
+        lambda: transformers.LongT5EncoderModel(transformers.LongT5Config(**SMALL_T5)),
+        "choose a model that does .* or write",
+    ),
+    "longt5's decoder": (
+        lambda: transformers.LongT5Model(transformers.LongT5Config(**SMALL_T5)).decoder,
+        "is an encoder and a decoder, .* choose one of T5's or BART's kind",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ELSEWHERE.values(), ids=ELSEWHERE.keys())
+def test_models_that_cannot_be_attached_say_what_can(case):
+    build_one, message = case
+    with pytest.raises(ValueError, match=message):
+        attach(build_one(), layout=ra.zigzag(6, 1))
+
+
 def test_attach_refuses_bad_arguments_and_models():
     model = build("llama")
     with pytest.raises(ValueError, match="layout is for 4 ranks, but the group has 1"):
         attach(model, layout=ra.zigzag(6, 4))
-    with pytest.raises(ValueError, match="Linear does not take its attention from AttentionInterface"):
+    with pytest.raises(
+        ValueError, match=r"Linear does not take its attention from AttentionInterface: .* call ringattn\.replace_att"
+    ):
         attach(nn.Linear(2, 2), layout=ra.zigzag(6, 1))
     with pytest.raises(ValueError, match="leaves rank 0 without tokens"):
         attach(model, layout=ra.zigzag(0, 1))
