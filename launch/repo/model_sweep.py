@@ -12,7 +12,8 @@ gradients are compared, in fp64. A model is one of:
     not constructible  the tiny config, or a whole sequence in one process, fails: nothing can be compared
     WRONG              anything else, a hang and a crash too
 
-The result goes to docs/lab/models.md if no model was left out, that of transformers 4 to models-4.57.md and the like. The exit status is 1 if a model is wrong.
+The result goes to docs/lab/models.md if no model was left out, that of transformers 4 to models-4.57.md and the like. The exit status
+is 1 if a model is wrong.
 
 Each model has processes of its own, forked from this one, so a model that hangs or crashes leaves the others alone.
 """
