@@ -234,6 +234,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Callable[[], Any]]]] = {
     "gather": (ra.gather, {}),
     "global_tokens": (ra.global_tokens, {"n_or_positions": lambda: 2}),
     "hybrid": (ra.hybrid, {"mesh": lambda: None}),
+    "favor_projection": (ra.favor_projection, {"head_dim": lambda: 8, "features": lambda: 12}),
+    "favor_features": (ra.favor_features, {"x": x, "projection": lambda: torch.ones(12, 8)}),
     "linear_attention": (ra.linear_attention, {"q": x, "k": x, "v": x}),
     "make_plan": (ra.make_plan, {"layout": lambda: LAYOUT, "mask": lambda: MASK}),
     "merge": (ra.merge, {"a": partial, "b": partial}),
@@ -379,6 +381,7 @@ def test_every_public_function_is_tried():
         }
         called_within = {
             "forward_names",
+            "check_z_loss",
             "tokens_of",
             "packed_positions",
             "documents_of_positions",

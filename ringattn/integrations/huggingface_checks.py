@@ -116,7 +116,7 @@ def check_model(
             f"{type(model).__name__} does not take its attention from AttentionInterface: "
             + (
                 "choose a model that does (docs/lab/models.md lists each class), or write its attention anew with ringattn.ring_attention"
-                if models(model)
+                if isinstance(model, nn.Module) and models(model)
                 else "for a module of your own call ringattn.replace_attention"
             )
         )
@@ -193,6 +193,12 @@ def check_positions_taken(model: nn.Module) -> None:
     if not takes_positions(model):
         raise ValueError(
             f"{type(model).__name__} takes no position_ids, and would count positions within the shard: it cannot run on shards"
+        )
+    own = inspect.signature(type(model).forward).parameters
+    if "position_ids" not in own and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values()):
+        raise ValueError(
+            f"{type(model).__name__} hands no position_ids to the model within in this version of transformers: install transformers 5, "
+            "or attach the model within"
         )
 
 

@@ -171,7 +171,8 @@ def _causality_and_window(
     """Whether tokens see none after them, and the window. Raises ValueError if the module and its mask do not fit each other."""
     if mask is not None and not isinstance(mask, LiveMask):
         raise ValueError(
-            "attention_mask is given, but ring attention takes its mask over global positions: pass it as attach(model, mask=...)"
+            "attention_mask is given, but ring attention takes its mask over global positions: pass it as attach(model, mask=...); if the "
+            "model made it itself, as some do before transformers 5, install transformers 5"
         )
     # a mask holds the call's documents; without one look at the call, which torch.compile could not trace
     call = None if mask is not None else running_call()

@@ -40,7 +40,7 @@ def _bart(
         out = attend_to_states(module, q, k, v, attention_mask, Asked(module.scaling, scores=scores), options)
     else:
         # modules of decoders without an encoder may not say that they are causal
-        is_causal = None if attention_mask is None else attention_mask.is_causal
+        is_causal = _causality(attention_mask, otherwise=None)
         out = attend_around_ring(module, q, k, v, attention_mask, Asked(module.scaling, None, is_causal, scores), options)
     return module.out_proj(out.flatten(2)), None
 
@@ -58,7 +58,7 @@ def _bert(
     seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
     q = module.query(hidden_states).unflatten(-1, (module.num_attention_heads, -1))
     k, v = (project(seen).unflatten(-1, (module.num_attention_heads, -1)) for project in (module.key, module.value))
-    is_causal = module.is_decoder if attention_mask is None else attention_mask.is_causal
+    is_causal = _causality(attention_mask, otherwise=module.is_decoder)
     asked = Asked(None, None, is_causal, dict(dropout=module.dropout.p if module.training else 0.0))
     options = {
         **options,
@@ -95,12 +95,18 @@ def _codegen(
     position_ids: torch.Tensor | None = None,
     use_cache: bool = False,
     output_attentions: bool = False,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     # weights lie in 4 parts, as they did on 4 chips; each has the queries, then the values, then the keys of its heads
     parts = module.qkv_proj(hidden_states).unflatten(-1, (4, 3, -1))
     q, v, k = (x.flatten(-2).unflatten(-1, (module.num_attention_heads, -1)) for x in parts.unbind(-2))
-    options = {"past_key_values": layer_past, "output_attentions": output_attentions}
+    options = {**options, "past_key_values": layer_past, "output_attentions": output_attentions}
     return _rotated_pairs(module, q, k, v, attention_mask, position_ids, options), None
+
+
+def _causality(mask: Any, otherwise: bool | None) -> bool | None:
+    """What a mask says. A tensor, which models of transformers 4 make themselves, is refused where attention begins."""
+    return mask.is_causal if isinstance(mask, LiveMask) else otherwise
 
 
 def _rotated_pairs(
@@ -136,6 +142,8 @@ def _gpt_neo(
     q, k, v = (
         project(hidden_states).unflatten(-1, (module.num_heads, -1)) for project in (module.q_proj, module.k_proj, module.v_proj)
     )
+    if not hasattr(module, "attention_type"):
+        raise ValueError("GPT-Neo's attention does not say whether it is local before transformers 5: install transformers 5")
     window = module.config.window_size if module.attention_type == "local" else None
     asked = Asked(1.0, window, scores=dict(dropout=module.attn_dropout.p if module.training else 0.0))
     options = {**options, "past_key_values": layer_past, "output_attentions": output_attentions}

@@ -1180,3 +1180,20 @@ def test_attach_refuses_bad_arguments_and_models():
 
 def test_a_window_counts_the_token_itself():
     assert LivePairs(None).mask_for(is_causal=True, window=3).dense(6).sum(1).tolist() == [1, 2, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("name", ["Bart", "MegatronBert"])
+def test_a_mask_that_the_model_made_itself_is_refused_with_what_to_install(name):
+    """As transformers before 5 do; here a module is called as they call it."""
+    sizes = dict(vocab_size=61, max_position_embeddings=64)
+    if name == "Bart":
+        small = dict(d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, is_decoder=True)
+        model = transformers.BartForCausalLM(transformers.BartConfig(**sizes, **small))
+        module = model.model.decoder.layers[0].self_attn
+    else:
+        small = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, is_decoder=True)
+        model = transformers.MegatronBertForCausalLM(transformers.MegatronBertConfig(**sizes, **small))
+        module = model.bert.encoder.layer[0].attention.self
+    attach(model, layout=ra.zigzag(8, 1))
+    with pytest.raises(ValueError, match=r"attention_mask is given, .* install transformers 5"):
+        module(torch.zeros(1, 8, 16), attention_mask=torch.zeros(1, 1, 8, 8))
