@@ -14,24 +14,23 @@ import torch
 from .. import check
 from ..runtime.op import without_autocast
 
-_MOST_FEATURES = 1 << 16  # more than any recurrence takes
-
 
 def favor_projection(head_dim: int, features: int, *, seed: int = 0) -> torch.Tensor:
     """The random directions of `favor_features`, (features, head_dim) fp32 on the CPU: equal on all ranks for equal seeds.
 
+    head_dim and features may be 1 to 512.
+
     Each block of head_dim rows is orthogonal, with the lengths of independent normal vectors, which makes the approximation's variance
     smaller than that of independent rows. The global random number generators are neither used nor changed. Draw anew with another
-    seed, the same on all ranks, to average over directions while a model trains. Raises ValueError for a head_dim beyond 512, and for
-    more than 65,536 features.
+    seed, the same on all ranks, to average over directions while a model trains.
 
     >>> import ringattn as ra
     >>> ra.favor_projection(64, 256, seed=1).shape
     torch.Size([256, 64])
     """
     head_dim = check.integer("head_dim", head_dim, least=1, most=check.MAX_HEAD_DIM)
-    features = check.integer("features", features, least=1, most=_MOST_FEATURES)
-    draw = torch.Generator().manual_seed(check.integer("seed", seed, least=0))
+    features = check.integer("features", features, least=1, most=check.MAX_HEAD_DIM)  # they are the recurrence's head_dim
+    draw = torch.Generator().manual_seed(check.integer("seed", seed, most=2**63 - 1))
     blocks = []
     for _ in range(-(-features // head_dim)):
         # in fp64: what processors round differently is gone in fp32
