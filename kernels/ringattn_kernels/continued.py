@@ -4,7 +4,7 @@ A launch that others follow leaves a state in fp32. The next one reads it, and t
 later launch touches, such as those of documents that lie whole on a rank, need none of that: the first launch leaves them in their final
 dtype, in a launch of their own, and the last one leaves them alone.
 
-Source of what it saves: with 64 heads of 128, a state takes 32 KiB a row, which is written once and read once.
+What it saves: with 64 heads of 128, a state takes 32 KiB a row, which is written once and read once.
 """
 
 from __future__ import annotations
