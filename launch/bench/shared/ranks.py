@@ -39,7 +39,14 @@ def start_ranks(function: Callable[[argparse.Namespace], None], arguments: argpa
     # forked ranks need no imports, but a process that has initialized CUDA must not be forked
     method = "spawn" if arguments.device == "cuda" else "fork"
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_start, (world_size, f"{folder}/store", function, arguments), world_size, start_method=method)
+        given = world_size, f"{folder}/store", function, arguments
+        ranks = mp.start_processes(_start, given, world_size, join=False, start_method=method)
+        try:
+            while not ranks.join():
+                pass
+        finally:  # an interrupted bench would wait for its ranks to end
+            for process in ranks.processes:
+                process.kill()
 
 
 def _start(rank: int, world_size: int, path: str, function: Callable, arguments: argparse.Namespace) -> None:
