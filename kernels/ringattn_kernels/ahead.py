@@ -55,14 +55,21 @@ def prepare_forward(
     if not q.numel():
         return
     on_hopper, config, how = forward_choice(q, k, v, table, softmax_scale, part=part if final else None)
-    if part is not None and (first or (final and how.most == 1)):
-        for rows in (part, part.others) if first else (part,):
-            hopper.forward.work_queue(q, k, v, table, config, 1, False, part=rows)
-    elif on_hopper:
-        touched_only = how.most > 1 or not (first or final)
-        hopper.forward.work_queue(q, k, v, table, config, how.most, touched_only)
+    if on_hopper:
+        forward_queues(q, k, v, table, config, how.most, first=first, final=final, part=part)
     else:
         table.query_blocks(config.block, config.step, q.device, how.most)
+
+
+def forward_queues(
+    q: Any, k: Any, v: Any, table: TileTable, config: Any, splits: int, *, first: bool, final: bool, part: RowPart | None
+) -> None:
+    """Make the queues of works that a Hopper forward reads, as `attention.forward` asks for them; arguments as in `prepare_forward`."""
+    parts, touched_only = [None], splits > 1 or not (first or final)
+    if part is not None and (first or (final and splits == 1)):
+        parts = [part, part.others] if first else [part]
+    for rows in parts:
+        hopper.forward.work_queue(q, k, v, table, config, splits, touched_only, part=rows)
 
 
 def prepare_backward(q: Any, k: Any, v: Any, dout: Any, table: TileTable) -> None:

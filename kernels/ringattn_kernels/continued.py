@@ -46,8 +46,9 @@ class ContinuedRows(NamedTuple):
 
 def continued_part(later: np.ndarray, q: Any, v: Any) -> RowPart | None:
     """The rows that go on, if the others are worth a launch. later: (n, 2) ranges of rows that later launches touch. q, v: of shapes."""
-    (b, sq, h, _), dv = q.shape, v.shape[3]
-    if 4 * b * sq * h * dv < _WORTH:
+    b, sq, h, _ = q.shape
+    row_bytes = 4 * b * h * v.shape[3]  # of a state
+    if sq * row_bytes < _WORTH:
         return None
     marks = np.zeros(-(-sq // _WHOLE) + 1, dtype=np.int64)
     np.add.at(marks, later[:, 0] // _WHOLE, 1)
@@ -55,4 +56,4 @@ def continued_part(later: np.ndarray, q: Any, v: Any) -> RowPart | None:
     goes_on = np.concatenate([[0], marks.cumsum()[:-1] > 0, [0]])
     edges = np.minimum(np.diff(goes_on).nonzero()[0] * _WHOLE, sq).reshape(-1, 2)
     done = sq - int((edges[:, 1] - edges[:, 0]).sum())
-    return RowPart(tuple(map(tuple, edges.tolist()))) if 4 * b * done * h * dv >= _WORTH else None
+    return RowPart(tuple(map(tuple, edges.tolist()))) if done * row_bytes >= _WORTH else None

@@ -26,6 +26,7 @@ import torch
 import ringattn as ra
 from ringattn.schedule.program import Program, compile_program
 from ringattn_kernels import TensorKind, hopper
+from ringattn_kernels.ahead import forward_queues
 from ringattn_kernels.continued import continued_part
 from ringattn_kernels.split_choice import choice
 
@@ -100,12 +101,7 @@ def make_tables(program: Program) -> None:
         splits = choice(tiles, "q", config.block, config.step, _HEADS, 1, _PROCESSORS).most
         if number == 0 and not launch.last and splits == 1:
             part = continued_part(program.forward.continued, q, q)
-        if part is not None and splits == 1 and (number == 0 or launch.last):
-            for rows in (part, part.others) if number == 0 else (part,):
-                hopper.forward.work_queue(q, kv, kv, tiles, config, 1, False, part=rows)
-        else:
-            touched_only = splits > 1 or (number > 0 and not launch.last)
-            hopper.forward.work_queue(q, kv, kv, tiles, config, splits, touched_only)
+        forward_queues(q, kv, kv, tiles, config, splits, first=number == 0, final=launch.last, part=part)
     for launch in program.backward.launches:
         block, step = hopper.fused.block_and_step(_HEAD_DIM)
         splits = choice(launch.tiles, "k", block, step, _KV_HEADS, _HEADS // _KV_HEADS, _PROCESSORS).most

@@ -17,13 +17,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-import numpy as np
-
 import ringattn as ra
 from ringattn.predict.machine import MACHINES, Machine
 from ringattn.predict.planner import options, predict
 from ringattn.predict.simulation import Prediction, Workload
 from ringattn.training.rings import RingGroup, deal_sequences
+
+from .shared.cases import log_normal_lengths
 
 Steps = list[tuple[RingGroup, ...]]
 
@@ -51,22 +51,13 @@ def main(arguments: argparse.Namespace) -> None:
         for mean in arguments.means:
             whole = tokens * arguments.gpus
             batches = [
-                make_lengths(mean, arguments.sigma, arguments.steps * whole, whole, seed) for seed in range(arguments.batches)
+                log_normal_lengths(mean, arguments.sigma, arguments.steps * whole, seed, longest=whole)
+                for seed in range(arguments.batches)
             ]
             row = " | ".join(
                 cell([(lengths, make(lengths, arguments, tokens)) for lengths in batches], arguments) for make in WAYS.values()
             )
             print(f"| {arguments.gpus} | {tokens:,} | {mean:,} | {row} |", flush=True)
-
-
-def make_lengths(mean: int, sigma: float, total: int, longest: int, seed: int) -> list[int]:
-    """Log-normal lengths with this mean, of up to `longest` tokens; the last one is cut to fill `total`."""
-    generator = np.random.default_rng(seed)
-    lengths: list[int] = []
-    while left := total - sum(lengths):
-        length = int(generator.lognormal(np.log(mean) - sigma**2 / 2, sigma))
-        lengths.append(min(max(1, length), left, longest))
-    return lengths
 
 
 def least_rings(lengths: list[int], arguments: argparse.Namespace, tokens: int) -> Steps:

@@ -40,7 +40,7 @@ from ringattn.training.data import pack, shard_batch
 from ringattn.training.loss import mean_loss, summed
 from ringattn.transport import Transport
 
-from .shared.cases import LAYOUTS
+from .shared.cases import LAYOUTS, log_normal_lengths
 from .shared.ranks import add_ranks, group_of, slowest, start_ranks, write_record
 from .shared.timing import spread
 
@@ -92,13 +92,7 @@ class Batch:
 
 def make_batch(mean: int, sigma: float, tokens: int, seed: int) -> Batch:
     """Documents of log-normal lengths with this mean; the last one is cut to fill `tokens`."""
-    generator = np.random.default_rng(seed)
-    lengths: list[int] = []
-    left = tokens
-    while left:
-        length = int(generator.lognormal(np.log(mean) - sigma**2 / 2, sigma))
-        lengths.append(min(max(1, length), left))
-        left -= lengths[-1]
+    lengths = log_normal_lengths(mean, sigma, tokens, seed)
     return Batch(lengths, ra.documents(lengths=lengths), tokens)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,20 +23,10 @@ from ..runtime.groups import Group
 from ..scores import ScoreMod, score
 from ..transport import Ranks
 
-_Function = TypeVar("_Function", bound=Callable)
 _KEPT = "_ringattn_values"  # the attribute of a tensor that holds its version and its values
 _PREPARED = "_ringattn_prepared"  # the attribute that holds its version and a `Prepared`
 
 Returned = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
-
-
-def not_traced(function: _Function) -> _Function:
-    """Let torch.compile leave a function alone, at the cost of a graph break.
-
-    `torch.compiler.disable` sets the same mark, but first imports the compiler, which takes seconds.
-    """
-    function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
-    return function
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from .. import check
-from .ring_flash_attn_arguments import Prepared, keep, not_traced, row_bounds, values
+from ..runtime.graph_breaks import breaks_graphs
+from .ring_flash_attn_arguments import Prepared, keep, row_bounds, values
 
 __all__ = ["llama3_flash_attn_prepare_cu_seqlens"]
 
 
-@not_traced
+@breaks_graphs
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: torch.Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, slice]:

@@ -16,9 +16,10 @@ from .. import check
 from ..attention import ring_attention
 from ..geometry.mask import Mask, documents
 from ..runtime.agree import refusing
+from ..runtime.graph_breaks import breaks_graphs
 from ..runtime.groups import Group, get_context
 from ..scores import score
-from .ring_flash_attn_arguments import contiguous_layout, not_traced, row_bounds, values
+from .ring_flash_attn_arguments import contiguous_layout, row_bounds, values
 from .ring_flash_attn_documents import llama3_flash_attn_prepare_cu_seqlens
 
 __all__ = [
@@ -56,7 +57,7 @@ class FlashAttentionAround:
         """From the next call on the documents have these bounds."""
         self.cu_seqlens, self._masks, self._positions = cu_seqlens, {}, None
 
-    @not_traced
+    @breaks_graphs
     def __call__(
         self,
         module: nn.Module,

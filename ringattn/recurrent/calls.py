@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -22,25 +19,6 @@ from ..runtime.kept import CheckpointedCall, next_call
 from .segments import OwnSegments, Segments, check_mask, check_spans, make_segments
 
 DEFAULT_MASK = causal()
-_Function = TypeVar("_Function", bound=Callable)
-
-
-def breaks_graphs(function: _Function) -> _Function:
-    """Let torch.compile leave a function and all that it calls alone, at the cost of a graph break.
-
-    `torch.compiler.disable` does it, but first imports the compiler, which takes seconds: only where it is there already.
-    """
-
-    disabled: list[Callable] = []
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not disabled and "torch._dynamo" in sys.modules:
-            disabled.append(torch.compiler.disable(function))
-        return (disabled[0] if disabled else function)(*args, **kwargs)
-
-    run._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
-    return run  # pyright: ignore[reportReturnType]
 
 
 def check_call(context: Context, x: torch.Tensor, argument: str, layout: Layout | None, mask: Mask, name: str | None) -> None:

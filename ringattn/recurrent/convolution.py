@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from ..geometry.layout import Layout
 from ..geometry.mask import Mask
 from ..runtime.agree import refusing
+from ..runtime.graph_breaks import breaks_graphs
 from ..runtime.groups import Group, get_context
 from ..runtime.op import without_autocast
-from .calls import DEFAULT_MASK, CheckedCall, agree_on_segments, breaks_graphs, check_call
+from .calls import DEFAULT_MASK, CheckedCall, agree_on_segments, check_call
 from .checks import check_channels
 from .halos import Halos
 from .local_convolution import compute_dtype, of_segments, taps

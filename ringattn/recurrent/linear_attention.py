@@ -23,9 +23,10 @@ from .. import check
 from ..geometry.layout import Layout
 from ..geometry.mask import Documents, Mask
 from ..runtime.agree import refusing
+from ..runtime.graph_breaks import breaks_graphs
 from ..runtime.groups import Group, get_context
 from ..runtime.op import without_autocast
-from .calls import DEFAULT_MASK, CheckedCall, agree_on_segments, breaks_graphs, check_call
+from .calls import DEFAULT_MASK, CheckedCall, agree_on_segments, check_call
 from .checks import check_states, check_tensors, overflow
 from .kernels import RecurrenceKernels, check_kernels, choose_kernels
 from .local import (

@@ -142,6 +142,8 @@ class Context:
         with self._lock:
             # calls may take some of them meanwhile
             kept = list(self._prepared.copy().items())
+            if len(kept) <= _NEWEST:
+                return
             total = sum(one.nbytes for _, one in kept)
             for key, one in kept[:-_NEWEST]:
                 if total > _KEPT_BYTES:

@@ -241,8 +241,7 @@ def _used(parameters: list[torch.nn.Parameter], axes: list[dist.ProcessGroup]) -
 
 def _without_head(model: Any) -> Any:
     """The model inside that returns hidden states; itself if there is none. Models name it base model or decoder."""
-    if hasattr(model, "get_base_model"):  # PEFT's, whose adapters are in the model's own layers
-        model = model.get_base_model()
+    model = _without_adapters(model)
     return model.get_decoder() if model.base_model is model else model.base_model
 
 
@@ -253,6 +252,11 @@ def _output_embedding(model: Any) -> Any:
     if copies is None:
         return output
     return output.original_module if output.disable_adapters else copies[output.active_adapters[0]]
+
+
+def _without_adapters(model: Any) -> Any:
+    """The model within PEFT's, whose adapters are in the model's own layers."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def check_z_loss(model: Any) -> None:
@@ -268,7 +272,7 @@ def check_z_loss(model: Any) -> None:
 
 def _check_unknown(model: Any) -> None:
     """Raise ValueError for a number in the config that the model's forward pass uses, and of which it is unknown how."""
-    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+    whole = _without_adapters(model)
     config, names = whole.config.get_text_config(), forward_names(whole)
     cut = getattr(config, "unpadded_vocab_size", None)
     found = [] if cut in (None, config.vocab_size) or "unpadded_vocab_size" not in names else ["unpadded_vocab_size"]
@@ -287,7 +291,7 @@ def _check_unknown(model: Any) -> None:
 def _setting(model: Any, config: Any, name: str, neutral: float | None = 1.0) -> Any:
     """A setting of the config that changes logits. Raises ValueError if it is set and the model's forward pass does not use it."""
     value = getattr(config, name, None)
-    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+    whole = _without_adapters(model)
     if value not in (None, neutral) and name not in forward_names(whole):
         raise ValueError(
             f"{name} is {value} in the config, but {type(whole).__name__} does not use it where it makes its logits: make the loss from "

@@ -191,8 +191,8 @@ class ShardedBatches:
             return None
         tokens = tokens_of(batch).shape[1]
         mask = packed_documents(batch)
-        if mask is not None:
-            mask = packed_documents({**batch, **_ends_of_padding(batch, mask, tokens)})
+        if ends := _ends_of_padding(batch, mask, tokens):
+            mask = packed_documents({**batch, **ends})
         layout = self.layouts(tokens) if mask is None or self.of_documents is None else self.of_documents(mask, tokens)
         rows = shard_batch(batch, layout, self.rank)
         if self.prepare is not None:

@@ -7,13 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringattn_kernels as rk
-from ringattn_kernels import continued, dispatch, hopper, splits
-from ringattn_kernels import launches as kernel_launches
+from ringattn_kernels import continued, dispatch
 from ringattn_kernels.continued import RowPart, continued_part
 from ringattn_kernels.hopper import forward_config
 from tests.kernels import dense
-from tests.kernels.test_hopper_backward import launch_anew
-from tests.kernels.test_hopper_forward import Recorded
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
 BLOCKS = sorted({how.block for found in (*forward_config.CONFIGS.values(), *forward_config.ROOMY.values()) for how in found})
@@ -66,20 +63,6 @@ def test_a_gap_of_common_multiples_is_done():
     q = torch.empty(1, 4000, 64, 128, device="meta")
     assert continued_part(np.array([(400, 500), (2000, 2001)]), q, q) == RowPart(((384, 768), (1920, 2304)))
     assert continued_part(np.array([(0, 4000)]), q, q) is None
-
-
-@pytest.fixture
-def recorded(monkeypatch):
-    """(forward, merge): their launches on an H200."""
-    monkeypatch.setattr(dispatch, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(hopper.forward, "work_counter", lambda device: None)
-    for module in (splits, hopper.forward, forward_config):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(kernel_launches, "launch", launch_anew)
-    kernels = Recorded(), Recorded()
-    monkeypatch.setattr(hopper.forward, "hopper_forward_kernel", kernels[0])
-    monkeypatch.setattr(splits, "merge_kernel", kernels[1])
-    return kernels
 
 
 def launched(kernel):

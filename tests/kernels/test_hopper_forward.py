@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import ringattn_kernels as rk
-from ringattn_kernels import dispatch, hopper, splits
-from ringattn_kernels import launches as kernel_launches
+from ringattn_kernels import hopper
 from ringattn_kernels.dispatch import Kernels, choose_forward
 from ringattn_kernels.hopper import forward_config
 from ringattn_kernels.hopper.forward_kernel import hopper_forward_kernel
@@ -19,7 +18,7 @@ from ringattn_kernels.hopper.work_queue import WorkQueue, order_works
 from ringattn_kernels.table import cut, split
 from tests.clock import one_sort
 from tests.kernels import dense
-from tests.kernels.test_hopper_backward import RELEASE, compile_for_hopper, launch_anew
+from tests.kernels.test_hopper_backward import RELEASE, compile_for_hopper
 
 # bytes that may spill where three warpgroups take a state: to a state, and to 16 bits; with 3.6 one register each, outside of the loop
 STATE_SPILLS = {(3, 6): (0, 128), (3, 7): (0, 128), (3, 8): (4, 140), (3, 9): (12, 320)}
@@ -157,30 +156,6 @@ def test_splits_are_works_of_further_batches():
     expected = [(head + 2 * n, row, a, b - a) for head in (0, 1) for row in (0, 128)
                 for n, (a, b) in enumerate([(0, 256), (256, 640), (640, 1024)])]  # fmt: skip
     assert sorted(zip(works[:, 0].tolist(), works[:, 1].tolist(), begins.tolist(), (steps * 128).tolist())) == sorted(expected)
-
-
-class Recorded:
-    """Stands in for a kernel: keeps the grids and arguments of its launches."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __getitem__(self, grid):
-        return lambda **arguments: self.calls.append((grid, arguments))
-
-
-@pytest.fixture
-def recorded(monkeypatch):
-    """(forward, merge): their launches on an H200."""
-    monkeypatch.setattr(dispatch, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(hopper.forward, "work_counter", lambda device: None)
-    for module in (splits, hopper.forward, forward_config):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(kernel_launches, "launch", launch_anew)
-    kernels = Recorded(), Recorded()
-    monkeypatch.setattr(hopper.forward, "hopper_forward_kernel", kernels[0])
-    monkeypatch.setattr(splits, "merge_kernel", kernels[1])
-    return kernels
 
 
 def run_on_one(recorded, queries, keys, heads, tiles, state=None, final=True):

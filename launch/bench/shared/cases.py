@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -95,6 +96,18 @@ def parse_mask(text: str, tokens: int) -> ra.Mask:
     if word == "window":
         return ra.sliding_window(int(number) - 1, 0)
     return ra.causal() if word == "causal" else ra.full()
+
+
+def log_normal_lengths(mean: int, sigma: float, total: int, seed: int, longest: int | None = None) -> list[int]:
+    """Log-normal lengths with this mean, of up to `longest` tokens; the last one is cut to fill `total`."""
+    generator = np.random.default_rng(seed)
+    lengths: list[int] = []
+    left = total
+    while left:
+        length = int(generator.lognormal(np.log(mean) - sigma**2 / 2, sigma))
+        lengths.append(min(max(1, length), left, left if longest is None else longest))
+        left -= lengths[-1]
+    return lengths
 
 
 # name -> layout of (mask, tokens, ranks)

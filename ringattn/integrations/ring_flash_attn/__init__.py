@@ -27,12 +27,12 @@ import torch
 from ... import check
 from ...geometry.layout import Layout, contiguous, striped, zigzag
 from ...runtime.agree import refusing
+from ...runtime.graph_breaks import breaks_graphs
 from ...runtime.groups import Group, get_context
 from ..ring_flash_attn_arguments import (
     Returned,
     around,
     contiguous_layout,
-    not_traced,
     options,
     packed_layout,
     row_bounds,
@@ -114,7 +114,7 @@ class FunctionsOfBatches:
     make_layout: Callable[[int, int], Layout]
     even: bool = False
 
-    @not_traced
+    @breaks_graphs
     def func(
         self,
         q: torch.Tensor,
@@ -201,7 +201,7 @@ class FunctionsOfDocuments:
 
     zigzag: bool
 
-    @not_traced
+    @breaks_graphs
     def func(
         self,
         q: torch.Tensor,
@@ -300,7 +300,7 @@ zigzag_ring_flash_attn_varlen_kvpacked_func = _ZIGZAG_DOCUMENTS.kvpacked_func
 zigzag_ring_flash_attn_varlen_qkvpacked_func = _ZIGZAG_DOCUMENTS.qkvpacked_func
 
 
-@not_traced
+@breaks_graphs
 def llama3_flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -393,7 +393,7 @@ def llama3_flash_attn_varlen_qkvpacked_func(
     return llama3_flash_attn_varlen_func(q, k, v, *documents, *common)
 
 
-@not_traced
+@breaks_graphs
 def _parts(name: str, packed: Any, count: int, dim: int, group: Group | None) -> tuple[torch.Tensor, ...]:
     """The `count` tensors along a dimension of a packed one. Raises ValueError, on every rank, for another shape."""
     with refusing(get_context(group).ranks):

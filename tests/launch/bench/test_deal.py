@@ -28,9 +28,10 @@ def test_a_row_for_each_mix(monkeypatch, capsys):
 
 def test_rings_of_one_size_hold_each_sequence_once(monkeypatch):
     monkeypatch.syspath_prepend(LAUNCH)
-    from bench.deal import fixed_rings, make_lengths
+    from bench.deal import fixed_rings
+    from bench.shared.cases import log_normal_lengths
 
-    lengths = make_lengths(100, 1.0, 4000, 400, seed=0)
+    lengths = log_normal_lengths(100, 1.0, 4000, seed=0, longest=400)
     assert sum(lengths) == 4000
     assert max(lengths) <= 400
     steps = fixed_rings(lengths, 8, 100, 4)
