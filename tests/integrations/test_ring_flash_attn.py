@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ringattn as ra
 from ringattn.integrations import ring_flash_attn, ring_flash_attn_arguments
@@ -231,6 +232,22 @@ REFUSED = {
 def test_refusals_reach_every_rank(gloo, name):
     family, change, message = REFUSED[name]
     assert all(message in error for error in gloo.run(2, refusal, family, change, 1))
+
+
+def compiled(group):
+    """A group's first call is from compiled code, which traces nothing of it."""
+    q = torch.randn(1, 8, 2, 4, generator=torch.Generator().manual_seed(group.rank()))
+    own = dist.new_group(dist.get_process_group_ranks(group))
+
+    def attend(q):
+        return ring_flash_attn.zigzag_ring_flash_attn_func(q + 1, q, q, causal=True, group=own) * 2
+
+    found = torch.compile(attend, backend="eager")(q)
+    return torch.equal(found, attend(q))
+
+
+def test_compiled_code_breaks_around_calls(gloo):
+    assert gloo.run(2, compiled, timeout=60) == [True, True]
 
 
 def test_zigzag_shards_are_even():
