@@ -97,9 +97,11 @@ def test_documents_may_be_the_chapters_of_a_text(ways, tmp_path):
         ways.iter_chapters(text)
 
 
-def test_chapters_need_a_text(tmp_path):
-    done = run(tmp_path, "--cases", "chapters")
-    assert done.returncode and "give a file, and 256 or more" in done.stderr
+def test_chapters_need_a_text(ways):
+    from bench import doors
+
+    with pytest.raises(SystemExit, match="give a file, and 256 or more"):
+        doors.main(Namespace(cases=["chapters"], text=None, vocabulary=61))
 
 
 def test_padded_rows_have_the_labels_of_packed_ones(ways):
