@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
@@ -33,8 +34,16 @@ class RankError(AssertionError):
     """A rank raised an error, died or hung; the message holds the tracebacks of all such ranks."""
 
 
+class _NotReady(Exception):
+    """A rank ended before it was given anything to run, or could not make a group."""
+
+
 class Ranks:
-    """`size` processes with a process group of one backend. They start at the first run, and again after a failure."""
+    """`size` processes with a process group of one backend. They start at the first run, and again after a failure.
+
+    Ranks that end between two runs, or cannot make their group, are no failure of the function that comes next: they start once more,
+    and a warning says what they printed.
+    """
 
     def __init__(self, backend: str, size: int, imports: Sequence[str] = ()) -> None:
         """`imports`: further slow modules for the launcher to import once for all ranks."""
@@ -58,16 +67,13 @@ class Ranks:
         timeout *= _slowness()
         members = tuple(range(world_size)) if ranks is None else tuple(ranks)
         assert len(members) == world_size <= self.size
-        if self._launcher is None:
-            self._start()
-        if members not in self._groups:
-            # all ranks take part in making a group, members or not
-            self._groups.add(members)
-            for pipe in self._pipes:
-                pipe.send(members)
         task = function.__module__, sys.modules[function.__module__].__file__, function.__qualname__, members, pickle.dumps(args)
-        for rank in members:
-            self._pipes[rank].send(task)
+        try:
+            self._give(members, task)
+        except _NotReady as error:
+            warnings.warn(f"the ranks start again: {error}\n{self._tail()}", stacklevel=2)
+            self.close()
+            self._give(members, task)
         replies = self._collect(members, timeout)
         failed = {rank: text for rank, (ok, text) in replies.items() if not ok}
         if failed or len(replies) < world_size:
@@ -83,7 +89,8 @@ class Ranks:
     def end_groups(self) -> None:
         """End the groups that functions have made: each group of gloo has a thread that wakes a hundred times a second."""
         for pipe in self._pipes:
-            pipe.send(())
+            with contextlib.suppress(OSError):  # the next run says that a rank has ended
+                pipe.send(())
 
     def close(self) -> None:
         """End the processes."""
@@ -127,11 +134,28 @@ class Ranks:
         for pipe in self._pipes[1:]:
             pipe.send(port)
 
+    def _give(self, members: tuple[int, ...], task: tuple) -> None:
+        """Send the task to its ranks, which make their group first if they have none; all ranks take part in this, members or not."""
+        if self._launcher is None:
+            self._start()
+        try:
+            if members not in self._groups:
+                for pipe in self._pipes:
+                    pipe.send(members)
+                answers = [pipe.recv() if pipe.poll(_START_TIMEOUT * _slowness()) else "no answer" for pipe in self._pipes]
+                if any(answers):
+                    raise _NotReady(f"no group of ranks {members}: " + "\n".join(filter(None, answers)))
+                self._groups.add(members)
+            for rank in members:
+                self._pipes[rank].send(task)
+        except (EOFError, OSError) as error:
+            raise _NotReady(f"a rank has ended ({type(error).__name__})") from None
+
     def _hear(self, pipe: Connection) -> int:
         try:
             if pipe.poll(_START_TIMEOUT * _slowness()):
                 return pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             pass
         tail = self._tail()
         self.close()
@@ -146,7 +170,7 @@ class Ranks:
                 rank = waiting.pop(pipe)  # type: ignore[call-overload]
                 try:
                     replies[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-                except EOFError:
+                except (EOFError, OSError):
                     replies[rank] = (False, f"the process ended\n{self._tail()}")
                 if not replies[rank][0]:
                     # the other ranks may wait for this one for ever
@@ -199,8 +223,9 @@ def launch(backend: str, imports: str, fds: list[int]) -> None:
         children.append(child)
     for fd in fds:
         os.close(fd)
-    for child in children:
-        os.waitpid(child, 0)
+    for _ in children:
+        child, status = os.wait()
+        print(f"rank {children.index(child)} ended with status {os.waitstatus_to_exitcode(status)}", flush=True)
 
 
 def serve(rank: int, size: int, backend: str, pipe: Connection) -> None:
@@ -229,7 +254,12 @@ def serve(rank: int, size: int, backend: str, pipe: Connection) -> None:
                 dist.destroy_process_group(group)
             continue
         if isinstance(task[0], int):
-            groups[task] = dist.new_group(task, timeout, backend)
+            answer = ""
+            try:
+                groups[task] = dist.new_group(task, timeout, backend)
+            except Exception:
+                answer = f"rank {rank}: {traceback.format_exc()}"
+            pipe.send(answer)
             continue
         module, code, name, members, args = task
         try:

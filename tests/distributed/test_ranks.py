@@ -1,6 +1,7 @@
 """The ranks that tests run on: errors come back with their tracebacks, hangs end, and the ranks work again afterwards."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -42,5 +43,32 @@ def test_failures_are_reported_and_the_ranks_work_again(gloo):
         assert "the process ended" in message.split("--- rank 2 of")[1]
         assert "in fail_differently" in message.split("--- ranks [0] of (0, 1, 2) did not finish, ")[1]
         assert ranks.run(2, rank_sum, 0) == [(0, 1), (1, 1)]
+    finally:
+        ranks.close()
+
+
+def process(group):
+    return os.getpid()
+
+
+def lose_groups(group):
+    dist.new_group = None
+
+
+def test_ranks_that_end_between_two_runs_start_again(gloo):
+    """A rank ends before it is given a function, or cannot make a group; the end of groups is none of a test's."""
+    ranks = type(gloo)("gloo", 2)
+    try:
+        before = ranks.run(2, process)
+        os.kill(before[1], signal.SIGKILL)
+        time.sleep(0.2)
+        ranks.end_groups()
+        with pytest.warns(UserWarning, match="the ranks start again: a rank has ended") as caught:
+            after = ranks.run(2, process)
+        assert "rank 1 ended with status -9" in str(caught[0].message)
+        assert not set(before) & set(after)
+        ranks.run(2, lose_groups)
+        with pytest.warns(UserWarning, match=r"the ranks start again: no group of ranks \(1,\): rank 0: Traceback"):
+            assert ranks.run(1, rank_sum, 0, ranks=(1,)) == [(0, 1)]
     finally:
         ranks.close()
