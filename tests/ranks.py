@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
@@ -34,16 +33,8 @@ class RankError(AssertionError):
     """A rank raised an error, died or hung; the message holds the tracebacks of all such ranks."""
 
 
-class _NotReady(Exception):
-    """A rank ended before it was given anything to run, or could not make a group."""
-
-
 class Ranks:
-    """`size` processes with a process group of one backend. They start at the first run, and again after a failure.
-
-    Ranks that end between two runs, or cannot make their group, are no failure of the function that comes next: they start once more,
-    and a warning says what they printed.
-    """
+    """`size` processes with a process group of one backend. They start at the first run, and again after a failure."""
 
     def __init__(self, backend: str, size: int, imports: Sequence[str] = ()) -> None:
         """`imports`: further slow modules for the launcher to import once for all ranks."""
@@ -61,19 +52,15 @@ class Ranks:
         """Run `function(group, *args)` on ranks 0 to world_size - 1, or on `ranks`, with their group; returns results in rank order.
 
         `function` must be defined in a module (no closure); `args` and results are pickled. A function that makes groups must run on all
-        ranks. Raises RankError if a rank raises an error, dies, or takes longer than `timeout` seconds (on a busy machine up to five
-        times as long), with each such rank's traceback. The ranks are then started anew.
+        ranks, as torch names groups by counting them. Raises RankError if a rank raises an error, dies (in this run or since the last),
+        counts a group that others do not, or takes longer than `timeout` seconds (on a busy machine up to five times as long), with each
+        such rank's traceback. The ranks are then started anew.
         """
         timeout *= _slowness()
         members = tuple(range(world_size)) if ranks is None else tuple(ranks)
         assert len(members) == world_size <= self.size
         task = function.__module__, sys.modules[function.__module__].__file__, function.__qualname__, members, pickle.dumps(args)
-        try:
-            self._give(members, task)
-        except _NotReady as error:
-            warnings.warn(f"the ranks start again: {error}\n{self._tail()}", stacklevel=2)
-            self.close()
-            self._give(members, task)
+        self._give(members, task)
         replies = self._collect(members, timeout)
         failed = {rank: text for rank, (ok, text) in replies.items() if not ok}
         if failed or len(replies) < world_size:
@@ -135,23 +122,27 @@ class Ranks:
             pipe.send(port)
 
     def _give(self, members: tuple[int, ...], task: tuple) -> None:
-        """Send the task to its ranks, which make their group first if they have none; all ranks take part in this, members or not."""
+        """Send the task to its ranks. All ranks, members or not, make their group first if it is new."""
         if self._launcher is None:
             self._start()
-        try:
-            if members not in self._groups:
-                for pipe in self._pipes:
-                    pipe.send(members)
-                answers = [pipe.recv() if pipe.poll(_START_TIMEOUT * _slowness()) else "no answer" for pipe in self._pipes]
-                if any(answers):
-                    raise _NotReady(f"no group of ranks {members}: " + "\n".join(filter(None, answers)))
-                self._groups.add(members)
-            for rank in members:
-                self._pipes[rank].send(task)
-        except (EOFError, OSError) as error:
-            raise _NotReady(f"a rank has ended ({type(error).__name__})") from None
+        problem = "a rank has ended since the last run"
+        with contextlib.suppress(OSError):
+            if members in self._groups or not (problem := self._make(members)):
+                for rank in members:
+                    self._pipes[rank].send(task)
+                return
+        tail = self._tail()
+        self.close()
+        raise RankError(f"{problem}\n{tail}")
 
-    def _hear(self, pipe: Connection) -> int:
+    def _make(self, members: tuple[int, ...]) -> str:
+        """Make a group; returns the tracebacks of ranks that could not."""
+        self._groups.add(members)
+        for pipe in self._pipes:
+            pipe.send(members)
+        return "\n".join(filter(None, map(self._hear, self._pipes)))
+
+    def _hear(self, pipe: Connection) -> Any:
         try:
             if pipe.poll(_START_TIMEOUT * _slowness()):
                 return pipe.recv()
@@ -159,7 +150,7 @@ class Ranks:
             pass
         tail = self._tail()
         self.close()
-        raise RankError(f"ranks did not start\n{tail}")
+        raise RankError(f"ranks did not start, or make a group\n{tail}")
 
     def _collect(self, members: tuple[int, ...], timeout: float) -> dict[int, tuple[bool, Any]]:
         replies: dict[int, tuple[bool, Any]] = {}
@@ -262,9 +253,12 @@ def serve(rank: int, size: int, backend: str, pipe: Connection) -> None:
             pipe.send(answer)
             continue
         module, code, name, members, args = task
+        made = dist.distributed_c10d._world.group_count
         try:
             function = getattr(_load(module, code), name)
             reply = pickle.dumps((True, function(groups[members], *pickle.loads(args))))
+            if len(members) < size and made != dist.distributed_c10d._world.group_count:
+                raise RuntimeError("only some ranks made a group: a function that makes groups must run on all")
         except BaseException:
             reply = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(reply)

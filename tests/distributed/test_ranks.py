@@ -47,6 +47,10 @@ def test_failures_are_reported_and_the_ranks_work_again(gloo):
         ranks.close()
 
 
+def make_a_group(group):
+    dist.new_group([0, 1])
+
+
 def process(group):
     return os.getpid()
 
@@ -55,20 +59,20 @@ def lose_groups(group):
     dist.new_group = None
 
 
-def test_ranks_that_end_between_two_runs_start_again(gloo):
-    """A rank ends before it is given a function, or cannot make a group; the end of groups is none of a test's."""
-    ranks = type(gloo)("gloo", 2)
+def test_what_would_fail_later_is_said_at_once(gloo):
+    """A group of which some ranks know nothing, a rank that ends between two runs, and a group that cannot be made."""
+    ranks = type(gloo)("gloo", 3)
     try:
-        before = ranks.run(2, process)
-        os.kill(before[1], signal.SIGKILL)
+        with pytest.raises(AssertionError, match="only some ranks made a group"):
+            ranks.run(2, make_a_group)
+        os.kill(ranks.run(3, process)[1], signal.SIGKILL)
         time.sleep(0.2)
         ranks.end_groups()
-        with pytest.warns(UserWarning, match="the ranks start again: a rank has ended") as caught:
-            after = ranks.run(2, process)
-        assert "rank 1 ended with status -9" in str(caught[0].message)
-        assert not set(before) & set(after)
-        ranks.run(2, lose_groups)
-        with pytest.warns(UserWarning, match=r"the ranks start again: no group of ranks \(1,\): rank 0: Traceback"):
-            assert ranks.run(1, rank_sum, 0, ranks=(1,)) == [(0, 1)]
+        with pytest.raises(AssertionError, match=r"a rank has ended since the last run(.|\n)*rank 1 ended with status -9"):
+            ranks.run(3, process)
+        ranks.run(3, lose_groups)
+        with pytest.raises(AssertionError, match="rank 0: Traceback"):
+            ranks.run(1, rank_sum, 0, ranks=(1,))
+        assert ranks.run(1, rank_sum, 0, ranks=(1,)) == [(0, 1)]
     finally:
         ranks.close()

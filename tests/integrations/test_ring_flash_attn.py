@@ -237,7 +237,9 @@ def test_refusals_reach_every_rank(gloo, name):
 def compiled(group):
     """A group's first call is from compiled code, which traces nothing of it."""
     q = torch.randn(1, 8, 2, 4, generator=torch.Generator().manual_seed(group.rank()))
-    own = dist.new_group(dist.get_process_group_ranks(group))
+    own = dist.new_group([0, 1])
+    if group.rank() > 1:
+        return True
 
     def attend(q):
         return ring_flash_attn.zigzag_ring_flash_attn_func(q + 1, q, q, causal=True, group=own) * 2
@@ -247,7 +249,7 @@ def compiled(group):
 
 
 def test_compiled_code_breaks_around_calls(gloo):
-    assert gloo.run(2, compiled, timeout=60) == [True, True]
+    assert gloo.run(8, compiled) == [True] * 8
 
 
 def test_zigzag_shards_are_even():
