@@ -68,7 +68,7 @@ def test_the_wheel_holds_both_packages(tmp_path):
     assert wheel.name.startswith(f"ringattn-{ringattn.__version__}-")
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = {"ringattn/__init__.py", "ringattn/py.typed", "ringattn/integrations/huggingface.py", "ringattn_kernels/__init__.py"}
-    assert wanted | {"ringattn_kernels/submission.c", "ringattn_kernels/tables.c"} <= names
+    assert wanted | {f"ringattn_kernels/{part}.c" for part in ("arrays", "plans", "submission", "tables")} <= names
     tops = {name.split("/")[0] for name in names}
     assert tops == {"ringattn", "ringattn_kernels", f"ringattn-{ringattn.__version__}.dist-info"}
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .native import integers, tables
+from .native import integers, plans, tables
 from .recorder import aside
 
 # columns of a block table's items
@@ -68,21 +68,11 @@ class TileTable:
     __slots__ = ("_derived", "k_rows", "places", "q_rows", "stride", "tiles")
 
     def __init__(self, tiles: np.ndarray, q_rows: int, k_rows: int, places: np.ndarray | None = None, stride: int = 1):
-        tiles = np.array(tiles, dtype=np.int64, copy=True).reshape(-1, 6)
-        q_begin, q_end, k_begin, k_end, lo, hi = tiles.T
         assert q_rows >= 0 and k_rows >= 0 and q_rows + k_rows < 2**30, f"rows {q_rows}, {k_rows}: row arithmetic is int32"
-        places = None if places is None else np.array(places, dtype=np.int64).reshape(-1, 2)
-        if len(tiles):
-            least, most = tiles.min(axis=0).tolist(), tiles.max(axis=0).tolist()
-            inside = least[0] >= 0 and most[1] <= q_rows and least[2] >= 0 and most[3] <= k_rows
-            assert inside, f"a tile leaves the {q_rows} query rows or the {k_rows} key rows"
-            assert (tiles[:, ::2] < tiles[:, 1::2] + _LAST_IN_BAND).all(), "a tile or its band is empty"
-            live = (lo < q_end - k_begin) & (hi > q_begin - k_end)
-            if not live.all():
-                tiles, places = tiles[live], None if places is None else places[live]
-            # every difference of rows lies within, and the kernels' row - lo must not overflow
-            if least[LO] < -k_rows or most[LO] > q_rows or least[HI] < -k_rows or most[HI] > q_rows:
-                tiles[:, LO:] = np.minimum(np.maximum(tiles[:, LO:], -k_rows), q_rows)
+        tiles, live = settle(np.asarray(tiles, dtype=np.int64).reshape(-1, 6), int(q_rows), int(k_rows))
+        if places is not None:
+            places = np.array(places, dtype=np.int64).reshape(-1, 2)
+            places = places if live is None else places[live]
         tiles.setflags(write=False)
         self.tiles, self.q_rows, self.k_rows = tiles, int(q_rows), int(k_rows)
         self.places, self.stride = places, int(stride)
@@ -154,6 +144,30 @@ class TileTable:
 
     def __repr__(self) -> str:
         return f"TileTable({len(self.tiles)} tiles, {self.q_rows} x {self.k_rows} rows)"
+
+
+def settle(tiles: np.ndarray, q_rows: int, k_rows: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """A copy of the tiles that have a live pair, with bands within the rows, and which those are (None: all)."""
+    native = plans()
+    if native is not None:
+        settled, kept = native.settle(tiles, q_rows, k_rows)
+        return integers((settled,), 6, dtype=np.int64)[0], None if kept is None else np.frombuffer(kept, dtype=bool)
+    tiles = tiles.copy()
+    if not len(tiles):
+        return tiles, None
+    q_begin, q_end, k_begin, k_end, lo, hi = tiles.T
+    least, most = tiles.min(axis=0).tolist(), tiles.max(axis=0).tolist()
+    inside = least[0] >= 0 and most[1] <= q_rows and least[2] >= 0 and most[3] <= k_rows
+    assert inside, f"a tile leaves the {q_rows} query rows or the {k_rows} key rows"
+    assert (tiles[:, ::2] < tiles[:, 1::2] + _LAST_IN_BAND).all(), "a tile or its band is empty"
+    live = (lo < q_end - k_begin) & (hi > q_begin - k_end)
+    some_die = not live.all()
+    if some_die:
+        tiles = tiles[live]
+    # every difference of rows lies within, and the kernels' row - lo must not overflow
+    if least[LO] < -k_rows or most[LO] > q_rows or least[HI] < -k_rows or most[HI] > q_rows:
+        tiles[:, LO:] = np.minimum(np.maximum(tiles[:, LO:], -k_rows), q_rows)
+    return tiles, live if some_die else None
 
 
 def touched_in(items: np.ndarray) -> int:

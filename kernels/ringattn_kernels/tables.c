@@ -1,50 +1,10 @@
 /* The work that a batch never seen asks of its tile tables. `table.py`, `split_choice.py` and `hopper/` hold the same in NumPy, and say what each
    array means. Both give the same numbers in the same order. Arrays come as buffers of int32 or int64, and leave as bytearrays of int32. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
 enum { ROW, FIRST_SEGMENT, LAST_SEGMENT, SPLIT, ITEM_COLUMNS };
 enum { BEGIN, FULL_BEGIN, FULL_END, END, LO, HI, ROW_BEGIN, ROW_END, SEGMENT_COLUMNS };
-enum { TILE_COLUMNS = 6 };
-
-/* other threads go on during work on so many numbers or more */
-#define MANY 16384
-#define LARGEST ((int64_t)INT32_MAX)
 /* a lower bound of a time is computed in another order than the time: the two may round this much apart */
 #define ROUNDING 1e-9
-
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-/* a / b, rounded up; neither is negative */
-static inline int64_t parts(int64_t a, int64_t b) { return a / b + (a % b != 0); }
-
-static PyThreadState *release(int64_t numbers) { return numbers < MANY ? NULL : PyEval_SaveThread(); }
-
-static void resume(PyThreadState *thread) {
-  if (thread != NULL) PyEval_RestoreThread(thread);
-}
-
-static int in_range(const char *name, int64_t value, int64_t lowest) {
-  if (value >= lowest && value <= LARGEST) return 1;
-  PyErr_Format(PyExc_ValueError, "%s is %lld, but must be within %lld and 2**31 - 1", name, (long long)value, (long long)lowest);
-  return 0;
-}
-
-/* A table of integers of so many bytes, with at least so many columns; of int32 its rows follow one another. */
-static int open_table(PyObject *object, Py_buffer *buffer, Py_ssize_t itemsize, Py_ssize_t columns) {
-  int flags = itemsize == 4 ? PyBUF_C_CONTIGUOUS | PyBUF_FORMAT : PyBUF_RECORDS_RO;
-  if (PyObject_GetBuffer(object, buffer, flags)) return 0;
-  const char *format = buffer->format;
-  int integers = format != NULL && format[0] != 0 && format[1] == 0 && strchr("ilq", format[0]) != NULL;
-  if (buffer->ndim == 2 && integers && buffer->itemsize == itemsize && buffer->shape[1] >= columns && buffer->shape[0] < LARGEST) return 1;
-  PyErr_Format(PyExc_ValueError, "this is no table of integers of %zd bytes in %zd columns or more", itemsize, columns);
-  return 0;
-}
 
 /* Items and segments, as `open_table` opens them; the segments of each item are there. */
 static int open_blocks(PyObject *items, PyObject *segments, Py_buffer *of_items, Py_buffer *of_segments) {
@@ -79,44 +39,11 @@ static int64_t steps_of_item(const int32_t *item, const int32_t *segments, Py_ss
   return steps;
 }
 
-/* The numbers from 0 on in `order`, by falling keys, those of equal keys as they come. Keys are not negative; `spare` is as large as `order`. */
-static void sort_falling(const int64_t *keys, int64_t count, int64_t *order, int64_t *spare) {
-  int64_t highest = 0, *from = order, *to = spare;
-  int sorted = 1;
-  for (int64_t i = 0; i < count; i++) {
-    order[i] = i;
-    highest = most(highest, keys[i]);
-    sorted &= i == 0 || keys[i - 1] >= keys[i];
-  }
-  if (sorted) return;
-  /* digit by digit from the lowest */
-  for (int shift = 0; shift < 63 && highest >> shift; shift += 8) {
-    int64_t place[256] = {0}, before = 0;
-    for (int64_t i = 0; i < count; i++) place[(keys[i] >> shift) & 255]++;
-    for (int digit = 255; digit >= 0; digit--) {
-      int64_t there = place[digit];
-      place[digit] = before;
-      before += there;
-    }
-    for (int64_t i = 0; i < count; i++) to[place[(keys[from[i]] >> shift) & 255]++] = from[i];
-    int64_t *sorted_so_far = to;
-    to = from;
-    from = sorted_so_far;
-  }
-  if (from != order) memcpy(order, from, count * sizeof(int64_t));
-}
-
 /* ---- cut ---- */
 
 typedef struct {
   int64_t begin, end, other_begin, other_end, lo, hi;
 } Tile;
-
-static int64_t number_at(const Py_buffer *table, Py_ssize_t row, Py_ssize_t column) {
-  int64_t value;
-  memcpy(&value, (const char *)table->buf + row * table->strides[0] + column * table->strides[1], sizeof(value));
-  return value;
-}
 
 static Tile tile_at(const Py_buffer *tiles, Py_ssize_t row, int keys) {
   int64_t values[TILE_COLUMNS];

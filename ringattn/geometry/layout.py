@@ -17,11 +17,13 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from ringattn_kernels.native import integers, plans
+
 from ..check import BUILD_A_LAYOUT, BUILD_A_MASK, MAX_RANKS, MAX_TOKENS, instance, integer, listed, shown
 from ..check import dim as check_dim
 from ..digest import Digested, constant
 from .mask import Load, Mask
-from .region import Table, count_pairs
+from .region import Table, count_pairs, pairs_of
 from .region import common_stride as region_stride
 from .span import Span, Spans, common_stride, fold, look, refine, spans_to_table, spread
 
@@ -295,7 +297,7 @@ def _work(table: Table, shards: int, regions: Table, seq_len: int) -> np.ndarray
     queries, _ = refine(table, shards, stride)
     keys, _ = refine(sequence, 1, stride)
     tiles, span_of, _ = fold(queries, keys, regions, look(queries, regions))
-    return _sums(queries.shard[span_of], count_pairs(*tiles.T), shards)
+    return _sums(queries.shard[span_of], pairs_of(tiles), shards)
 
 
 def _work_of_chunks(edges: np.ndarray, regions: Table, seq_len: int) -> np.ndarray:
@@ -304,6 +306,9 @@ def _work_of_chunks(edges: np.ndarray, regions: Table, seq_len: int) -> np.ndarr
     if region_stride(regions) > 1:
         table = np.array([np.arange(chunks), edges[:-1], edges[1:] - edges[:-1], np.ones(chunks, dtype=np.int64)]).T
         return _work(table[table[:, 2] > 0], chunks, regions, seq_len)
+    native = plans()
+    if native is not None:
+        return np.frombuffer(native.work(edges, regions), dtype=np.int64)
     q_start, q_stop, k_start, k_stop, lo, hi, _ = regions.T
     region, chunk = spread(edges[1:].searchsorted(q_start, side="right"), edges[:-1].searchsorted(q_stop))
     q_start, q_stop, k_start, k_stop, lo, hi = (x[region] for x in (q_start, q_stop, k_start, k_stop, lo, hi))
@@ -319,12 +324,15 @@ def _sums(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
 
 
 def _balance(work: np.ndarray) -> float:
-    return float(work.max() / work.mean()) if work.any() else 1.0
+    total = int(work.sum())
+    return len(work) * int(work.max()) / total if total else 1.0
 
 
 def _deal(work: np.ndarray, world_size: int) -> np.ndarray:
     """Deal the chunks, the heaviest first, to the least loaded rank that has room: (world_size, n) chunks of each rank, ascending."""
-    room = len(work) // world_size
+    room, native = len(work) // world_size, plans()
+    if native is not None:
+        return integers((native.deal(work, world_size),), room, dtype=np.int64)[0]
     hands: list[list[int]] = [[] for _ in range(world_size)]
     # load * world_size + rank of the ranks that have room: the least load first, and of equal ones the first rank
     heap = list(range(world_size))

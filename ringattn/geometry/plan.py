@@ -17,12 +17,13 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from ringattn_kernels.native import integers, plans
 from ringattn_kernels.table import TileTable
 
 from ..check import BUILD_A_LAYOUT, BUILD_A_MASK, MAX_TOKENS, instance, integer
 from .layout import Layout
 from .mask import Mask
-from .region import K_STOP, Q_STOP, Table, count_pairs, tighten, trim
+from .region import K_STOP, Q_STOP, Table, count_pairs, pairs_of, tighten, trim
 from .region import common_stride as region_stride
 from .rows import Order, Rows, joined
 from .span import Sights, Span, Spans, SpanTable, common_stride, fold, look, refine, spans_to_table, spread
@@ -241,7 +242,7 @@ class _Tiles:
     @cached_property
     def pairs(self) -> list[list[int]]:
         """Live pairs by rank and owner."""
-        total = np.concatenate([[0], count_pairs(*self.table.T).cumsum()])[self.starts]
+        total = np.concatenate([[0], pairs_of(self.table).cumsum()])[self.starts]
         return (total[1:] - total[:-1]).reshape(-1, self.owners).tolist()
 
 
@@ -370,11 +371,14 @@ def make_tiles(table: Table, q_rows: int, k_rows: int, stride: int = 1) -> TileT
 
 def live_pairs(tiles: TileTable) -> int:
     """The number of live pairs."""
-    return int(count_pairs(*tiles.tiles.T).sum())
+    return int(pairs_of(tiles.tiles).sum())
 
 
 def half_of_pairs(tiles: TileTable, block: int) -> int:
     """How many of the first keys have half of the live pairs, down to a multiple of `block`; 0 if the keys cannot be divided."""
+    native = plans()
+    if native is not None:
+        return native.half(tiles.tiles, block, tiles.k_rows)
     columns = tiles.tiles.T
     k_begin, k_end = columns[_KEYS]
     pairs = count_pairs(*columns)
@@ -443,6 +447,10 @@ def is_full(tiles: Table) -> np.ndarray:
 
 def merge_full(tiles: Table) -> Table:
     """Join wholly live neighbours, first along the keys and then along the queries: fewer rows, the same pairs, at the same places."""
+    native = plans()
+    if native is not None:
+        joined_tiles = native.join(tiles)
+        return tiles if joined_tiles is None else integers((joined_tiles,), tiles.shape[1], dtype=np.int64)[0]
     full = is_full(tiles)
     if not full.any():
         return tiles

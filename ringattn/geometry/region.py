@@ -19,6 +19,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ringattn_kernels.native import plans
+
 Table: TypeAlias = NDArray[Any]  # int64
 
 # columns of a table
@@ -152,6 +154,12 @@ def count_pairs(q_begin: Table, q_end: Table, k_begin: Table, k_end: Table, lo: 
     pairs = (by_end[0] - by_end[1]) >> 1
     some = (q_begin < q_end) & (keys > 0) & (lo <= hi)
     return pairs if some.all() else np.where(some, pairs, 0)
+
+
+def pairs_of(tiles: Table) -> Table:
+    """The live pairs of each tile (q_begin, q_end, k_begin, k_end, lo, hi)."""
+    native = plans()
+    return count_pairs(*tiles.T) if native is None else np.frombuffer(native.count(tiles), dtype=np.int64)
 
 
 def _lift(regions: Table, stride: int) -> Table:

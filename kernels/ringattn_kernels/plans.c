@@ -1,0 +1,399 @@
+/* The work that a batch never seen asks of its layout and its plan. `geometry/layout.py`, `geometry/plan.py` and `table.py` hold the same in
+   NumPy, and say what each array means. Both give the same numbers in the same order. Arrays come as buffers of int64, and leave as bytearrays
+   of int64. */
+
+typedef struct {
+  int64_t q_begin, q_end, k_begin, k_end, lo, hi;
+} Box;
+
+static Box box_at(const Py_buffer *tiles, Py_ssize_t row) {
+  int64_t at[TILE_COLUMNS];
+  for (int column = 0; column < TILE_COLUMNS; column++) at[column] = number_at(tiles, row, column);
+  return (Box){at[0], at[1], at[2], at[3], at[4], at[5]};
+}
+
+static int open_numbers(PyObject *object, Py_buffer *buffer) {
+  if (PyObject_GetBuffer(object, buffer, PyBUF_RECORDS_RO)) return 0;
+  const char *format = buffer->format;
+  if (buffer->ndim == 1 && format != NULL && format[0] != 0 && format[1] == 0 && strchr("lq", format[0]) && buffer->itemsize == 8) return 1;
+  PyErr_SetString(PyExc_ValueError, "this is no array of integers of 8 bytes");
+  return 0;
+}
+
+static int64_t entry(const Py_buffer *numbers, Py_ssize_t i) {
+  int64_t value;
+  memcpy(&value, (const char *)numbers->buf + i * numbers->strides[0], sizeof(value));
+  return value;
+}
+
+/* A bytearray for so many int64, uninitialised. */
+static PyObject *new_numbers(int64_t count) { return PyByteArray_FromStringAndSize(NULL, count * 8); }
+
+static int64_t *numbers_of(PyObject *numbers) { return (int64_t *)PyByteArray_AS_STRING(numbers); }
+
+/* ---- count ---- */
+
+/* Twice the sum of max(0, x) over x < n. It wraps as in NumPy; differences are right. */
+static uint64_t twice_below(uint64_t n) { return (int64_t)n > 0 ? n * (n - 1) : 0; }
+
+/* Twice the number of keys j <= i - low of a box, summed over i < end. */
+static uint64_t twice_keys(const Box *box, uint64_t end, uint64_t low) {
+  uint64_t n = end - low + 1 - (uint64_t)box->k_begin;
+  return twice_below(n) - twice_below(n - (uint64_t)(box->k_end - box->k_begin));
+}
+
+static int64_t pairs_in(const Box *box) {
+  if (box->q_begin >= box->q_end || box->k_begin >= box->k_end || box->lo > box->hi) return 0;
+  uint64_t lo = box->lo, above = (uint64_t)box->hi + 1, begin = box->q_begin, end = box->q_end;
+  uint64_t twice = twice_keys(box, end, lo) - twice_keys(box, end, above) - twice_keys(box, begin, lo) + twice_keys(box, begin, above);
+  return (int64_t)twice >> 1;
+}
+
+/* count(tiles): the live pairs of each, as `region.count_pairs` */
+static PyObject *count_tiles(PyObject *self, PyObject *tiles) {
+  Py_buffer of_tiles = {0};
+  PyObject *result = NULL;
+  if (!open_table(tiles, &of_tiles, 8, TILE_COLUMNS)) goto done;
+  result = new_numbers(of_tiles.shape[0]);
+  if (result == NULL) goto done;
+  int64_t *pairs = numbers_of(result);
+  PyThreadState *thread = release(of_tiles.shape[0]);
+  for (Py_ssize_t i = 0; i < of_tiles.shape[0]; i++) {
+    Box box = box_at(&of_tiles, i);
+    pairs[i] = pairs_in(&box);
+  }
+  resume(thread);
+
+done:
+  PyBuffer_Release(&of_tiles);
+  return result;
+}
+
+/* half(tiles, block, rows of K): as `plan.half_of_pairs` */
+static PyObject *half_of_pairs(PyObject *self, PyObject *args) {
+  PyObject *tiles, *result = NULL;
+  Py_buffer of_tiles = {0};
+  Box *boxes = NULL;
+  long long block, rows;
+  if (!PyArg_ParseTuple(args, "OLL", &tiles, &block, &rows)) return NULL;
+  if (!in_range("block", block, 1) || !in_range("rows", rows, 0)) return NULL;
+  if (!open_table(tiles, &of_tiles, 8, TILE_COLUMNS)) goto done;
+  int64_t count = of_tiles.shape[0], total = 0, low = 0, high = 0, before = 0;
+  boxes = malloc(count * sizeof(Box) + 1);
+  if (boxes == NULL) {
+    PyErr_NoMemory();
+    goto done;
+  }
+  PyThreadState *thread = release(count);
+  for (int64_t i = 0; i < count; i++) {
+    boxes[i] = box_at(&of_tiles, i);
+    total += pairs_in(&boxes[i]);
+    high = most(high, boxes[i].k_end);
+  }
+  /* more keys than `low` have half of the pairs, and `high` have; `boxes` are those that both do not decide, `before` the pairs of those below */
+  while (high - low > 1 && !((low + 1) / block == high / block && high >= block)) {
+    int64_t middle = low + (high - low) / 2, pairs = before, left = 0;
+    for (int64_t i = 0; i < count; i++) {
+      Box box = boxes[i];
+      box.k_end = least(box.k_end, middle);
+      pairs += pairs_in(&box);
+    }
+    int enough = 2 * pairs >= total;
+    *(enough ? &high : &low) = middle;
+    for (int64_t i = 0; i < count; i++) {
+      if (enough ? boxes[i].k_begin < high : boxes[i].k_end > low) {
+        boxes[left++] = boxes[i];
+      } else if (!enough) {
+        before += pairs_in(&boxes[i]);
+      }
+    }
+    count = left;
+  }
+  resume(thread);
+  int64_t half = total == 0 ? 0 : high > block ? high - high % block : high;
+  result = PyLong_FromLongLong(half < rows ? half : 0);
+
+done:
+  free(boxes);
+  PyBuffer_Release(&of_tiles);
+  return result;
+}
+
+/* ---- join ---- */
+
+/* Boxes of so many columns that are joined along an axis: 0 queries, 2 keys. */
+typedef struct {
+  int64_t *boxes, columns;
+  int axis;
+} Joined;
+
+static const int64_t *row_of(const Joined *joined, int64_t i) { return joined->boxes + i * joined->columns; }
+
+/* How two boxes differ in all but the axis and the bands: less than 0 if the first comes first. */
+static int difference(const Joined *joined, const int64_t *a, const int64_t *b) {
+  for (int column = 2 - joined->axis; column < 4 - joined->axis; column++) {
+    if (a[column] != b[column]) return a[column] < b[column] ? -1 : 1;
+  }
+  for (int64_t column = TILE_COLUMNS; column < joined->columns; column++) {
+    if (a[column] != b[column]) return a[column] < b[column] ? -1 : 1;
+  }
+  return 0;
+}
+
+static int in_order(const Joined *joined, const int64_t *a, const int64_t *b) {
+  int differ = difference(joined, a, b);
+  return differ ? differ < 0 : a[joined->axis] <= b[joined->axis];
+}
+
+/* Order the numbers of boxes by merging, those of equal boxes as they come; returns where they are in the end. */
+static int64_t *sort_boxes(const Joined *joined, int64_t count, int64_t *order, int64_t *spare) {
+  for (int64_t i = 0; i < count; i++) order[i] = i;
+  for (int64_t width = 1; width < count; width *= 2) {
+    for (int64_t begin = 0; begin < count; begin += 2 * width) {
+      int64_t middle = least(begin + width, count), end = least(begin + 2 * width, count), a = begin, b = middle;
+      for (int64_t i = begin; i < end; i++) {
+        int first = a < middle && (b == end || in_order(joined, row_of(joined, order[a]), row_of(joined, order[b])));
+        spare[i] = order[first ? a++ : b++];
+      }
+    }
+    int64_t *sorted = spare;
+    spare = order;
+    order = sorted;
+  }
+  return order;
+}
+
+/* Join boxes that touch along the axis; they go to `to`, ordered. Returns how many are left. */
+static int64_t join_boxes(const Joined *joined, int64_t count, int64_t *to, int64_t *order) {
+  const int64_t *sorted = sort_boxes(joined, count, order, order + count);
+  int64_t left = 0, columns = joined->columns;
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t *box = row_of(joined, sorted[i]);
+    int64_t *last = left ? to + (left - 1) * columns : to;
+    if (left && last[joined->axis + 1] == box[joined->axis] && !difference(joined, last, box)) {
+      last[joined->axis + 1] = box[joined->axis + 1];
+    } else {
+      memcpy(to + left++ * columns, box, columns * sizeof(int64_t));
+    }
+  }
+  return left;
+}
+
+/* join(tiles): as `plan.merge_full`; None where that changes nothing */
+static PyObject *join_tiles(PyObject *self, PyObject *tiles) {
+  Py_buffer of_tiles = {0};
+  PyObject *result = NULL;
+  int64_t *memory = NULL;
+  if (!open_table(tiles, &of_tiles, 8, TILE_COLUMNS)) goto done;
+  int64_t count = of_tiles.shape[0], columns = of_tiles.shape[1], full = 0, rest = 0;
+  memory = malloc(count * (3 * columns + 2) * sizeof(int64_t) + 1);
+  if (memory == NULL) {
+    PyErr_NoMemory();
+    goto done;
+  }
+  int64_t *others = memory, *boxes = others + count * columns, *spare = boxes + count * columns, *order = spare + count * columns;
+  PyThreadState *thread = release(count * columns);
+  for (int64_t i = 0; i < count; i++) {
+    Box box = box_at(&of_tiles, i);
+    int live = box.lo <= box.q_begin - box.k_end + 1 && box.hi >= box.q_end - 1 - box.k_begin;
+    int64_t *to = (live ? boxes + full++ * columns : others + rest++ * columns);
+    for (int64_t column = 0; column < columns; column++) to[column] = number_at(&of_tiles, i, column);
+  }
+  int any = full > 0;
+  if (full > 1) {
+    full = join_boxes(&(Joined){boxes, columns, 2}, full, spare, order);
+    if (full > 1) {
+      full = join_boxes(&(Joined){spare, columns, 0}, full, boxes, order);
+    } else {
+      memcpy(boxes, spare, columns * sizeof(int64_t));
+    }
+  }
+  for (int64_t *box = boxes; box < boxes + full * columns; box += columns) {
+    box[4] = box[0] - box[3] + 1;
+    box[5] = box[1] - 1 - box[2];
+  }
+  resume(thread);
+  if (!any) {
+    result = Py_NewRef(Py_None);
+    goto done;
+  }
+  result = new_numbers((rest + full) * columns);
+  if (result == NULL) goto done;
+  memcpy(numbers_of(result), others, rest * columns * sizeof(int64_t));
+  memcpy(numbers_of(result) + rest * columns, boxes, full * columns * sizeof(int64_t));
+
+done:
+  free(memory);
+  PyBuffer_Release(&of_tiles);
+  return result;
+}
+
+/* ---- settle ---- */
+
+/* settle(tiles, rows of Q, rows of K): (tiles, which are left, or None for all), as `TileTable` holds them; AssertionError as there */
+static PyObject *settle_tiles(PyObject *self, PyObject *args) {
+  PyObject *tiles, *settled = NULL, *kept = NULL, *result = NULL;
+  Py_buffer of_tiles = {0};
+  long long q_rows, k_rows;
+  if (!PyArg_ParseTuple(args, "OLL", &tiles, &q_rows, &k_rows)) return NULL;
+  if (!open_table(tiles, &of_tiles, 8, TILE_COLUMNS)) goto done;
+  int64_t count = of_tiles.shape[0], left = 0;
+  settled = new_numbers(count * TILE_COLUMNS);
+  kept = PyByteArray_FromStringAndSize(NULL, count);
+  if (settled == NULL || kept == NULL) goto done;
+  int64_t *to = numbers_of(settled);
+  char *live = PyByteArray_AS_STRING(kept);
+  int inside = 1, some = 1;
+  for (int64_t i = 0; i < count; i++) {
+    Box box = box_at(&of_tiles, i);
+    inside &= box.q_begin >= 0 && box.q_end <= q_rows && box.k_begin >= 0 && box.k_end <= k_rows;
+    some &= box.q_begin < box.q_end && box.k_begin < box.k_end && box.lo <= box.hi;
+    live[i] = box.lo < box.q_end - box.k_begin && box.hi > box.q_begin - box.k_end;
+    if (!live[i]) continue;
+    /* every difference of rows lies within, and the kernels' row - lo must not overflow */
+    int64_t row[] = {
+        box.q_begin, box.q_end, box.k_begin, box.k_end, least(most(box.lo, -k_rows), q_rows), least(most(box.hi, -k_rows), q_rows)};
+    memcpy(to + TILE_COLUMNS * left++, row, sizeof(row));
+  }
+  if (!inside) {
+    PyErr_Format(PyExc_AssertionError, "a tile leaves the %lld query rows or the %lld key rows", q_rows, k_rows);
+  } else if (!some) {
+    PyErr_SetString(PyExc_AssertionError, "a tile or its band is empty");
+  } else if (left == count) {
+    result = PyTuple_Pack(2, settled, Py_None);
+  } else if (PyByteArray_Resize(settled, left * TILE_COLUMNS * 8) == 0) {
+    result = PyTuple_Pack(2, settled, kept);
+  }
+
+done:
+  Py_XDECREF(settled);
+  Py_XDECREF(kept);
+  PyBuffer_Release(&of_tiles);
+  return result;
+}
+
+/* ---- deal ---- */
+
+/* work(edges, regions): the live pairs of the queries of each chunk between two edges, as `layout._work_of_chunks` of regions of stride 1 */
+static PyObject *work_of_chunks(PyObject *self, PyObject *args) {
+  PyObject *edges, *regions, *result = NULL;
+  Py_buffer of_edges = {0}, of_regions = {0};
+  if (!PyArg_ParseTuple(args, "OO", &edges, &regions)) return NULL;
+  if (!open_numbers(edges, &of_edges) || !open_table(regions, &of_regions, 8, TILE_COLUMNS)) goto done;
+  int64_t chunks = most(of_edges.shape[0] - 1, 0);
+  result = new_numbers(chunks);
+  if (result == NULL) goto done;
+  int64_t *work = numbers_of(result);
+  memset(work, 0, chunks * sizeof(int64_t));
+  PyThreadState *thread = release(of_regions.shape[0] + chunks);
+  for (Py_ssize_t i = 0; i < of_regions.shape[0]; i++) {
+    Box region = box_at(&of_regions, i), part = region;
+    /* the first chunk that ends after the first query */
+    int64_t first = 0, last = chunks;
+    while (first < last) {
+      int64_t middle = (first + last) / 2;
+      if (entry(&of_edges, middle + 1) > region.q_begin) {
+        last = middle;
+      } else {
+        first = middle + 1;
+      }
+    }
+    for (int64_t chunk = first; chunk < chunks && entry(&of_edges, chunk) < region.q_end; chunk++) {
+      part.q_begin = most(region.q_begin, entry(&of_edges, chunk));
+      part.q_end = least(region.q_end, entry(&of_edges, chunk + 1));
+      work[chunk] += pairs_in(&part);
+    }
+  }
+  resume(thread);
+
+done:
+  PyBuffer_Release(&of_edges);
+  PyBuffer_Release(&of_regions);
+  return result;
+}
+
+typedef struct {
+  int64_t load, rank, held;
+} Hand;
+
+static int lighter(const Hand *a, const Hand *b) { return a->load != b->load ? a->load < b->load : a->rank < b->rank; }
+
+/* The first hand of a heap has changed: move it to its place. */
+static void sift(Hand *heap, int64_t count) {
+  Hand moved = heap[0];
+  int64_t at = 0;
+  for (int64_t child = 1; child < count; at = child, child = 2 * at + 1) {
+    child += child + 1 < count && lighter(&heap[child + 1], &heap[child]);
+    if (!lighter(&heap[child], &moved)) break;
+    heap[at] = heap[child];
+  }
+  heap[at] = moved;
+}
+
+/* deal(work, ranks): the chunks of each rank, as `layout._deal` */
+static PyObject *deal_chunks(PyObject *self, PyObject *args) {
+  PyObject *work, *result = NULL;
+  Py_buffer of_work = {0};
+  int64_t *memory = NULL;
+  Hand *heap = NULL;
+  long long ranks;
+  if (!PyArg_ParseTuple(args, "OL", &work, &ranks)) return NULL;
+  if (!in_range("ranks", ranks, 1)) return NULL;
+  if (!open_numbers(work, &of_work)) goto done;
+  int64_t chunks = of_work.shape[0], room = chunks / ranks, left = ranks, rows = 0;
+  if (chunks % ranks) {
+    PyErr_Format(PyExc_ValueError, "there are %lld chunks for %lld ranks", (long long)chunks, ranks);
+    goto done;
+  }
+  memory = malloc((4 * chunks + 2 * ranks) * sizeof(int64_t));
+  heap = malloc(ranks * sizeof(Hand));
+  result = new_numbers(chunks);
+  if (memory == NULL || heap == NULL || result == NULL) {
+    Py_CLEAR(result);
+    PyErr_NoMemory();
+    goto done;
+  }
+  int64_t *keys = memory, *order = keys + chunks, *spare = order + chunks, *rank_of = spare + chunks, *row = rank_of + chunks, *held = row + ranks;
+  PyThreadState *thread = release(chunks);
+  for (int64_t i = 0; i < chunks; i++) keys[i] = most(entry(&of_work, i), 0);
+  sort_falling(keys, chunks, order, spare);
+  for (int64_t rank = 0; rank < ranks; rank++) {
+    heap[rank] = (Hand){0, rank, 0};
+    row[rank] = -1;
+    held[rank] = 0;
+  }
+  for (int64_t i = 0; i < chunks; i++) {
+    rank_of[order[i]] = heap[0].rank;
+    heap[0].load += keys[order[i]];
+    if (++heap[0].held == room) heap[0] = heap[--left];
+    sift(heap, left);
+  }
+  /* ranks by their first chunk, so that neighbours in the ring hold neighbouring text */
+  int64_t *hands = numbers_of(result);
+  for (int64_t chunk = 0; chunk < chunks; chunk++) {
+    int64_t rank = rank_of[chunk];
+    if (row[rank] < 0) row[rank] = rows++;
+    hands[row[rank] * room + held[rank]++] = chunk;
+  }
+  resume(thread);
+
+done:
+  free(memory);
+  free(heap);
+  PyBuffer_Release(&of_work);
+  return result;
+}
+
+static PyMethodDef methods[] = {
+    {"count", count_tiles, METH_O, "Live pairs of each tile."},
+    {"half", half_of_pairs, METH_VARARGS, "How many of the first keys have half of the live pairs."},
+    {"join", join_tiles, METH_O, "Tiles of which wholly live neighbours are joined."},
+    {"settle", settle_tiles, METH_VARARGS, "Tiles that have a live pair, with bands within the rows."},
+    {"work", work_of_chunks, METH_VARARGS, "Live pairs of the queries of each chunk."},
+    {"deal", deal_chunks, METH_VARARGS, "The chunks of each rank."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "ringattn_plans", NULL, -1, methods};
+
+PyMODINIT_FUNC PyInit_ringattn_plans(void) { return PyModule_Create(&definition); }

@@ -1,0 +1,155 @@
+"""`plans.c` and its twins in NumPy give the same numbers."""
+
+import importlib.util
+import os
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ringattn as ra
+from ringattn.geometry import layout, plan, region
+from ringattn_kernels import native, table
+
+USERS = layout, plan, region, table  # modules that call `plans.c`
+SEEDS = st.integers(0, 2**32 - 1)
+
+there_is_a_compiler = importlib.util.find_spec("triton") and any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
+pytestmark = pytest.mark.skipif(not there_is_a_compiler, reason="there is no compiler")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    import triton  # noqa: F401
+
+    assert native.plans() is not None, "plans.c does not compile"
+
+
+def assert_same(function, *given):
+    """A function gives the same with `plans.c` and without it."""
+    found = function(*given)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in USERS:
+            patch.setattr(module, "plans", lambda: None)
+        wanted = function(*given)
+    found, wanted = (x if isinstance(x, tuple) else (x,) for x in (found, wanted))
+    for x, y in zip(found, wanted, strict=True):
+        assert type(x) is type(y)
+        np.testing.assert_array_equal(x, y, strict=True)
+
+
+def random_tiles(random: np.random.Generator, columns: int = 6) -> tuple[np.ndarray, int, int]:
+    """Disjoint tiles in a grid of boxes, most of them wholly live; some with bands that the rows do not reach."""
+    sizes = [np.unique([0, *random.integers(1, 200, random.integers(1, 7))]) for _ in range(2)]
+    (q, k), (q_rows, k_rows) = sizes, [int(bounds[-1]) for bounds in sizes]
+    boxes = [(a, b, c, d) for a, b in zip(q, q[1:]) for c, d in zip(k, k[1:]) if random.random() < 0.8]
+    table = np.zeros((len(boxes), columns), dtype=np.int64)
+    for row, (a, b, c, d) in zip(table, boxes):
+        least, most = a - d + 1, b - 1 - c
+        spare = int(random.choice([0, 0, 1, 500, 2**40]))
+        band = (least - spare, most + spare) if random.random() < 0.8 else np.sort(random.integers(least, most + 1, 2))
+        row[:6] = a, b, c, d, *band
+    # few places: boxes join only where they have the same
+    table[:, 6:] = random.integers(0, 2, (len(boxes), 1))
+    table = random.permutation(table)
+    return (
+        (np.asfortranarray(table) if random.integers(2) else table),
+        q_rows + int(random.integers(3)),
+        k_rows + int(random.integers(3)),
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=SEEDS, columns=st.sampled_from([6, 8]))
+def test_neighbours_are_joined_and_tiles_settled(seed, columns):
+    tiles, q_rows, k_rows = random_tiles(np.random.default_rng(seed), columns)
+    assert_same(plan.merge_full, tiles)
+    # bands beside the rows, too
+    tiles[:, 4:6] += np.random.default_rng(seed).choice([0, 0, 150, -150, 2**35], len(tiles))[:, None]
+    assert_same(table.settle, tiles[:, :6], q_rows, k_rows)
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=SEEDS, block=st.sampled_from([1, 2, 7, 16, 128, 10**6]))
+def test_pairs_are_counted_and_halved(seed, block):
+    random = np.random.default_rng(seed)
+    tiles, q_rows, k_rows = random_tiles(random)
+    assert_same(region.pairs_of, tiles)
+    assert_same(plan.half_of_pairs, table.TileTable(tiles, q_rows, k_rows), block)
+    # any numbers, boxes without a pair among them
+    assert_same(region.pairs_of, random.integers(-20, 20, (50, 6)))
+    assert_same(region.pairs_of, random.integers(-(2**31), 2**31, (50, 6)))
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=SEEDS, ranks=st.integers(1, 9), each=st.integers(1, 20), largest=st.sampled_from([0, 1, 5, 2**50]))
+def test_chunks_are_dealt(seed, ranks, each, largest):
+    random = np.random.default_rng(seed)
+    assert_same(layout._deal, random.integers(0, largest + 1, ranks * each), ranks)
+    tokens = int(random.integers(1, 300))
+    regions = ra.documents(np.unique([0, *random.integers(0, tokens, 9), tokens]).tolist(), causal=bool(seed % 2)).regions(tokens)
+    assert_same(layout._work_of_chunks, layout._edges(tokens, ranks, each), np.asfortranarray(regions), tokens)
+
+
+def refused(error, message, name, *given):
+    with pytest.raises(error, match=message):
+        getattr(native.plans(), name)(*given)
+
+
+TILES, WORK = np.array([[0, 4, 0, 4, -3, 3]]), np.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("count", (TILES[:, :5],), "no table of integers of 8 bytes in 6 columns"),
+        ("join", (TILES.astype(float),), "no table of integers"),
+        ("settle", (TILES.astype(np.int32), 4, 4), "no table of integers"),
+        ("half", (TILES, 0, 4), "block is 0, but must be within 1"),
+        ("half", (TILES[0], 1, 4), "no table of integers"),
+        ("deal", (WORK, 3), "there are 4 chunks for 3 ranks"),
+        ("deal", (WORK, 0), "ranks is 0"),
+        ("deal", (WORK.astype(np.int32), 2), "no array of integers of 8 bytes"),
+        ("deal", (WORK[None], 2), "no array of integers of 8 bytes"),
+        ("work", (WORK.astype(float), TILES), "no array of integers of 8 bytes"),
+        ("work", (WORK, TILES[:, :5]), "no table of integers"),
+    ],
+)
+def test_what_would_be_read_elsewhere_is_refused(name, given, message):
+    refused(ValueError, message, name, *given)
+
+
+@pytest.mark.parametrize(
+    ("tile", "message"),
+    [
+        ((-1, 4, 0, 4, -3, 3), "a tile leaves the 4 query rows or the 5 key rows"),
+        ((0, 5, 0, 4, -3, 3), "a tile leaves"),
+        ((0, 4, 0, 6, -3, 3), "a tile leaves"),
+        ((4, 4, 0, 4, -3, 3), "a tile or its band is empty"),
+        ((0, 4, 0, 4, 1, 0), "a tile or its band is empty"),
+    ],
+    ids=str,
+)
+def test_bad_tiles_fail_as_in_numpy(monkeypatch, tile, message):
+    for _ in range(2):
+        with pytest.raises(AssertionError, match=message):
+            table.TileTable(np.array([tile]), 4, 5)
+        monkeypatch.setattr(table, "plans", lambda: None)
+
+
+def test_long_tables_are_the_same_while_other_threads_go_on():
+    bounds = np.linspace(0, 1 << 22, 20_001).astype(int)
+    mask = ra.documents(bounds.tolist())
+    tiles = np.column_stack([bounds[:-1], bounds[1:]] * 2 + [0 * bounds[1:], np.diff(bounds)])
+    assert_same(region.pairs_of, tiles)
+    assert_same(plan.merge_full, tiles)
+    assert_same(layout._work_of_chunks, layout._edges(1 << 22, 8, 64), mask.regions(1 << 22), 1 << 22)
+    assert_same(layout._deal, np.random.default_rng(0).integers(0, 99, 1 << 15), 64)
+
+
+def test_nothing_is_compiled_where_triton_was_not_imported(monkeypatch):
+    monkeypatch.delitem(sys.modules, "triton")
+    assert native.plans() is None
