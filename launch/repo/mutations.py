@@ -12,6 +12,7 @@ PLAN = "tests/geometry/test_plan.py"
 LAYOUT = "tests/geometry/test_layout.py"
 MASK = "tests/geometry/test_mask.py"
 ROWS = "tests/geometry/test_rows.py"
+IN_C = "tests/geometry/test_plans_in_c.py"
 SCHEDULES = "tests/schedule/test_schedules.py"
 PROGRAM = "tests/schedule/test_program.py"
 EXACT = "tests/test_attention.py -k dout_on_one_rank_only"
@@ -533,7 +534,21 @@ MUTATIONS = (
         "same = [2 - axis, 3 - axis, *range(_TILE, len(boxes))]",
         "same = [2 - axis, 3 - axis]",
         "tiles of other positions are joined",
-        SCORES,
+        f"{IN_C} -k joined",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/plans.c",
+        "for (int64_t column = TILE_COLUMNS; column < joined->columns; column++) {",
+        "for (int64_t column = TILE_COLUMNS + 1; column < joined->columns; column++) {",
+        "tiles of other positions are joined in C",
+        f"{IN_C} -k joined",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/plans.c",
+        "a->load != b->load ? a->load < b->load : a->rank < b->rank",
+        "a->load < b->load",
+        "chunks of equal work go to other ranks in C than in NumPy, so ranks with and without a compiler disagree",
+        f"{IN_C} -k dealt",
     ),
     Mutation(
         "ringattn/device/blocked.py",

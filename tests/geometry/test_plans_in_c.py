@@ -53,7 +53,7 @@ def random_tiles(random: np.random.Generator, columns: int = 6) -> tuple[np.ndar
         band = (least - spare, most + spare) if random.random() < 0.8 else np.sort(random.integers(least, most + 1, 2))
         row[:6] = a, b, c, d, *band
     # few places: boxes join only where they have the same
-    table[:, 6:] = random.integers(0, 2, (len(boxes), 1))
+    table[:, 6:] = random.integers(0, 2, (len(boxes), columns - 6))
     table = random.permutation(table)
     return (
         (np.asfortranarray(table) if random.integers(2) else table),

@@ -30,7 +30,7 @@ def test_each_old_text_occurs_once(mutants):
 
 
 def test_mutated_files_are_still_python(mutants):
-    for mutation in mutants.MUTATIONS:
+    for mutation in (m for m in mutants.MUTATIONS if m.file.endswith(".py")):
         compile((ROOT / mutation.file).read_text().replace(mutation.old, mutation.new), mutation.file, "exec")
 
 
