@@ -410,7 +410,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ringattn/transport/channels.py",
-        "while occupied and occupied[0][1] < end and occupied[0][2] > first:",
+        "while oldest < count and occupied[oldest][0] < end and occupied[oldest][1] > first:",
         "while False:",
         "a channel forgets which chunks lie in a place",
         STAGED,

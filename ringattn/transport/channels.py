@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,7 +49,8 @@ class Channel:
         self.count = 0  # chunks placed so far
         self._base = begin + (distance - 1) * capacity
         self._head = 0
-        self._occupied: deque[tuple[int, int, int]] = deque()  # (number, begin, end), oldest first
+        self._occupied: dict[int, tuple[int, int]] = {}  # (begin, end) of each chunk from number `_oldest` on
+        self._oldest = 0
 
     def has_to_await(self, must_be_read: int) -> bool:
         """Whether the sender still has to wait until so many chunks are read; it does so now."""
@@ -66,17 +66,20 @@ class Channel:
 
     def next(self, nbytes: int) -> tuple[int, int]:
         """The offset of the next chunk, of so many bytes, and what must be read before: see `PlacedChunk`."""
-        must_be_read, occupied, first = 0, self._occupied, self._head
+        # a function less than with a deque: recorded passes come here for each chunk
+        count, occupied, first, oldest, must_be_read = self.count, self._occupied, self._head, self._oldest, 0
         if first + nbytes > self._capacity:
             # wrap around; the chunks behind `first` are older than all those at the start
-            while occupied and occupied[0][1] >= first:
-                must_be_read = occupied.popleft()[0] + 1
+            while oldest < count and occupied[oldest][0] >= first:
+                del occupied[oldest]
+                must_be_read = oldest = oldest + 1
             first = 0
         self._head = end = first + nbytes
-        while occupied and occupied[0][1] < end and occupied[0][2] > first:
-            must_be_read = occupied.popleft()[0] + 1
-        occupied.append((self.count, first, end))
-        self.count += 1
+        while oldest < count and occupied[oldest][0] < end and occupied[oldest][1] > first:
+            del occupied[oldest]
+            must_be_read = oldest = oldest + 1
+        occupied[count] = first, end
+        self.count, self._oldest = count + 1, oldest
         return self._base + first, must_be_read
 
 

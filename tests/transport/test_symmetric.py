@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections import Counter
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ import torch.distributed as dist
 import ringattn as ra
 from ringattn.device import local
 from ringattn.device.streams import SideBySide
+from ringattn.runtime.groups import get_context
 from ringattn.transport import SilentTransport, cuda_memory
 from ringattn.transport.cuda_memory import CudaMemory, unmap_kept
 from ringattn.transport.symmetric import SymmetricTransport, obstacle
+from ringattn_kernels import direct, recordings, submission
 from tests.counting import calls_of
 
 
@@ -142,6 +145,8 @@ class Driver:
                 event.wait(self)
 
         class Event:
+            cuda_event = 1
+
             def record(self, stream):
                 driver.called["record"] += 1
 
@@ -252,6 +257,61 @@ def test_what_a_call_costs_the_host(size, driver, monkeypatch):
         calls, _ = calls_of(one_pass)
         assert [driver.called[name] for name in COUNTED] == counts
         assert calls <= most
+
+
+# a function in C that takes nothing, and returns 0 as a driver's function does
+DOES_NOTHING = ctypes.CDLL(None).sched_yield
+
+
+@pytest.fixture
+def replaying(driver, monkeypatch):
+    """Passes on the CPU are recorded and replayed, with no kernels among what they queue."""
+    address = ctypes.cast(DOES_NOTHING, ctypes.c_void_p).value
+    functions = submission.Functions((*[address] * 6, 0, 0, 0))
+    monkeypatch.setattr(submission, "driver_functions", lambda: functions)
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 7)
+    for module in (recordings, direct):
+        monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream: stream)
+
+    def empty(x, dtype=None):
+        return torch.empty(x.shape, dtype=dtype or x.dtype)
+
+    stubs = {
+        "replayed": recordings.replay,
+        "recorded": recordings.recorded,
+        "state_of_replays": recordings.state,
+        "forward": lambda q, *_, state, **__: state or (empty(q), empty(q[..., 0].mT), empty(q[..., 0].mT)),
+        "backward": lambda *_, **__: None,
+        "contiguous": lambda pair: tuple(map(empty, pair)),
+        "queries": lambda q, out, dout, row_max, row_sum, *_, **__: local.Queries(q, dout, row_max, row_sum, row_sum),
+        "query_sums": lambda queries, *_: SimpleNamespace(finish=lambda dtype: empty(queries.q, dtype)),
+        "add": lambda *_: None,
+        "rounded": lambda pair, dtype: tuple(empty(x, dtype) for x in pair),
+        "streams": lambda *_: SideBySide(torch.device("cuda", 0)),
+    }
+    for name, stub in stubs.items():
+        monkeypatch.setattr(local, name, stub)
+
+
+def replayed_calls(size, schedule):
+    """How many functions the forward and the backward pass of a replayed call take on rank 0."""
+    group, layout, outs = OnNoDevice(None, control=SilentTransport(0, size)), ra.zigzag(64 * size, size), []
+    q, k, v, dout = (torch.randn(1, 64, h, 8) for h in (4, 2, 2, 4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for _ in range(6):
+        forward, _ = calls_of(lambda: outs.append(ra.ring_attention(*leaves, layout=layout, group=group, schedule=schedule)))
+        backward, _ = calls_of(lambda: torch.autograd.grad(outs.pop(), leaves, dout))
+    (ready,) = get_context(group).ready.values()
+    assert ready._backward is not None
+    return forward, backward
+
+
+@pytest.mark.parametrize("schedule", [None, ra.ring(), ra.gather()], ids=str)
+def test_a_replayed_call_of_eight_ranks_costs_little_more_than_one_of_four(schedule, replaying):
+    """Each pass takes at most 1.3 times as many functions: its launches and messages are queued by one of them, in C."""
+    of_four, of_eight = replayed_calls(4, schedule), replayed_calls(8, schedule)
+    assert all(eight <= 1.3 * four for four, eight in zip(of_four, of_eight)), (of_four, of_eight)
 
 
 class MemoryOperation(ctypes.Structure):
