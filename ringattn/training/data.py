@@ -32,6 +32,7 @@ Batch = dict[str, Any]
 # these describe the whole sequence on every rank, whatever their shape
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _WHOLE = frozenset({*_BOUNDS, "max_length_q", "max_length_k", "num_items_in_batch"})
+_END: Any = object()  # what follows a loader's last batch
 
 
 def pack(
@@ -186,9 +187,10 @@ class ShardedBatches:
         self, loader: Iterator[Mapping[str, Any]], stream: torch.cuda.Stream | None = None
     ) -> tuple[Layout, Batch] | None:
         """The loader's next batch, cut and prepared; None after the last."""
-        batch = next(loader, None)
-        if batch is None:
+        batch = next(loader, _END)
+        if batch is _END:
             return None
+        check.instance("a batch of the loader", batch, Mapping, "give a dict of whole sequences")
         tokens = tokens_of(batch).shape[1]
         mask = packed_documents(batch)
         if ends := _ends_of_padding(batch, mask, tokens):

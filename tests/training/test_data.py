@@ -183,6 +183,14 @@ def test_a_dropped_iterator_leaves_no_thread(how):
     assert not threads_of_batches()
 
 
+@pytest.mark.parametrize("prepare", [None, lambda layout, mask: None], ids=["plain", "ahead"])
+def test_a_loader_that_gives_none_does_not_end_the_batches(prepare):
+    batches = iter(ahead([packed_batches(1)[0], None, packed_batches(1)[0]], prepare))
+    next(batches)
+    with pytest.raises(ValueError, match="a batch of the loader is None, but must be a Mapping: give a dict of whole sequences"):
+        next(batches)
+
+
 def failing(where, at):
     """(loader, prepare) of which one fails at a batch."""
 
