@@ -9,11 +9,12 @@ Shapes: b batch, s tokens of the whole sequence, s_local tokens of this rank.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -139,6 +140,13 @@ def shard_batch(batch: Mapping[str, Any], layout: Layout, rank: int) -> Batch:
     return out
 
 
+class _Loaded(NamedTuple):
+    """A batch as it is yielded, and the loader's state after it, if a thread goes on with the loader."""
+
+    found: tuple[Layout, Batch]
+    state: Any = None
+
+
 @dataclass(frozen=True)
 class ShardedBatches:
     """A data loader's batches, each cut to this rank's rows with `shard_batch`. Every rank of a ring iterates over the same loader.
@@ -155,6 +163,9 @@ class ShardedBatches:
     with `prepare`, its own code runs on the other: give it a generator of its own where it draws numbers. An error comes in the place of
     its batch. A dropped iterator ends its thread, after the batch under way. On GPUs, `prepare` runs on the stream that was current at the
     first batch.
+
+    A loader that can be resumed (torchdata's `StatefulDataLoader`) has `state_dict` and `load_state_dict`. Call those of `ShardedBatches`:
+    with `prepare`, the loader's own state is already that of the next batch.
     """
 
     loader: Iterable[Mapping[str, Any]]
@@ -162,6 +173,7 @@ class ShardedBatches:
     rank: int
     of_documents: Callable[[Mask, int], Layout] | None = None
     prepare: Callable[[Layout, Mask | None], object] | None = None
+    _latest: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)  # state after the batch yielded last
 
     def __post_init__(self) -> None:
         check.function("layouts", self.layouts, "of a number of tokens")
@@ -173,19 +185,39 @@ class ShardedBatches:
     def __iter__(self) -> Iterator[tuple[Layout, Batch]]:
         loader = iter(self.loader)
         if self.prepare is None:
-            while (found := self._following(loader)) is not None:
-                yield found
+            while (loaded := self._following(loader)) is not None:
+                yield loaded.found
             return
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         with ThreadPoolExecutor(1, "ringattn-batches") as worker:
             following = worker.submit(self._following, loader, stream)
-            while (found := following.result()) is not None:
+            while (loaded := following.result()) is not None:
                 following = worker.submit(self._following, loader, stream)
-                yield found
+                self._latest[:] = [loaded.state]
+                yield loaded.found
+        self._latest.clear()
 
-    def _following(
-        self, loader: Iterator[Mapping[str, Any]], stream: torch.cuda.Stream | None = None
-    ) -> tuple[Layout, Batch] | None:
+    def state_dict(self) -> Any:
+        """The loader's state after the batch that was yielded last, for a checkpoint. Raises ValueError where the loader has none."""
+        of_now = self._of_loader("state_dict")
+        return self._latest[0] if self._latest else of_now()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Let the next iteration go on where `state_dict` was called. Raises ValueError for a loader without `load_state_dict`."""
+        self._of_loader("load_state_dict")(state)
+        self._latest.clear()
+
+    def _of_loader(self, name: str) -> Callable[..., Any]:
+        """A function of the loader."""
+        found = getattr(self.loader, name, None)
+        if found is None:
+            raise ValueError(
+                f"the loader is a {type(self.loader).__name__}, which has no {name}: give one that can be resumed, such as torchdata's "
+                "StatefulDataLoader, or skip the batches that were trained on"
+            )
+        return found
+
+    def _following(self, loader: Iterator[Mapping[str, Any]], stream: torch.cuda.Stream | None = None) -> _Loaded | None:
         """The loader's next batch, cut and prepared; None after the last."""
         batch = next(loader, _END)
         if batch is _END:
@@ -196,11 +228,13 @@ class ShardedBatches:
         if ends := _ends_of_padding(batch, mask, tokens):
             mask = packed_documents({**batch, **ends})
         layout = self.layouts(tokens) if mask is None or self.of_documents is None else self.of_documents(mask, tokens)
-        rows = shard_batch(batch, layout, self.rank)
+        rows, state = shard_batch(batch, layout, self.rank), None
         if self.prepare is not None:
+            # a copy: a state may hold what the loader goes on with
+            state = copy.deepcopy(self._of_loader("state_dict")()) if hasattr(self.loader, "state_dict") else None
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 self.prepare(layout, mask)
-        return layout, rows
+        return _Loaded((layout, rows), state)
 
 
 def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:

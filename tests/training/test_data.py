@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import itertools
@@ -189,6 +190,51 @@ def test_a_loader_that_gives_none_does_not_end_the_batches(prepare):
     next(batches)
     with pytest.raises(ValueError, match="a batch of the loader is None, but must be a Mapping: give a dict of whole sequences"):
         next(batches)
+
+
+class Resumable:
+    """A loader whose state is what it goes on with."""
+
+    def __init__(self):
+        self.state = {"next": [0]}
+
+    def __iter__(self):
+        while self.state["next"][0] < 5:
+            self.state["next"][0] += 1
+            yield packed_batches(5)[self.state["next"][0] - 1]
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("prepare", [None, lambda layout, mask: None], ids=["plain", "ahead"])
+def test_a_loader_is_resumed_after_the_batch_that_was_yielded_last(prepare):
+    def lengths(batches):
+        return [batch["cu_seq_lens_q"].tolist()[1] for _, batch in batches]
+
+    batches = ahead(Resumable(), prepare)
+    assert batches.state_dict() == {"next": [0]}
+    states = [copy.deepcopy(batches.state_dict()) for _ in batches]
+    assert [state["next"] for state in states] == [[1], [2], [3], [4], [5]]
+    assert batches.state_dict() == {"next": [5]}
+    for seen, state in enumerate(states, 1):
+        batches.load_state_dict(copy.deepcopy(state))
+        assert batches.state_dict() == state
+        assert lengths(batches) == [3, 4, 5, 6, 7][seen:]
+    # and after an iteration that was left
+    batches.load_state_dict(states[0])
+    for _ in batches:
+        break
+    assert batches.state_dict() == {"next": [2]}
+
+
+@pytest.mark.parametrize("call", [lambda batches: batches.state_dict(), lambda batches: batches.load_state_dict({})])
+def test_a_loader_that_cannot_be_resumed_is_named(call):
+    with pytest.raises(ValueError, match=r"the loader is a list, which has no (load_)?state_dict: give one that can be resumed"):
+        call(ahead([], None))
 
 
 def failing(where, at):
