@@ -185,8 +185,16 @@ def qkv(q: Any, k: Any, v: Any) -> None:
 
 def tensors(q: Any, k: Any, v: Any) -> None:
     """Refuse each tensor that attention cannot take by itself: it must be plain and have four dimensions."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    named = ("q", q), ("k", k), ("v", v)
+    for name, x in named:
         _attention_tensor(name, x)
+    # torch.compile does not know `is_neg`, and gives operators the values of such views
+    if not torch.compiler.is_compiling():
+        for name, x in named:
+            if x.is_neg():
+                raise ValueError(
+                    f"{name} is a view of its negated values, as z.conj().imag is, but must hold its values: pass {name}.resolve_neg()"
+                )
 
 
 def has_values(x: torch.Tensor) -> bool:

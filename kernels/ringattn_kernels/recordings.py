@@ -161,9 +161,11 @@ def same(questions: tuple[Question, ...], kinds: tuple, inputs: Tensors) -> list
     try:
         addresses = [x.data_ptr() for x in inputs]
         found = tuple([(type(x), x.shape, x.stride(), x.dtype, x.device, not a % 16) for x, a in zip(inputs, addresses)])
+        # what lies at the address of a view that negates is not its values
+        negated = any(x.is_neg() for x in inputs)
     except (AttributeError, RuntimeError, TypeError):
         return None
-    return addresses if found == kinds and len(set(addresses)) == len(addresses) else None
+    return addresses if found == kinds and not negated and len(set(addresses)) == len(addresses) else None
 
 
 def quick_swap() -> Callable[..., list[bytes] | None] | None:

@@ -98,8 +98,8 @@ static CUresult run(const Program *program, const Step *step) {
   }
 }
 
-static PyObject *names[5];
-enum { SHAPE, STRIDE, DTYPE, DEVICE, DATA_PTR };
+static PyObject *names[6];
+enum { SHAPE, STRIDE, DTYPE, DEVICE, DATA_PTR, IS_NEG };
 
 /* The address of a tensor; 0 with an exception where it has none. Tensors without elements begin at 0, too. */
 static uint64_t address_of(PyObject *tensor) {
@@ -135,7 +135,8 @@ static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t given)
 
 /* Whether an attribute of a tensor, or what its method gives, is what a kind says: 1, 0, or -1 with an exception. */
 static int has(PyObject *tensor, int name, PyObject *wanted) {
-  PyObject *found = name == STRIDE ? PyObject_CallMethodNoArgs(tensor, names[name]) : PyObject_GetAttr(tensor, names[name]);
+  int method = name == STRIDE || name == IS_NEG;
+  PyObject *found = method ? PyObject_CallMethodNoArgs(tensor, names[name]) : PyObject_GetAttr(tensor, names[name]);
   if (found == NULL) return -1;
   int same = PyObject_RichCompareBool(found, wanted, Py_EQ);
   Py_DECREF(found);
@@ -161,7 +162,8 @@ static int answered(PyObject *questions) {
 }
 
 /* same(questions, kinds, tensors), three tuples: the addresses as a list if all questions have their answers, each tensor is of its kind, and no two
-   begin at one address; else None. A kind is (class, shape, strides, dtype, device, whether the address is a multiple of 16). */
+   begin at one address; else None. A kind is (class, shape, strides, dtype, device, whether the address is a multiple of 16). No kind is of a
+   view that negates: what lies at its address is not its values. */
 static PyObject *same(PyObject *self, PyObject *const *args, Py_ssize_t given) {
   if (given != 3 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1]) || !PyTuple_Check(args[2]))
     return PyErr_Format(PyExc_TypeError, "same takes three tuples");
@@ -176,6 +178,7 @@ static PyObject *same(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     /* of another class, attributes might do anything */
     int alike = (PyObject *)Py_TYPE(x) == PyTuple_GET_ITEM(kind, 0);
     for (int name = SHAPE; name <= DEVICE && alike == 1; name++) alike = has(x, name, PyTuple_GET_ITEM(kind, 1 + name));
+    if (alike == 1) alike = has(x, IS_NEG, Py_False);
     if (alike == 1) {
       addresses[i] = address_of(x);
       alike = PyErr_Occurred() ? -1 : (addresses[i] % 16 == 0) == (PyTuple_GET_ITEM(kind, 5) == Py_True);
@@ -308,8 +311,8 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "ringattn_submission", NULL, -1, methods};
 
 PyMODINIT_FUNC PyInit_ringattn_submission(void) {
-  const char *texts[] = {"shape", "stride", "dtype", "device", "data_ptr"};
-  for (int i = 0; i < 5; i++)
+  const char *texts[] = {"shape", "stride", "dtype", "device", "data_ptr", "is_neg"};
+  for (int i = 0; i < 6; i++)
     if ((names[i] = PyUnicode_InternFromString(texts[i])) == NULL) return NULL;
   make_checksums();
   return PyModule_Create(&definition);

@@ -147,7 +147,9 @@ def _backward(
                 "pass: call backward before you change them, or checkpoint with ringattn.checkpoint_layers"
             )
         )
-    dout = torch.zeros_like(out) if dout is None else dout
+    # kernels read what lies in memory
+    dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
+    drow_sum = None if drow_sum is None else drow_sum.resolve_neg()
     with call.turn, without_autocast(q.device.type):
         call.begin_backward(q, k, v, score, place)
         rank_attention = call.rank_attention(seq_len, q, k, v)

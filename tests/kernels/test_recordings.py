@@ -215,6 +215,7 @@ CHANGED = {
     "no tensor": lambda x, y, z: (x, y, [1, 2, 3]),
     "number of tensors": lambda x, y, z: (x, y),
     "alignment": lambda x, y, z: skewed(),
+    "a view that negates": lambda x, y, z: (torch._neg_view(x), y, z),
     "one address": lambda x, y, z: twice(),
 }
 

@@ -111,6 +111,21 @@ def test_a_ready_call_is_what_the_long_way_computes(options, device):
         assert all(map(torch.equal, found, wanted))
 
 
+def negating(x):
+    """x as a view of memory that holds -x, as the imaginary part of a conjugate is."""
+    return torch._neg_view(-x.detach())
+
+
+def test_a_gradient_that_is_a_negating_view_is_read_by_its_values(device):
+    group = Alone()
+    warm(group)
+    q, k, v = inputs()
+    dout = torch.randn(q.shape)
+    wanted = torch.autograd.grad(ra.ring_attention(q, k, v, group=group), (q, k, v), dout)
+    found = torch.autograd.grad(ra.ring_attention(q, k, v, group=group), (q, k, v), negating(dout))
+    assert all(map(torch.equal, found, wanted))
+
+
 def strided(x):
     return torch.empty(*x.shape[:3], 2 * x.shape[3])[..., : x.shape[3]].copy_(x.detach()).requires_grad_()
 
@@ -173,6 +188,7 @@ def test_torch_sees_an_operator_where_it_watches(device):
         (lambda q, k, v: dict(q=q.tolist()), "q is"),
         (lambda q, k, v: dict(k=k.half()), "k has dtype"),
         (lambda q, k, v: dict(v=v.to_sparse()), "v "),
+        (lambda q, k, v: dict(k=negating(k)), r"k is a view of its negated values, .* pass k\.resolve_neg\(\)"),
         (lambda q, k, v: dict(layout=0), "layout is 0"),
         (lambda q, k, v: dict(mask="causal"), "mask is 'causal'"),
         (lambda q, k, v: dict(schedule=ra.ring), "schedule is"),
