@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -129,7 +130,7 @@ def deal_sequences(
             )
     # the work of a rank in a step, if all is even
     even = sum(n * (n + 1) // 2 for n in listed) / world_size / max(1, ceil(sum(listed) / (world_size * room)))
-    steps: list[_Step] = []
+    steps, rings = list[_Step](), _OpenRings(room)
     for i in sorted(range(len(listed)), key=lambda i: -listed[i]):
         length = listed[i]
         work = length * (length + 1) // 2
@@ -137,17 +138,14 @@ def deal_sequences(
         carry = min(ceil(work / even), _power_of_two_within(min(length, of_node)))
         least = min(largest, _power_of_two(max(ceil(length / room), carry)))
         # (work a rank, step, its ring), the least first; a ring's number one past the last opens a new one
-        choices = [
-            ((ring.work + work) / ring.size, at, number)
-            for at, step in enumerate(steps)
-            for number, ring in enumerate(step.rings)
-            if ring.size >= least and ring.tokens + length <= ring.size * room
-        ]
-        choices += [(work / least, at, len(step.rings)) for at, step in enumerate(steps) if step.free >= least]
-        if not choices:
+        choices = [rings.best(least, length, work)]
+        choices += [(work / least, at, len(step.rings)) for at, step in enumerate(steps) if step.free >= least][:1]
+        found = min([x for x in choices if x is not None], default=None)
+        if found is None:
+            found = work / least, len(steps), 0
             steps.append(_Step(world_size))
-        _, at, number = min(choices, default=(0, len(steps) - 1, 0))
-        steps[at].add(number, least, i, length, work)
+        _, at, number = found
+        rings.set(at, number, steps[at].add(number, least, i, length, work))
     return [step.rings_in_place(of_node) for step in steps]
 
 
@@ -159,6 +157,34 @@ def _power_of_two_within(n: int) -> int:
 def _power_of_two(n: int) -> int:
     """The least power of two that is at least n."""
     return 1 << (n - 1).bit_length()
+
+
+class _OpenRings:
+    """The rings of all steps in columns, which a batch of thousands of sequences asks again for each: step, number, size, tokens, work."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._places: dict[tuple[int, int], int] = {}
+        self._columns = np.zeros((5, 64))
+
+    def best(self, least: int, tokens: int, work: int) -> tuple[float, int, int] | None:
+        """(work a rank with one more sequence, step, number) of the first of the rings with the least, among those that take it."""
+        at, number, size, held, done = self._columns[:, : len(self._places)]
+        takes = np.flatnonzero((size >= least) & (held + tokens <= size * self._room))
+        if not len(takes):
+            return None
+        # sizes are powers of two: these are the quotients of exact numbers, rounded
+        share = (done[takes] + work) / size[takes]
+        first = takes[share == share.min()]
+        at, number = min(zip(at[first].tolist(), number[first].tolist()))
+        return float(share.min()), int(at), int(number)
+
+    def set(self, at: int, number: int, ring: _OpenRing) -> None:
+        """What a ring holds now."""
+        place = self._places.setdefault((at, number), len(self._places))
+        if place == self._columns.shape[1]:
+            self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
+        self._columns[:, place] = at, number, ring.size, ring.tokens, ring.work
 
 
 @dataclass
@@ -178,8 +204,8 @@ class _Step:
         self.world_size = self.free = world_size
         self.rings: list[_OpenRing] = []
 
-    def add(self, number: int, size: int, sequence: int, tokens: int, work: int) -> None:
-        """A sequence for a ring; a new one of this size, if `number` is one past the last."""
+    def add(self, number: int, size: int, sequence: int, tokens: int, work: int) -> _OpenRing:
+        """The ring that gets a sequence; a new one of this size, if `number` is one past the last."""
         if number == len(self.rings):
             self.rings.append(_OpenRing(size, []))
             self.free -= size
@@ -187,6 +213,7 @@ class _Step:
         ring.sequences.append(sequence)
         ring.tokens += tokens
         ring.work += work
+        return ring
 
     def rings_in_place(self, most: int) -> tuple[RingGroup, ...]:
         """The rings, the largest first, so that each begins at a multiple of its size. most: ranks up to which rings grow."""
