@@ -51,18 +51,27 @@ class RingGroup:
 
         tokens, labels: of all sequences of the global batch; only those of this ring are read. A ring with fewer tokens than ranks, or
         with none, is filled up to one token a rank. These have no label, so that all ranks run the model alike, as FSDP needs it. Raises
-        ValueError if the ring does not hold the rank.
+        ValueError if the ring does not hold the rank, or the batch does not hold the ring's sequences.
         """
         local = check.integer("rank", rank) - self.first
         if not 0 <= local < self.size:
             raise ValueError(f"rank is {rank}, but the ring has the ranks {self.first} to {self.first + self.size - 1}")
-        mine = [tokens[i] for i in self.sequences] or [[0]] * self.size
-        targets = [[IGNORE]] * self.size if not self.sequences else None if labels is None else [labels[i] for i in self.sequences]
+        mine = self._own("tokens", tokens) or [[0]] * self.size
+        targets = [[IGNORE]] * self.size if not self.sequences else None if labels is None else self._own("labels", labels)
         whole = pack(mine, targets, to=max(self.size, sum(map(len, mine))))
         mask = packed_documents(whole)
         assert mask is not None
         layout = placed(mask, whole["input_ids"].shape[1], self.size)
         return layout, shard_batch(whole, layout, local)
+
+    def _own(self, name: str, given: Sequence[Any]) -> list[Any]:
+        """What is given for this ring's sequences."""
+        try:
+            return [given[i] for i in self.sequences]
+        except IndexError:
+            raise ValueError(
+                f"{name} holds {len(given)} sequences, but the ring has number {max(self.sequences)}: give those of the whole batch"
+            ) from None
 
 
 class RingGroups:

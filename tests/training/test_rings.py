@@ -210,6 +210,14 @@ def test_a_ring_without_sequences_has_a_token_a_rank_that_does_not_count():
         (lambda: deal_sequences([5], 2, 0), "tokens_per_rank is 0"),
         (lambda: deal_sequences([5], 2, 5, 0), "ranks_per_node is 0"),
         (lambda: RingGroup(4, 2, (0,)).batch([[1]], rank=3), "rank is 3, but the ring has the ranks 4 to 5"),
+        (
+            lambda: RingGroup(0, 2, (0, 2)).batch([[1], [2]], 0),
+            "tokens holds 2 sequences, but the ring has number 2: give those of",
+        ),
+        (
+            lambda: RingGroup(0, 2, (1,)).batch([[1], [2]], 0, [[1]]),
+            "labels holds 1 sequences, but the ring has number 1: give those of",
+        ),
     ],
 )
 def test_refusal(call, message):
