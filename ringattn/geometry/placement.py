@@ -61,11 +61,14 @@ def placed(mask: Mask, seq_len: int, world_size: int, tolerance: float = 0.03) -
     if not _are_documents(regions):
         return balanced(mask, seq_len, world_size)
     task = _Task(regions, seq_len, world_size, tolerance)
-    found = [task.place(whole=True)]
+    found = [task.place(task.most_work, whole=True)]
     costs = [task.cost(found[0])]
-    if costs[0].over:
-        found.append(task.place(whole=False))
-        costs.append(task.cost(found[1]))
+    if costs[0].exceeds:
+        # rows are coarse beside the work of a short shard: what keeps the tolerance itself goes first
+        found += [task.place(task.even_work, whole=True), task.place(task.most_work, whole=False)]
+        costs += map(task.cost, found[1:])
+        best = [i for i, cost in enumerate(costs) if not (cost.exceeds or cost.idle)] or range(len(costs))
+        found, costs = [found[i] for i in best], [costs[i] for i in best]
     if min(costs) > _Cost(0, False, 0):
         ranks = np.arange(world_size)
         of_chunks = [ranks, np.concatenate([ranks, ranks[::-1]])]
@@ -92,6 +95,7 @@ class _Cost(NamedTuple):
     over: float  # by how much the limits of work and tokens are exceeded, but for two rows
     idle: bool  # whether a rank has no token, though there is one for each
     moved: int  # rows of K/V
+    exceeds: bool = False  # whether the limits are exceeded at all
 
 
 class _Task:
@@ -110,10 +114,14 @@ class _Task:
         self.work = self._pairs_before(self.rows, self.rows, self.lo, self.hi)
         self.seq_len, self.world_size, self.padding = seq_len, world_size, seq_len - held
         self.most_rows = max(ceil(seq_len / world_size), int(min(seq_len, (1 + tolerance) * seq_len / world_size)))
-        self.most_work = (1 + tolerance) * int(self.work.sum()) / world_size
+        self.even_work = int(self.work.sum()) / world_size
+        self.most_work = (1 + tolerance) * self.even_work
 
-    def place(self, whole: bool) -> np.ndarray:
-        """A placement of the documents, with the padding dealt evenly. `whole`: ranks take whole documents first."""
+    def place(self, most_work: float, whole: bool) -> np.ndarray:
+        """A placement of the documents, with the padding dealt evenly. A rank takes at most so much work, as far as rows allow it.
+
+        whole: ranks take whole documents first.
+        """
         density = self.work / self.rows
         order = density.argsort(kind="stable")
         # packing takes later rows for those with more work: where earlier ones have more, it gets each document in reverse
@@ -122,7 +130,7 @@ class _Task:
         documents = np.array([self.start, self.rows, lo, hi]).take(order, axis=1)
         pool = Pool(documents, self.work[order], density[order])
         most_rows = self.most_rows - (self.padding + self.world_size - 1) // self.world_size
-        shards = fill_ranks(pool, self.world_size, most_rows, self.most_work, whole)
+        shards = fill_ranks(pool, self.world_size, most_rows, most_work, whole)
         start, stop = pool.bounds(list(chain.from_iterable(shards)), reverse)
         rank = np.arange(self.world_size).repeat(list(map(len, shards)))
         if self.padding:
@@ -161,7 +169,8 @@ class _Task:
         low = (np.maximum(first, start - hi) if self.sees_few else first) + apart
         high = (np.minimum(end, stop - lo) if self.sees_later else stop) + apart
         low[1:] = np.maximum(low[1:], np.maximum.accumulate(high)[:-1])
-        return _Cost(self._over(tokens.max(), work), idle, int(np.maximum(high - low, 0).sum() - (stop - start).sum()))
+        moved = int(np.maximum(high - low, 0).sum() - (stop - start).sum())
+        return _Cost(self._over(tokens.max(), work), idle, moved, bool(tokens.max() > self.most_rows or work > self.most_work))
 
     def _over(self, tokens: float, work: float) -> float:
         """By how much the tokens and the work of a rank exceed the limits, but for two rows."""
