@@ -66,7 +66,7 @@ def check_channels(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         raise ValueError(f"x has {x.dim()} dimensions, shape {tuple(x.shape)}, but must have 3: (batch, tokens, channels)")
     if x.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"x is on {x.device}, but ringattn computes on cpu and cuda devices")
-    _floats("weight", weight, x)
+    _floats("weight", weight, x, "x")
     c = x.shape[2]
     if weight.dim() != 2 or weight.shape[0] != c or weight.shape[1] == 0:
         raise ValueError(
@@ -74,7 +74,7 @@ def check_channels(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
             "an nn.Conv1d with groups=channels"
         )
     if bias is not None:
-        _floats("bias", bias, x)
+        _floats("bias", bias, x, "x")
         if tuple(bias.shape) != (c,):
             raise ValueError(f"bias has shape {tuple(bias.shape)}, but must have {(c,)}, a number a channel")
 
@@ -92,15 +92,15 @@ def overflow(inputs: RecurrenceInputs, numbers: Iterable[torch.Tensor], at: int)
     )
 
 
-def _same(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
-    if x.device != q.device:
-        raise ValueError(f"{name} is on {x.device} and q is on {q.device}: move all to one device")
+def _same(name: str, x: torch.Tensor, first: torch.Tensor, of: str = "q") -> None:
+    if x.device != first.device:
+        raise ValueError(f"{name} is on {x.device} and {of} is on {first.device}: move all to one device")
 
 
-def _floats(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
-    """Refuse anything but a plain tensor of floating-point numbers beside q."""
+def _floats(name: str, x: torch.Tensor, first: torch.Tensor, of: str = "q") -> None:
+    """Refuse anything but a plain tensor of floating-point numbers beside the call's first tensor, which is called `of`."""
     check.dense_tensor(name, x)
     check.no_transforms(**{name: x})
     if x.dtype not in check.DTYPES:
         raise ValueError(f"{name} has dtype {x.dtype}, but must be {_FLOATS}")
-    _same(name, x, q)
+    _same(name, x, first, of)

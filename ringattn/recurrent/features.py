@@ -80,8 +80,10 @@ def favor_features(
     check.dense_tensor("projection", projection)
     if x.dtype not in (torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"x has dtype {x.dtype}, but must be bfloat16, float32 or float64, whose range holds exponentials")
-    if x.dim() != 4:
-        raise ValueError(f"x has shape {tuple(x.shape)}, but must be (batch, tokens, heads, head_dim)")
+    if x.dim() != 4 or not x.shape[3]:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}, but must be (batch, tokens, heads, head_dim), with a head_dim of at least 1"
+        )
     if projection.dim() != 2 or not len(projection) or projection.shape[1] != x.shape[3] or not projection.is_floating_point():
         raise ValueError(
             f"projection has shape {tuple(projection.shape)} and dtype {projection.dtype}, but must be (features, {x.shape[3]}), x's "

@@ -94,6 +94,7 @@ def test_no_row_depends_on_others_and_queries_cannot_overflow():
     [
         (lambda x: ra.favor_features(x.half(), ra.favor_projection(4, 8)), "x has dtype torch.float16, but must be bfloat16"),
         (lambda x: ra.favor_features(x[0], ra.favor_projection(4, 8)), r"x has shape \(3, 2, 4\), but must be \(batch"),
+        (lambda x: ra.favor_features(x[..., :0], torch.ones(8, 0)), "with a head_dim of at least 1"),
         (
             lambda x: ra.favor_features(x, ra.favor_projection(5, 8)),
             r"projection has shape \(8, 5\) .* but must be \(features, 4\)",
@@ -104,7 +105,7 @@ def test_no_row_depends_on_others_and_queries_cannot_overflow():
         (lambda x: ra.favor_projection(4, 0), "features is 0, but must be at least 1"),
         (lambda x: ra.favor_projection(4, 8, seed=0.5), "seed is 0.5, but must be an integer"),
     ],
-    ids=["fp16", "three dimensions", "another head_dim", "no features", "scale", "a flag", "features", "seed"],
+    ids=["fp16", "three dimensions", "no head_dim", "another head_dim", "no features", "scale", "a flag", "features", "seed"],
 )
 def test_bad_input_is_refused(run, message):
     with pytest.raises(ValueError, match=message):

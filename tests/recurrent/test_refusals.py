@@ -53,6 +53,7 @@ REFUSED = {
     "a name": (call, {"name": 1}, "name is 1, but must be a str"),
     "two dimensions": (convolve, {"x": torch.ones(8, 3)}, "(batch, tokens, channels)"),
     "a weight of nn.Conv1d": (convolve, {"weight": torch.ones(3, 1, 4)}, "pass conv.weight.squeeze(1)"),
+    "a weight on another device": (convolve, {"weight": torch.ones(3, 4, device="meta")}, "weight is on meta and x is on cpu"),
     "a bias": (convolve, {"bias": torch.ones(4)}, "bias has shape (4,), but must have (3,)"),
     "integers": (convolve, {"x": torch.ones(1, 8, 3, dtype=torch.long)}, "x has dtype torch.int64"),
 }
