@@ -1,11 +1,12 @@
 """Predicts one layer with a state on many GPUs, beside attention: its time, and the bytes of states and halos that ranks swap.
 
 Messages are those that the layer sends, counted over all ranks' segments. Time is work over the machine's rate of recurrences, plus the
-exchanges: that of the forward pass is waited for, and that of the backward pass runs beside the segments' second run.
+exchanges: that of the forward pass is waited for, and that of the backward pass runs beside segments' second run, where there is one.
 
 Work counts 6 d_k d_v operations a token and head forward (a state is multiplied by the key, the write and the query), and 2.5 times that
-backward, besides a second run of the forward pass. Segments that follow others also find out how they change a state: with the delta rule
-by d_k more columns of values, else by a product of queries and states.
+backward. Segments that follow others also find out how they change a state: with the delta rule by d_k more columns of values, and they run
+a second time in the backward pass; else by a product of queries and states. fla has kept the graphs of all others, as no activations are
+taken to be recomputed.
 """
 
 from __future__ import annotations
@@ -114,10 +115,11 @@ def predict_recurrence(
     columns = (1 + work.d_k / work.d_v) if work.delta else 1.0
     forward = first / rate + columns * following / rate + following / 3 / (machine.forward_tflops * 1e12)
     swaps = [seconds(messages) for messages in (halos[0], states[0], states[1], halos[1])]
-    beside = np.maximum(once, swaps[2])
+    again = following / rate if work.delta else np.zeros(gpus)
+    beside = np.maximum(again, swaps[2])
     backward = beside + _BACKWARD * once + swaps[3]
     total = states[0] + states[1] + halos[0] + halos[1]
-    free = float((forward + (1 + _BACKWARD) * once).max())
+    free = float((forward + again + _BACKWARD * once).max())
     took = float(forward.max()) + swaps[0] + swaps[1], float(backward.max())
     return RecurrentPrediction(
         forward=took[0],

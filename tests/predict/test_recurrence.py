@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -54,14 +56,14 @@ def test_bytes_of_states():
 
 
 def test_time_without_latencies_is_work_over_rates():
-    """By hand: rank 0 of a contiguous layout begins the document; others have d_k more columns, and all run the forward pass again."""
+    """By hand: rank 0 of a contiguous layout begins the document; others have d_k more columns, and run the forward pass again."""
     machine = H200.with_rates(dict.fromkeys(NOTHING_BESIDES, 0) | dict(nvlink_gbs=1e9, node_gbs=1e9))
     work = RecurrentWork(8000, 2, 128, 64, delta=True)
     once = 6 * 128 * 64 * 2 * 8000 / (H200.recurrence_tflops * 1e12)
     alone = predict_recurrence(machine, work, 1, 1)
-    assert alone.total == pytest.approx(4.5 * once)
+    assert alone.total == pytest.approx(3.5 * once)
     assert alone.exposed == 0
-    assert alone.tflops == pytest.approx(H200.recurrence_tflops * 3.5 / 4.5)
+    assert alone.tflops == pytest.approx(H200.recurrence_tflops)
     two = predict_recurrence(machine, work, 2, 8)
     queries = 2 * 128 * 64 * 2 * 4000 / (H200.forward_tflops * 1e12)
     assert two.forward == pytest.approx(3 * once / 2 + queries)
@@ -69,6 +71,9 @@ def test_time_without_latencies_is_work_over_rates():
     slow = predict_recurrence(machine.with_rates(dict(copy_latency_us=1e6)), work, 2, 8)
     assert slow.forward == pytest.approx(two.forward + 1)
     assert slow.backward == pytest.approx(1 + 2.5 * once / 2, rel=1e-6)
+    documents = replace(work, mask=ra.documents(lengths=[4000, 4000]))
+    assert predict_recurrence(machine, documents, 2, 8).total == pytest.approx(3.5 * once / 2), "both segments begin documents"
+    assert predict_recurrence(machine, replace(work, delta=False), 2, 8).backward == pytest.approx(2.5 * once / 2)
 
 
 def test_slower_links_and_more_segments_take_longer():
