@@ -97,6 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "number or a vector); delta:32:128:128 is Qwen3-Next's",
     )
     plan.add_argument(
+        "--convolution",
+        metavar="CHANNELS:WIDTH",
+        help="of the recurrent layer, whose halos are sent; 8192:4 is Qwen3-Next's; with --recurrent",
+    )
+    plan.add_argument(
         "--layers", metavar="ATTENTION:RECURRENT", help="add up so many layers of both, such as 6:18; with --recurrent"
     )
     plan.add_argument("--json", action="store_true", help="print all figures as JSON")
@@ -273,8 +278,9 @@ def _plan(given: argparse.Namespace) -> None:
 def _recurrent(given: argparse.Namespace) -> RecurrentWork | None:
     """The layer with a state that is asked for, of one token: its length, mask and layout are those of a world."""
     if given.recurrent is None:
-        if given.layers is not None:
-            raise ValueError("--layers goes with --recurrent, which says what the recurrent layers are")
+        for option in ("layers", "convolution"):
+            if getattr(given, option) is not None:
+                raise ValueError(f"--{option} goes with --recurrent, which says what the recurrent layers are")
         return None
     kind, *sizes = given.recurrent.split(":")
     if kind not in KINDS or len(sizes) != 3 or not all(size.isdigit() for size in sizes):
@@ -283,11 +289,14 @@ def _recurrent(given: argparse.Namespace) -> RecurrentWork | None:
         )
     if given.layers is not None and not re.fullmatch(r"\d+:\d+", given.layers):
         raise ValueError(f"--layers is {given.layers!r}, but takes ATTENTION:RECURRENT, such as 6:18")
+    if given.convolution is not None and not re.fullmatch(r"\d+:\d+", given.convolution):
+        raise ValueError(f"--convolution is {given.convolution!r}, but takes CHANNELS:WIDTH, such as 8192:4")
     if given.kv_tokens is not None:
         raise ValueError("--recurrent is for tokens that are queries and keys: leave out --kv-tokens")
     heads, d_k, d_v = map(int, sizes)
     decays, delta = KINDS[kind]
-    return RecurrentWork(1, heads, d_k, d_v, decays, delta, layout=LAYOUTS[given.layout])
+    channels, width = map(int, (given.convolution or "0:1").split(":"))
+    return RecurrentWork(1, heads, d_k, d_v, decays, delta, channels, width, layout=LAYOUTS[given.layout])
 
 
 def _predict_states(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -125,7 +126,12 @@ def test_the_command_adds_up_a_hybrid(capsys):
     assert "| heads 2" not in run(capsys, "--gpus", "4", "--tokens", "4K", "--recurrent", "vector:4:64:64"), (
         "a grid passes no states"
     )
-    assert '"recurrent": {' in run(capsys, *world, "--recurrent", "number:32:128:64", "--json")
+    states = ["--layout", "contiguous", "--recurrent", "number:32:128:64", "--json"]
+    plain, convolved = (
+        json.loads(run(capsys, *world, *states, *more))[0]["recurrent"] for more in ([], ["--convolution", "1000:4"])
+    )
+    assert convolved["sent"] == plain["sent"] + 3 * 1000 * (2 + 4)
+    assert convolved["forward"] > plain["forward"]
 
 
 @pytest.mark.parametrize(
@@ -135,6 +141,9 @@ def test_the_command_adds_up_a_hybrid(capsys):
         (["--recurrent", "mamba:2:16:16"], "takes KIND:HEADS:D_K:D_V"),
         (["--layers", "6:18"], "--layers goes with --recurrent"),
         (["--recurrent", "delta:2:16:16", "--layers", "6"], "--layers is '6', but takes ATTENTION:RECURRENT"),
+        (["--convolution", "64:4"], "--convolution goes with --recurrent"),
+        (["--recurrent", "delta:2:16:16", "--convolution", "64"], "--convolution is '64', but takes CHANNELS:WIDTH"),
+        (["--recurrent", "delta:2:16:16", "--convolution", "64:0"], "width is 0, but must be at least 1"),
         (["--recurrent", "delta:2:16:16", "--kv-tokens", "64"], "--recurrent is for tokens that are queries and keys"),
         (["--recurrent", "delta:2:16:16", "--mask", "window:8"], "a recurrence sees all that came before"),
         (["--recurrent", "delta:2:16:16", "--layout", "striped"], "a state passes between runs"),
