@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from math import inf, isfinite
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ LAYOUTS: dict[str, Callable[[Mask, int, int], Layout]] = {
     "striped": lambda _, *sizes: striped(*sizes),
     "zigzag": lambda _, *sizes: zigzag(*sizes),
 }
+_TIMES, _BYTES = ("forward", "total", "exposed"), ("sent", "sent_between_nodes")
 _COLUMNS = (
     "forward ms | fwd+bwd ms | exposed ms | TFLOP/s a GPU | share of the kernels' rate | sent GiB | between nodes GiB | peak GiB"
 )
@@ -250,7 +252,7 @@ def _plan(given: argparse.Namespace) -> None:
                     {
                         **_record(machine, *world),
                         "code": _code(given, world[0], world[1], world[3]),
-                        **({} if states is None else {"recurrent": asdict(_predict_states(given, states, machine, *world[:2]))}),
+                        **_hybrid_record(given, states, machine, world),
                     }
                     for world in found
                 ],
@@ -379,15 +381,37 @@ def _print_hybrid(given: argparse.Namespace, gpus: int, tokens: int, best: Predi
     columns = "forward ms | fwd+bwd ms | exposed ms | sent MiB | between nodes MiB"
     print(f"\nBeside attention, {gpus:,} GPUs, {tokens:,} tokens:\n\n| layers | {columns} |")
     print("|---" * 6 + "|")
-    rows = {f"recurrent {given.recurrent}": (1, 0)}
-    if given.layers is not None and best is not None:
-        attention, recurrent = map(int, given.layers.split(":"))
-        rows[f"{attention} of attention and {recurrent} recurrent"] = recurrent, attention
-    for name, (recurrent, attention) in rows.items():
-        parts = ("forward", "total", "exposed", "sent", "sent_between_nodes")
-        sums = [recurrent * getattr(states, part) + (attention * getattr(best, part) if attention else 0) for part in parts]
-        times = " | ".join(f"{seconds * 1e3:,.1f}" for seconds in sums[:3])
-        print(f"| {name} | {times} | {sums[3] / (1 << 20):,.1f} | {sums[4] / (1 << 20):,.1f} |")
+    rows = {f"recurrent {given.recurrent}": _sums("0:1", best, states)}
+    if given.layers is not None:
+        attention, recurrent = given.layers.split(":")
+        rows[f"{attention} of attention and {recurrent} recurrent"] = _sums(given.layers, best, states)
+    for name, sums in rows.items():
+        figures = "does not fit" + " | " * 4
+        if sums is not None:
+            times = (f"{sums[part] * 1e3:,.1f}" for part in _TIMES)
+            figures = " | ".join([*times, *(f"{sums[part] / (1 << 20):,.1f}" for part in _BYTES)])
+        print(f"| {name} | {figures} |")
+
+
+def _hybrid_record(given: argparse.Namespace, states: RecurrentWork | None, machine: Machine, world: tuple) -> dict[str, Any]:
+    """What `_print_hybrid` prints, as JSON."""
+    if states is None:
+        return {}
+    gpus, tokens, _, best, _ = world
+    found = _predict_states(given, states, machine, gpus, tokens)
+    layers = {} if given.layers is None else {"layers": _sums(given.layers, best, found)}
+    return {"recurrent": asdict(found), **layers}
+
+
+def _sums(layers: str, best: Prediction | None, states: RecurrentPrediction) -> dict[str, float] | None:
+    """Figures of so many layers of both kinds together, "6:18"; None if attention is among them and does not fit."""
+    attention, recurrent = map(int, layers.split(":"))
+    if attention and best is None:
+        return None
+    return {
+        part: recurrent * getattr(states, part) + (attention * getattr(best, part) if attention else 0)
+        for part in (*_TIMES, *_BYTES)
+    }
 
 
 def _print_rest(given: argparse.Namespace, machine: Machine, found: list) -> None:

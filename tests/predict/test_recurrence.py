@@ -132,6 +132,12 @@ def test_the_command_adds_up_a_hybrid(capsys):
     )
     assert convolved["sent"] == plain["sent"] + 3 * 1000 * (2 + 4)
     assert convolved["forward"] > plain["forward"]
+    record = json.loads(run(capsys, *world, *states, "--layers", "0:18"))[0]
+    assert record["layers"]["sent"] == 18 * record["recurrent"]["sent"]
+    small = [*world, "--memory-gib", "0.000001", "--recurrent", "number:32:128:64", "--layers"]
+    assert "| 6 of attention and 18 recurrent | does not fit |" in run(capsys, *small, "6:18")
+    assert json.loads(run(capsys, *small, "6:18", "--json"))[0]["layers"] is None
+    assert "| 0 of attention and 18 recurrent | does not fit" not in run(capsys, *small, "0:18")
 
 
 @pytest.mark.parametrize(
