@@ -24,7 +24,16 @@ def test_each_rank_is_within_the_error_allowed(gloo, striped):
         assert list(record) == ["out", "dq", "dk", "dv"] and max(record.values()) <= 1
 
 
-@pytest.mark.parametrize("options", [[], ["--mask", "window:9"], ["--mask", "documents:0.25K", "--layout", "placed"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--mask", "window:9"],
+        ["--mask", "documents:0.25K", "--layout", "placed"],
+        ["--mask", "window:1"],  # a query sees itself only, so that dq and dk are 0
+        ["--tokens", "1", "--dtype", "bfloat16"],
+    ],
+)
 def test_one_rank_passes(capsys, monkeypatch, options):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     command_line.main([*SMALL, *options])
