@@ -21,6 +21,7 @@ from ..geometry.layout import Layout
 from ..geometry.mask import Mask, causal, full
 from ..runtime.agree import refusing
 from ..runtime.groups import Group, get_context
+from ..runtime.op import in_one_dtype
 from ..scores import ScoreMod, with_dropout
 
 __all__ = ["ring_sdpa", "scaled_dot_product_attention"]
@@ -60,8 +61,9 @@ def scaled_dot_product_attention(
         group: the ranks of the ring, as for `ring_attention`.
         score: what else happens to scores and weights, from `score(...)`.
 
-    Returns out (b, h, s_local, d_v) in query's dtype. Raises ValueError, on every rank, for an attn_mask and for bad input, and for a mask
-    beside is_causal under torch.compile's fullgraph=True, which cannot combine masks.
+    Returns out (b, h, s_local, d_v) in query's dtype; under autocast in the low precision, as torch's own. Raises ValueError, on every
+    rank, for an attn_mask and for bad input, and for a mask beside is_causal under torch.compile's fullgraph=True, which cannot combine
+    masks.
 
     >>> import torch
     >>> from ringattn.integrations.sdpa import scaled_dot_product_attention
@@ -168,14 +170,14 @@ def attend_as_torch(
     around: Around,
 ) -> torch.Tensor:
     """Attention around the ring of (b, h, s_local, d). Raises ValueError, on every rank, for what cannot be honoured."""
-    problem = None
+    problem = _of_shapes(query=query, key=key, value=value)
     if attn_mask is not None:
         problem = of_dense_mask(attn_mask)
-    elif key.dim() == 4 and query.dim() == 4 and key.shape[1] != query.shape[1] and not enable_gqa:
+    elif problem is None and key.shape[1] != query.shape[1] and not enable_gqa:
         problem = f"key has {key.shape[1]} heads and query has {query.shape[1]}: pass enable_gqa=True to share them"
     if problem is not None:
         refuse(around.group, problem)
-    q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in in_one_dtype(query, key, value))
     found = around.score
     if dropout_p:
         if torch.compiler.is_compiling():
@@ -186,6 +188,19 @@ def attend_as_torch(
     mask = around.masks[is_causal]
     out = ring_attention(q, k, v, layout=around.layout, mask=mask, group=around.group, softmax_scale=scale, score=found)
     return out.transpose(1, 2)
+
+
+def _of_shapes(**tensors: Any) -> str | None:
+    """What is wrong with q, k or v, before their heads and tokens are swapped."""
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            return f"{name} is {check.shown(x)}, but must be a tensor (batch, heads, tokens, head_dim)"
+        if x.dim() != 4:
+            shape = tuple(x.shape)
+            return (
+                f"{name} has {x.dim()} dimensions, shape {shape}, but around a ring must have 4: (batch, heads, tokens, head_dim)"
+            )
+    return None
 
 
 def of_dense_mask(attn_mask: Any) -> str:

@@ -61,14 +61,20 @@ REFUSED = {
     "bias": (dict(attn_mask=torch.zeros(N, N)), "attn_mask of torch.float32 is added to scores, but ringattn takes no dense bias"),
     "heads": (dict(enable_gqa=False), "key has 2 heads and query has 4: pass enable_gqa=True"),
     "dropout": (dict(dropout_p=1.5), "dropout is 1.5, but must be less than 1"),
+    "dimensions": (
+        dict(query=torch.zeros(4, N, 4), key=torch.zeros(2, N, 4), value=torch.zeros(2, N, 4)),
+        "query has 3 dimensions, shape (4, 21, 4), but around a ring must have 4: (batch, heads, tokens, head_dim)",
+    ),
+    "no tensor": (dict(key=None), "key is None, but must be a tensor (batch, heads, tokens, head_dim)"),
     "mask": (dict(mask=torch.ones(N, N)), "mask is a tensor of shape (21, 21), but must be a Mask"),
 }
 
 
 def refused(group, change, on):
-    given = dict(enable_gqa=True, group=group) | (change if group.rank() == on else {})
+    query, key, value = whole()
+    given = dict(query=query, key=key, value=value, enable_gqa=True, group=group) | (change if group.rank() == on else {})
     with pytest.raises(ValueError) as error:
-        scaled_dot_product_attention(*whole(), **given)
+        scaled_dot_product_attention(**given)
     return str(error.value)
 
 
@@ -84,6 +90,17 @@ def test_the_block_refuses_torch_multihead_attention():
     with ring_sdpa(), pytest.raises(ValueError, match=r"torch.nn.MultiheadAttention is called within ring_sdpa"):
         layer(x, x, x)
     layer(x, x, x)
+
+
+def test_under_autocast_attention_runs_in_the_low_precision():
+    q, k, v = (x.float() for x in whole((4, 4)))
+    mixed = q, k, v.bfloat16()  # as where norms and rotary embeddings leave q and k in fp32
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = F.scaled_dot_product_attention(*mixed, is_causal=True)
+        with ring_sdpa():
+            found = F.scaled_dot_product_attention(*mixed, is_causal=True)
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0.02)
 
 
 def test_compiled_calls_give_the_same():
