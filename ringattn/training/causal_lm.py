@@ -242,7 +242,9 @@ def _used(parameters: list[torch.nn.Parameter], axes: list[dist.ProcessGroup]) -
 def _without_head(model: Any) -> Any:
     """The model inside that returns hidden states; itself if there is none. Models name it base model or decoder."""
     model = _without_adapters(model)
-    return model.get_decoder() if model.base_model is model else model.base_model
+    inner = model.get_decoder() if model.base_model is model else model.base_model
+    # Llama 4's class of texts has its base model under the usual name, not under the one that it gives
+    return getattr(model, "model", model) if inner is model else inner
 
 
 def _output_embedding(model: Any) -> Any:

@@ -239,6 +239,20 @@ def test_the_summed_loss_is_that_of_the_models_own_logits(kind):
     torch.testing.assert_close(torch.autograd.grad(loss, parameters), torch.autograd.grad(whole, parameters), rtol=1e-4, atol=1e-6)
 
 
+def test_the_base_model_is_found_where_its_prefix_names_nothing():
+    """Llama 4's class of texts names its base model as its class of images and texts does, and has none of this name."""
+    sizes = dict(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
+    config = transformers.Llama4TextConfig(**sizes, intermediate_size_mlp=24, head_dim=8, num_local_experts=2, pad_token_id=None)
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(config)
+    inputs = dict(input_ids=torch.randint(61, (2, 9)), use_cache=False)
+    labels = torch.randint(61, (2, 9))
+    whole = F.cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(CausalLMLoss(model)(shift_labels=labels, **inputs), whole, rtol=1e-6, atol=0)
+
+
 def test_a_head_with_further_layers_is_refused():
     """BERT's head has a dense layer and a norm before the output embedding; the loss would use the output embedding alone."""
     sizes = dict(vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
