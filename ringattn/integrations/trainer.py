@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from ..geometry.layout import Layout, zigzag
 from ..runtime.agree import refusing
 from ..training.causal_lm import IGNORE
-from ..training.data import shard_batch, tokens_of
+from ..training.data import packed_documents, shard_batch, tokens_of
 from ..training.loss import count_tokens
 from .huggingface_attachment import NAME, Attachment
 from .imports import cannot_import
@@ -42,9 +42,10 @@ class RingTrainer(Trainer):
 
     Its loaders deal the rows of `train_dataset` and `eval_dataset` to the rings, shuffled anew in each epoch of training. They make
     batches with `data_collator` and cut them with `shard_batch`: padding on the right and packed documents are possible. A model that was
-    attached without a layout gets one a batch, from `layouts`. Override `get_train_dataloader`, `get_eval_dataloader` and
-    `get_test_dataloader` for loaders of your own. They give this rank's rows of whole sequences, whose shifted labels are called labels,
-    too. A sampler may deal sequences to replicas, never to the ranks of a ring. `examples/train_trainer.py` is a complete program.
+    attached without a layout gets one a batch, from `layouts`; a batch of fewer tokens than ranks is padded first. Override
+    `get_train_dataloader`, `get_eval_dataloader` and `get_test_dataloader` for loaders of your own. They give this rank's rows of whole
+    sequences, whose shifted labels are called labels, too. A sampler may deal sequences to replicas, never to the ranks of a ring.
+    `examples/train_trainer.py` is a complete program.
 
     Args, beside those of transformers' Trainer:
         layouts: returns the layout for a number of tokens; by default zigzag over the model's ring.
@@ -192,11 +193,30 @@ class _Cut:
             if isinstance(batch.get(name), torch.Tensor) and not all(counted):
                 batch[name] = batch[name].where(torch.tensor(counted)[:, None], IGNORE)
         tokens = tokens_of(batch).shape[1]
-        layout = self.fixed or (self.layouts(tokens) if self.layouts is not None else zigzag(tokens, self.size))
+        layout = self.fixed or self._layout(tokens)
+        if self.fixed is None and 0 in layout.lengths and tokens < 2 * self.size:
+            batch = _lengthened(batch, tokens, 2 * self.size)
+            layout = self._layout(2 * self.size)
         shards: dict[str, Any] = dict(shard_batch(batch, layout, self.rank))
         if shards.get("shift_labels") is not None:
             shards["labels"] = shards["shift_labels"]  # the Trainer counts what is called labels
         return shards if self.fixed is not None else {**shards, "layout": layout}
+
+    def _layout(self, tokens: int) -> Layout:
+        return zigzag(tokens, self.size) if self.layouts is None else self.layouts(tokens)
+
+
+def _lengthened(batch: dict[str, Any], tokens: int, columns: int) -> dict[str, Any]:
+    """A batch of fewer tokens than ranks with padding at the end of its rows, so that each rank holds a token."""
+    if batch.get("attention_mask") is None and batch.get("position_ids") is None and packed_documents(batch) is None:
+        batch = {**batch, "attention_mask": torch.ones(tokens_of(batch).shape[:2], dtype=torch.int64)}
+    fill = {"labels": IGNORE, "shift_labels": IGNORE}
+    return {
+        name: F.pad(value, (0, columns - tokens), value=fill.get(name, 0))
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == tokens
+        else value
+        for name, value in batch.items()
+    }
 
 
 def _smoothed(logits: torch.Tensor, labels: torch.Tensor, epsilon: float) -> torch.Tensor:

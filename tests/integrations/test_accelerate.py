@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
 from ringattn.integrations.huggingface import attach
-from ringattn.training.causal_lm import IGNORE, CausalLMLoss, shift_labels
+from ringattn.training.causal_lm import IGNORE, CausalLMLoss, shift_labels, sum_gradients
 from ringattn.training.data import shard_batch
 from ringattn.training.loss import Reduction, count_tokens, mean_loss
 
@@ -335,6 +335,31 @@ def test_epochs_with_the_trainers_own_loaders(processes, tmp_path, collator):
             )
         total, tokens = summed_of(model, [row(i) for i in range(5)])
         assert evaluated == pytest.approx(total.item() / tokens, rel=1e-5), "5 rows on 2 rings: one is there twice, and counts once"
+
+
+def loss_of_a_short_batch(group, collator):
+    """The loss of rows of 1 and 2 tokens, of which a rank's part is that of the loaders' batch."""
+    from ringattn.integrations.trainer import _Cut
+
+    model = make_model()
+    attach(model, group=group)
+    rows = [dict(input_ids=row(i)["input_ids"][: i + 1], labels=row(i)["input_ids"][: i + 1]) for i in range(2)]
+    total, tokens = summed_of(model_alone := make_model(), rows)
+    total.backward()
+    batch = _Cut(collator, model.ringattn, None)(rows)
+    loss = model(**batch, num_items_in_batch=1).loss
+    loss.backward()
+    sum_gradients(model.parameters(), group)
+    dist.all_reduce(loss.detach(), group=group)
+    pairs = zip(model.parameters(), model_alone.parameters(), strict=True)
+    return tokens, loss.item() - total.item(), max((a.grad - b.grad).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("collator", [padded, packed])
+def test_a_batch_of_fewer_tokens_than_ranks_is_padded(processes, collator):
+    for tokens, loss, gradients in processes.run(4, loss_of_a_short_batch, collator):
+        assert tokens == 1
+        assert abs(loss) < 1e-5 and gradients < 1e-6
 
 
 @patch.dict(os.environ)
