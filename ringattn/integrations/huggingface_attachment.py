@@ -62,6 +62,10 @@ class LivePairs:
     rows: tuple[int, ...] | None = None
     _masks: dict[tuple[bool, Window], Mask] = field(default_factory=dict, repr=False)
 
+    def hides_padding(self, is_causal: bool) -> bool:
+        """Whether one mask for all rows can hide their padding from tokens of such a layer."""
+        return is_causal or self.mask is not None or self.rows is None or len(set(self.rows)) == 1
+
     def mask_for(self, is_causal: bool, window: Window) -> Mask:
         """The mask (None: causal or full, as the module is) within the documents and the module's window or chunks.
 
@@ -70,7 +74,7 @@ class LivePairs:
         key = (is_causal, window)
         if key not in self._masks:
             mask = self.mask
-            if mask is None and not is_causal and self.rows is not None and len(set(self.rows)) > 1:
+            if not self.hides_padding(is_causal):
                 raise ValueError(
                     "attention_mask hides tokens of rows that end at different positions, and tokens of this model see later ones, where "
                     "the ring has one mask for all rows: give rows of one length to a call, or pack the sequences with pack(...)"

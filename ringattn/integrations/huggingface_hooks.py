@@ -104,8 +104,9 @@ def live_mask(*args: Any, local_size: int | None = None, **options: Any) -> Live
     with refusing(call.attachment.ranks):
         is_causal = check_mask(**options, is_padded=call.live.rows is not None)
         window = mask_window(local_size, is_causal, _whole_tokens(call.attachment), **options)
-        # a model without windows may still ask for the mask of a window (Qwen2-MoE: of 0)
-        if is_causal is not None and (not isinstance(window, int) or (is_causal and window > 0)):
+        # a model may ask for a mask that no layer uses: of a window that it has not (Qwen2-MoE: of 0), of states that it has not (BART)
+        is_asked = not isinstance(window, int) or (is_causal and window > 0)
+        if is_causal is not None and is_asked and call.live.hides_padding(is_causal):
             call.live.mask_for(is_causal, window)  # compiled layers cannot make it, but find it made
     return LiveMask(call.live, window, is_causal, call.attachment)
 

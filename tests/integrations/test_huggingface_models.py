@@ -159,7 +159,19 @@ def bert():
     return transformers.BertForMaskedLM(transformers.BertConfig(**TINY, **DROPOUT)).double().eval()
 
 
-PADDED = {"llama": (llama, [N, 14]), "roberta": (roberta, [N - 3, 14]), "bert": (bert, [17, 17])}
+def bart_decoder():
+    """It asks for a mask of an encoder's states, in both directions, though it is given none."""
+    torch.manual_seed(0)
+    sizes = dict(d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48, max_position_embeddings=64)
+    return transformers.BartForCausalLM(transformers.BartConfig(vocab_size=VOCAB, **sizes, dropout=0.0)).double().eval()
+
+
+PADDED = {
+    "llama": (llama, [N, 14]),
+    "roberta": (roberta, [N - 3, 14]),
+    "bart": (bart_decoder, [N, 14]),
+    "bert": (bert, [17, 17]),
+}
 
 
 def padded_batch(lengths):
