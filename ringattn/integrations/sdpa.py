@@ -10,9 +10,11 @@ Shapes: b batch, h query heads, hk key/value heads, s_local tokens of this rank,
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 
 from .. import check
@@ -90,14 +92,15 @@ class ring_sdpa(TorchFunctionMode):
     """`with ring_sdpa(layout=layout, group=ring):`, in which torch's scaled_dot_product_attention runs around the ring, in this thread.
 
     Every call in the block is taken, in whatever module; `replace_attention` chooses modules, and refuses what it would miss. Give the
-    model its positions, `layout.positions(rank)`. The backward pass may run outside of the block, but activation checkpointing, which
-    runs the forward pass again, must lie within it as a whole, with `use_reentrant=False`.
+    model its positions, `layout.positions(rank)`. The backward pass may run in the block or outside of it. Activation checkpointing runs
+    the forward pass again where torch has switched the block off: take `replace_attention`, or enter the block within the checkpointed
+    function.
 
     Args:
         layout, mask, group, score: as for `scaled_dot_product_attention` of this module.
 
-    Raises ValueError for arguments of a wrong type. A call in the block raises it, on every rank, for an `attn_mask`, for bad input
-    and for `torch.nn.MultiheadAttention`.
+    Raises ValueError for arguments of a wrong type. A call in the block raises it, on every rank, for an `attn_mask`, for bad input,
+    for `torch.nn.MultiheadAttention` and in a function that reentrant checkpointing runs. Other checkpointing raises torch's own error.
 
     >>> import torch
     >>> from ringattn.integrations.sdpa import ring_sdpa
@@ -121,6 +124,11 @@ class ring_sdpa(TorchFunctionMode):
         check.optional("mask", mask, Mask, check.BUILD_A_MASK)
         check.optional("score", score, ScoreMod, check.BUILD_A_SCORE)
         self._around = Around(layout, mask, group, score)
+        self._has_gradients = False
+
+    def __enter__(self) -> ring_sdpa:
+        self._has_gradients = torch.is_grad_enabled()
+        return super().__enter__()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -130,7 +138,26 @@ class ring_sdpa(TorchFunctionMode):
                 "torch.nn.MultiheadAttention is called within ring_sdpa, but takes its mask and its shapes by other means: call "
                 "ringattn.ring_attention in its place",
             )
-        return bound(self._around, *args, **kwargs) if func is _ORIGINAL else func(*args, **kwargs)
+        if func is not _ORIGINAL:
+            return func(*args, **kwargs)
+        if self._has_gradients and not torch.compiler.is_compiling() and _runs_in_a_function_of_autograd():
+            refuse(
+                self._around.group,
+                "attention runs without gradients in a function of autograd, such as that of reentrant activation checkpointing, whose "
+                "second forward pass would attend within the shard: take replace_attention, or enter ring_sdpa within that function",
+            )
+        return bound(self._around, *args, **kwargs)
+
+
+def _runs_in_a_function_of_autograd() -> bool:
+    """Whether the caller is within the forward pass of a `torch.autograd.Function`, where there are no gradients."""
+    frame = None if torch.is_grad_enabled() else sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount and isinstance(frame.f_locals.get(code.co_varnames[0]), FunctionCtx):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Around:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import ringattn as ra
 from ringattn.integrations.sdpa import ring_sdpa, scaled_dot_product_attention
@@ -101,6 +102,30 @@ def test_under_autocast_attention_runs_in_the_low_precision():
             found = F.scaled_dot_product_attention(*mixed, is_causal=True)
     assert found.dtype == wanted.dtype == torch.bfloat16
     torch.testing.assert_close(found, wanted, rtol=0, atol=0.02)
+
+
+def attend(x):
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def attend_in_a_block(x):
+    with ring_sdpa(score=ra.score(softcap=2.0)):
+        return attend(x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_in_a_block_is_an_error_and_around_it_is_right(reentrant):
+    x, _, _ = whole()
+    x.requires_grad_()
+    with ring_sdpa(score=ra.score(softcap=2.0)), torch.no_grad():
+        assert torch.equal(attend(x), attend_in_a_block(x))  # what has no gradients is not checkpointed
+    error, message = (ValueError, "reentrant activation checkpointing") if reentrant else (CheckpointError, "different number")
+    with pytest.raises(error, match=message), ring_sdpa(score=ra.score(softcap=2.0)):
+        checkpoint(attend, x, use_reentrant=reentrant).sum().backward()
+    wanted = torch.autograd.grad(attend_in_a_block(x).square().sum(), x)[0]
+    x.grad = None
+    checkpoint(attend_in_a_block, x, use_reentrant=reentrant).square().sum().backward()
+    assert torch.equal(x.grad, wanted)
 
 
 def test_compiled_calls_give_the_same():
