@@ -185,16 +185,9 @@ def qkv(q: Any, k: Any, v: Any) -> None:
 
 def tensors(q: Any, k: Any, v: Any) -> None:
     """Refuse each tensor that attention cannot take by itself: it must be plain and have four dimensions."""
-    named = ("q", q), ("k", k), ("v", v)
-    for name, x in named:
+    for name, x in (("q", q), ("k", k), ("v", v)):
         _attention_tensor(name, x)
-    # torch.compile does not know `is_neg`, and gives operators the values of such views
-    if not torch.compiler.is_compiling():
-        for name, x in named:
-            if x.is_neg():
-                raise ValueError(
-                    f"{name} is a view of its negated values, as z.conj().imag is, but must hold its values: pass {name}.resolve_neg()"
-                )
+        _values(name, x)
 
 
 def has_values(x: torch.Tensor) -> bool:
@@ -306,6 +299,16 @@ def dense_tensor(name: str, x: Any) -> None:
         raise ValueError(f"{name} is a nested tensor: pack the sequences into one dimension and pass mask=documents(lengths)")
     if x.layout != torch.strided:
         raise ValueError(f"{name} has the layout {x.layout}, but must be dense: pass {name}.to_dense()")
+    _values(name, x)
+
+
+def _values(name: str, x: torch.Tensor) -> None:
+    """Refuse a view that negates: what lies at its address, where kernels and messages read, is not its values."""
+    # torch.compile does not know `is_neg`, and gives operators the values of such views
+    if not torch.compiler.is_compiling() and x.is_neg():
+        raise ValueError(
+            f"{name} is a view of its negated values, as z.conj().imag is, but must hold its values: pass {name}.resolve_neg()"
+        )
 
 
 def _attention_tensor(name: str, x: Any) -> None:

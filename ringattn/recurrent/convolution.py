@@ -104,7 +104,7 @@ class _CausalConv1d(torch.autograd.Function):
         x, weight, bias, before = ctx.saved_tensors
         with call.context.turn, without_autocast(x.device.type):
             call.begin_backward()
-            return None, *_gradients(call, grads[0], x, weight, bias, before, ctx.needs_input_grad[1:])
+            return None, *_gradients(call, grads[0].resolve_neg(), x, weight, bias, before, ctx.needs_input_grad[1:])
 
 
 def _gradients(

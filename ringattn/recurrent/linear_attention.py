@@ -326,6 +326,7 @@ class _LinearAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         call: _LinearCall = ctx.call
         call.checked.refuse_second_derivative("linear_attention")
+        grads = tuple(None if x is None else x.resolve_neg() for x in grads)
         *tensors, queries, factors, totals, states = ctx.saved_tensors
         inputs, pieces = RecurrenceInputs(*tensors), ctx.pieces
         with call.checked.context.turn, without_autocast(inputs.q.device.type):

@@ -1,5 +1,7 @@
 """What `ra.linear_attention` and `ra.causal_conv1d` refuse, before any communication and on every rank."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -42,6 +44,8 @@ REFUSED = {
     "documents that are longer": (call, {"mask": ra.documents(lengths=[9])}, "is longer than the sequence"),
     "a layout for others": (call, {"layout": ra.contiguous(8, 2)}, "is for 2 ranks, but the group has 1"),
     "a layout of another length": (convolve, {"layout": ra.contiguous(9, 1)}, "x has 8 tokens, but rank 0"),
+    "a view that negates": (call, {"beta": torch._neg_view(torch.ones(1, 8, 2))}, "pass beta.resolve_neg()"),
+    "a view that negates, of a convolution": (convolve, {"x": torch._neg_view(torch.ones(1, 8, 3))}, "pass x.resolve_neg()"),
     "strides": (
         call,
         {"layout": ra.Layout(8, ((ra.Span(0, 4, 2), ra.Span(1, 4, 2)),))},
@@ -126,6 +130,19 @@ def test_a_state_that_overflows_is_an_error(gloo, sign):
     assert call(decay=torch.full((1, 8, 2), -torch.inf)).isfinite().all()
     # what is not finite in the input may pass, as in attention
     assert not call(v=torch.full((1, 8, 2, 4), torch.inf)).isfinite().all()
+
+
+def test_gradients_that_are_views_that_negate_come_as_values(monkeypatch):
+    for function, name in ((call, "linear_attention"), (convolve, "convolution")):
+        module, seen = importlib.import_module(f"ringattn.recurrent.{name}"), []
+        inner = module._gradients
+        monkeypatch.setattr(module, "_gradients", lambda *given: seen.append(given) or inner(*given))
+        x = torch.randn(1, 8, 2, 4) if function is call else torch.randn(1, 8, 3)
+        out = function(**{"q" if function is call else "x": x.requires_grad_()})
+        out.backward(torch._neg_view(torch.ones_like(out)))
+        given = [x for one in seen[0] for x in (one if isinstance(one, tuple) else (one,)) if isinstance(x, torch.Tensor)]
+        assert any(bool((x == -1).all()) for x in given)
+        assert not any(x.is_neg() for x in given)
 
 
 def test_second_derivatives_are_refused():
