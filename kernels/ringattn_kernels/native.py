@@ -33,7 +33,7 @@ def tables() -> ModuleType | None:
 
 def plans() -> ModuleType | None:
     """`plans.c`, compiled; None where that is impossible, or where nothing has imported Triton: that takes longer than many plans."""
-    return _plans() if "triton" in sys.modules else None
+    return None if sys.modules.get("triton") is None else _plans()
 
 
 @functools.cache
