@@ -67,18 +67,19 @@ class Pages:
 
     def extend(self, sequences: Sequence[CachedSequence], tokens: int) -> list[PageCopy]:
         """Make room for `tokens` more tokens of each sequence; returns the pages to copy first. All or nothing."""
-        for sequence in sequences:
-            if sequence.length + tokens > self.max_tokens:
-                raise ValueError(
-                    f"{sequence} would have {sequence.length + tokens} tokens, but the cache holds at most {self.max_tokens} of a "
-                    "sequence: make it with a larger max_tokens"
-                )
         homes, shared, needed = self._needed(sequences, tokens)
         for rank in range(self.ranks):
             if needed[rank] > len(self._free[rank]):
                 raise OutOfPages(
                     f"rank {rank} has {len(self._free[rank])} free pages of {self.count}, but {tokens} more tokens of "
                     f"{len(sequences)} sequences need {needed[rank]} there: free, truncate or evict sequences first"
+                )
+        # what no pages are left for is an overflow, however long a sequence may be
+        for sequence in sequences:
+            if sequence.length + tokens > self.max_tokens:
+                raise ValueError(
+                    f"{sequence} would have {sequence.length + tokens} tokens, but the cache holds at most {self.max_tokens} of a "
+                    "sequence: make it with a larger max_tokens"
                 )
         copies = []
         for sequence, home in zip(sequences, homes, strict=True):
@@ -175,7 +176,7 @@ class Pages:
             homes.append(home)
             begin, end = len(sequence.pages), -(-(sequence.length + tokens) // self.size)
             for i in range(min(self.ranks, end - begin)):
-                needed[(home + begin + i) % self.ranks] += len(range(begin + i, end, self.ranks))
+                needed[(home + begin + i) % self.ranks] += -(-(end - begin - i) // self.ranks)
         return homes, shared, needed
 
     def _rank(self, sequence: CachedSequence, number: int) -> int:

@@ -272,8 +272,13 @@ def test_bad_changes():
             cache.extend(sequences, 1)
     with pytest.raises(ValueError, match="tokens is -1, but must be at least 0"):
         cache.extend([sequence], -1)
-    with pytest.raises(ValueError, match="would have 65 tokens, but the cache holds at most 64 of a sequence"):
-        cache.extend([sequence], 65)
+    for tokens, pages in ((65, 5), (1 << 80, 1 << 76)):
+        needed = f"rank 0 has 4 free pages of 4, but {tokens} more tokens of 1 sequences need {pages} there"
+        with pytest.raises(ra.OutOfPages, match=needed):
+            cache.extend([sequence], tokens)
+    short = cache_of(max_tokens=40)
+    with pytest.raises(ValueError, match="would have 41 tokens, but the cache holds at most 40 of a sequence"):
+        short.extend([short.add()], 41)
     with pytest.raises(ValueError, match="before is 1, but must be from 0 to 0"):
         cache.evict(sequence, 1)
     assert sequence.length == 0 and cache.free_pages == (4,)
