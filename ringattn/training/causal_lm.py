@@ -141,13 +141,13 @@ class CausalLMLoss(nn.Module):
         summed = CausalLMLoss(model)(**shard_batch(batch, layout, rank))
 
     Args:
-        model: a causal model of transformers, attached or not, inside PEFT's adapters or not. Its config says how logits are made: a
-            final softcap (Gemma 2, RecurrentGemma, xLSTM), a factor (Cohere, Falcon-H1) and a divisor (Granite, Inkling) apply if the
-            model's forward pass uses them. Refused are other numbers of the config that the forward pass uses, a vocabulary cut after
-            the output embedding (`unpadded_vocab_size`), heads with further layers (BERT's), adapters on the output embedding (PEFT's
-            `modules_to_save` is honoured), routers' losses (`output_router_logits`) and Bamba's `z_loss_coefficient`.
-            `ringattn.verify` makes its loss from the model's own logits, and does not run this loss: to check a model whose code is not
-            transformers', compare the two on one short sequence.
+        model: a causal model of transformers, attached or not, inside PEFT's adapters or not, and not yet wrapped or compiled: wrap or
+            compile this instead. Its config says how logits are made: a final softcap (Gemma 2, RecurrentGemma, xLSTM), a factor (Cohere,
+            Falcon-H1) and a divisor (Granite, Inkling) apply if the model's forward pass uses them. Refused are other numbers of the
+            config that the forward pass uses, a vocabulary cut after the output embedding (`unpadded_vocab_size`), heads with further
+            layers (BERT's), adapters on the output embedding (PEFT's `modules_to_save` is honoured), routers' losses
+            (`output_router_logits`) and Bamba's `z_loss_coefficient`. `ringattn.verify` makes its loss from the model's own logits, and
+            does not run this loss: to check a model whose code is not transformers', compare the two on one short sequence.
         loss: `fused_token_loss` (the default) or `token_loss`.
 
     A call returns the cross-entropy summed over this rank's tokens: a scalar in fp32 (fp64 for fp64), for `mean_loss`.
@@ -155,10 +155,16 @@ class CausalLMLoss(nn.Module):
 
     def __init__(self, model: PreTrainedModel, loss: Callable[..., torch.Tensor] = fused_token_loss) -> None:
         super().__init__()
-        if not hasattr(model, "get_output_embeddings"):
+        # wrappers pass on the attributes of their model, whose parts this loss would call without them; PEFT's has its adapters in these
+        if not any(hasattr(type(model), name) for name in ("get_output_embeddings", "get_base_model")):
             raise ValueError(
                 f"{type(model).__name__} is not a model of transformers: give one before it is wrapped, and wrap this instead; for "
                 "your own model see token_loss"
+            )
+        if getattr(model, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"{type(model).__name__} was compiled by itself, but this loss calls its parts alone, which would run uncompiled: call "
+                "CausalLMLoss(model).compile() instead"
             )
         output = _output_embedding(model)
         if not isinstance(output, nn.Linear) and isinstance(getattr(output, "base_layer", None), nn.Linear):
@@ -201,8 +207,19 @@ class CausalLMLoss(nn.Module):
                 "output_router_logits is True, but this loss is of the logits alone: set it to False, or make both losses from the "
                 "model's outputs"
             )
-        hidden = _without_head(self.model)(**inputs)[0]
         output = _output_embedding(self.model)
+        # fully_shard makes a class of this name, and its weights whole within a call of the model, which this loss does not make
+        if type(self.model).__name__.startswith("FSDP") and _is_sharded(output.weight):
+            raise ValueError(
+                f"{type(self.model).__name__} was sharded by itself, and its weights are sharded still, because this loss calls its "
+                "parts alone: call fully_shard(CausalLMLoss(model)) instead of fully_shard(model)"
+            )
+        hidden = _without_head(self.model)(**inputs)[0]
+        if _is_sharded(output.weight) and not _is_sharded(hidden):
+            raise ValueError(
+                "the output embedding was sharded by itself, and its weight is sharded still, because this loss does not call it: leave "
+                "it to fully_shard(CausalLMLoss(model))"
+            )
         return self.loss(hidden, output.weight, shift_labels, head=Head(output.bias, self._scale, self._softcap))
 
 
@@ -254,6 +271,11 @@ def _output_embedding(model: Any) -> Any:
     if copies is None:
         return output
     return output.original_module if output.disable_adapters else copies[output.active_adapters[0]]
+
+
+def _is_sharded(x: torch.Tensor) -> bool:
+    """Whether it is a DTensor, known by name because the import takes a second."""
+    return type(x).__name__ == "DTensor"
 
 
 def _without_adapters(model: Any) -> Any:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ringattn as ra
@@ -117,6 +117,32 @@ def test_micro_batches_add_up(gloo):
     assert_the_mean_over_all_tokens(gloo.run(8, wrapped_step, "none", 2, 2, True, timeout=120)[:4], 2)
 
 
+def said_of_wrapped_models(group):
+    """The errors for a model in FSDP, which passes on its attributes, and for models that fully_shard was given in other parts."""
+    everyone, said = DeviceMesh("cpu", torch.arange(group.size())), []
+    mine = shard_batch(whole_batch(0), ra.contiguous(SEQ_LEN, 1), 0)
+    in_fsdp = FullyShardedDataParallel(
+        build().model, group, ShardingStrategy.NO_SHARD, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    whole, head = build(), build()
+    fully_shard(whole.model, mesh=everyone)
+    fully_shard(head.model.lm_head, mesh=everyone)
+    fully_shard(head, mesh=everyone)
+    for call in (lambda: CausalLMLoss(in_fsdp), lambda: whole(**mine), lambda: head(**mine)):
+        with pytest.raises(ValueError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_models_that_were_wrapped_instead_of_the_loss_are_refused(gloo):
+    """In FSDP without shards each rank would have trained by itself."""
+    for of_fsdp, of_whole, of_head in gloo.run(8, said_of_wrapped_models):
+        assert of_fsdp.startswith("FullyShardedDataParallel is not a model of transformers: give one before it is wrapped")
+        assert of_whole.startswith("FSDPLlamaForCausalLM was sharded by itself")
+        assert of_head.startswith("the output embedding was sharded by itself")
+
+
 def over_axes(group):
     """Losses, counts and gradients over a mesh of two axes and a grid, and the errors for a transport and a list."""
     mesh = DeviceMesh("cpu", torch.arange(8).view(4, 2), mesh_dim_names=("ring", "heads"))
@@ -181,6 +207,11 @@ def test_the_factor_is_not_rounded_to_a_narrow_loss():
     assert step.loss.item() == pytest.approx(3e-7)
 
 
+def compiled_in_place(model):
+    model.compile()
+    return model
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -193,8 +224,22 @@ def test_the_factor_is_not_rounded_to_a_narrow_loss():
         (lambda: count_tokens([torch.zeros(1, 3)]), r"count_tokens\(\*labels\)"),
         (lambda: CausalLMLoss(build().model.model), "has no linear output embedding"),
         (lambda: CausalLMLoss(build()), "CausalLMLoss is not a model of transformers: give one before it is wrapped"),
+        (lambda: CausalLMLoss(torch.compile(build().model)), "OptimizedModule is not a model of transformers: give one before"),  # type: ignore[arg-type]
+        (lambda: CausalLMLoss(compiled_in_place(build().model)), "LlamaForCausalLM was compiled by itself"),
     ],
-    ids=["divisor", "data parallel", "no sum", "a number", "a list", "no labels", "a list of labels", "no head", "wrapped"],
+    ids=[
+        "divisor",
+        "data parallel",
+        "no sum",
+        "a number",
+        "a list",
+        "no labels",
+        "a list of labels",
+        "no head",
+        "wrapped",
+        "compiled",
+        "compiled in place",
+    ],
 )
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
