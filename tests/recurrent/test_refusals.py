@@ -132,17 +132,16 @@ def test_a_state_that_overflows_is_an_error(gloo, sign):
     assert not call(v=torch.full((1, 8, 2, 4), torch.inf)).isfinite().all()
 
 
-def test_gradients_that_are_views_that_negate_come_as_values(monkeypatch):
-    for function, name in ((call, "linear_attention"), (convolve, "convolution")):
-        module, seen = importlib.import_module(f"ringattn.recurrent.{name}"), []
-        inner = module._gradients
-        monkeypatch.setattr(module, "_gradients", lambda *given: seen.append(given) or inner(*given))
-        x = torch.randn(1, 8, 2, 4) if function is call else torch.randn(1, 8, 3)
-        out = function(**{"q" if function is call else "x": x.requires_grad_()})
-        out.backward(torch._neg_view(torch.ones_like(out)))
-        given = [x for one in seen[0] for x in (one if isinstance(one, tuple) else (one,)) if isinstance(x, torch.Tensor)]
-        assert any(bool((x == -1).all()) for x in given)
-        assert not any(x.is_neg() for x in given)
+@pytest.mark.parametrize(("function", "name", "shape"), [(call, "q", (1, 8, 2, 4)), (convolve, "x", (1, 8, 3))], ids=["q", "x"])
+def test_gradients_that_are_views_that_negate_come_as_values(monkeypatch, function, name, shape):
+    module = importlib.import_module(f"ringattn.recurrent.{'linear_attention' if name == 'q' else 'convolution'}")
+    inner, seen = module._gradients, []
+    monkeypatch.setattr(module, "_gradients", lambda *given: seen.extend(given) or inner(*given))
+    out = function(**{name: torch.randn(shape, requires_grad=True)})
+    out.backward(torch._neg_view(torch.ones_like(out)))
+    given = [x for one in seen for x in (one if isinstance(one, tuple) else (one,)) if isinstance(x, torch.Tensor)]
+    assert any(bool((x == -1).all()) for x in given)
+    assert not any(x.is_neg() for x in given)
 
 
 def test_second_derivatives_are_refused():
