@@ -1,6 +1,7 @@
 """A model that accelerate prepares, around a ring: a step gives the parameters of one process, with accumulation and clipping."""
 
 import importlib.util
+import itertools
 import os
 from unittest.mock import patch
 
@@ -413,13 +414,14 @@ def test_a_step_of_trls_trainer_equals_that_of_one_process(processes, tmp_path):
 
 
 @patch.dict(os.environ)
-def loaded_by_accelerate(group, ring, problem):
-    """The rows that a prepared loader gives this rank, a batch after the other, the ranks of its ring, and the logits' error."""
+def loaded_by_accelerate(group, ring, problem, accumulation=1):
+    """The rows that a prepared loader gives this rank, a batch after the other, the ranks of its ring, and the parameters in the end."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size, MASTER_ADDR="localhost")
     os.environ.update({name: str(value) for name, value in names.items()})
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
+    from accelerate.utils import GradientAccumulationPlugin
     from torch.utils.data import DataLoader
 
     from ringattn.integrations.accelerate import RingParallelismConfig
@@ -432,33 +434,41 @@ def loaded_by_accelerate(group, ring, problem):
     with pytest.raises(ValueError, match="the ring is not known before the mesh"):
         config.ring  # noqa: B018
     try:
-        accelerator = Accelerator(cpu=True, parallelism_config=config)
+        # the last micro-batches are fetched before the first of them runs
+        plugin = GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False)
+        accelerator = Accelerator(cpu=True, parallelism_config=config, gradient_accumulation_plugin=plugin)
         model = make_model()
         attach(model, group=config.ring)
         run, optimizer = accelerator.prepare(CausalLMLoss(model), torch.optim.SGD(model.parameters(), LR))
         rows = [dict(input_ids=torch.arange(i, i + 12) % VOCAB) for i in range(8)]
         loader = accelerator.prepare(DataLoader(rows, batch_size=2))
         seen, layout = [], ra.zigzag(12, ring)
-        for whole in loader:
-            seen.append(whole["input_ids"][:, 0].tolist())
-            shards = shard_batch({**whole, "labels": whole["input_ids"]}, layout, config.ring.get_local_rank())
-            step = mean_loss(run(**shards, layout=layout), shards["shift_labels"], reduction=Reduction(world_size))
-            accelerator.backward(step.loss)
-            optimizer.step()
-            optimizer.zero_grad()
+        batches = iter(loader)
+        while micro := list(itertools.islice(batches, accumulation)):
+            seen += [whole["input_ids"][:, 0].tolist() for whole in micro]
+            shards = [shard_batch({**whole, "labels": whole["input_ids"]}, layout, config.ring.get_local_rank()) for whole in micro]
+            tokens = count_tokens(*(one["shift_labels"] for one in shards))
+            for one in shards:
+                with accelerator.accumulate(run):
+                    reduction = Reduction(world_size * accumulation)
+                    step = mean_loss(run(**one, layout=layout), one["shift_labels"], reduction=reduction, tokens=tokens)
+                    accelerator.backward(step.loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
     return seen, dist.get_process_group_ranks(config.ring.get_group()), {name: p.detach() for name, p in model.named_parameters()}
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("ring", [2, 4])
-def test_prepared_loaders_deal_rows_to_rings(processes, ring):
-    found = processes.run(4, loaded_by_accelerate, ring, None)
+def test_prepared_loaders_deal_rows_to_rings(processes, ring, accumulation):
+    found = processes.run(4, loaded_by_accelerate, ring, None, accumulation)
     rings = 4 // ring
-    model = make_model()
-    for step in range(4 // rings):
-        rows = torch.stack([torch.arange(i, i + 12) % VOCAB for i in range(2 * rings * step, 2 * rings * (step + 1))])
+    model, together = make_model(), 2 * rings * accumulation
+    for step in range(8 // together):
+        rows = torch.stack([torch.arange(i, i + 12) % VOCAB for i in range(together * step, together * (step + 1))])
         F.cross_entropy(model(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).backward()
         torch.optim.SGD(model.parameters(), LR).step()
         model.zero_grad()
