@@ -185,9 +185,13 @@ def qkv(q: Any, k: Any, v: Any) -> None:
 
 def tensors(q: Any, k: Any, v: Any) -> None:
     """Refuse each tensor that attention cannot take by itself: it must be plain and have four dimensions."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    named = ("q", q), ("k", k), ("v", v)
+    for name, x in named:
         _attention_tensor(name, x)
-        _values(name, x)
+    # asked in each call: together
+    if not torch.compiler.is_compiling() and (q.is_neg() or k.is_neg() or v.is_neg()):
+        for name, x in named:
+            _values(name, x)
 
 
 def has_values(x: torch.Tensor) -> bool:
