@@ -66,7 +66,9 @@ def test_what_would_fail_later_is_said_at_once(gloo):
         with pytest.raises(AssertionError, match="only some ranks made a group"):
             ranks.run(2, make_a_group)
         os.kill(ranks.run(3, process)[1], signal.SIGKILL)
-        time.sleep(0.2)
+        deadline = time.monotonic() + 60
+        while "rank 1 ended" not in ranks._tail() and time.monotonic() < deadline:
+            time.sleep(0.01)
         ranks.end_groups()
         with pytest.raises(AssertionError, match=r"a rank has ended since the last run(.|\n)*rank 1 ended with status -9"):
             ranks.run(3, process)
