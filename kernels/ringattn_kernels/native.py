@@ -41,9 +41,14 @@ def _plans() -> ModuleType | None:
     return _compiled("plans", "new batches take the host longer", after="arrays")
 
 
-def integers(tables: Sequence[bytearray], *columns: int, dtype: type[np.signedinteger] = np.int32) -> tuple[Any, ...]:
-    """Tables of integers that the parts in C wrote, as arrays of so many columns each."""
-    return tuple([np.frombuffer(x, dtype).reshape(-1, n) for x, n in zip(tables, columns)])
+def integers(tables: Sequence[bytearray], *columns: int) -> tuple[Any, ...]:
+    """Tables of int32 that `tables.c` wrote, as arrays of so many columns each."""
+    return tuple([np.frombuffer(x, dtype=np.int32).reshape(-1, n) for x, n in zip(tables, columns)])
+
+
+def numbers(array: bytearray, *columns: int) -> Any:
+    """int64 that `plans.c` wrote, as an array, or as a table of so many columns."""
+    return np.frombuffer(array, dtype=np.int64).reshape(-1, *columns)
 
 
 def _compiled(name: str, otherwise: str, cuda: bool = False, after: str = "") -> ModuleType | None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .native import integers, plans, tables
+from .native import integers, numbers, plans, tables
 from .recorder import aside
 
 # columns of a block table's items
@@ -151,7 +151,7 @@ def settle(tiles: np.ndarray, q_rows: int, k_rows: int) -> tuple[np.ndarray, np.
     native = plans()
     if native is not None:
         settled, kept = native.settle(tiles, q_rows, k_rows)
-        return integers((settled,), 6, dtype=np.int64)[0], None if kept is None else np.frombuffer(kept, dtype=bool)
+        return numbers(settled, 6), None if kept is None else np.frombuffer(kept, dtype=bool)
     tiles = tiles.copy()
     if not len(tiles):
         return tiles, None

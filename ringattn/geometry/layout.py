@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from ringattn_kernels.native import integers, plans
+from ringattn_kernels.native import numbers, plans
 
 from ..check import BUILD_A_LAYOUT, BUILD_A_MASK, MAX_RANKS, MAX_TOKENS, instance, integer, listed, shown
 from ..check import dim as check_dim
@@ -308,7 +308,7 @@ def _work_of_chunks(edges: np.ndarray, regions: Table, seq_len: int) -> np.ndarr
         return _work(table[table[:, 2] > 0], chunks, regions, seq_len)
     native = plans()
     if native is not None:
-        return np.frombuffer(native.work(edges, regions), dtype=np.int64)
+        return numbers(native.work(edges, regions))
     q_start, q_stop, k_start, k_stop, lo, hi, _ = regions.T
     region, chunk = spread(edges[1:].searchsorted(q_start, side="right"), edges[:-1].searchsorted(q_stop))
     q_start, q_stop, k_start, k_stop, lo, hi = (x[region] for x in (q_start, q_stop, k_start, k_stop, lo, hi))
@@ -332,7 +332,7 @@ def _deal(work: np.ndarray, world_size: int) -> np.ndarray:
     """Deal the chunks, the heaviest first, to the least loaded rank that has room: (world_size, n) chunks of each rank, ascending."""
     room, native = len(work) // world_size, plans()
     if native is not None:
-        return integers((native.deal(work, world_size),), room, dtype=np.int64)[0]
+        return numbers(native.deal(work, world_size), room)
     hands: list[list[int]] = [[] for _ in range(world_size)]
     # load * world_size + rank of the ranks that have room: the least load first, and of equal ones the first rank
     heap = list(range(world_size))

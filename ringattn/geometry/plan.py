@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from ringattn_kernels.native import integers, plans
+from ringattn_kernels.native import numbers, plans
 from ringattn_kernels.table import TileTable
 
 from ..check import BUILD_A_LAYOUT, BUILD_A_MASK, MAX_TOKENS, instance, integer
@@ -450,7 +450,7 @@ def merge_full(tiles: Table) -> Table:
     native = plans()
     if native is not None:
         joined_tiles = native.join(tiles)
-        return tiles if joined_tiles is None else integers((joined_tiles,), tiles.shape[1], dtype=np.int64)[0]
+        return tiles if joined_tiles is None else numbers(joined_tiles, tiles.shape[1])
     full = is_full(tiles)
     if not full.any():
         return tiles

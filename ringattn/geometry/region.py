@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ringattn_kernels.native import plans
+from ringattn_kernels.native import numbers, plans
 
 Table: TypeAlias = NDArray[Any]  # int64
 
@@ -159,7 +159,7 @@ def count_pairs(q_begin: Table, q_end: Table, k_begin: Table, k_end: Table, lo: 
 def pairs_of(tiles: Table) -> Table:
     """The live pairs of each tile (q_begin, q_end, k_begin, k_end, lo, hi)."""
     native = plans()
-    return count_pairs(*tiles.T) if native is None else np.frombuffer(native.count(tiles), dtype=np.int64)
+    return count_pairs(*tiles.T) if native is None else numbers(native.count(tiles))
 
 
 def _lift(regions: Table, stride: int) -> Table:

@@ -1,8 +1,5 @@
 """`plans.c` and its twins in NumPy give the same numbers."""
 
-import importlib.util
-import os
-import shutil
 import sys
 
 import numpy as np
@@ -13,12 +10,12 @@ from hypothesis import strategies as st
 import ringattn as ra
 from ringattn.geometry import layout, plan, region
 from ringattn_kernels import native, table
+from tests.compiler import needs_compiler
 
 USERS = layout, plan, region, table  # modules that call `plans.c`
 SEEDS = st.integers(0, 2**32 - 1)
 
-there_is_a_compiler = importlib.util.find_spec("triton") and any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
-pytestmark = pytest.mark.skipif(not there_is_a_compiler, reason="there is no compiler")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,11 +92,6 @@ def test_chunks_are_dealt(seed, ranks, each, largest):
     assert_same(layout._work_of_chunks, layout._edges(tokens, ranks, each), np.asfortranarray(regions), tokens)
 
 
-def refused(error, message, name, *given):
-    with pytest.raises(error, match=message):
-        getattr(native.plans(), name)(*given)
-
-
 TILES, WORK = np.array([[0, 4, 0, 4, -3, 3]]), np.arange(4)
 
 
@@ -120,7 +112,8 @@ TILES, WORK = np.array([[0, 4, 0, 4, -3, 3]]), np.arange(4)
     ],
 )
 def test_what_would_be_read_elsewhere_is_refused(name, given, message):
-    refused(ValueError, message, name, *given)
+    with pytest.raises(ValueError, match=message):
+        getattr(native.plans(), name)(*given)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """`tables.c` and its twins in NumPy give the same numbers; a launch uploads what it reads, in one copy."""
 
-import importlib.util
-import os
-import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,15 +11,13 @@ from hypothesis import strategies as st
 import ringattn_kernels as rk
 from ringattn_kernels import hopper, native, split_choice, splits, table
 from ringattn_kernels.hopper import turns, work_queue
+from tests.compiler import needs_compiler
 from tests.kernels import dense
 
 CPU = torch.device("cpu")
 COSTS = split_choice.SPLIT_COST, split_choice.MERGE_COST, split_choice.SHORTEST, split_choice.PER_PROCESSOR
 SIZES = st.sampled_from([1, 2, 7, 16, 61, 64, 97, 128, 192])
 USERS = table, split_choice, work_queue, turns  # modules that call `tables.c`
-
-there_is_a_compiler = importlib.util.find_spec("triton") and any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
-needs_compiler = pytest.mark.skipif(not there_is_a_compiler, reason="there is no compiler")
 
 
 def without_c(monkeypatch):
