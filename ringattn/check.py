@@ -293,11 +293,16 @@ def positions(name: str, value: Any, tokens: int, argument: str) -> torch.Tensor
     return torch.from_numpy(array)
 
 
+def is_dtensor(x: Any) -> bool:
+    """Whether x is a DTensor, known by its name because the import takes a second."""
+    return type(x).__name__ == "DTensor"
+
+
 def dense_tensor(name: str, x: Any) -> None:
     """Refuse anything but a plain tensor."""
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}, but must be a torch.Tensor")
-    if type(x).__name__ == "DTensor":
+    if is_dtensor(x):
         raise ValueError(f"{name} is a DTensor: pass this rank's shard, {name}.to_local()")
     if x.is_nested:
         raise ValueError(f"{name} is a nested tensor: pack the sequences into one dimension and pass mask=documents(lengths)")

@@ -209,13 +209,13 @@ class CausalLMLoss(nn.Module):
             )
         output = _output_embedding(self.model)
         # fully_shard makes a class of this name, and its weights whole within a call of the model, which this loss does not make
-        if type(self.model).__name__.startswith("FSDP") and _is_sharded(output.weight):
+        if type(self.model).__name__.startswith("FSDP") and check.is_dtensor(output.weight):
             raise ValueError(
                 f"{type(self.model).__name__} was sharded by itself, and its weights are sharded still, because this loss calls its "
                 "parts alone: call fully_shard(CausalLMLoss(model)) instead of fully_shard(model)"
             )
         hidden = _without_head(self.model)(**inputs)[0]
-        if _is_sharded(output.weight) and not _is_sharded(hidden):
+        if check.is_dtensor(output.weight) and not check.is_dtensor(hidden):
             raise ValueError(
                 "the output embedding was sharded by itself, and its weight is sharded still, because this loss does not call it: leave "
                 "it to fully_shard(CausalLMLoss(model))"
@@ -271,11 +271,6 @@ def _output_embedding(model: Any) -> Any:
     if copies is None:
         return output
     return output.original_module if output.disable_adapters else copies[output.active_adapters[0]]
-
-
-def _is_sharded(x: torch.Tensor) -> bool:
-    """Whether it is a DTensor, known by name because the import takes a second."""
-    return type(x).__name__ == "DTensor"
 
 
 def _without_adapters(model: Any) -> Any:
