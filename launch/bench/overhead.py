@@ -4,7 +4,8 @@ By default one rank runs alone: a transport that moves nothing stands in for the
 that of the library's own Python and of torch's dispatch of small operations, with autograd.
 
 With `--real` all ranks run, one per GPU, and nothing is left out: the time is what the host takes to queue a call, with launches,
-transfers and the swap of records, while its GPU is behind. It is a median, of the rank where it is longest.
+transfers and the swap of records, while its GPU is behind. It is a median, of the rank where it is longest. Torch runs a backward pass on a
+thread of its own for each GPU, and the host waits for threads to wake; with `--one-thread` it runs on the thread that calls.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--profile", action="store_true", help="also print where the time goes")
     parser.add_argument("--real", action="store_true", help="measure on all GPUs, with kernels and transfers")
+    parser.add_argument("--one-thread", action="store_true", help="for --real: backward passes run on the thread that calls")
     parser.add_argument("--methods", nargs="+", help="for --real: methods as `bench ring` names them (default: four)")
     parser.add_argument("--tokens", type=int, default=16384, help="for --real: total tokens (default: %(default)s)")
     parser.set_defaults(mask="causal", heads=32, kv_heads=8, head_dim=128, world_size=None, budget=None)
@@ -117,7 +119,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
     for name in names:
         method = make_method(name, case)
         calls_of(method, case.device)  # the first calls compile
-        times = [pair for _ in range(arguments.rounds) for pair in calls_of(method, case.device)]
+        with torch.autograd.set_multithreading_enabled(not arguments.one_thread):
+            times = [pair for _ in range(arguments.rounds) for pair in calls_of(method, case.device)]
         forward, backward = slowest([1e6 * median(column) for column in zip(*times)], case.device)
         if first:
             print(f"{name:>20}  {forward:>8.0f} {backward:>8.0f}", flush=True)

@@ -27,9 +27,10 @@ def test_overhead():
 
 
 @pytest.mark.thorough
-def test_the_time_of_whole_calls_on_all_ranks():
+@pytest.mark.parametrize("threads", [[], ["--one-thread"]], ids=["", "one thread"])
+def test_the_time_of_whole_calls_on_all_ranks(threads):
     toy = ["--tokens", "32", "--rounds", "1", "--calls", "1", "--methods", "ring", "gather", "--profile"]
-    heading, *lines = overhead("--real", *toy)
+    heading, *lines = overhead("--real", *toy, *threads)
     assert "32 tokens on 2 ranks" in heading
     rows = [line.split() for line in lines if line.strip().startswith(("ring ", "gather "))]
     assert [row[0] for row in rows] == ["ring", "gather"]
