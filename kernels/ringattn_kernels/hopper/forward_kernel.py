@@ -19,7 +19,7 @@ from ..score_arguments import NOT_SPECIALIZED
 from ..units import to_base2, to_natural
 from .barriers import named_barrier
 from .fences import pin
-from .forward_output import layout_to_store, load_state, store_out
+from .forward_output import load_state, store_out
 from .forward_softcap import capped_softmax_step
 from .forward_softmax import as_column, divided, mask_edge, rescale, scaled, softmax_step, unpack
 from .kept_pairs import drop_drawn
@@ -27,7 +27,7 @@ from .language import async_load, barrier, reinterpret, wait_for_products
 from .panels import part_panels, start_each, start_sum, zero_block, zeros
 from .score_steps import ScoreSteps, load_head, load_places, modified, position
 from .tables import END, load_segment, load_work
-from .threads import THREADS_OF_ROWS
+from .threads import THREADS_OF_ROWS, layout_to_store
 
 
 class Blocks(NamedTuple):

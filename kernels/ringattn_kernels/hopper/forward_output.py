@@ -1,9 +1,10 @@
-"""How the Hopper forward reads a state and writes its output: places, masks, and the layout of wide stores."""
+"""How the Hopper forward reads a state and writes its output: places and masks."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .forward_softmax import scaled
+from .threads import layout_to_store
 
 
 @gluon.jit
@@ -18,13 +19,6 @@ def out_place(
     offsets = ((head_index // heads).to(gl.int64) * q_rows + rows) * heads + head_index % heads
     mask = (gl.expand_dims(rows, 1) < q_rows) & (columns < V_DIM)
     return gl.expand_dims(offsets, 1) * V_DIM + columns, mask
-
-
-@gluon.constexpr_function
-def layout_to_store(columns):
-    """The layout of [64, columns] 16-bit numbers: a thread has 8 columns side by side, and one instruction stores 32 columns of a row."""
-    registers = [[0, 1], [0, 2], [0, 4], [8, 0], *([0, 1 << i] for i in range(5, (columns - 1).bit_length()))]
-    return gl.DistributedLinearLayout(registers, [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, columns])
 
 
 @gluon.jit

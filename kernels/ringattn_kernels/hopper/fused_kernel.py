@@ -269,8 +269,8 @@ def consume_and_add(
             hand_over_dq(staging.dq, handover, dq, walk.steps, HALF, STEP, HEAD_DIM, part, PARTS)
         else:
             add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, part)
-    write_panels(gradients.dk_ptr, gradients.dk_stride, dk, softmax_scale, row0, k_rows, ADD)
-    write_panels(gradients.dv_ptr, gradients.dv_stride, dv, whole_share if MODIFIED else 1.0, row0, k_rows, ADD)
+    write_panels(gradients.dk_ptr, gradients.dk_stride, dk, softmax_scale, row0, k_rows, ADD, MODIFIED)
+    write_panels(gradients.dv_ptr, gradients.dv_stride, dv, whole_share if MODIFIED else 1.0, row0, k_rows, ADD, MODIFIED)
     if SUMMED:
         # of the last head, which leaves with the last step: what came after it is 0
         found = leave_head(found, score_sums, score, head0 + gl.minimum(member, group - 1))
@@ -279,10 +279,11 @@ def consume_and_add(
 
 
 @gluon.jit
-def write_panels(ptr, stride, values, factor, row0, row_count, ADD: gl.constexpr):
+def write_panels(ptr, stride, values, factor, row0, row_count, ADD: gl.constexpr, MODIFIED: gl.constexpr):
     """`write_rows` of all panels, times a factor."""
+    WIDE: gl.constexpr = not MODIFIED
     for i in gl.static_range(len(values)):
-        write_rows(ptr, stride, values[i] * factor, row0, row_count, ADD)
+        write_rows(ptr, stride, values[i] * factor, row0, row_count, ADD, WIDE)
         ptr += values[i].type.shape[1]
 
 
