@@ -106,9 +106,11 @@ def forward_choice(
     on_hopper = dispatch.forward_kernels(q, k, v, table, softmax_scale, kernels, modifiers) == Kernels.HOPPER
     if on_hopper:
         config = hopper.forward_config.config_for(q, v, table, splits, modifiers)
+        programs = config.programs
     else:
-        config = launch_for("forward", architecture(q.device), max(q.shape[3], v.shape[3]), q.dtype)
-    return on_hopper, config, query_splits(table, config.block, config.step, q.shape[0] * q.shape[2], q.device, splits, part)
+        config, programs = launch_for("forward", architecture(q.device), max(q.shape[3], v.shape[3]), q.dtype), 1
+    heads = q.shape[0] * q.shape[2]
+    return on_hopper, config, query_splits(table, config.block, config.step, heads, q.device, splits, part, programs)
 
 
 def continued_rows(q: Any, k: Any, v: Any, table: TileTable, later: np.ndarray, softmax_scale: float) -> RowPart | None:

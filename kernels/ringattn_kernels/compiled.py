@@ -33,11 +33,13 @@ class Compiled:
     form: Form | None
 
 
-def compiled_for(kernel: triton.JITFunction, arguments: dict[str, Any], num_warps: int, grid: tuple[int, int, int]) -> Compiled:
+def compiled_for(
+    kernel: triton.JITFunction, arguments: dict[str, Any], grid: tuple[int, int, int], num_warps: int, maxnreg: int | None = None
+) -> Compiled:
     """The kernel that Triton compiles for these arguments on the current device."""
 
     def find() -> Compiled:
-        found = kernel.warmup(**arguments, num_warps=num_warps, grid=grid)
+        found = kernel.warmup(**arguments, num_warps=num_warps, maxnreg=maxnreg, grid=grid)
         found[grid]  # loads it onto the device
         names = kernel.arg_names
         return Compiled(found, form_of(found, names, [arguments[name] for name in names]))
@@ -46,7 +48,7 @@ def compiled_for(kernel: triton.JITFunction, arguments: dict[str, Any], num_warp
     if facts is None:
         return find()
     try:
-        place = _place((kernel.fn, driver.active.get_current_device(), num_warps, *_modes(kernel), *facts))
+        place = _place((kernel.fn, driver.active.get_current_device(), num_warps, maxnreg, *_modes(kernel), *facts))
     except TypeError:  # a constant without a hash
         return find()
     if not place:

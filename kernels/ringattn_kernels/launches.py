@@ -39,8 +39,9 @@ def launch(
     make: Callable[[], tuple[Grid, dict[str, Any]]],
     *,
     num_warps: int,
+    maxnreg: int | None = None,
 ) -> "Ready | None":
-    """`kernel[grid](**arguments, num_warps=num_warps)`, where `make()` gives (grid, arguments). Does nothing without programs.
+    """`kernel[grid](**arguments, num_warps=..., maxnreg=...)`, where `make()` gives (grid, arguments). Does nothing without programs.
 
     Returns what launches it again; None for an interpreted kernel.
 
@@ -60,7 +61,7 @@ def launch(
     ]
     key = ("launch", kernel.fn, driver.active.get_current_device(), facts, *moving, *kinds)
     kept = _kept if table is None else table.derived
-    ready = kept(key, lambda: Ready(kernel, num_warps, *make(), moving))
+    ready = kept(key, lambda: Ready(kernel, num_warps, maxnreg, *make(), moving))
     ready(moving)
     return ready
 
@@ -98,13 +99,19 @@ class Ready:
     """A compiled kernel and its arguments, with gaps for those that move."""
 
     def __init__(
-        self, kernel: triton.JITFunction, num_warps: int, grid: Grid, arguments: dict[str, Any], moving: dict[str, Moving]
+        self,
+        kernel: triton.JITFunction,
+        num_warps: int,
+        maxnreg: int | None,
+        grid: Grid,
+        arguments: dict[str, Any],
+        moving: dict[str, Moving],
     ) -> None:
         self._compiled: Any = None
         self._direct: DirectLaunch | None = None
         self._grid = (*(grid if isinstance(grid, tuple) else (grid,)), 1, 1)[:3]
         if min(self._grid) > 0:
-            found = compiled_for(kernel, arguments, num_warps, self._grid)
+            found = compiled_for(kernel, arguments, self._grid, num_warps, maxnreg)
             self._compiled = found.kernel
             if found.form is None:
                 self._fixed, self._gaps = parted(kernel.arg_names, arguments, moving)

@@ -53,13 +53,20 @@ class Splits:
 
 
 def query_splits(
-    table: TileTable, block: int, step: int, heads: int, device: torch.device, most: int | None = None, part: RowPart | None = None
+    table: TileTable,
+    block: int,
+    step: int,
+    heads: int,
+    device: torch.device,
+    most: int | None = None,
+    part: RowPart | None = None,
+    programs: int = 1,
 ) -> Splits:
     """Splits for `heads` heads of all batches, by programs of `block` queries that walk the keys by `step`; `most` overrides the choice.
 
-    part: the rows that are merged, among them all that the table touches.
+    part: the rows that are merged, among them all that the table touches. programs: of a multiprocessor, side by side.
     """
-    return _splits(table, "q", block, step, heads, 1, device, most, part)
+    return _splits(table, "q", block, step, heads, 1, device, most, part, programs)
 
 
 def key_splits(
@@ -79,10 +86,11 @@ def _splits(
     device,
     most: int | None,
     part: RowPart | None = None,
+    programs: int = 1,
 ) -> Splits:
     if most is not None and most < 1:
         raise ValueError(f"splits is {most}, but must be at least 1, or None for what suits the table")
-    processors = multiprocessors(device)
+    processors = programs * multiprocessors(device)
 
     def build() -> Splits:
         found = choice(table, axis, block, step, heads, walks, processors, most)

@@ -271,7 +271,7 @@ def split(items: np.ndarray, segments: np.ndarray, step: int, splits: int) -> tu
         return items, segments
     items = items[items[:, FIRST_SEGMENT] < items[:, LAST_SEGMENT]]
     # all steps in a row: where a segment begins in it, an item, and a split
-    segment_begin = _before(segments, step)
+    segment_begin = steps_before(segments, step)
     begin, length = segment_begin[items[:, FIRST_SEGMENT]], steps_of(items, segments, step)
     count = -(-length // -(-length.max(initial=1) // splits))
     item = np.repeat(np.arange(len(items)), count)
@@ -294,11 +294,11 @@ def split(items: np.ndarray, segments: np.ndarray, step: int, splits: int) -> tu
 
 def steps_of(items: np.ndarray, segments: np.ndarray, step: int) -> np.ndarray:
     """The number of steps of each item."""
-    before = _before(segments, step).take(items[:, FIRST_SEGMENT : LAST_SEGMENT + 1])
+    before = steps_before(segments, step).take(items[:, FIRST_SEGMENT : LAST_SEGMENT + 1])
     return before[:, 1] - before[:, 0]
 
 
-def _before(segments: np.ndarray, step: int) -> np.ndarray:
+def steps_before(segments: np.ndarray, step: int) -> np.ndarray:
     """The number of steps before each segment, and at the end the number of all steps."""
     found = np.zeros(len(segments) + 1, dtype=np.int64)
     _steps(segments, step).cumsum(out=found[1:])

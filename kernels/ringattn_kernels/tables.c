@@ -5,6 +5,10 @@ enum { ROW, FIRST_SEGMENT, LAST_SEGMENT, SPLIT, ITEM_COLUMNS };
 enum { BEGIN, FULL_BEGIN, FULL_END, END, LO, HI, ROW_BEGIN, ROW_END, SEGMENT_COLUMNS };
 /* a lower bound of a time is computed in another order than the time: the two may round this much apart */
 #define ROUNDING 1e-9
+/* of `work_queue.py` */
+enum { WORK, BLOCK, SEGMENT, STEPS, BEFORE, AFTER, WORK_COLUMNS };
+#define WARPGROUP_ROWS 64
+#define IDLE_BITS 10
 
 /* Items and segments, as `open_table` opens them; the segments of each item are there. */
 static int open_blocks(PyObject *items, PyObject *segments, Py_buffer *of_items, Py_buffer *of_segments) {
@@ -491,29 +495,58 @@ static int64_t held_back(const int64_t *steps, int64_t count, int64_t heads, int
   return held;
 }
 
+/* `work_queue.idle_steps` of one item, which has `steps` */
+static void write_idle_steps(
+  const int32_t *item, const int32_t *segments, Py_ssize_t width, int64_t step, int64_t warpgroups, int64_t steps, int32_t *work
+) {
+  work[BEFORE] = work[AFTER] = 0;
+  for (int64_t warpgroup = 0; warpgroup < warpgroups; warpgroup++) {
+    int64_t row = item[ROW] + warpgroup * WARPGROUP_ROWS, passed = 0, first = -1, last = -1;
+    for (int64_t i = item[FIRST_SEGMENT]; i < item[LAST_SEGMENT]; i++) {
+      const int32_t *segment = segments + i * width;
+      int64_t first_row = most(row, segment[ROW_BEGIN]), last_row = least(row + WARPGROUP_ROWS, segment[ROW_END]) - 1;
+      int64_t left = most(segment[BEGIN], first_row - segment[HI]), right = least((int64_t)segment[END] - 1, last_row - segment[LO]);
+      if (first_row <= last_row && left <= right) {
+        if (first < 0) first = passed + (left - segment[BEGIN]) / step;
+        last = passed + (right - segment[BEGIN]) / step;
+      }
+      passed += steps_of_segment(segment, step);
+    }
+    int64_t before = most(first, 0), after = most(steps - 1 - most(last, 0), 0), bits = warpgroup * IDLE_BITS;
+    work[BEFORE] |= (int32_t)(least(before, (1 << IDLE_BITS) - 1) << bits);
+    work[AFTER] |= (int32_t)(least(after, (1 << IDLE_BITS) - 1) << bits);
+  }
+}
+
 /* Write the works of the items [first, last) and heads [head, last_head), item by item. Returns where the next ones go. */
 static int32_t *write_works(const int32_t *works, int64_t first, int64_t last, int64_t head, int64_t last_head, int32_t *to) {
   for (int64_t i = first; i < last; i++) {
-    const int32_t *work = works + i * ITEM_COLUMNS;
-    for (int64_t number = head; number < last_head; number++, to += ITEM_COLUMNS) {
-      to[0] = (int32_t)(work[0] + number);
-      to[1] = work[1];
-      to[2] = work[2];
-      to[3] = work[3];
+    const int32_t *work = works + i * WORK_COLUMNS;
+    for (int64_t number = head; number < last_head; number++, to += WORK_COLUMNS) {
+      memcpy(to, work, WORK_COLUMNS * sizeof(int32_t));
+      to[WORK] += (int32_t)number;
     }
   }
   return to;
 }
 
-/* order(items, segments, step, heads, together, whether touched only, processors): (works, segments), as `work_queue.order_works` */
+/* order(items, segments, step, warpgroups, heads, together, whether touched only, processors): (works, segments), as `work_queue.order_works` */
 static PyObject *order_works(PyObject *self, PyObject *args) {
   PyObject *items, *segments, *works = NULL, *with_empty = NULL, *result = NULL;
   Py_buffer of_items = {0}, of_segments = {0};
   int64_t *steps = NULL;
   int32_t *blocks = NULL;
   int touched_only;
-  long long step, heads, together, processors;
-  if (!PyArg_ParseTuple(args, "OOLLLpL", &items, &segments, &step, &heads, &together, &touched_only, &processors)) return NULL;
+  long long step, warpgroups, heads, together, processors;
+  if (!PyArg_ParseTuple(
+        args, "OOLLLLpL", &items, &segments, &step, &warpgroups, &heads, &together, &touched_only, &processors
+      )) {
+    return NULL;
+  }
+  if (warpgroups < 1 || warpgroups > 31 / IDLE_BITS) {
+    PyErr_Format(PyExc_ValueError, "warpgroups is %lld, not in [1, %d]", warpgroups, 31 / IDLE_BITS);
+    return NULL;
+  }
   if (!in_range("step", step, 1) || !in_range("heads", heads, 1) || !in_range("together", together, 1) ||
       !in_range("processors", processors, 1)) {
     return NULL;
@@ -525,7 +558,7 @@ static PyObject *order_works(PyObject *self, PyObject *args) {
     goto done;
   }
   steps = malloc(item_count * sizeof(int64_t) + 1);
-  blocks = malloc(item_count * ITEM_COLUMNS * sizeof(int32_t) + 1);
+  blocks = malloc(item_count * WORK_COLUMNS * sizeof(int32_t) + 1);
   if (steps == NULL || blocks == NULL) {
     PyErr_NoMemory();
     goto done;
@@ -535,19 +568,20 @@ static PyObject *order_works(PyObject *self, PyObject *args) {
   for (int64_t i = 0; i < item_count; i++, item += ITEM_COLUMNS) {
     int64_t found = steps_of_item(item, of_segments.buf, width, step);
     if (touched_only && found == 0) continue;
-    int32_t *work = blocks + count * ITEM_COLUMNS;
-    work[0] = (int32_t)(item[SPLIT] * heads);
-    work[1] = item[ROW];
-    work[2] = (int32_t)(found > 0 ? item[FIRST_SEGMENT] : segment_count);
-    work[3] = (int32_t)most(found, 1);
+    int32_t *work = blocks + count * WORK_COLUMNS;
+    work[WORK] = (int32_t)(item[SPLIT] * heads);
+    work[BLOCK] = item[ROW];
+    work[SEGMENT] = (int32_t)(found > 0 ? item[FIRST_SEGMENT] : segment_count);
+    work[STEPS] = (int32_t)most(found, 1);
+    write_idle_steps(item, of_segments.buf, width, step, warpgroups, found, work);
     steps[count++] = found;
   }
-  works = new_table(count * heads, ITEM_COLUMNS);
+  works = new_table(count * heads, WORK_COLUMNS);
   with_empty = new_table(segment_count + 1, width);
   if (works == NULL || with_empty == NULL) goto done;
 
   int32_t *to = rows_of(works), *empty = rows_of(with_empty) + segment_count * width;
-  PyThreadState *thread = release(count * heads * ITEM_COLUMNS + segment_count * width);
+  PyThreadState *thread = release(count * heads * WORK_COLUMNS + segment_count * width);
   int64_t kept = count - held_back(steps, count, heads, processors);
   /* so many heads at a time, the first time what is left of them; at last the works that are held back */
   int64_t until = (heads - 1) % together + 1;

@@ -98,7 +98,7 @@ def make_tables(program: Program) -> None:
         tiles = launch.tiles
         q, kv = (_kind(rows, heads) for rows, heads in ((tiles.q_rows, _HEADS), (tiles.k_rows, _KV_HEADS)))
         config = hopper.forward_config.config_for(q, kv, tiles, processors=_PROCESSORS)
-        splits = choice(tiles, "q", config.block, config.step, _HEADS, 1, _PROCESSORS).most
+        splits = choice(tiles, "q", config.block, config.step, _HEADS, 1, _PROCESSORS * config.programs).most
         if number == 0 and not launch.last and splits == 1:
             part = continued_part(program.forward.continued, q, q)
         forward_queues(q, kv, kv, tiles, config, splits, first=number == 0, final=launch.last, part=part)

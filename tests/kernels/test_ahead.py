@@ -30,7 +30,7 @@ def gpu_of(monkeypatch):
         monkeypatch.setattr(module, "architecture", lambda device: "sm_90")
     for module in (splits, hopper.forward, hopper.forward_config):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launches, "launch", lambda kernel, table, facts, moving, make, *, num_warps: make())
+    monkeypatch.setattr(launches, "launch", lambda kernel, table, facts, moving, make, **options: make())
     monkeypatch.setattr(hopper.forward, "work_counter", lambda device: torch.zeros(1, dtype=torch.int32))
     padded = hopper.statistics.PaddedStatistics
     monkeypatch.setattr(hopper.statistics, "prepare", lambda rows, *_: padded(*torch.empty(2, rows[0].shape[1] * 2, 384)))

@@ -89,13 +89,18 @@ class Compiled:
         return re.findall(r"C75\d\d.*", self.log)
 
     @property
+    def registers(self) -> int:
+        """Of a thread as a program begins."""
+        return int(re.findall(r"Used (\d+) registers", self.log)[0])
+
+    @property
     def spills(self) -> int:
         """Bytes that a thread writes, or reads back, whichever is more."""
         return max(int(n) for n in re.findall(r"(\d+) bytes spill", self.log))
 
 
-def compile_for_hopper(kernel, arguments, folder: Path) -> Compiled:
-    """Compile with the assembler and the options of the installed Triton: they differ between its versions."""
+def compile_for_hopper(kernel, arguments, folder: Path, **options) -> Compiled:
+    """Compile with the assembler of the installed Triton, and its options but for these: they differ between its versions."""
     names = kernel.arg_names
     assert set(arguments) == set(names)
     constexprs = {n: arguments[n] for n in names if n.isupper() or arguments[n] is None}
@@ -106,7 +111,7 @@ def compile_for_hopper(kernel, arguments, folder: Path) -> Compiled:
     with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
         triton.knobs.nvidia.dump_ptxas_log = True
         triton.knobs.compilation.always_compile = True
-        binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+        binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4} | options)
     (folder / "kernel.cubin").write_bytes(binary.asm["cubin"])
     sass = subprocess.run([TOOLS / "nvdisasm", "-c", folder / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
     return Compiled(log.getvalue(), sass, binary.metadata.shared)
@@ -144,7 +149,7 @@ def test_threads_that_share_a_row_exchange_what_they_store():
     """A thread has registers of four groups of columns, and then four neighbours of one group; its two rows stay apart."""
     thread = ptx.THREADS.astype(np.uint64)
     held = [1000 * number + thread for number in range(8)]
-    found = ptx.run(threads.exchange_assembly(), [np.zeros(128, np.uint64)] * 8 + held)[:8]
+    found = ptx.run(threads.exchange_assembly(), held)
     for number, got in enumerate(found):
         group, row = number // 2, number % 2
         assert (got == 1000 * (2 * (thread % 4) + row) + thread // 4 * 4 + group).all()
@@ -213,11 +218,11 @@ def deterministic_torch():
     torch.use_deterministic_algorithms(False)
 
 
-def launch_anew(kernel, table, facts, moving, make, *, num_warps):
+def launch_anew(kernel, table, facts, moving, make, **options):
     """`launches.launch`, but it keeps nothing."""
     grid, arguments = make()
     parted(list(arguments), arguments, moving)
-    kernel[grid if isinstance(grid, tuple) else (grid,)](**arguments, num_warps=num_warps)
+    kernel[grid if isinstance(grid, tuple) else (grid,)](**arguments, **options)
 
 
 @pytest.fixture
@@ -225,7 +230,7 @@ def launches(hopper, monkeypatch):
     """The (kernel, grid) of each launch, with all arguments checked; nothing runs."""
     found = []
 
-    def run(self, *args, grid, warmup, num_warps=4, launch_pdl=False, **kwargs):
+    def run(self, *args, grid, warmup, num_warps=4, maxnreg=None, launch_pdl=False, **kwargs):
         inspect.signature(self.fn).bind(*args, **kwargs)
         found.append((self.fn.__name__, *grid))
 

@@ -14,17 +14,17 @@ from ringattn_kernels import hopper
 from ringattn_kernels.dispatch import Kernels, choose_forward
 from ringattn_kernels.hopper import forward_config
 from ringattn_kernels.hopper.forward_kernel import hopper_forward_kernel
-from ringattn_kernels.hopper.work_queue import WorkQueue, order_works
+from ringattn_kernels.hopper.work_queue import AFTER, BEFORE, IDLE_BITS, WorkQueue, order_works
 from ringattn_kernels.table import cut, split
 from tests.clock import one_sort
 from tests.kernels import dense
 from tests.kernels.test_hopper_backward import RELEASE, compile_for_hopper
 
-# bytes that may spill where three warpgroups take a state: to a state, and to 16 bits; with 3.6 one register each, outside of the loop
-STATE_SPILLS = {(3, 6): (0, 128), (3, 7): (0, 128), (3, 8): (4, 140), (3, 9): (12, 320)}
+# bytes that may spill where three warpgroups take a state: to a state, and to 16 bits; with 3.6 one register each, read back at waits
+STATE_SPILLS = {(3, 6): (0, 192), (3, 7): (0, 128), (3, 8): (4, 140), (3, 9): (12, 320)}
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
 LAUNCHES = [(*dims, how) for dims, found in forward_config.CONFIGS.items() for how in found]
-NAMES = [f"{d}-{dv}-{how.block} rows" for d, dv, how in LAUNCHES]
+NAMES = [f"{d}-{dv}-{how.programs} of {how.block} rows" for d, dv, how in LAUNCHES]
 SQUARE = [(d, how) for d, dv, how in LAUNCHES if d == dv <= 128]
 
 
@@ -50,13 +50,16 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
     out = torch.empty(1, 256, 4, dv, dtype=dtype if final else torch.float32)
     statistics = torch.empty(1, 4, 256)
     state = (out.float(), statistics, statistics) if has_state else None
-    queue = WorkQueue(*torch.empty(2, 4, dtype=torch.int32))
+    queue = WorkQueue(*torch.empty(2, 6, dtype=torch.int32))
     counter = torch.empty(1, dtype=torch.int32)
     arguments = hopper.forward.kernel_arguments(q, k, v, out, statistics, statistics, queue, counter, 0.1, state, how)
-    compiled = compile_for_hopper(hopper_forward_kernel, arguments, tmp_path)
+    _, maxnreg = forward_config.REGISTERS[how.warpgroups, how.programs]
+    compiled = compile_for_hopper(hopper_forward_kernel, arguments, tmp_path, maxnreg=maxnreg)
     assert not compiled.warnings
     assert compiled.spills <= (STATE_SPILLS[RELEASE][final] if has_state and not how.paired else 0)
-    assert compiled.shared <= 227 * 1024
+    # of 228 KB, each program takes one besides its own
+    assert (compiled.shared + 1024) * how.programs <= 228 * 1024
+    assert compiled.registers * 128 * (how.warpgroups + 1) * how.programs <= 1 << 16
     sass = compiled.sass
     # either product is as many as there are panels, and a wait for all but those of one product is a "1"
     panels = forward_config.panels(d, dv)
@@ -65,15 +68,16 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
     operations = re.findall(rf"\b(HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x[0{panels}])", sass)
     order = "".join(letters[name] for name, _ in itertools.groupby(operations))
     # in each warpgroup, before its loop: the first scores, exponentials; in it: both products, the waits for them, all exponentials; after
-    # it: both products, the second of them the next work's, and the statistics' exponentials
+    # it: the last values, the next work's first scores, and the statistics' exponentials
     # (which newer versions of Triton let begin a little earlier)
-    loop, behind = ("H10E", "H1E?0E?") if how.paired else ("H0H0E", "H0H1?E?0E?")
-    behind = behind if RELEASE == (3, 6) else behind.replace("H1", "[HE]+1")
+    loop, behind = "H10E" if how.paired else "H0H0E", "H0HE?0E" if RELEASE == (3, 6) else "H0[HE]+0E?"
     assert re.fullmatch(f"(H0E{loop}{behind}){{{how.warpgroups}}}", order), order
     in_loop = re.search(r"10(E+)" if how.paired else r"0H+0(E+)", "".join(letters[name] for name in operations))[1]
     assert len(in_loop) >= how.step // 2
     # descriptors stay in uniform registers: ptxas is sure that warps do not diverge; at d = 256 Q's, of two registers each, may not fit
-    products = sass[: sass.index(some)].rpartition("MUFU.EX2")[2]
+    # up to the second wait of the loop
+    _, _, wait = itertools.islice(re.finditer("WARPGROUP.DEPBAR", sass), 3)
+    products = sass[: wait.start()].rpartition("MUFU.EX2")[2]
     assert products.count("R2UR") <= (36 if d == 256 and RELEASE > (3, 6) else 16)
     assert sass.count("VOTE.ANY") == how.warpgroups * panels
     # three times scores, by 16 columns, and twice values, by 16 keys: no columns but those of the head dims
@@ -97,10 +101,10 @@ def test_head_dims_from_65_to_96_are_multiplied_as_96_where_both_are():
 def test_the_queue_holds_each_query_block_once_longest_first_in_turns_of_heads(tiles, heads, config):
     together = 4
     items = cut(np.array(tiles), 5000, config.block, config.step)
-    works, segments = order_works(*items, config.step, heads, together, False, 132)
+    works, segments = order_works(*items, config.step, config.warpgroups, heads, together, False, 132)
     expected = [(head, row) for head in range(heads) for row in range(0, 5000, config.block)]
     assert sorted(map(tuple, works[:, :2].tolist())) == expected
-    for _, _, segment, steps in works:
+    for segment, steps in works[:, 2:4]:
         while steps > 0:
             steps -= -(-(segments[segment, 3] - segments[segment, 0]) // config.step)
             segment += 1
@@ -117,7 +121,7 @@ def test_multiprocessors_end_together(seq_len):
     """Each takes the next work when it is done with one; 32 heads, of whose keys the L2 holds few."""
     how, together = forward_config.CONFIGS[128, 128][0], hopper.forward.L2_SHARE // (seq_len * 256 * 2)
     items = cut(np.array(dense.causal(seq_len)), seq_len, how.block, how.step)
-    works, _ = order_works(*items, how.step, 32, together, False, 132)
+    works, _ = order_works(*items, how.step, how.warpgroups, 32, together, False, 132)
     ends = [0.0] * 132
     for steps in works[:, 3] + 1:
         heapq.heapreplace(ends, ends[0] + steps)
@@ -130,27 +134,69 @@ def test_a_long_queue_takes_less_than_a_sort():
     for _ in range(5):
         sort = min(sort, one_sort())
         start = time.thread_time()
-        works, _ = order_works(*cut(tiles, 1 << 17, config.block, config.step), config.step, 32, 4, False, 132)
+        works, _ = order_works(*cut(tiles, 1 << 17, config.block, config.step), config.step, config.warpgroups, 32, 4, False, 132)
         best = min(best, time.thread_time() - start)
         assert len(works) == 32 * -(-(1 << 17) // config.block)
     assert best < sort
 
 
+@pytest.mark.parametrize("number", range(8))
+def test_a_warpgroup_steps_from_its_first_live_pair_to_its_last(number):
+    """Of the steps of its program. Tiles come in any order, and no row of a warpgroup may be in some of them."""
+    random = np.random.default_rng(number)
+    rows, step, warpgroups = int(random.integers(1, 700)), int(random.choice([64, 128])), int(random.integers(1, 4))
+    tables = (
+        dense.causal(rows),
+        dense.documents(*random.integers(1, 250, 5)),
+        dense.window(rows, 90, 40),
+        dense.random_tiles(random, rows, rows),
+    )
+    tiles = np.array(tables[number % 4])
+    rows = max(rows, tiles[:, 1].max())
+    live = dense.live_pairs(tiles, rows, rows)
+    block = 64 * warpgroups
+    works, segments = order_works(*cut(tiles, rows, block, step), step, warpgroups, 1, 1, False, 132)
+    for _, row, segment, steps, before, after in works.tolist():
+        # the live pairs of each step
+        walked = []
+        while len(walked) < steps:
+            begin, _, _, end, lo, hi, row_begin, row_end = segments[segment].tolist()
+            i, j = np.arange(row, row + block)[:, None], np.arange(begin, end)
+            part = (i >= row_begin) & (i < row_end) & (i - j >= lo) & (i - j <= hi)
+            walked += [part[:, at : at + step] for at in range(0, end - begin, step)]
+            segment += 1
+        assert sum(part.sum() for part in walked) == live[row : row + block].sum()
+        for warpgroup in range(warpgroups):
+            rows_of = slice(64 * warpgroup, 64 * (warpgroup + 1))
+            found = [n for n, part in enumerate(walked) if part[rows_of].any()] or [0]
+            idle = [x >> (IDLE_BITS * warpgroup) & ((1 << IDLE_BITS) - 1) for x in (before, after)]
+            assert idle == [found[0], steps - 1 - found[-1]]
+
+
+def test_more_idle_steps_than_there_are_bits_are_walked():
+    """A document of 200,000 rows, and a warpgroup of the last block that has another one."""
+    tiles = np.array(dense.documents(200_000, 64))
+    items, segments = cut(tiles, 200_064, 192, 64)
+    works, _ = order_works(items, segments, 64, 3, 1, 1, False, 132)
+    last = works[works[:, 1] == 199_872][0]
+    assert last[3] == 3126 and (last[BEFORE] >> (2 * IDLE_BITS), last[AFTER]) == (1023, 2 | 1 << IDLE_BITS)
+
+
 def test_query_blocks_without_pairs_are_left_out_where_only_the_others_change():
     items = cut(np.array([(300, 310, 0, 5, -5, 310)]), 1000, 128, 128)
-    works, _ = order_works(*items, 128, 2, 1, True, 132)
+    works, _ = order_works(*items, 128, 2, 2, 1, True, 132)
     assert works[:, :2].tolist() == [[0, 256], [1, 256]]
-    works, segments = order_works(*items, 128, 1, 1, False, 132)
+    works, segments = order_works(*items, 128, 2, 1, 1, False, 132)
     assert len(works) == 8
     empty = segments[works[works[:, 1] != 256, 2]]
     assert (works[:, 3] == 1).all() and (empty[:, 6] >= empty[:, 7]).all()
-    works, _ = order_works(*cut(np.empty((0, 6), np.int64), 1000, 128, 128), 128, 1, 1, True, 132)
+    works, _ = order_works(*cut(np.empty((0, 6), np.int64), 1000, 128, 128), 128, 2, 1, 1, True, 132)
     assert len(works) == 0
 
 
 def test_splits_are_works_of_further_batches():
     items = split(*cut(np.array(dense.full(256, 1024)), 256, 128, 128), 128, 3)
-    works, segments = order_works(*items, 128, 2, 2, True, 132)
+    works, segments = order_works(*items, 128, 2, 2, 2, True, 132)
     begins, steps = segments[works[:, 2], 0], works[:, 3]
     # head, first row, first key and keys; heads 2 and 3 are those of the second split
     expected = [(head + 2 * n, row, a, b - a) for head in (0, 1) for row in (0, 128)
@@ -164,7 +210,7 @@ def run_on_one(recorded, queries, keys, heads, tiles, state=None, final=True):
     table = rk.TileTable(np.array(tiles), queries, keys)
     out, *_ = rk.forward(q, k, k, table, softmax_scale=0.1, state=state, final=final)
     ((grid, arguments),), merges = (kernel.calls for kernel in recorded)
-    assert grid == (min(132, arguments["work_count"]),)
+    assert grid == (min(132 * (2 if arguments["WARPGROUPS"] == 2 else 1), arguments["work_count"]),)
     return arguments, merges[0][1] if merges else None, out
 
 
@@ -172,7 +218,7 @@ def run_on_one(recorded, queries, keys, heads, tiles, state=None, final=True):
 def test_long_problems_are_launched_in_whole_blocks_straight_to_out(tiles, recorded):
     arguments, merge, out = run_on_one(recorded, 6000, 6000, 16, tiles)
     items = cut(np.array(tiles), 6000, 192, 128)
-    works, segments = order_works(*items, 128, 16, 16, False, 132)
+    works, segments = order_works(*items, 128, 3, 16, 16, False, 132)
     np.testing.assert_array_equal(arguments["works_ptr"], works)
     np.testing.assert_array_equal(arguments["segments_ptr"], segments)
     assert arguments["out_ptr"] is out and out.dtype == torch.bfloat16 and merge is None
@@ -182,11 +228,11 @@ def test_short_problems_are_launched_in_splits_and_merged_with_the_state(recorde
     state = torch.zeros(1, 200, 2, 64), torch.zeros(1, 2, 200), torch.zeros(1, 2, 200)
     arguments, merge, out = run_on_one(recorded, 200, 30000, 2, dense.full(200, 30000), state)
     count = arguments["work_count"] // 4
-    assert 100 <= arguments["work_count"] <= 132
+    assert 200 <= arguments["work_count"] <= 2 * 132
     assert arguments["out_ptr"].shape == (count, 200, 2, 64) and arguments["out_ptr"].dtype == torch.float32
     assert not arguments["HAS_STATE"]
     assert merge["HAS_STATE"] and merge["state_ptr"] is state[0] and merge["out_ptr"] is out and out.dtype == torch.bfloat16
-    assert merge["blocks_ptr"].tolist() == [[0, count], [192, count]]
+    assert merge["blocks_ptr"].tolist() == [[0, count], [128, count]]
 
 
 def test_blocks_are_as_large_as_multiprocessors_have_many(recorded):
@@ -207,6 +253,13 @@ def test_blocks_are_as_large_as_multiprocessors_have_many(recorded):
     # as many splits as fill the chip, or just two
     assert [rows(192, 65536, 8, dense.full(192, 65536), splits) for splits in (None, 2)] == [192, 128]
     assert rows(300, 300, 2, []) == 192
+
+    # many short sequences: the time of a block beside its steps
+    def many(n, d):
+        return rows(n, n, 16 * 65536 // n, dense.causal(n), d=d)
+
+    expected = {64: [128, 128, 128, 192], 96: [128, 128, 192, 192], 128: [128, 128, 128, 192]}
+    assert {d: [many(n, d) for n in (512, 1024, 2048, 4096)] for d in (64, 96, 128)} == expected
 
 
 def test_a_choice_can_be_overridden_and_has_a_reason():

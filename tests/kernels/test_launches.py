@@ -36,9 +36,9 @@ class Device:
         self.launched = []
         self.tables = {name: rk.TileTable(np.array(tiles), 300, 700) for name, tiles in TILES.items()}
 
-    def warmup(self, kernel, *, grid, num_warps, **arguments):
+    def warmup(self, kernel, *, grid, num_warps, maxnreg, **arguments):
         self.compiled += 1
-        return Compiled(self, (kernel.fn, found_by(kernel, arguments), num_warps, self.number), kernel.arg_names)
+        return Compiled(self, (kernel.fn, found_by(kernel, arguments), num_warps, maxnreg, self.number), kernel.arg_names)
 
 
 class Compiled:
@@ -54,12 +54,12 @@ def device(monkeypatch):
     """A device on which every launch is compared with the one that Triton would make."""
     device, launch = Device(), launches.launch
 
-    def compared(kernel, table, facts, moving, make, *, num_warps):
-        launch(kernel, table, facts, moving, make, num_warps=num_warps)
+    def compared(kernel, table, facts, moving, make, *, num_warps, maxnreg=None):
+        launch(kernel, table, facts, moving, make, num_warps=num_warps, maxnreg=maxnreg)
         programs, expected = make()
         if programs:
             variant, grid, arguments = device.launched.pop()
-            assert variant == (kernel.fn, found_by(kernel, expected), num_warps, device.number)
+            assert variant == (kernel.fn, found_by(kernel, expected), num_warps, maxnreg, device.number)
             assert grid == (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
             for name, x in expected.items():
                 assert same(arguments[name], x), name

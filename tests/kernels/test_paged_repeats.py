@@ -18,7 +18,7 @@ class Device:
     def __init__(self):
         self.launched = []
 
-    def warmup(self, kernel, *, grid, num_warps, **arguments):
+    def warmup(self, kernel, *, grid, num_warps, maxnreg, **arguments):
         launched = self.launched
 
         class Launcher:

@@ -89,8 +89,9 @@ def test_works_and_turns_are_ordered_as_in_numpy(data):
     block, step, count = (data.draw(sizes) for sizes in (SIZES, SIZES, st.sampled_from([1, 1, 2, 5])))
     tiles = random_table(data.draw(st.integers(0, 2**32 - 1)))
     heads, together, processors = (data.draw(st.integers(1, most)) for most in (9, 12, 140))
-    given = *in_numpy(tiles, "q", block, step, 1, count), step, heads, together, data.draw(st.booleans()), processors
-    assert_same(native.integers(in_c("order", *given), 4, given[1].shape[1]), work_queue.order_works(*given))
+    warpgroups = data.draw(st.integers(1, 3))
+    given = *in_numpy(tiles, "q", block, step, 1, count), step, warpgroups, heads, together, data.draw(st.booleans()), processors
+    assert_same(native.integers(in_c("order", *given), work_queue.WORK_COLUMNS, given[1].shape[1]), work_queue.order_works(*given))
     given = *in_numpy(tiles, "k", block, 1), -(-tiles.q_rows // block) * block, step
     *found, successors, first = native.integers(in_c("turns", *given), 4, given[1].shape[1], 1, 1)
     assert_same((*found, successors[:, 0], first[:, 0]), turns.take_turns(*given))
@@ -128,7 +129,7 @@ def test_most_of_what_a_new_table_asks_of_the_host_is_done_in_c(monkeypatch):
     monkeypatch.setattr(splits, "multiprocessors", lambda device: 132)
     tiles = rk.TileTable(np.array(dense.causal(4096)), 4096, 4096)
     how = splits.query_splits(tiles, 128, 64, 2, CPU)
-    work_queue.ordered(*tiles.cut("q", 128, 64, splits=how.most), 64, 2, 2, True, 132)
+    work_queue.ordered(*tiles.cut("q", 128, 64, splits=how.most), 64, 2, 2, 2, True, 132)
     turns.key_turns(tiles, 128, 64, CPU)
     assert called == ["cut", "choose", "split", "order", "cut", "turns"]
 
@@ -178,7 +179,8 @@ def test_tiles_that_would_be_written_elsewhere_are_refused(tile):
         ("split", (ITEMS + np.int32(1), SEGMENTS, 4, 2), "item 0 has segments that are not there"),
         ("split", (ITEMS, SEGMENTS, 0, 2), "step is 0"),
         ("split", (ITEMS.astype(int), SEGMENTS, 4, 2), "no table of integers of 4 bytes"),
-        ("order", (np.repeat(ITEMS, 3, 0), SEGMENTS, 4, 2**30, 1, False, 1), "there are 2\\*\\*31 works or more"),
+        ("order", (ITEMS, SEGMENTS, 4, 4, 1, 1, False, 1), "warpgroups is 4, not in \\[1, 3\\]"),
+        ("order", (np.repeat(ITEMS, 3, 0), SEGMENTS, 4, 3, 2**30, 1, False, 1), "there are 2\\*\\*31 works or more"),
         ("turns", (ITEMS, SEGMENTS, 8, 4), "segment 0 leaves the rows"),
         ("choose", (ITEMS, SEGMENTS, 4, 8, 4, 1, 1, 0, 0, COSTS), "processors is 0"),
     ],

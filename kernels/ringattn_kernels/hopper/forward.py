@@ -44,7 +44,10 @@ def launch(
     q, k, v, table: TileTable, out, row_max, row_sum, softmax_scale: float, state, touched_only: bool, splits: int, config: ForwardConfig,
     programs: int | None = None, modifiers: Modifiers | None = None, part: RowPart | None = None,
 ) -> None:  # fmt: skip
-    """Launch the kernel over tensors that `attention.forward` made. programs: how many; None is one a multiprocessor. part: of the rows."""
+    """Launch the kernel over tensors that `attention.forward` made. part: of the rows.
+
+    programs: how many; None is `config.programs` for each multiprocessor.
+    """
     counter = work_counter(q.device)
     score, late = moving_arguments(modifiers, table, softmax_scale, q.shape[0], q.device), caps_late(modifiers)
 
@@ -55,7 +58,7 @@ def launch(
         queue = work_queue(q, k, v, table, config, splits, touched_only, modifiers, part)
         arguments = kernel_arguments(q, k, v, out, row_max, row_sum, queue, counter, softmax_scale, state, config)
         arguments |= fixed_arguments(modifiers, table, queue.places) | score | dict(LATE_CAP=late)
-        return min(programs or multiprocessors(q.device), len(queue.works)), arguments
+        return min(programs or config.programs * multiprocessors(q.device), len(queue.works)), arguments
 
     moving = dict(
         q_desc=q,
@@ -69,7 +72,8 @@ def launch(
         **score,
     )
     facts = state is None, touched_only, splits, config, programs, part, late, *facts_of(modifiers)
-    launches.launch(hopper_forward_kernel, table, facts, moving, make, num_warps=4)
+    _, maxnreg = REGISTERS[config.warpgroups, config.programs]
+    launches.launch(hopper_forward_kernel, table, facts, moving, make, num_warps=4, maxnreg=maxnreg)
 
 
 def work_queue(
@@ -84,7 +88,8 @@ def work_queue(
     def build() -> WorkQueue:
         items, segments = table.cut("q", config.block, config.step, align, splits)
         items = items if part is None else items[part.of(items[:, ROW])]
-        works, segments = ordered(items, segments, config.step, b * h, together, touched_only, multiprocessors(q.device))
+        processors = config.programs * multiprocessors(q.device)
+        works, segments = ordered(items, segments, config.step, config.warpgroups, b * h, together, touched_only, processors)
         return WorkQueue(*on_device((works, segments[:, : ROW_END + 1], segments[:, ROW_END + 1 :]), q.device))
 
     key = ("hopper forward", config.block, config.step, align, splits, b * h, together, touched_only, part, q.device)
@@ -122,7 +127,7 @@ def kernel_arguments(
         HAS_STATE=state is not None,
         TURNS=config.turns,
         PAIRED=config.paired,
-        REGISTERS=REGISTERS[config.warpgroups],
+        REGISTERS=REGISTERS[config.warpgroups, config.programs][0],
         LATE_CAP=False,
     )
 

@@ -3,16 +3,19 @@
 import functools
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..config import padded
 from ..modifiers import Modifiers
 from ..split_choice import choice
 from ..splits import multiprocessors
-from ..table import TileTable
+from ..table import TileTable, steps_of
 from .forward_softcap import caps_late
+from .work_queue import WARPGROUP_ROWS
 
-WARPGROUP_ROWS = 64
-# registers of a thread that computes, by the number of warpgroups that compute; the rest suffices for the threads that copy
-REGISTERS = {2: 240, 3: 160}
+# (warpgroups that compute, programs of a multiprocessor) -> registers of a thread that computes, and of a thread as a program begins
+# (None: all that there are); the rest suffices for the threads that copy
+REGISTERS = {(2, 1): (240, None), (3, 1): (160, None), (2, 2): (104, 80)}
 
 
 @dataclass(frozen=True, eq=False)  # looked up in every launch, by identity
@@ -21,7 +24,7 @@ class ForwardConfig:
 
     q_stages: query blocks in shared memory. turns: warpgroups start their products one after another, in a fixed order.
     paired: a warpgroup runs the next scores and the values before them at once; else it waits for the values first.
-    step_time: of a step, relative to other launches for the same head dims.
+    programs: of a multiprocessor, side by side. step_time, work_time: microseconds of an H200 for a step, and of a work beside its steps.
     """
 
     step: int
@@ -30,7 +33,9 @@ class ForwardConfig:
     q_stages: int
     turns: bool
     paired: bool = True
+    programs: int = 1
     step_time: float = 1.0
+    work_time: float = 0.0
 
     @property
     def block(self) -> int:
@@ -39,35 +44,43 @@ class ForwardConfig:
 
 
 # (head dim of Q and K, head dim of V), at most -> configurations, measured on an H200; the first is the fastest if all multiprocessors
-# have much to do
+# have much to do and works are long
 CONFIGS = {
-    (64, 64): (ForwardConfig(step=128, stages=4, warpgroups=3, q_stages=2, turns=True),),
+    (64, 64): (
+        ForwardConfig(step=128, stages=4, warpgroups=3, q_stages=2, turns=True, step_time=1.48, work_time=2.1),
+        # where works are short, one program works while the other begins or ends
+        ForwardConfig(
+            step=64, stages=4, warpgroups=2, q_stages=2, turns=False, paired=False, programs=2, step_time=1.11, work_time=2.05
+        ),
+    ),
     (96, 96): (
-        ForwardConfig(step=128, stages=2, warpgroups=3, q_stages=1, turns=True, paired=False, step_time=1.31),
-        ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=2, turns=False),
+        ForwardConfig(step=128, stages=2, warpgroups=3, q_stages=1, turns=True, paired=False, step_time=1.76, work_time=4.0),
+        ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=2, turns=False, step_time=1.70, work_time=2.4),
     ),
     (128, 128): (
-        ForwardConfig(step=128, stages=2, warpgroups=3, q_stages=1, turns=True, paired=False, step_time=1.37),
-        ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=2, turns=False),
+        ForwardConfig(step=128, stages=2, warpgroups=3, q_stages=1, turns=True, paired=False, step_time=2.12, work_time=3.6),
+        ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=2, turns=False, step_time=1.56, work_time=2.5),
     ),
     (192, 128): (ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=1, turns=False),),
     (256, 256): (ForwardConfig(step=64, stages=2, warpgroups=2, q_stages=1, turns=False),),
 }
-# where a softcap or dropout takes registers, and CONFIGS has none of two warpgroups
+# where a softcap or dropout takes registers, and CONFIGS has none of two warpgroups that have room
 ROOMY = {(64, 64): (ForwardConfig(step=128, stages=4, warpgroups=2, q_stages=2, turns=True),)}
-# with so many blocks for each multiprocessor, the last round does not matter
-MANY = 16
+# with so many blocks for each multiprocessor the last round does not matter, nor does a block's begin and end with so many steps
+MANY, LONG = 16, 16
 
 
 @functools.cache
-def configs_for(d: int, dv: int, roomy: bool = False) -> tuple[ForwardConfig, ...]:
+def configs_for(d: int, dv: int, modified: bool = False, roomy: bool = False) -> tuple[ForwardConfig, ...]:
     """The entry with the smallest head dims that hold both; an entry of two panels holds only head dims of two panels.
 
-    roomy: only those of two warpgroups, whose threads have registers to spare.
+    modified: only those of one program a multiprocessor. roomy: of these, only those of two warpgroups, whose threads have more registers.
     """
     dims = next(dims for dims in CONFIGS if d <= dims[0] and dv <= dims[1] and panels(*dims) <= panels(d, dv))
     found = CONFIGS[dims]
-    return ROOMY.get(dims, tuple(how for how in found if how.warpgroups == 2)) if roomy else found
+    if roomy:
+        return ROOMY.get(dims, tuple(how for how in found if how.warpgroups == 2))
+    return tuple(how for how in found if how.programs == 1) if modified else found
 
 
 def needs_room(modifiers: Modifiers | None) -> bool:
@@ -82,15 +95,25 @@ def config_for(
 ) -> ForwardConfig:
     """The configuration that should finish a table first; `splits` and `modifiers` as in `forward`. processors: by default q's GPU's."""
     dims, heads, processors = (q.shape[3], v.shape[3]), q.shape[0] * q.shape[2], processors or multiprocessors(q.device)
-    roomy = needs_room(modifiers)
-    found = configs_for(*dims, roomy)
-    if len(found) == 1 or heads * table.q_rows >= MANY * processors * found[0].block:
+    modified, roomy = modifiers is not None, needs_room(modifiers)
+    found = configs_for(*dims, modified, roomy)
+    if len(found) == 1:
         return found[0]
 
     def time(how: ForwardConfig) -> float:
-        return how.step_time * choice(table, "q", how.block, how.step, heads, 1, processors, splits).time
+        programs = processors * how.programs
+        chosen = choice(table, "q", how.block, how.step, heads, 1, programs, splits)
+        return how.step_time * chosen.time + how.work_time * -(-chosen.touched * heads // programs)
 
-    return table.derived(("hopper forward launch", dims, heads, processors, splits, roomy), lambda: min(found, key=time))
+    def choose() -> ForwardConfig:
+        first = found[0]
+        if heads * table.q_rows >= MANY * processors * first.block:
+            steps = steps_of(*table.cut("q", first.block, first.step), first.step)
+            if steps.sum() >= LONG * np.count_nonzero(steps):
+                return first
+        return min(found, key=time)
+
+    return table.derived(("hopper forward launch", dims, heads, processors, splits, modified, roomy), choose)
 
 
 def block_dim(head_dim: int) -> int:

@@ -26,7 +26,7 @@ from .kept_pairs import drop_drawn
 from .language import async_load, barrier, reinterpret, wait_for_products
 from .panels import part_panels, start_each, start_sum, zero_block, zeros
 from .score_steps import ScoreSteps, load_head, load_places, modified, position
-from .tables import END, load_segment, load_work
+from .tables import AFTER, BEFORE, END, load_idle, load_segment, load_work
 from .threads import THREADS_OF_ROWS, layout_to_store
 
 
@@ -138,6 +138,37 @@ def load_copies(
 
 
 @gluon.jit
+def take_turn(INDEX: gl.constexpr, NEXT: gl.constexpr):
+    """Wait for the warpgroup before, and let the next one go on."""
+    named_barrier("sync", INDEX)
+    named_barrier("arrive", NEXT)
+
+
+@gluon.jit
+def pass_by(
+    barriers,
+    block,
+    count,
+    WARPGROUP: gl.constexpr,
+    NEXT: gl.constexpr,
+    TURNS: gl.constexpr,
+    STAGES: gl.constexpr,
+    TAKEN: gl.constexpr,
+):
+    """Let `count` blocks of keys after `block` go by, in which no row of this warpgroup has a live pair. TAKEN turns have been taken."""
+    for i in range(count):
+        if TURNS and i >= TAKEN:
+            take_turn(WARPGROUP, NEXT)
+        block += 1
+        stage = block % STAGES
+        # room that is not full yet may still belong to a warpgroup that is behind
+        mbarrier.wait(barriers.k_full.index(stage), (block // STAGES) & 1)
+        mbarrier.wait(barriers.v_full.index(stage), (block // STAGES) & 1)
+        mbarrier.arrive(barriers.kv_empty.index(stage), count=1)
+    return block
+
+
+@gluon.jit
 def scores_product(
     q_smem, q_place, k_smem, k_full, s, block, more, CHUNKS: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
@@ -181,17 +212,17 @@ def attend_rows(
     CHANGED: gl.constexpr = MODIFIED and not LATE_CAP
     if TURNS and WARPGROUP == WARPGROUPS - 1:
         named_barrier("arrive", NEXT)
-    block = 0
     taken = 0
     mbarrier.wait(barriers.q_full.index(WARPGROUP), 0)
     work = take(blocks.work, 0)
+    more = work < queue.work_count
+    before = load_idle(queue.works_ptr, work, more, BEFORE, WARPGROUP)
+    block = pass_by(barriers, gl.to_tensor(-1), before, WARPGROUP, NEXT, TURNS, STAGES, 0) + 1
     no_scores = zero_block(ROWS, BLOCK_K)
-    s = scores_product(
-        blocks.q, WARPGROUP, blocks.k, barriers.k_full, no_scores, 0, work < queue.work_count, CHUNKS, PANELS, STAGES
-    )
+    s = scores_product(blocks.q, WARPGROUP, blocks.k, barriers.k_full, no_scores, block, more, CHUNKS, PANELS, STAGES)
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(barriers.kv_empty.index(0), count=1)
-    # at the top of the loop the scores of a work's first block are there
+    mbarrier.arrive(barriers.kv_empty.index(block % STAGES), count=1)
+    # at the top of the loop the scores of the first block of a work are there in which these rows have a live pair
     while work < queue.work_count:
         head_index, block_begin, segment, steps = load_work(queue.works_ptr, work)
         first_row = block_begin + WARPGROUP * ROWS
@@ -219,7 +250,14 @@ def attend_rows(
                 state += (load_state(result.state_ptr, acc[panel], old_sum, first_row, head_index, heads, q_rows, V_DIM, panel),)
             acc = state
 
+        before = load_idle(queue.works_ptr, work, True, BEFORE, WARPGROUP)
+        steps -= before + load_idle(queue.works_ptr, work, True, AFTER, WARPGROUP)
         start, full_begin, full_end, end = load_segment(queue.segments_ptr, segment)
+        for _step in range(before):
+            start += BLOCK_K
+            if start >= end:
+                segment += 1
+                start, full_begin, full_end, end = load_segment(queue.segments_ptr, segment)
         if MODIFIED:
             head = load_head(score, head_index)
             place_of_q, place_of_k = load_places(score, segment)
@@ -289,21 +327,24 @@ def attend_rows(
         if not STAGED:
             mbarrier.arrive(barriers.q_empty.index(q_place), count=1)
         acc_token = start_values(pairs, blocks.v, barriers.v_full, acc, block, STAGES)
-        if not PAIRED:
-            acc_token = wait_for_products(0, acc_token)
+        after = load_idle(queue.works_ptr, work, True, AFTER, WARPGROUP)
+        if TURNS and after > 0:
+            take_turn(WARPGROUP, NEXT)
+        acc = wait_for_products(0, acc_token)
+        pairs = pin(pairs)
+        block = pass_by(barriers, block, after, WARPGROUP, NEXT, TURNS, STAGES, 1)
 
         # the first scores of the next work run while this work is written out; after the last work nobody uses them
-        block += 1
         taken += 1
         q_place = taken % Q_STAGES * WARPGROUPS + WARPGROUP
         mbarrier.wait(barriers.q_full.index(q_place), (taken // Q_STAGES) & 1)
         next_work = take(blocks.work, taken % 2)
         next_scores = s if PAIRED else no_scores
         more = next_work < queue.work_count
+        before = load_idle(queue.works_ptr, next_work, more, BEFORE, WARPGROUP)
+        block = pass_by(barriers, block, before, WARPGROUP, NEXT, TURNS, STAGES, 0) + 1
         s_token = scores_product(blocks.q, q_place, blocks.k, barriers.k_full, next_scores, block, more, CHUNKS, PANELS, STAGES)
         total = gl.convert_layout(gl.sum(row_sum, axis=1), SCORE_ROWS, assert_trivial=True)
-        acc = wait_for_products(PANELS, acc_token)
-        pairs = pin(pairs)
         divisor = total
         if DROPPED:
             divisor *= score.kept_share

@@ -56,15 +56,22 @@ def mask_edge(scores, start, end, segments_ptr, segment, first_row):
     CONSTRAINTS: gl.constexpr = in_place(COUNT, "rr")
     ptr = segments_ptr + segment * 8
     # rows and columns relative to the block's first ones
-    rows = gl.arange(0, scores.shape[0], ROWS)
     shift = first_row - start
-    first = rows + (shift - gl.load(ptr + HI))
-    last = gl.minimum(rows + (shift - gl.load(ptr + LO)), end - 1 - start)
-    inside = (rows >= gl.load(ptr + ROW_BEGIN) - first_row) & (rows < gl.load(ptr + ROW_END) - first_row)
-    last = gl.where(inside, last, -1)
-    first = gl.expand_dims(first, 1).broadcast_to(scores.shape)
-    last = gl.expand_dims(last, 1).broadcast_to(scores.shape)
-    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [scores, first, last], dtype=gl.float32, is_pure=True, pack=COUNT)
+    begin, stop = shift - gl.load(ptr + HI), shift - gl.load(ptr + LO)
+    row_begin, row_end = gl.load(ptr + ROW_BEGIN) - first_row, gl.load(ptr + ROW_END) - first_row
+    stop_all = end - 1 - start
+    # the edge of a query block need not be one of these rows
+    whole = (begin + scores.shape[0] <= 1) & (gl.minimum(stop, stop_all) >= scores.shape[1] - 1)
+    whole &= (row_begin <= 0) & (row_end >= scores.shape[0])
+    if not whole:
+        rows = gl.arange(0, scores.shape[0], ROWS)
+        first = rows + begin
+        last = gl.minimum(rows + stop, stop_all)
+        last = gl.where((rows >= row_begin) & (rows < row_end), last, -1)
+        first = gl.expand_dims(first, 1).broadcast_to(scores.shape)
+        last = gl.expand_dims(last, 1).broadcast_to(scores.shape)
+        scores = gl.inline_asm_elementwise(ASM, CONSTRAINTS, [scores, first, last], dtype=gl.float32, is_pure=True, pack=COUNT)
+    return scores
 
 
 @gluon.jit

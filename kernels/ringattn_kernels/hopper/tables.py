@@ -6,11 +6,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .. import table
+from . import work_queue
 
 # columns of segments and items
 BEGIN, FULL_BEGIN, FULL_END, END = (gl.constexpr(column) for column in (table.BEGIN, table.FULL_BEGIN, table.FULL_END, table.END))
 LO, HI, ROW_BEGIN, ROW_END = (gl.constexpr(column) for column in (table.LO, table.HI, table.ROW_BEGIN, table.ROW_END))
 FIRST_SEGMENT, LAST_SEGMENT, SPLIT = (gl.constexpr(column) for column in (table.FIRST_SEGMENT, table.LAST_SEGMENT, table.SPLIT))
+# columns of works
+WORK_COLUMNS, BEFORE, AFTER = (gl.constexpr(x) for x in (work_queue.WORK_COLUMNS, work_queue.BEFORE, work_queue.AFTER))
+IDLE_BITS = gl.constexpr(work_queue.IDLE_BITS)
 
 
 @gluon.jit
@@ -23,8 +27,15 @@ def load_segment(segments_ptr, segment):
 @gluon.jit
 def load_work(works_ptr, work):
     """((split * b + batch) * h + head, first row of the query block, first segment, number of steps)."""
-    ptr = works_ptr + work * 4
+    ptr = works_ptr + work * WORK_COLUMNS
     return gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2), gl.load(ptr + 3)
+
+
+@gluon.jit
+def load_idle(works_ptr, work, more, COLUMN: gl.constexpr, WARPGROUP: gl.constexpr):
+    """How many of a work's steps are BEFORE or AFTER those in which a warpgroup has a live pair; 0 if there is no such work."""
+    found = gl.load(works_ptr + work * WORK_COLUMNS + COLUMN, mask=more, other=0)
+    return (found >> (IDLE_BITS * WARPGROUP)) & ((1 << IDLE_BITS) - 1)
 
 
 @gluon.jit

@@ -26,7 +26,6 @@ def exchange_assembly() -> str:
     """PTX that transposes: four threads that share a row hold four registers of it each. Of two rows: those of even and of odd number."""
     lines = ["{ .reg .pred one; .reg .pred two; .reg .b32 lane; .reg .b32 sent; .reg .b32 got; mov.u32 lane, %laneid;"]
     lines += ["and.b32 sent, lane, 1; setp.gt.u32 one, sent, 0; and.b32 sent, lane, 2; setp.gt.u32 two, sent, 0;"]
-    lines += [f"mov.b32 ${i}, ${8 + i};" for i in range(8)]
     # across the diagonal of each 2 x 2 block, then of the blocks
     for lane, odd, pairs in ((1, "one", ((0, 1), (2, 3))), (2, "two", ((0, 2), (1, 3)))):
         for low, high in [(2 * low + row, 2 * high + row) for low, high in pairs for row in (0, 1)]:
@@ -40,7 +39,7 @@ def exchange_assembly() -> str:
 
 
 EXCHANGE = gl.constexpr(exchange_assembly())
-REGISTERS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
+IN_PLACE = gl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,0,1,2,3,4,5,6,7")
 
 
 @gluon.jit
@@ -48,7 +47,7 @@ def wide_rows(x):
     """A product's [64, columns] in 16 bits, in the layout of `layout_to_store`. Threads that share a row exchange what they hold."""
     COLUMNS: gl.constexpr = x.type.shape[1]
     # a thread's 16 numbers: two columns, of two rows, of four groups of eight columns
-    x = gl.inline_asm_elementwise(EXCHANGE, REGISTERS, [x], dtype=x.dtype, is_pure=False, pack=16)
+    x = gl.inline_asm_elementwise(EXCHANGE, IN_PLACE, [x], dtype=x.dtype, is_pure=False, pack=16)
     # groups and threads have changed places
     x = gl.permute(gl.reshape(x, [64, COLUMNS // 32, 4, 4, 2]), [0, 1, 3, 2, 4])
     return gl.convert_layout(gl.reshape(x, [64, COLUMNS]), layout_to_store(COLUMNS))
