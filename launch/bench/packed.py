@@ -40,6 +40,7 @@ from ringattn.training.data import pack, shard_batch
 from ringattn.training.loss import mean_loss, summed
 from ringattn.transport import Transport
 
+from .ring_measure import rest
 from .shared.cases import LAYOUTS, log_normal_lengths
 from .shared.ranks import add_ranks, group_of, slowest, start_ranks, write_record
 from .shared.timing import spread
@@ -151,12 +152,12 @@ def maker(
 
 
 def turn(step: Callable, ready: Callable[[Batch], ra.Layout], batches: list[Batch], way: str, device: str) -> float:
-    """Seconds of all batches on this rank, with the making of their layouts unless they are prepared; the ranks start together."""
+    """Seconds of all batches on this rank, with the making of their layouts unless they are prepared; the ranks start together, rested."""
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(ready, batches[0]) if way == "ahead" else None
         layouts = [ready(batch) for batch in batches] if way == "prepared" else []
-        wait(device)
-        dist.barrier()
+        # whatever came before: what was prepared while the GPU idled would run at higher clocks
+        rest(device)
         began = time.perf_counter()
         for number, batch in enumerate(batches):
             if following is not None:

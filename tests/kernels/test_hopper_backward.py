@@ -105,7 +105,8 @@ def compile_for_hopper(kernel, arguments, folder: Path, **options) -> Compiled:
     assert set(arguments) == set(names)
     constexprs = {n: arguments[n] for n in names if n.isupper() or arguments[n] is None}
     signature = {n: "constexpr" if n in constexprs else signature_of(arguments[n]) for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n.endswith("_ptr") or n.startswith("stride")}
+    free = [(i, n) for i, n in enumerate(names) if n not in constexprs]
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in free if n.endswith("_ptr") or n.startswith("stride")}
     source = GluonASTSource(kernel, signature, {(names.index(n),): value for n, value in constexprs.items()}, aligned)
     log = io.StringIO()
     with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):

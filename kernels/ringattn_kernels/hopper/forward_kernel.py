@@ -4,7 +4,8 @@ In a program one partition has the copy engine (TMA) bring Q, K and V to shared 
 each. A warpgroup starts the scores of the next block of keys and the weighted values of the block before, waits for both, and computes a
 softmax while the tensor cores work for other warpgroups. Three warpgroups may have no registers for both products: each then starts the
 scores once the values are done, and the two others keep the tensor cores busy. Programs stay on their multiprocessor and take works (a
-query block of one head each) off a queue; Q, K and V keep coming across the ends of segments and of works.
+query block of one head each) off a queue; Q, K and V keep coming across the ends of segments and of works. A warpgroup lets blocks of
+keys go by in which none of its rows has a live pair, at the begin or the end of a work.
 
 Shapes: q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), out (b, sq, h, dv), row_max and row_sum (b, h, sq).
 """
@@ -146,16 +147,12 @@ def take_turn(INDEX: gl.constexpr, NEXT: gl.constexpr):
 
 @gluon.jit
 def pass_by(
-    barriers,
-    block,
-    count,
-    WARPGROUP: gl.constexpr,
-    NEXT: gl.constexpr,
-    TURNS: gl.constexpr,
-    STAGES: gl.constexpr,
-    TAKEN: gl.constexpr,
-):
-    """Let `count` blocks of keys after `block` go by, in which no row of this warpgroup has a live pair. TAKEN turns have been taken."""
+    barriers, block, count, WARPGROUP: gl.constexpr, NEXT: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, TAKEN: gl.constexpr
+):  # fmt: skip
+    """Let `count` blocks of keys after `block` go by, in which no row of this warpgroup has a live pair. Returns the last of them.
+
+    TAKEN: so many of their turns have been taken.
+    """
     for i in range(count):
         if TURNS and i >= TAKEN:
             take_turn(WARPGROUP, NEXT)
