@@ -124,6 +124,7 @@ FORWARD = [
     dict(heads=(4, 4)),
     dict(dtype=torch.float16),
     dict(d=64),
+    dict(d=64, how=1),
     dict(d=96),
     dict(q=dict(rows_first=True)),
     dict(kv=dict(rows_first=True)),

@@ -60,7 +60,7 @@ def mask_edge(scores, start, end, segments_ptr, segment, first_row):
     begin, stop = shift - gl.load(ptr + HI), shift - gl.load(ptr + LO)
     row_begin, row_end = gl.load(ptr + ROW_BEGIN) - first_row, gl.load(ptr + ROW_END) - first_row
     stop_all = end - 1 - start
-    # the edge of a query block need not be one of these rows
+    # an edge of the query block need not be one of this warpgroup's rows
     whole = (begin + scores.shape[0] <= 1) & (gl.minimum(stop, stop_all) >= scores.shape[1] - 1)
     whole &= (row_begin <= 0) & (row_end >= scores.shape[0])
     if not whole:
