@@ -21,7 +21,7 @@ from tests.kernels import dense
 from tests.kernels.test_hopper_backward import RELEASE, compile_for_hopper
 
 # bytes that may spill where three warpgroups take a state: to a state, and to 16 bits; with 3.6 one register each, read back at waits
-STATE_SPILLS = {(3, 6): (0, 192), (3, 7): (0, 128), (3, 8): (4, 140), (3, 9): (12, 320)}
+STATE_SPILLS = {(3, 6): (0, 192), (3, 7): (0, 128), (3, 8): (4, 160), (3, 9): (12, 320)}
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
 LAUNCHES = [(*dims, how) for dims, found in forward_config.CONFIGS.items() for how in found]
 NAMES = [f"{d}-{dv}-{how.programs} of {how.block} rows" for d, dv, how in LAUNCHES]
@@ -74,11 +74,11 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
     assert re.fullmatch(f"(H0E{loop}{behind}){{{how.warpgroups}}}", order), order
     in_loop = re.search(r"10(E+)" if how.paired else r"0H+0(E+)", "".join(letters[name] for name in operations))[1]
     assert len(in_loop) >= how.step // 2
-    # descriptors stay in uniform registers: ptxas is sure that warps do not diverge; at d = 256 Q's, of two registers each, may not fit
+    # descriptors stay in uniform registers: ptxas is sure that warps do not diverge; beyond d = 128 Q's, of two registers each, may not fit
     # up to the second wait of the loop
     _, _, wait = itertools.islice(re.finditer("WARPGROUP.DEPBAR", sass), 3)
     products = sass[: wait.start()].rpartition("MUFU.EX2")[2]
-    assert products.count("R2UR") <= (36 if d == 256 and RELEASE > (3, 6) else 16)
+    assert products.count("R2UR") <= (36 if d > 128 and RELEASE > (3, 6) else 16)
     assert sass.count("VOTE.ANY") == how.warpgroups * panels
     # three times scores, by 16 columns, and twice values, by 16 keys: no columns but those of the head dims
     assert operations.count("HGMMA") == how.warpgroups * (3 * d // 16 + 2 * panels * how.step // 16)
