@@ -66,7 +66,7 @@ CONFIGS = {
 }
 # where a softcap or dropout takes registers, and CONFIGS has none of two warpgroups that have room
 ROOMY = {(64, 64): (ForwardConfig(step=128, stages=4, warpgroups=2, q_stages=2, turns=True),)}
-# with so many blocks for each multiprocessor the last round does not matter, nor does a block's begin and end with so many steps
+# with so many blocks for each multiprocessor the last round does not matter, nor do a block's start and end with so many steps
 MANY, LONG = 16, 16
 
 

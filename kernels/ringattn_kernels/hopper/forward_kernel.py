@@ -5,7 +5,7 @@ each. A warpgroup starts the scores of the next block of keys and the weighted v
 softmax while the tensor cores work for other warpgroups. Three warpgroups may have no registers for both products: each then starts the
 scores once the values are done, and the two others keep the tensor cores busy. Programs stay on their multiprocessor and take works (a
 query block of one head each) off a queue; Q, K and V keep coming across the ends of segments and of works. A warpgroup lets blocks of
-keys go by in which none of its rows has a live pair, at the begin or the end of a work.
+keys go by in which none of its rows has a live pair, at the start or the end of a work.
 
 Shapes: q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), out (b, sq, h, dv), row_max and row_sum (b, h, sq).
 """
