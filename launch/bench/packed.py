@@ -156,7 +156,7 @@ def turn(step: Callable, ready: Callable[[Batch], ra.Layout], batches: list[Batc
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(ready, batches[0]) if way == "ahead" else None
         layouts = [ready(batch) for batch in batches] if way == "prepared" else []
-        # whatever came before: what was prepared while the GPU idled would run at higher clocks
+        # without a rest, batches that were prepared while the GPU idled would run at higher clocks than others
         rest(device)
         began = time.perf_counter()
         for number, batch in enumerate(batches):

@@ -53,8 +53,7 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
     queue = WorkQueue(*torch.empty(2, 6, dtype=torch.int32))
     counter = torch.empty(1, dtype=torch.int32)
     arguments = hopper.forward.kernel_arguments(q, k, v, out, statistics, statistics, queue, counter, 0.1, state, how)
-    _, maxnreg = forward_config.REGISTERS[how.warpgroups, how.programs]
-    compiled = compile_for_hopper(hopper_forward_kernel, arguments, tmp_path, maxnreg=maxnreg)
+    compiled = compile_for_hopper(hopper_forward_kernel, arguments, tmp_path, maxnreg=how.maxnreg)
     assert not compiled.warnings
     assert compiled.spills <= (STATE_SPILLS[RELEASE][final] if has_state and not how.paired else 0)
     # of 228 KB, each program takes one besides its own

@@ -84,9 +84,9 @@ def test_the_compiler_keeps_products_asynchronous(kernel, d, parts, tmp_path):
     k, v = (torch.empty(1, ROWS, 2, d, dtype=torch.bfloat16) for _ in range(2))
     score = moving_arguments(found, table, 0.1, 1, q.device)
     if kernel == "forward":
-        roomy = forward_config.needs_room(found)
-        how = forward_config.configs_for(d, d, True, roomy)[0]
-        assert how.warpgroups == (2 if roomy else 3)
+        registers = forward_config.registers_for(found)
+        how = forward_config.configs_for(d, d, registers)[0]
+        assert how.warpgroups == (2 if registers == 240 else 3)
         queue = WorkQueue(*torch.empty(2, 6, dtype=torch.int32), torch.empty(4, 2, dtype=torch.int32))
         rows, counter = torch.empty(1, h, ROWS), torch.empty(1, dtype=torch.int32)
         arguments = hopper.forward.kernel_arguments(q, k, v, q, rows, rows, queue, counter, 0.1, None, how)

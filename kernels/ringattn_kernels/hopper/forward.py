@@ -14,7 +14,7 @@ from ..splits import multiprocessors
 from ..table import ROW, ROW_END, TileTable, on_device
 from ..units import LOG2_E
 from .descriptors import described, halves_layout, swizzled_layout
-from .forward_config import REGISTERS, WARPGROUP_ROWS, ForwardConfig, block_dim, chunks, panels
+from .forward_config import WARPGROUP_ROWS, ForwardConfig, block_dim, chunks, panels
 from .forward_kernel import hopper_forward_kernel
 from .forward_softcap import caps_late
 from .work_queue import WorkQueue, ordered, work_counter
@@ -72,8 +72,7 @@ def launch(
         **score,
     )
     facts = state is None, touched_only, splits, config, programs, part, late, *facts_of(modifiers)
-    _, maxnreg = REGISTERS[config.warpgroups, config.programs]
-    launches.launch(hopper_forward_kernel, table, facts, moving, make, num_warps=4, maxnreg=maxnreg)
+    launches.launch(hopper_forward_kernel, table, facts, moving, make, num_warps=4, maxnreg=config.maxnreg)
 
 
 def work_queue(
@@ -127,7 +126,7 @@ def kernel_arguments(
         HAS_STATE=state is not None,
         TURNS=config.turns,
         PAIRED=config.paired,
-        REGISTERS=REGISTERS[config.warpgroups, config.programs][0],
+        REGISTERS=config.registers,
         LATE_CAP=False,
     )
 

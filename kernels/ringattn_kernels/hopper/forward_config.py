@@ -42,6 +42,16 @@ class ForwardConfig:
         """Query rows of a program."""
         return self.warpgroups * WARPGROUP_ROWS
 
+    @property
+    def registers(self) -> int:
+        """Of a thread that computes."""
+        return REGISTERS[self.warpgroups, self.programs][0]
+
+    @property
+    def maxnreg(self) -> int | None:
+        """Registers of a thread as a program begins."""
+        return REGISTERS[self.warpgroups, self.programs][1]
+
 
 # (head dim of Q and K, head dim of V), at most -> configurations, measured on an H200; the first is the fastest if all multiprocessors
 # have much to do and works are long
@@ -64,30 +74,28 @@ CONFIGS = {
     (192, 128): (ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=1, turns=False),),
     (256, 256): (ForwardConfig(step=64, stages=2, warpgroups=2, q_stages=1, turns=False),),
 }
-# where a softcap or dropout takes registers, and CONFIGS has none of two warpgroups that have room
+# where more registers are needed than any entry of CONFIGS has
 ROOMY = {(64, 64): (ForwardConfig(step=128, stages=4, warpgroups=2, q_stages=2, turns=True),)}
 # with so many blocks for each multiprocessor the last round does not matter, nor do a block's start and end with so many steps
 MANY, LONG = 16, 16
 
 
 @functools.cache
-def configs_for(d: int, dv: int, modified: bool = False, roomy: bool = False) -> tuple[ForwardConfig, ...]:
-    """The entry with the smallest head dims that hold both; an entry of two panels holds only head dims of two panels.
+def configs_for(d: int, dv: int, registers: int = 0) -> tuple[ForwardConfig, ...]:
+    """Those with at least so many registers, of the entry with the smallest head dims that hold both.
 
-    modified: only those of one program a multiprocessor. roomy: of these, only those of two warpgroups, whose threads have more registers.
+    An entry of two panels holds only head dims of two panels.
     """
     dims = next(dims for dims in CONFIGS if d <= dims[0] and dv <= dims[1] and panels(*dims) <= panels(d, dv))
-    found = CONFIGS[dims]
-    if roomy:
-        return ROOMY.get(dims, tuple(how for how in found if how.warpgroups == 2))
-    return tuple(how for how in found if how.programs == 1) if modified else found
+    return tuple(how for how in CONFIGS[dims] if how.registers >= registers) or ROOMY[dims]
 
 
-def needs_room(modifiers: Modifiers | None) -> bool:
-    """Whether what happens to scores takes registers: dropout, and a softcap before the maximum."""
+def registers_for(modifiers: Modifiers | None) -> int:
+    """How many registers a thread needs for what happens to scores: most with dropout, and with a softcap before the maximum."""
     if modifiers is None:
-        return False
-    return modifiers.dropout is not None or (modifiers.softcap is not None and not caps_late(modifiers))
+        return 0
+    roomy = modifiers.dropout is not None or (modifiers.softcap is not None and not caps_late(modifiers))
+    return 240 if roomy else 160
 
 
 def config_for(
@@ -95,8 +103,8 @@ def config_for(
 ) -> ForwardConfig:
     """The configuration that should finish a table first; `splits` and `modifiers` as in `forward`. processors: by default q's GPU's."""
     dims, heads, processors = (q.shape[3], v.shape[3]), q.shape[0] * q.shape[2], processors or multiprocessors(q.device)
-    modified, roomy = modifiers is not None, needs_room(modifiers)
-    found = configs_for(*dims, modified, roomy)
+    registers = registers_for(modifiers)
+    found = configs_for(*dims, registers)
     if len(found) == 1:
         return found[0]
 
@@ -113,7 +121,7 @@ def config_for(
                 return first
         return min(found, key=time)
 
-    return table.derived(("hopper forward launch", dims, heads, processors, splits, modified, roomy), choose)
+    return table.derived(("hopper forward launch", dims, heads, processors, splits, registers), choose)
 
 
 def block_dim(head_dim: int) -> int:

@@ -35,20 +35,12 @@ class WorkQueue:
     places: torch.Tensor | None = None
 
 
-def ordered(
-    items: np.ndarray,
-    segments: np.ndarray,
-    step: int,
-    warpgroups: int,
-    heads: int,
-    together: int,
-    touched_only: bool,
-    processors: int,
-) -> tuple[np.ndarray, np.ndarray]:
+def ordered(items: np.ndarray, segments: np.ndarray, *given: int) -> tuple[np.ndarray, np.ndarray]:
     """`order_works`, in C where that can be compiled."""
-    given = items, segments, step, warpgroups, heads, together, touched_only, processors
     native = tables()
-    return order_works(*given) if native is None else integers(native.order(*given), WORK_COLUMNS, segments.shape[1])
+    if native is None:
+        return order_works(items, segments, *given)
+    return integers(native.order(items, segments, *given), WORK_COLUMNS, segments.shape[1])
 
 
 def order_works(
