@@ -28,10 +28,11 @@ def gpu_of(monkeypatch):
     """The CPU as a Hopper GPU that launches nothing."""
     for module in (dispatch, attention, ahead, hopper.fused):
         monkeypatch.setattr(module, "architecture", lambda device: "sm_90")
-    for module in (splits, hopper.forward, hopper.forward_config):
+    for module in (splits, hopper.forward, hopper.forward_config, hopper.fused):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(launches, "launch", lambda kernel, table, facts, moving, make, **options: make())
-    monkeypatch.setattr(hopper.forward, "work_counter", lambda device: torch.zeros(1, dtype=torch.int32))
+    for module in (hopper.forward, hopper.fused):
+        monkeypatch.setattr(module, "work_counter", lambda device: torch.zeros(2, dtype=torch.int32))
     padded = hopper.statistics.PaddedStatistics
     monkeypatch.setattr(hopper.statistics, "prepare", lambda rows, *_: padded(*torch.empty(2, rows[0].shape[1] * 2, 384)))
     monkeypatch.setattr(hopper.fused, "zero_sums", lambda q: torch.zeros(2 * q.shape[2], 384, q.shape[3]))

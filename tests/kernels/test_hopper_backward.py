@@ -1,5 +1,6 @@
 """The Hopper gradient kernels: what the compiler makes of them, without a GPU; on one, accuracy and bits over random tables."""
 
+import collections
 import contextlib
 import inspect
 import io
@@ -22,7 +23,7 @@ import ringattn_kernels as rk
 from ringattn_kernels import dispatch
 from ringattn_kernels import launches as kernel_launches
 from ringattn_kernels.dispatch import Kernels, choose_backward, choose_forward
-from ringattn_kernels.hopper import backward, dq_sums, fused, threads
+from ringattn_kernels.hopper import backward, dq_sums, fused, threads, work_queue
 from ringattn_kernels.hopper.panels import main_columns
 from ringattn_kernels.hopper.statistics import PaddedStatistics
 from ringattn_kernels.hopper.turns import key_turns
@@ -36,10 +37,11 @@ TYPES = {
     torch.float32: "fp32",
     torch.int32: "i32",
 }
-# bytes that a thread may spill: addresses, of which two are read within the loop of the query kernel and a few in that of the fused one
-SPILLS = {("key", 64): 0, ("key", 128): 72, ("query", 64): 0, ("query", 128): 56, ("fused", 64): 112, ("fused", 128): 28}
-SPILLS |= {("fused", 96): 0, ("fused", 192): 64, ("wide key", 256): 0, ("query", 256): 16}
-SPILLS |= {("ordered", 64): 112, ("ordered", 96): 0, ("ordered", 128): 0, ("ordered", 192): 172}
+# bytes that a thread may spill: addresses, of which two are read within the loop of the query kernel and a few in that of the fused one,
+# which holds most between works
+SPILLS = {("key", 64): 0, ("key", 128): 72, ("query", 64): 0, ("query", 128): 56, ("fused", 64): 144, ("fused", 128): 56}
+SPILLS |= {("fused", 96): 0, ("fused", 192): 172, ("wide key", 256): 0, ("query", 256): 16}
+SPILLS |= {("ordered", 64): 168, ("ordered", 96): 16, ("ordered", 128): 148, ("ordered", 192): 320}
 # those whose steps are of 128 rows and not of 64
 LONG_STEPS = {("query", 64), ("query", 128), ("fused", 64), ("ordered", 64)}
 # where in a warpgroup exponentials come (E), among starts of products (H) and waits for them (D): with products under way, of its
@@ -127,8 +129,8 @@ def cpu_arguments(kernel: str, d: int, dtype, add: bool, result_dtype):
     inputs = queries, k, v, table, 0.1, PaddedStatistics(*torch.empty(2, 4, 256))
     if kernel in ("fused", "ordered"):
         sums, step = torch.empty(4, 256, d), fused.CONFIGS[d].step
-        turns = key_turns(table, 128, step, q.device), torch.empty(4 * 256 // step + 1, dtype=torch.int32)
-        options = turns if kernel == "ordered" else ()
+        turns = key_turns(table, 128, step, q.device), torch.empty(4 * 256 // step, dtype=torch.int32)
+        options = torch.empty(2, dtype=torch.int32), *(turns if kernel == "ordered" else ())
         return fused.fused_kernel, fused.fused_arguments(*inputs, sums, dk, dv, add, *options)[1]
     if kernel == "wide key":
         return backward.wide_key_kernel, backward.wide_key_arguments(*inputs, dk, dv, add)[1]
@@ -189,10 +191,11 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(kernel
         kernel, 0
     )
     if result_dtype != torch.float32 and d <= 128:
-        # rows in 16 bits leave 16 bytes at a time; turns are passed on by single numbers
-        assert set(re.findall(r"\bSTG\.E\S*", sass)) - {"STG.E.STRONG.GPU"} == {"STG.E.128"}
-    # the one ordinary atomic draws a program's number
-    assert len(re.findall(r"\b(?:RED|ATOMG?)\b", sass)) == (1 if kernel == "ordered" else 0)
+        # rows in 16 bits leave 16 bytes at a time; turns are passed on, and the two counters of works are set back, by single numbers
+        stores = collections.Counter(re.findall(r"\bSTG\.E\S*", sass))
+        assert stores.keys() - {"STG.E.STRONG.GPU", "STG.E"} == {"STG.E.128"} and stores["STG.E"] <= 4
+    # the ordinary atomics draw a work, and count the programs that draw no more
+    assert len(re.findall(r"\b(?:RED|ATOMG?)\b", sass)) == (2 if kernel in ("fused", "ordered") else 0)
 
 
 def test_a_choice_can_be_overridden_and_has_a_reason():
@@ -237,6 +240,8 @@ def launches(hopper, monkeypatch):
 
     monkeypatch.setattr(triton.JITFunction, "run", run)
     monkeypatch.setattr(kernel_launches, "launch", launch_anew)
+    monkeypatch.setattr(fused, "work_counter", lambda device: torch.zeros(2, dtype=torch.int32))
+    monkeypatch.setattr(fused, "multiprocessors", lambda device: 132)
     return found
 
 
@@ -328,9 +333,9 @@ def test_heads_go_side_by_side_unless_they_are_long(d, short, long):
         queries = rk.Queries(q, v[:, :64], *torch.empty(3, 1, 1, 64))
         inputs = queries, k, v, table, 0.1, PaddedStatistics(*torch.empty(2, 1, 128))
         step = fused.CONFIGS[d].step
-        turns = (key_turns(table, 128, step, q.device), torch.empty(128 // step + 1, dtype=torch.int32)) if ordered else ()
-        sums = torch.empty(1, 128, d)
-        return fused.fused_arguments(*inputs, sums, k, v, False, *turns)[1]["chunk"]
+        turns = (key_turns(table, 128, step, q.device), torch.empty(128 // step, dtype=torch.int32)) if ordered else ()
+        sums, counter = torch.empty(1, 128, d), torch.empty(2, dtype=torch.int32)
+        return fused.fused_arguments(*inputs, sums, k, v, False, counter, *turns)[1]["chunk"]
 
     assert (heads(64 * 128), heads(512 * 128)) == (short, long)
     assert heads(512 * 128, ordered=True) == 2
@@ -541,6 +546,51 @@ def test_launches_that_sum_dq_are_as_one_launch(d, dtype, turns):
             y, z = getattr(same, name), getattr(exact, name)
             assert (x.double() - z).norm() <= 3 * (y.double() - z).norm() + 1e-6 * exact.dv.norm(), (seed, name)
             assert (x[:, ~rows] == 0).all(), (seed, name)
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        ((8, 128), 8),  # fewer works than multiprocessors
+        ((512, 1024), 132),
+        ((1024, 1024), 2 * 132),  # 280 steps for each multiprocessor
+        ((32, 65536), 32 * 512),  # each has more steps than a program should
+    ],
+    ids=str,
+)
+def test_programs_share_short_works(shape, wanted, monkeypatch):
+    heads, rows = shape
+    monkeypatch.setattr(fused, "multiprocessors", lambda device: 132)
+    table = rk.TileTable(np.array(dense.causal(rows)), rows, rows)
+    found = fused.programs_for(table, fused.CONFIGS[64], heads * rows // 128, heads, 1, torch.device("cpu"))
+    assert found == wanted
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", [Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED], ids=lambda x: x.name)
+@pytest.mark.parametrize("d", [64, 96, 128, 192])
+def test_programs_that_share_works_do_what_one_a_work_does(d, kernels, monkeypatch):
+    """Of the nine blocks of keys of a head three have no pair. Afterwards the counters are zero again."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = ((1000, 8, d), (1100, 4, d), (1100, 4, V_DIMS.get(d, d)), (1000, 8, V_DIMS.get(d, d)))
+    q, k, v, dout = (torch.randn(3, *shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
+    found = []
+    for together in (1, 20, 10**6):
+        monkeypatch.setattr(fused, "TOGETHER", together)
+        table = rk.TileTable(np.array([(0, 300, 0, 300, 0, 300), (280, 990, 310, 700, -50, 400)]), 1000, 1100)
+        statistics = statistics_of(q, k, v, dout, table)
+        outputs = [torch.full_like(x, float("nan"), dtype=torch.float32) for x in (q, k, v)]
+        arguments = dict(zip(("dq", "dk", "dv"), outputs), softmax_scale=d**-0.5, kernels=kernels, add=False)
+        rk.backward(rk.Queries(q, dout, *statistics), k, v, table, **arguments)
+        found.append(outputs)
+        stream = torch.cuda.current_stream().cuda_stream
+        assert not work_queue.stream_counter(q.device, stream).any()
+    for dq, dk, dv in found[1:]:
+        assert torch.equal(dk, found[0][1]) and torch.equal(dv, found[0][2])
+        if kernels == Kernels.HOPPER_ORDERED:
+            assert torch.equal(dq, found[0][0])
+        assert (dq - found[0][0]).norm() <= 1e-5 * found[0][0].norm()
 
 
 @on_gpu

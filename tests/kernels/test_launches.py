@@ -81,7 +81,8 @@ def device(monkeypatch):
     compiled._place.cache_clear()
     padded = statistics.PaddedStatistics
     monkeypatch.setattr(statistics, "prepare", lambda rows, *_: padded(*torch.empty(2, rows[0].shape[1] * 2, 384)))
-    monkeypatch.setattr(hopper.forward, "work_counter", lambda device: torch.zeros(1, dtype=torch.int32))
+    for module in (hopper.forward, hopper.fused):
+        monkeypatch.setattr(module, "work_counter", lambda device: torch.zeros(2, dtype=torch.int32))
     return device
 
 

@@ -29,6 +29,7 @@ from .panels import part_panels, start_each, start_sum, zero_block, zeros
 from .score_steps import ScoreSteps, load_head, load_places, modified, position
 from .tables import AFTER, BEFORE, END, load_idle, load_segment, load_work
 from .threads import THREADS_OF_ROWS, layout_to_store
+from .works import hand_out, take
 
 
 class Blocks(NamedTuple):
@@ -65,19 +66,6 @@ class DeviceWorkQueue(NamedTuple):
     works_ptr: gl.tensor
     segments_ptr: gl.tensor
     work_count: gl.tensor
-
-
-@gluon.jit
-def hand_out(work_smem, slot, work):
-    """Store the index of a work where the warpgroups read it, before a barrier tells them."""
-    work_smem.index(slot).store(gl.full([1], work, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-    barrier()
-
-
-@gluon.jit
-def take(work_smem, slot):
-    """The index that `hand_out` stored."""
-    return gl.max(work_smem.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
 
 
 @gluon.jit

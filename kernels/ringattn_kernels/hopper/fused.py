@@ -13,6 +13,8 @@ from ..config import architecture, padded
 from ..modifiers import Modifiers, ModifierSums
 from ..queries import Queries, Statistics
 from ..score_arguments import biases_count, facts_of, fixed_arguments, moving_arguments, pieces_of_distances
+from ..split_choice import choice
+from ..splits import multiprocessors
 from ..table import TileTable, touched_in
 from . import statistics
 from .backward import BackwardConfig, key_arguments, key_blocks_of
@@ -23,6 +25,7 @@ from .fused_kernel import fused_kernel, is_wide
 from .panels import has_rest, main_columns
 from .statistics import PaddedStatistics, whole_blocks
 from .turns import Turns, key_turns
+from .work_queue import work_counter
 
 # by head dim; measured on an H200
 CONFIGS = {64: BackwardConfig(128, 2), 96: BackwardConfig(64, 3), 128: BackwardConfig(64, 2), 192: BackwardConfig(64, 2)}
@@ -34,6 +37,8 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
 SIDE_BY_SIDE = 256
 # the same by head dim where items take turns
 ORDERED_SIDE_BY_SIDE = {64: 1024, 96: 512, 128: 512, 192: 512}
+# steps after which a program ends, so that other kernels, such as those of an exchange, find a multiprocessor; measured on an H200
+TOGETHER = 128
 # long heads of these head dims run one by one: the L2 does not hold the queries, dout and sums that programs of two heads meet
 ONE_BY_ONE = (128, 192)
 
@@ -145,14 +150,14 @@ def backward(
     """
     q, dout = queries.q, queries.dout
     b, q_rows, h, d = q.shape
-    turns, counters = None, None
+    turns, counters, counter = None, None, work_counter(q.device)
     found = gradient_sums(modifier_sums, modifiers, b)
     score = moving_arguments(modifiers, table, softmax_scale, b, q.device) | found
     if ordered:
         step = config_for(d, modifiers).step
         turns = key_turns(table, BLOCK.value, step, sums.device)
-        # one for each step, and the number that the next program draws
-        counters = torch.empty(b * h * (whole_blocks(q_rows) // step) + 1, device=sums.device, dtype=torch.int32)
+        # one for each step
+        counters = torch.empty(b * h * (whole_blocks(q_rows) // step), device=sums.device, dtype=torch.int32)
         rows = statistics.prepare(queries.statistics, -1, step, turns.first, counters)
     else:
         rows = prepared or prepare(queries.statistics)
@@ -167,6 +172,7 @@ def backward(
         dk_ptr=dk,
         dv_ptr=dv,
         counters_ptr=counters,
+        counter_ptr=counter,
         softmax_scale=softmax_scale,
         **score,
     )
@@ -177,7 +183,9 @@ def backward(
         moving |= dict(v_rest=v, dout_rest=dout)
 
     def make() -> tuple[int, dict]:
-        grid, arguments = fused_arguments(queries, k, v, table, softmax_scale, rows, sums, dk, dv, add, turns, counters, modifiers)
+        grid, arguments = fused_arguments(
+            queries, k, v, table, softmax_scale, rows, sums, dk, dv, add, counter, turns, counters, modifiers
+        )
         return grid, arguments | score
 
     asked = tuple(x is not None for x in found.values())
@@ -197,9 +205,16 @@ def _add(
         sums.values.index_add_(1, pieces_of_distances(modifiers.bias, table, biases.device), biases)
 
 
+def programs_for(table: TileTable, config: BackwardConfig, works: int, heads: int, group: int, device: torch.device) -> int:
+    """How many programs share the works of a launch: so many that each takes about `TOGETHER` steps, or a single work that has more."""
+    processors = multiprocessors(device)
+    time = choice(table, "k", BLOCK.value, config.step, heads, group, processors, None).time
+    return min(works, processors * max(1, round(time / TOGETHER)))
+
+
 def fused_arguments(
     queries: Queries, k, v, table: TileTable, softmax_scale: float, rows: PaddedStatistics, sums, dk, dv, add: bool,
-    turns: Turns | None = None, counters: torch.Tensor | None = None, modifiers: Modifiers | None = None,
+    counter: torch.Tensor, turns: Turns | None = None, counters: torch.Tensor | None = None, modifiers: Modifiers | None = None,
 ) -> tuple[int, dict]:  # fmt: skip
     """The number of programs of `fused_kernel`, and its arguments: those of `key_kernel`, the sums, and how heads run side by side.
 
@@ -213,8 +228,9 @@ def fused_arguments(
     grid, arguments = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add, config, blocks=blocks)
     arguments |= fixed_arguments(modifiers, table, blocks.places) | gradient_sums(None, None, b)
     items = SIDE_BY_SIDE if turns is None else ORDERED_SIDE_BY_SIDE[d]
+    programs = programs_for(table, config, grid, b * k.shape[2], h // k.shape[2], q.device)
     step, main = config.step, main_columns(d)
-    return grid, arguments | dict(
+    return programs, arguments | dict(
         q_rest=rest_descriptor(q, step),
         k_rest=rest_descriptor(k, ROWS.value),
         v_rest=rest_descriptor(v, ROWS.value),
@@ -226,5 +242,8 @@ def fused_arguments(
         heads=b * k.shape[2],
         successors_ptr=None if turns is None else turns.successors,
         counters_ptr=counters,
+        counter_ptr=counter,
+        count=grid,
+        most=-(-grid // max(1, programs)),
         ORDERED=turns is not None,
     )

@@ -3,13 +3,18 @@
     P = exp2(scale Q K^T - pivot)        dV += P^T dout
     dS = P * (dout V^T - delta)          dK += softmax_scale dS^T Q      dQ += softmax_scale dS K
 
-A program owns 128 key rows of one key/value head and meets blocks of queries of all heads of its group, as in `key_kernel`. In addition,
+A work is 128 key rows of one key/value head, which meet blocks of queries of all heads of its group, as in `key_kernel`. In addition,
 dS goes through shared memory for the product with K, and the copy engine adds the result to fp32 sums of dq in global memory
 (`dq_sums`), to which any number of launches may add. The same inputs give the same bits of dk and dv. They do so of dq where programs
 take turns to add (ORDERED; see `turns`); else dq is the same up to rounding, because which of two programs adds first is not fixed.
 
+A program takes works one after another (`works`). While the warpgroups finish one and write its dk and dv, the first queries of the next
+one, and its keys, are on their way.
+
 Shapes: as in `attention.backward`.
 """
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,23 +22,37 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..score_arguments import NOT_SPECIALIZED
 from .barriers import advance
-from .blocks import BLOCK, ROWS, Gradients, drop_dead, mask_scores, write_rows
+from .blocks import BLOCK, ROWS, drop_dead, mask_scores, write_rows
 from .dq_sums import SUMS, WIDTH, Handover, Staging, add_dq, allocate_staging, hand_over_dq, start_dq
 from .fences import hide_uniform, pin_pairs
 from .kept_pairs import drop_halves, kept_bits, where_kept
 from .language import wait_for_products
-from .loads import Inputs, allocate_queries, produce_queries
-from .ordered_loads import TurnsOfItem, load_walk, produce_and_add, walk_back
+from .loads import Inputs, allocate_queries, load_keys, load_queries
+from .ordered_loads import DeviceTurns, load_walk, produce_and_add, walk_back
 from .panels import join_columns, matrices, panels, some_rows, split_columns, start_each, start_sum, zeros
 from .score_steps import ScoreSteps, load_head, load_places, modified, position
 from .score_sums import SumPointers, add_to_sums, leave_head, no_sums
-from .tables import load_item, side_by_side
+from .tables import END, Walk
+from .works import NUMBERS, KeyWorks, WorkPlaces, draw, hand_out_end, hand_out_work, load_key_work, take_work
 
 
 @gluon.constexpr_function
 def is_wide(head_dim, v_dim):
     """Whether 64 rows of dk and dv take more than 128 registers of each of a warpgroup's threads."""
     return head_dim + v_dim > 256
+
+
+class GradientRows(NamedTuple):
+    """dk and dv, and the strides of their batches, heads and rows."""
+
+    dk_ptr: gl.tensor
+    dv_ptr: gl.tensor
+    dk_batch: gl.tensor
+    dk_head: gl.tensor
+    dk_stride: gl.tensor
+    dv_batch: gl.tensor
+    dv_head: gl.tensor
+    dv_stride: gl.tensor
 
 
 @gluon.jit
@@ -64,8 +83,7 @@ def kept_of_step(score, head, place_of_q, place_of_k, start, row0, STEP: gl.cons
 
 @gluon.jit
 def consume_and_add(
-    tiles, staging, barriers, handover, sums, gradients, walk, score, score_sums,
-    group, head0, head_row, last_row, padded_rows, k_rows, block_begin, scale, softmax_scale,
+    tiles, staging, barriers, handover, of_works, works, sums, gradients, score, score_sums, padded_rows, k_rows, scale, softmax_scale,
     HALF: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ADD: gl.constexpr,
     ORDERED: gl.constexpr, MODIFIED: gl.constexpr,
 ):  # fmt: skip
@@ -86,196 +104,227 @@ def consume_and_add(
     # [ROWS, HEAD_DIM] and [ROWS, V_DIM], in panels
     k = matrices(tiles.k, HALF)
     v = matrices(tiles.v, HALF)
-    dk = zeros(ROWS, k)
-    dv = zeros(ROWS, v)
     zero = gl.zeros([ROWS, STEP], gl.float32, SCORES)
-    row0 = block_begin + HALF * ROWS
-    whole = block_begin + BLOCK <= k_rows
-    segment = walk.begin
-    if ORDERED:
-        segment = gl.maximum(walk.end, 1) - 1
-    start, full_begin, full_end, stop = load_walk(walk.segments_ptr, segment, whole, STEP, ORDERED)
-    member = 0
-    if MODIFIED:
-        head = load_head(score, head0)
-        place_of_q, place_of_k = load_places(score, segment)
-    if SUMMED:
-        found = no_sums(score_sums)
+    whole_share = 1.0
+    if DROPPED:
+        whole_share = 1.0 / score.kept_share
+    # past the end of the sums, where the copy engine adds nothing
+    nowhere = works.heads * works.group * padded_rows
     stage = 0
     phase = 0
     buffer = 0
     turn = 0
-    whole_share = 1.0
-    if DROPPED:
-        whole_share = 1.0 / score.kept_share
-    # there is no step before the first: its dq lies past the end of the sums, where the copy engine adds nothing
     last_buffer = BUFFERS - 1
     last_turn = 1
-    mbarrier.wait(barriers.kv_full, 0)
-    mbarrier.wait(barriers.q_full.index(0), 0, pred=walk.steps > 0)
-    s = start_sum(k, matrices(tiles.q, 0), zero, False)
-    if DROPPED:
-        kept = kept_of_step(score, head, place_of_q, place_of_k, start, row0, STEP)
-    s = warpgroup_mma_wait(0, deps=[s])
-    for n in range(walk.steps):
-        # [STEP, HEAD_DIM] and [STEP, V_DIM], in panels
-        q = matrices(tiles.q, stage)
-        dout = matrices(tiles.dout, stage)
-        # [ROWS, STEP]
-        edge = (start < full_begin) | (start >= full_end)
-        if MODIFIED:
-            q_position, k_position = position(score, place_of_q, start), position(score, place_of_k, row0)
-            s, share = modified(s, score, head, q_position, k_position, -1)
-            if edge:
-                # here rather than in p, so that p, its 16 bits and its product with the softcap's slope take turns in registers
-                s = mask_scores(s, walk.segments_ptr, segment, row0, start, float("-inf"))
-        if WIDE:
-            s_left, s_right = split_columns(s)
-            pivots = tiles.pivot.index(stage)
-            p_left = weights(s_left, pivots.slice(0, STEP // 2), scale, edge, walk.segments_ptr, segment, row0, start, dtype)
-            start_right = start + STEP // 2
-            p_right = weights(
-                s_right, pivots.slice(STEP // 2, STEP // 2), scale, edge, walk.segments_ptr, segment, row0, start_right, dtype
-            )
-        mbarrier.wait(barriers.dout_full.index(stage), phase)
-        # the statistics hold -delta
-        if DROPPED:
-            # of a dropped pair delta stays
-            dp = start_sum(v, dout, zero, False)
-        else:
-            dp = gl.expand_dims(tiles.delta.index(stage).load(COLUMNS), 0).broadcast_to([ROWS, STEP])
-            dp = start_sum(matrices(tiles.v, hide_uniform(HALF, k_rows)) if WIDE else v, dout, dp, True)
-        if not WIDE:
-            p = gl.exp2(s * scale - gl.expand_dims(tiles.pivot.index(stage).load(COLUMNS), 0))
-            if not MODIFIED:  # noqa: SIM102, a constant decides before the compiler sees the other condition
-                if edge:
-                    p = mask_scores(p, walk.segments_ptr, segment, row0, start)
-            p16 = p.to(dtype)
-            if DROPPED:
-                p16 = drop_halves(p16, kept)
-            p16 = gl.convert_layout(p16, LEFT, assert_trivial=True)
-            if CAPPED:
-                # the softcap's slope; of a pair that is not live it may be anything
-                p = gl.where(p == 0.0, 0.0, p * (1.0 - share * share))
-        done = stage
-        stage, phase = advance(stage, phase, STAGES)
-        if WIDE:
-            dv_next = start_each(p_left, some_rows(dout, 0, STEP // 2), dv)
-            dv_next = start_each(p_right, some_rows(dout, STEP // 2, STEP // 2), dv_next)
-            dp = warpgroup_mma_wait(2 * len(dv), deps=[dp])
-            p_left = pin_pairs(p_left)
-            p_right = pin_pairs(p_right)
-            dp_left, dp_right = split_columns(dp)
-            ds_left = score_gradient(p_left, dp_left, edge, ORDERED)
-            shared_ds = join_columns(ds_left, score_gradient(p_right, dp_right, edge, ORDERED))
-        else:
-            dv_next = start_each(p16, dout, dv)
-            dp = warpgroup_mma_wait(len(dv), deps=[dp])
-            p16 = pin_pairs(p16)
-            if DROPPED:
-                dp = where_kept(dp, gl.convert_layout(p16, SCORES, assert_trivial=True)) * whole_share
-                dp += gl.expand_dims(tiles.delta.index(done).load(COLUMNS), 0)
-            if ORDERED and edge:
-                # without turns there is no time for it: it takes 6 % at head dim 128
-                dp = drop_dead(dp, p)
-            ds = p * dp
-            shared_ds = ds.to(dtype)
-            if SUMMED:
-                found = add_to_sums(found, score_sums, ds, score, head0 + member, q_position, k_position, k_rows)
-        ds = gl.convert_layout(shared_ds, LEFT, assert_trivial=True)
-        # started first, so that the tensor cores have work while the two warpgroups exchange dS
-        dk_next = start_each(ds, q, dk)
-        if WIDE:
-            mbarrier.wait(handover.ds_empty.index(buffer), turn ^ 1)
-        staging.ds.index(buffer * 2 + HALF).store(shared_ds)
-        fence_async_shared()
-        mbarrier.arrive(handover.ds_full.index(buffer), count=1)
-        if WIDE:
-            products = wait_for_products(0, dv_next + dk_next)
-            p_left = pin_pairs(p_left)
-            p_right = pin_pairs(p_right)
-            ds = pin_pairs(ds)
-            mbarrier.arrive(barriers.empty.index(done), count=1)
-        # dq of the step before, so that neither warpgroup waits for the other
-        mbarrier.wait(handover.ds_full.index(last_buffer), last_turn, pred=n > 0)
-        dq = start_dq(tiles.k, staging.ds, last_buffer, k_rows, HALF, STEP, HEAD_DIM, 0)
-        if WIDE:
-            dq_rest = start_dq(tiles.k, staging.ds, last_buffer, k_rows, HALF, STEP, HEAD_DIM, 1)
-        freed = last_buffer
-        this_row = head_row + start
-        last_buffer = buffer
-        last_turn = turn
-        buffer, turn = advance(buffer, turn, BUFFERS)
+    handed = 0  # parts of dQ, if there are turns
+    taken = 0
+    mbarrier.wait(of_works.full.index(0), 0)
+    work = take_work(of_works, 0)
+    while work.steps >= 0:
+        walk = Walk(works.segments_ptr, work.first_segment, work.last_segment, work.steps)
+        head0 = work.head_index * works.group
+        head_row = head0 * padded_rows
+        dk = zeros(ROWS, k)
+        dv = zeros(ROWS, v)
+        row0 = work.block_begin + HALF * ROWS
+        whole = work.block_begin + BLOCK <= k_rows
+        segment = walk.begin
         if ORDERED:
-            member += 1
-            if member == group:
-                member = 0
-                segment, start, full_begin, full_end, stop = walk_back(
-                    walk.segments_ptr, segment, walk.begin, start, full_begin, full_end, stop, whole, STEP
-                )
+            segment = gl.maximum(walk.end, 1) - 1
+        start, full_begin, full_end, stop = load_walk(walk.segments_ptr, segment, whole, STEP, ORDERED)
+        member = 0
+        if MODIFIED:
+            head = load_head(score, head0)
+            place_of_q, place_of_k = load_places(score, segment)
+        if SUMMED:
+            found = no_sums(score_sums)
+        # there is no step before the first
+        last_row = nowhere
+        mbarrier.wait(barriers.kv_full, taken & 1)
+        mbarrier.wait(barriers.q_full.index(stage), phase, pred=walk.steps > 0)
+        s = start_sum(k, matrices(tiles.q, stage), zero, False)
+        if DROPPED:
+            kept = kept_of_step(score, head, place_of_q, place_of_k, start, row0, STEP)
+        s = warpgroup_mma_wait(0, deps=[s])
+        for n in range(walk.steps):
+            # [STEP, HEAD_DIM] and [STEP, V_DIM], in panels
+            q = matrices(tiles.q, stage)
+            dout = matrices(tiles.dout, stage)
+            # [ROWS, STEP]
+            edge = (start < full_begin) | (start >= full_end)
             if MODIFIED:
-                head = load_head(score, head0 + member)
-                place_of_q, place_of_k = load_places(score, segment)
-        else:
-            start += STEP
-            if start >= stop:
-                segment += 1
-                if segment == walk.end:
-                    segment = walk.begin
-                    head_row += padded_rows
-                    if SUMMED:
-                        found = leave_head(found, score_sums, score, head0 + member)
-                    member += 1
-                start, full_begin, full_end, stop = load_walk(walk.segments_ptr, segment, whole, STEP, ORDERED)
+                q_position, k_position = position(score, place_of_q, start), position(score, place_of_k, row0)
+                s, share = modified(s, score, head, q_position, k_position, -1)
+                if edge:
+                    # here rather than in p, so that p, its 16 bits and its product with the softcap's slope take turns in registers
+                    s = mask_scores(s, walk.segments_ptr, segment, row0, start, float("-inf"))
+            if WIDE:
+                s_left, s_right = split_columns(s)
+                pivots = tiles.pivot.index(stage)
+                p_left = weights(s_left, pivots.slice(0, STEP // 2), scale, edge, walk.segments_ptr, segment, row0, start, dtype)
+                start_right = start + STEP // 2
+                p_right = weights(
+                    s_right, pivots.slice(STEP // 2, STEP // 2), scale, edge, walk.segments_ptr, segment, row0, start_right, dtype
+                )
+            mbarrier.wait(barriers.dout_full.index(stage), phase)
+            # the statistics hold -delta
+            if DROPPED:
+                # of a dropped pair delta stays
+                dp = start_sum(v, dout, zero, False)
+            else:
+                dp = gl.expand_dims(tiles.delta.index(stage).load(COLUMNS), 0).broadcast_to([ROWS, STEP])
+                dp = start_sum(matrices(tiles.v, hide_uniform(HALF, k_rows)) if WIDE else v, dout, dp, True)
+            if not WIDE:
+                p = gl.exp2(s * scale - gl.expand_dims(tiles.pivot.index(stage).load(COLUMNS), 0))
+                if not MODIFIED:  # noqa: SIM102, a constant decides before the compiler sees the other condition
+                    if edge:
+                        p = mask_scores(p, walk.segments_ptr, segment, row0, start)
+                p16 = p.to(dtype)
+                if DROPPED:
+                    p16 = drop_halves(p16, kept)
+                p16 = gl.convert_layout(p16, LEFT, assert_trivial=True)
+                if CAPPED:
+                    # the softcap's slope; of a pair that is not live it may be anything
+                    p = gl.where(p == 0.0, 0.0, p * (1.0 - share * share))
+            done = stage
+            stage, phase = advance(stage, phase, STAGES)
+            if WIDE:
+                dv_next = start_each(p_left, some_rows(dout, 0, STEP // 2), dv)
+                dv_next = start_each(p_right, some_rows(dout, STEP // 2, STEP // 2), dv_next)
+                dp = warpgroup_mma_wait(2 * len(dv), deps=[dp])
+                p_left = pin_pairs(p_left)
+                p_right = pin_pairs(p_right)
+                dp_left, dp_right = split_columns(dp)
+                ds_left = score_gradient(p_left, dp_left, edge, ORDERED)
+                shared_ds = join_columns(ds_left, score_gradient(p_right, dp_right, edge, ORDERED))
+            else:
+                dv_next = start_each(p16, dout, dv)
+                dp = warpgroup_mma_wait(len(dv), deps=[dp])
+                p16 = pin_pairs(p16)
+                if DROPPED:
+                    dp = where_kept(dp, gl.convert_layout(p16, SCORES, assert_trivial=True)) * whole_share
+                    dp += gl.expand_dims(tiles.delta.index(done).load(COLUMNS), 0)
+                if ORDERED and edge:
+                    # without turns there is no time for it: it takes 6 % at head dim 128
+                    dp = drop_dead(dp, p)
+                ds = p * dp
+                shared_ds = ds.to(dtype)
+                if SUMMED:
+                    found = add_to_sums(found, score_sums, ds, score, head0 + member, q_position, k_position, k_rows)
+            ds = gl.convert_layout(shared_ds, LEFT, assert_trivial=True)
+            # started first, so that the tensor cores have work while the two warpgroups exchange dS
+            dk_next = start_each(ds, q, dk)
+            if WIDE:
+                mbarrier.wait(handover.ds_empty.index(buffer), turn ^ 1)
+            staging.ds.index(buffer * 2 + HALF).store(shared_ds)
+            fence_async_shared()
+            mbarrier.arrive(handover.ds_full.index(buffer), count=1)
+            if WIDE:
+                products = wait_for_products(0, dv_next + dk_next)
+                p_left = pin_pairs(p_left)
+                p_right = pin_pairs(p_right)
+                ds = pin_pairs(ds)
+                mbarrier.arrive(barriers.empty.index(done), count=1)
+            # dq of the step before, so that neither warpgroup waits for the other
+            mbarrier.wait(handover.ds_full.index(last_buffer), last_turn, pred=n > 0)
+            dq = start_dq(tiles.k, staging.ds, last_buffer, k_rows, HALF, STEP, HEAD_DIM, 0)
+            if WIDE:
+                dq_rest = start_dq(tiles.k, staging.ds, last_buffer, k_rows, HALF, STEP, HEAD_DIM, 1)
+            freed = last_buffer
+            this_row = head_row + start
+            last_buffer = buffer
+            last_turn = turn
+            buffer, turn = advance(buffer, turn, BUFFERS)
+            if ORDERED:
+                member += 1
+                if member == works.group:
+                    member = 0
+                    segment, start, full_begin, full_end, stop = walk_back(
+                        walk.segments_ptr, segment, walk.begin, start, full_begin, full_end, stop, whole, STEP
+                    )
                 if MODIFIED:
                     head = load_head(score, head0 + member)
                     place_of_q, place_of_k = load_places(score, segment)
-        if WIDE:
-            dq, dq_rest = warpgroup_mma_wait(0, deps=[dq, dq_rest])
-            mbarrier.arrive(handover.ds_empty.index(freed), count=1, pred=n > 0)
-        else:
-            products = wait_for_products(0, dv_next + dk_next + (dq,))
-            dq = products[len(products) - 1]
-            p16 = pin_pairs(p16)
-            ds = pin_pairs(ds)
-            mbarrier.arrive(barriers.empty.index(done), count=1)
-        dv = products[: len(dv)]
-        dk = products[len(dv) : len(dv) + len(dk)]
-        mbarrier.wait(barriers.q_full.index(stage), phase, pred=(n + 1) < walk.steps)
-        if WIDE:
-            if ORDERED:
-                hand_over_dq(staging.dq, handover, dq, n, HALF, STEP, HEAD_DIM, 0, PARTS)
-                hand_over_dq(staging.dq, handover, dq_rest, n, HALF, STEP, HEAD_DIM, 1, PARTS)
             else:
-                add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, 0)
-                add_dq(sums, staging.dq, dq_rest, last_row, HALF, STEP, HEAD_DIM, 1)
-        k_next = matrices(tiles.k, hide_uniform(HALF, k_rows)) if STEP == 64 else k
-        s_next = start_sum(k_next, matrices(tiles.q, stage), zero, False)
-        if not WIDE:
-            if ORDERED:
-                hand_over_dq(staging.dq, handover, dq, n, HALF, STEP, HEAD_DIM, 0, PARTS)
+                start += STEP
+                if start >= stop:
+                    segment += 1
+                    if segment == walk.end:
+                        segment = walk.begin
+                        head_row += padded_rows
+                        if SUMMED:
+                            found = leave_head(found, score_sums, score, head0 + member)
+                        member += 1
+                    start, full_begin, full_end, stop = load_walk(walk.segments_ptr, segment, whole, STEP, ORDERED)
+                    if MODIFIED:
+                        head = load_head(score, head0 + member)
+                        place_of_q, place_of_k = load_places(score, segment)
+            if WIDE:
+                dq, dq_rest = warpgroup_mma_wait(0, deps=[dq, dq_rest])
+                mbarrier.arrive(handover.ds_empty.index(freed), count=1, pred=n > 0)
             else:
-                add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, 0)
-        last_row = this_row
-        if DROPPED:
-            # while the product runs, and few registers are in use
-            kept = kept_of_step(score, head, place_of_q, place_of_k, start, row0, STEP)
-        s = warpgroup_mma_wait(0, deps=[s_next])
-    mbarrier.wait(handover.ds_full.index(last_buffer), last_turn, pred=walk.steps > 0)
-    for part in gl.static_range(PARTS):
-        dq = start_dq(tiles.k, staging.ds, last_buffer, k_rows, HALF, STEP, HEAD_DIM, part)
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        if ORDERED:
-            hand_over_dq(staging.dq, handover, dq, walk.steps, HALF, STEP, HEAD_DIM, part, PARTS)
-        else:
-            add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, part)
-    write_panels(gradients.dk_ptr, gradients.dk_stride, dk, softmax_scale, row0, k_rows, ADD, MODIFIED)
-    write_panels(gradients.dv_ptr, gradients.dv_stride, dv, whole_share if MODIFIED else 1.0, row0, k_rows, ADD, MODIFIED)
-    if SUMMED:
-        # of the last head, which leaves with the last step: what came after it is 0
-        found = leave_head(found, score_sums, score, head0 + gl.minimum(member, group - 1))
+                products = wait_for_products(0, dv_next + dk_next + (dq,))
+                dq = products[len(products) - 1]
+                p16 = pin_pairs(p16)
+                ds = pin_pairs(ds)
+                mbarrier.arrive(barriers.empty.index(done), count=1)
+            dv = products[: len(dv)]
+            dk = products[len(dv) : len(dv) + len(dk)]
+            mbarrier.wait(barriers.q_full.index(stage), phase, pred=(n + 1) < walk.steps)
+            if WIDE:
+                if ORDERED:
+                    hand_over_dq(staging.dq, handover, dq, handed + n, HALF, STEP, HEAD_DIM, 0, PARTS)
+                    hand_over_dq(staging.dq, handover, dq_rest, handed + n, HALF, STEP, HEAD_DIM, 1, PARTS)
+                else:
+                    add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, 0)
+                    add_dq(sums, staging.dq, dq_rest, last_row, HALF, STEP, HEAD_DIM, 1)
+            k_next = matrices(tiles.k, hide_uniform(HALF, k_rows)) if STEP == 64 else k
+            s_next = start_sum(k_next, matrices(tiles.q, stage), zero, False)
+            if not WIDE:
+                if ORDERED:
+                    hand_over_dq(staging.dq, handover, dq, handed + n, HALF, STEP, HEAD_DIM, 0, PARTS)
+                else:
+                    add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, 0)
+            last_row = this_row
+            if DROPPED:
+                # while the product runs, and few registers are in use
+                kept = kept_of_step(score, head, place_of_q, place_of_k, start, row0, STEP)
+            s = warpgroup_mma_wait(0, deps=[s_next])
+        mbarrier.wait(handover.ds_full.index(last_buffer), last_turn, pred=walk.steps > 0)
+        for part in gl.static_range(PARTS):
+            dq = start_dq(tiles.k, staging.ds, last_buffer, k_rows, HALF, STEP, HEAD_DIM, part)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            if part == PARTS - 1:
+                mbarrier.arrive(of_works.keys_empty, count=1)
+                if WIDE:
+                    mbarrier.arrive(handover.ds_empty.index(last_buffer), count=1, pred=walk.steps > 0)
+            if ORDERED:
+                hand_over_dq(staging.dq, handover, dq, handed + walk.steps, HALF, STEP, HEAD_DIM, part, PARTS)
+            else:
+                add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, part)
+        # read again rather than held in registers through the loop
+        work = take_work(of_works, taken)
+        row0 = work.block_begin + HALF * ROWS
+        dk_ptr, dv_ptr = of_head(gradients, work, works.heads // works.kv_heads)
+        write_panels(dk_ptr, gradients.dk_stride, dk, softmax_scale, row0, k_rows, ADD, MODIFIED)
+        write_panels(dv_ptr, gradients.dv_stride, dv, whole_share if MODIFIED else 1.0, row0, k_rows, ADD, MODIFIED)
+        if SUMMED:
+            # of the last head, which leaves with the last step: what came after it is 0
+            found = leave_head(found, score_sums, score, work.head_index * works.group + gl.minimum(member, works.group - 1))
+        handed += walk.steps + 1
+        taken += 1
+        mbarrier.wait(of_works.full.index(taken % 2), (taken // 2) & 1)
+        work = take_work(of_works, taken)
     if not ORDERED:
         tma.store_wait(0)
+
+
+@gluon.jit
+def of_head(gradients, work, batches):
+    """Where dk and dv of a work's head begin. The partials of a split are stored as further batches."""
+    place, head = (work.split * batches + work.batch).to(gl.int64), work.kv_head.to(gl.int64)
+    dk_ptr = gradients.dk_ptr + (place * gradients.dk_batch + head * gradients.dk_head)
+    return dk_ptr, gradients.dv_ptr + (place * gradients.dv_batch + head * gradients.dv_head)
 
 
 @gluon.jit
@@ -289,31 +338,91 @@ def write_panels(ptr, stride, values, factor, row0, row_count, ADD: gl.constexpr
 
 @gluon.jit
 def produce(
-    inputs, sums, tiles, staging, barriers, handover, walk, turns, batch, kv_head, group, head0, padded_rows, block_begin,
+    inputs, sums, tiles, staging, barriers, handover, of_works, works, turns, padded_rows,
     STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """What the partition without products does."""
-    if ORDERED:
-        produce_and_add(
-            inputs, sums, tiles, staging, barriers, handover, walk, turns, batch, kv_head, group, head0, padded_rows, block_begin,
-            STAGES, STEP, HEAD_DIM, PARTS,
-        )  # fmt: skip
-    else:
-        produce_queries(inputs, tiles, barriers, walk, batch, kv_head, group, head0, padded_rows, block_begin, STAGES, STEP, 2)
+    taken = 0
+    stage = 0
+    phase = 0
+    handed = 0
+    number = draw(works, taken)
+    while number < works.count:
+        work, item = load_key_work(works, number, STEP)
+        walk = Walk(works.segments_ptr, work.first_segment, work.last_segment, work.steps)
+        hand_out_work(of_works, work, taken)
+        if ORDERED:
+            mbarrier.wait(of_works.keys_empty, (taken & 1) ^ 1)
+            stage, phase = produce_and_add(
+                inputs, sums, tiles, staging, barriers, handover, walk, turns, work, item, works.group, padded_rows, stage, phase, handed,
+                STAGES, STEP, HEAD_DIM, PARTS,
+            )  # fmt: skip
+            handed += walk.steps + 1
+        else:
+            stage, phase = produce_work(
+                inputs, tiles, barriers, of_works, walk, works, work, padded_rows, taken, stage, phase, STAGES, STEP
+            )
+        taken += 1
+        # now that all copies for this work are asked for: earlier, a program would hold a work that another could begin
+        number = draw(works, taken)
+    hand_out_end(of_works, taken)
 
 
-@gluon.jit(do_not_specialize=["item_count", "chunk", "heads", "kv_heads", "group", "padded_rows", "k_rows", *NOT_SPECIALIZED])
+@gluon.jit
+def produce_work(
+    inputs, tiles, barriers, of_works, walk, works, work, padded_rows, taken, stage, phase, STAGES: gl.constexpr, STEP: gl.constexpr
+):  # fmt: skip
+    """Load what the warpgroups read for a work. K and V come when the warpgroups are done with those before."""
+    head = work.kv_head * works.group
+    statistics = work.head_index * works.group * padded_rows
+    segment = walk.begin
+    start = gl.load(walk.segments_ptr + segment * 8) // STEP * STEP
+    end = gl.load(walk.segments_ptr + segment * 8 + END)
+    for n in range(gl.maximum(walk.steps, 1)):
+        if n < walk.steps:
+            mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
+            load_queries(inputs, tiles, barriers, stage, work.batch, head, start, statistics)
+            stage, phase = advance(stage, phase, STAGES)
+            start += STEP
+            if start >= end:
+                segment += 1
+                if segment == walk.end:
+                    segment = walk.begin
+                    head += 1
+                    statistics += padded_rows
+                start = gl.load(walk.segments_ptr + segment * 8) // STEP * STEP
+                end = gl.load(walk.segments_ptr + segment * 8 + END)
+        if n == 0:
+            mbarrier.wait(of_works.keys_empty, (taken & 1) ^ 1)
+            load_keys(inputs, tiles, barriers, work.batch, work.kv_head, work.block_begin, 2)
+    return stage, phase
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "count",
+        "most",
+        "item_count",
+        "chunk",
+        "heads",
+        "kv_heads",
+        "group",
+        "padded_rows",
+        "k_rows",
+        *NOT_SPECIALIZED,
+    ]
+)
 def fused_kernel(
     q_desc, k_desc, v_desc, dout_desc, q_rest, k_rest, v_rest, dout_rest, pivot_desc, delta_desc, sums_desc, sums_rest,
-    dk_ptr, dv_ptr, items_ptr, segments_ptr, successors_ptr, counters_ptr,
+    dk_ptr, dv_ptr, items_ptr, segments_ptr, successors_ptr, counters_ptr, counter_ptr,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
+    count, most, item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
     into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high, offset, all_heads,
     first_head, dropped, kept_share, slope_sums_ptr, bias_sums_ptr,
     HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
     REGISTERS: gl.constexpr, ORDERED: gl.constexpr, MODIFIED: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one block of key rows of one key/value head over all query heads of its group, and what the block adds to their dq."""
+    """dk and dv of the works of one program, each over all query heads of its group, and what it adds to their dq."""
     # buffers of dS: one more than stages, so that room for a step's queries means room for its dS. If that does not fit: as many as
     # stages, and a barrier
     BUFFERS: gl.constexpr = STAGES if is_wide(HEAD_DIM, V_DIM) else STAGES + 1
@@ -343,39 +452,35 @@ def fused_kernel(
         ds_empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(BUFFERS):
             mbarrier.init(ds_empty.index(i), count=2)
+    places = gl.allocate_shared_memory(gl.int32, [2 * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    keys_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+    mbarrier.init(keys_empty, count=2)
     fence_async_shared()
 
-    program = gl.program_id(0)
-    if ORDERED:
-        # drawn, because programs need not start in the order of their ids
-        program = gl.atomic_add(counters_ptr + heads * group * (padded_rows // STEP), 1, sem="relaxed")
-    item, head_index = side_by_side(program, item_count, chunk, heads)
-    item_ptr = items_ptr + item * 4
-    block_begin, walk, batch, kv_head, dk_ptr, dv_ptr = load_item(
-        item_ptr, item_count, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group,
-        STEP,
-    )  # fmt: skip
-    staging, handover = Staging(ds_s, dq_s), Handover(ds_full, ds_empty, staged, taken)
-    gradients = Gradients(dk_ptr, dv_ptr, stride_dks, stride_dvs)
-    turns = TurnsOfItem(successors_ptr, counters_ptr, item)
-    head0 = head_index * group
-    head_row = head0 * padded_rows
+    staging, handover, of_works = (
+        Staging(ds_s, dq_s),
+        Handover(ds_full, ds_empty, staged, taken),
+        WorkPlaces(places, full, keys_empty),
+    )
+    works = KeyWorks(items_ptr, segments_ptr, counter_ptr, count, most, item_count, chunk, heads, kv_heads, group)
+    gradients = GradientRows(dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs)
+    turns = DeviceTurns(successors_ptr, counters_ptr)
     score = ScoreSteps(
         into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high, offset, all_heads,
         first_head, dropped, kept_share, heads // kv_heads, kv_heads * group,
     )  # fmt: skip
     score_sums = SumPointers(slope_sums_ptr, bias_sums_ptr)
-    last_row = heads * group * padded_rows
     gl.warp_specialize(
         [
-            (produce, (inputs, sums, tiles, staging, barriers, handover, walk, turns, batch, kv_head, group, head0,
-                       padded_rows, block_begin, STAGES, STEP, HEAD_DIM, PARTS, ORDERED)),
-            (consume_and_add, (tiles, staging, barriers, handover, sums, gradients, walk, score, score_sums, group, head0, head_row,
-                               last_row, padded_rows, k_rows, block_begin, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM,
-                               ADD, ORDERED, MODIFIED)),
-            (consume_and_add, (tiles, staging, barriers, handover, sums, gradients, walk, score, score_sums, group, head0, head_row,
-                               last_row, padded_rows, k_rows, block_begin, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM,
-                               ADD, ORDERED, MODIFIED)),
+            (produce, (inputs, sums, tiles, staging, barriers, handover, of_works, works, turns, padded_rows,
+                       STAGES, STEP, HEAD_DIM, PARTS, ORDERED)),
+            (consume_and_add, (tiles, staging, barriers, handover, of_works, works, sums, gradients, score, score_sums, padded_rows,
+                               k_rows, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED, MODIFIED)),
+            (consume_and_add, (tiles, staging, barriers, handover, of_works, works, sums, gradients, score, score_sums, padded_rows,
+                               k_rows, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED, MODIFIED)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],

@@ -32,27 +32,25 @@ def walk_back(segments_ptr, segment, segment_begin, start, full_begin, full_end,
     return segment, start, full_begin, full_end, stop
 
 
-class TurnsOfItem(NamedTuple):
-    """This item's number, its successors by segment, and the counters that say whose turn it is."""
+class DeviceTurns(NamedTuple):
+    """The successors of items, by segment, and the counters that say whose turn it is."""
 
     successors_ptr: gl.tensor
     counters_ptr: gl.tensor
-    item: gl.tensor
 
 
 @gluon.jit
 def produce_and_add(
-    inputs, sums, tiles, staging, barriers, handover, walk, turns, batch, kv_head, group, head0, padded_rows, block_begin,
+    inputs, sums, tiles, staging, barriers, handover, walk, turns, work, item, group, padded_rows, stage, phase, handed,
     STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Load what the consumers read, as `produce_queries` does, and have the copy engine add their dq to the sums in this item's turn.
+    """Load what the consumers read for a work, and have the copy engine add their dq to the sums in this item's turn.
 
     Steps come from the last to the first, and in each step the heads of the group one after another. Under a causal mask all items then
     begin with the same step, and each item follows the one before it at the distance of one addition.
     """
-    load_keys(inputs, tiles, barriers, batch, kv_head, block_begin, 2)
-    stage = 0
-    phase = 0
+    head0 = work.head_index * group
+    load_keys(inputs, tiles, barriers, work.batch, work.kv_head, work.block_begin, 2)
     member = 0
     segment = gl.maximum(walk.end, 1) - 1
     start, full_begin, full_end, stop = load_walk(walk.segments_ptr, segment, True, STEP, True)
@@ -66,12 +64,12 @@ def produce_and_add(
     for n in range(walk.steps + STAGES + 1):
         counter_ptr = turns.counters_ptr + row // STEP
         if n < walk.steps:
-            head = kv_head * group + member
+            head = work.kv_head * group + member
             statistics = (head0 + member) * padded_rows
             mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
             # the answer comes while the copies are started
             seen = look(counter_ptr)
-            load_queries(inputs, tiles, barriers, stage, batch, head, start, statistics)
+            load_queries(inputs, tiles, barriers, stage, work.batch, head, start, statistics)
             stage, phase = advance(stage, phase, STAGES)
             member += 1
             if member == group:
@@ -84,12 +82,12 @@ def produce_and_add(
         if n == STAGES:
             # there is no step before the first
             for part in gl.static_range(PARTS):
-                mbarrier.wait(handover.staged, part)
+                mbarrier.wait(handover.staged, (handed * PARTS + part) & 1)
                 mbarrier.arrive(handover.taken, count=1)
         if n > STAGES:
-            wait_for_turn(counter_ptr, turns.item, seen)
+            wait_for_turn(counter_ptr, item, seen)
             for part in gl.static_range(PARTS):
-                mbarrier.wait(handover.staged, ((n - STAGES) * PARTS + part) & 1)
+                mbarrier.wait(handover.staged, ((handed + n - STAGES) * PARTS + part) & 1)
                 add_panels(sums, staging.dq, row, HEAD_DIM, part, PARTS)
                 tma.store_wait(0)
                 mbarrier.arrive(handover.taken, count=1)
@@ -103,3 +101,4 @@ def produce_and_add(
                     late_start, _, _, late_stop = load_walk(walk.segments_ptr, late_segment, True, STEP, True)
                     successor = gl.load(turns.successors_ptr + late_segment)
             row = (head0 + late_member) * padded_rows + late_start
+    return stage, phase

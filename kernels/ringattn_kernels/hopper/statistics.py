@@ -27,7 +27,7 @@ def prepare_kernel(
 ):  # fmt: skip
     """pivot, as `weighted_pivot`, and SIGN * delta of ROWS rows of one head, padded to whole blocks with (inf, 0).
 
-    If items take turns, it also writes the first item of each step of these rows to its counter, and a zero after all counters.
+    If items take turns, it also writes the first item of each step of these rows to its counter.
     """
     blocks = padded_rows // ROWS
     head_index = (tl.program_id(0) // blocks).to(tl.int64)
@@ -43,8 +43,6 @@ def prepare_kernel(
         counters = tl.arange(0, COUNT)
         first = tl.load(first_ptr + (tl.program_id(0) % blocks) * COUNT + counters)
         tl.store(counters_ptr + tl.program_id(0) * COUNT + counters, first)
-        if tl.program_id(0) == 0:
-            tl.store(counters_ptr + tl.num_programs(0) * COUNT, 0)
 
 
 def prepare(

@@ -6,7 +6,8 @@ steps. Items therefore add to each block in the order in which they lie in the t
 
 No item waits for ever. An item waits only for items of its head with lower numbers, and programs draw their items in the order of
 the numbers, so the items it waits for run already or are done. Take all items that are drawn and not done: the one drawn first waits for
-nobody, and ends; then the same holds for the next one. This needs one running program, not all of them.
+nobody, and ends; then the same holds for the next one. This needs one running program, not all of them. A program draws an item when it
+has added all of the one before.
 """
 
 from dataclasses import dataclass

@@ -126,14 +126,14 @@ def _held_back(steps: np.ndarray, heads: int, processors: int) -> int:
 
 @functools.cache
 def stream_counter(device: torch.device, stream: int) -> torch.Tensor:
-    """The counter of the launches on one stream, which never run side by side; each leaves it at zero."""
+    """The counters of the launches on one stream, which never run side by side; each leaves them at zero."""
     with aside:
-        return torch.zeros(1, dtype=torch.int32, device=device)
+        return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 def work_counter(device: torch.device) -> torch.Tensor:
-    """A counter at zero, which no launch that may run at the same time uses."""
+    """Two counters at zero, which no launch that may run at the same time uses."""
     if torch.cuda.is_current_stream_capturing():
-        # a graph may be replayed on any stream, so each of its launches has a counter of its own
-        return torch.zeros(1, dtype=torch.int32, device=device)
+        # a graph may be replayed on any stream, so each of its launches has counters of its own
+        return torch.zeros(2, dtype=torch.int32, device=device)
     return stream_counter(device, driver.active.get_current_stream(device.index))
