@@ -49,12 +49,13 @@ LONG_STEPS = {("query", 64), ("query", 128), ("fused", 64), ("ordered", 64)}
 OVERLAPPED = {"key": r"DH(EH)+D", "query": r"HDED", "fused": r"DH(EH)+D", "ordered": r"DH(EH)+D", "wide key": r"DEH+D"}
 # and those of later versions of Triton that spill more; 3.9 takes a newer ptxas and asks it for less effort in allocating registers
 MORE_SPILLS = {
-    (3, 7): {("query", 128): 64},
-    (3, 8): {("fused", 192): 100},
-    (3, 9): {("key", 128): 172, ("query", 128): 104, ("fused", 64): 400, ("fused", 128): 120, ("fused", 192): 352},
+    (3, 7): {("query", 128): 64, ("fused", 96): 8, ("fused", 192): 176},
+    (3, 8): {("fused", 64): 176, ("fused", 96): 8},
+    (3, 9): {("key", 128): 172, ("query", 128): 104, ("fused", 64): 524, ("fused", 128): 68, ("fused", 192): 496},
 }
-MORE_SPILLS[3, 8] |= {("ordered", 192): 112}
-MORE_SPILLS[3, 9] |= {("ordered", 64): 400, ("ordered", 128): 120, ("ordered", 192): 352}
+MORE_SPILLS[3, 7] |= {("ordered", 64): 220, ("ordered", 96): 140, ("ordered", 128): 368, ("ordered", 192): 1072}
+MORE_SPILLS[3, 8] |= {("ordered", 128): 280, ("ordered", 192): 736}
+MORE_SPILLS[3, 9] |= {("ordered", 64): 440, ("ordered", 192): 524}
 RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
 # head dims of v that are not those of q and k
 V_DIMS = {192: 128}
