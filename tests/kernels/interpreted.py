@@ -6,6 +6,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,9 +24,20 @@ def run(cases: str) -> None:
 
 
 def pytest_configure() -> None:
-    """Replace the language's functions once a launch; Triton does it in each call of a function from a kernel, a third of the time."""
-    import triton.language as tl
+    """Save two thirds of the interpreter's time: leave out what has no effect, and what has been computed before."""
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
+
+    _replace_once_a_launch(interpreter)
+    if not interpreter.InterpreterOptions.debug:
+        # the check of each sum of integers ends in an assertion that counts only with debug
+        TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
+    _share_types(interpreter)
+
+
+def _replace_once_a_launch(interpreter) -> None:
+    """Replace the language's functions once a launch; Triton does it in each call of a function from a kernel."""
+    import triton.language as tl
 
     replace = interpreter._patch_lang
     language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
@@ -41,3 +53,36 @@ def pytest_configure() -> None:
             launches.clear()
 
     interpreter._patch_lang = lambda function: nullcontext() if launches else Launch()
+
+
+def _share_types(interpreter) -> None:
+    """Tensors of one type share their shape, and block types of one dtype and shape their fields: nothing changes either."""
+    import triton.language as tl
+
+    make_type, make_tensor, numpy_dtype = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
+    dtypes: dict[str, Any] = {}
+    types: dict[tuple, dict] = {}
+    shapes: dict[tuple, tuple] = {}
+
+    def block_type(self, element_ty, shape):
+        key = type(element_ty), element_ty.name, tuple(int(x) for x in shape)
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = dict(self.__dict__)
+        self.__dict__.update(types[key])
+
+    def tensor(self, handle, type):
+        if (found := shapes.get(type.name)) is None:
+            make_tensor(self, handle, type)
+            shapes[type.name] = self.numel, self.shape
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = found
+
+    def dtype(type):
+        # Triton makes a table of all dtypes in each call
+        if type.name not in dtypes:
+            dtypes[type.name] = numpy_dtype(type)
+        return dtypes[type.name]
+
+    tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype = block_type, tensor, dtype
