@@ -74,7 +74,8 @@ class Ranks:
         return [replies[rank][1] for rank in members]
 
     def end_groups(self) -> None:
-        """End the groups that functions have made: each group of gloo has a thread that wakes a hundred times a second."""
+        """End all groups but the first of all ranks: each group of gloo has a thread that wakes a hundred times a second."""
+        self._groups.clear()  # the next run makes its own in milliseconds
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # the next run says that a rank has ended
                 pipe.send(())
@@ -241,7 +242,8 @@ def serve(rank: int, size: int, backend: str, pipe: Connection) -> None:
     while True:
         task = pipe.recv()
         if not task:
-            for group in set(dist.distributed_c10d._world.pg_map) - kept - set(groups.values()):
+            groups.clear()
+            for group in set(dist.distributed_c10d._world.pg_map) - kept:
                 dist.destroy_process_group(group)
             continue
         if isinstance(task[0], int):
