@@ -1,7 +1,7 @@
 """Ranks for tests: processes that live as long as the test session and run functions together, over gloo or NCCL.
 
-As a script, this file is the launcher: it imports torch and ringattn once, and forks the ranks. Each rank then waits on a pipe for
-the file and the name of a function to run. So a test takes milliseconds, instead of the time to start processes.
+As a script, this file is the launcher: it imports torch and ringattn once, and forks the ranks, also those that start anew. Each rank
+waits on a pipe for the file and the name of a function to run. So a test takes milliseconds, instead of the time to start processes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, ClassVar
 
 ROOT = Path(__file__).resolve().parent.parent
 _START_TIMEOUT = 120.0
@@ -31,6 +32,66 @@ _START_TIMEOUT = 120.0
 
 class RankError(AssertionError):
     """A rank raised an error, died or hung; the message holds the tracebacks of all such ranks."""
+
+
+class Launcher:
+    """A process that imports slow modules once, and forks ranks as often as they are wanted."""
+
+    _running: ClassVar[dict[tuple, Launcher]] = {}
+
+    @classmethod
+    def of(cls, imports: tuple[str, ...]) -> Launcher:
+        """The launcher with these imports in this environment. The last two stay, for ranks that start anew."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        key = imports, frozenset(environment.items())
+        found = cls._running.pop(key, None)
+        if found is None or found._process.poll() is not None:
+            found = cls(imports)
+        cls._running[key] = found
+        if len(cls._running) > 2:
+            cls._running.pop(next(iter(cls._running))).close()
+        return found
+
+    def __init__(self, imports: tuple[str, ...]) -> None:
+        self._pipe, theirs = Pipe()
+        self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115  stays open as long as the process lives
+        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, ",".join(imports), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+                "NCCL_NVLS_ENABLE": "0",
+            },
+            start_new_session=True,
+        )
+        theirs.close()
+
+    def fork(self, backend: str, fds: Sequence[int], log: int) -> int:
+        """Fork a rank for each pipe; they write to `log`. Returns the number of the group of their processes."""
+        with contextlib.suppress(EOFError, OSError):
+            self._pipe.send((backend, len(fds)))
+            for fd in (log, *fds):
+                send_handle(self._pipe, fd, self._process.pid)
+            if self._pipe.poll(_START_TIMEOUT * _slowness()):
+                return self._pipe.recv()
+        report = _tail(self._log)
+        self.close()
+        raise RankError(f"ranks did not start\n{report}")
+
+    def close(self) -> None:
+        """End the process. Its ranks stay until their pipes close."""
+        self._pipe.close()
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
 
 
 class Ranks:
@@ -44,7 +105,7 @@ class Ranks:
         self._pipes: list[Connection] = []
         self._pids: list[int] = []
         self._groups: set[tuple[int, ...]] = set()
-        self._launcher: subprocess.Popen | None = None
+        self._started: int | None = None  # the group of the ranks' processes
 
     def run(
         self, world_size: int, function: Callable, *args: Any, ranks: Sequence[int] | None = None, timeout: float = 60.0
@@ -84,36 +145,18 @@ class Ranks:
         """End the processes."""
         for pipe in self._pipes:
             pipe.close()
-        if self._launcher is not None:
+        if self._started is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._launcher.pid, signal.SIGKILL)
-            self._launcher.wait()
+                os.killpg(self._started, signal.SIGKILL)
             self._log.close()
-        self._pipes, self._launcher = [], None
+        self._pipes, self._started = [], None
         self._groups = set()
 
     def _start(self) -> None:
         ends = [Pipe() for _ in range(self.size)]
         self._pipes = [ours for ours, _ in ends]
         self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115  stays open as long as the ranks live
-        fds = [theirs.fileno() for _, theirs in ends]
-        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._launcher = subprocess.Popen(
-            [sys.executable, __file__, self.backend, ",".join(self.imports), *map(str, fds)],
-            pass_fds=fds,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            env={
-                **os.environ,
-                "PYTHONPATH": path,
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-                "NCCL_NVLS_ENABLE": "0",
-            },
-            start_new_session=True,
-        )
+        self._started = Launcher.of(self.imports).fork(self.backend, [theirs.fileno() for _, theirs in ends], self._log.fileno())
         for _, theirs in ends:
             theirs.close()
         self._pids = [self._hear(pipe) for pipe in self._pipes]
@@ -124,7 +167,7 @@ class Ranks:
 
     def _give(self, members: tuple[int, ...], task: tuple) -> None:
         """Send the task to its ranks. All ranks, members or not, make their group first if it is new."""
-        if self._launcher is None:
+        if self._started is None:
             self._start()
         problem = "a rank has ended since the last run"
         with contextlib.suppress(OSError):
@@ -181,8 +224,12 @@ class Ranks:
         return "".join(stacks)
 
     def _tail(self) -> str:
-        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4000))
-        return self._log.read().decode(errors="replace")
+        return _tail(self._log)
+
+
+def _tail(log: IO[bytes]) -> str:
+    log.seek(max(0, log.seek(0, os.SEEK_END) - 4000))
+    return log.read().decode(errors="replace")
 
 
 def _slowness() -> float:
@@ -190,8 +237,8 @@ def _slowness() -> float:
     return min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), 5.0)
 
 
-def launch(backend: str, imports: str, fds: list[int]) -> None:
-    """Fork a rank for each pipe, and wait for all ranks to end."""
+def launch(imports: str, pipe: Connection) -> None:
+    """Import, then fork a process that forks ranks for each request, until the pipe closes."""
     # once for all ranks
     for name in filter(None, imports.split(",")):
         importlib.import_module(name)
@@ -202,6 +249,30 @@ def launch(backend: str, imports: str, fds: list[int]) -> None:
     # ranks then neither look at what was imported nor copy it
     gc.collect()
     gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    while True:
+        try:
+            backend, size = pipe.recv()
+            log, *fds = (recv_handle(pipe) for _ in range(1 + size))
+        except EOFError:
+            return
+        child = os.fork()
+        if child == 0:
+            pipe.close()
+            os.setsid()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for stream in (1, 2):
+                os.dup2(log, stream)
+            os.close(log)
+            fork_ranks(backend, fds)
+            os._exit(0)
+        for fd in (log, *fds):
+            os.close(fd)
+        pipe.send(child)
+
+
+def fork_ranks(backend: str, fds: Sequence[int]) -> None:
+    """Fork a rank for each pipe, and wait for all ranks to end."""
     children = []
     for rank, fd in enumerate(fds):
         child = os.fork()
@@ -279,4 +350,4 @@ def _load(name: str, code: str) -> Any:
 
 
 if __name__ == "__main__":
-    launch(sys.argv[1], sys.argv[2], [int(fd) for fd in sys.argv[3:]])
+    launch(sys.argv[1], Connection(int(sys.argv[2])))

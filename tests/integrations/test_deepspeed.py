@@ -239,7 +239,7 @@ def pools(gloo):
 
     def pool(size):
         if size not in made:
-            made[size] = type(gloo)("gloo", size, imports=("deepspeed",))
+            made[size] = type(gloo)("gloo", size, imports=("deepspeed", "torch._inductor.compile_fx"))
         return made[size]
 
     yield pool
