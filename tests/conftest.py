@@ -83,7 +83,7 @@ def _gloo():
     # what this process has imported, the launcher imports once for all ranks
     slow = {
         "transformers": "transformers.models.llama.modeling_llama",
-        "torch._dynamo": "torch._dynamo",
+        "torch._dynamo": "torch._inductor.compile_fx",
         "torch.distributed.fsdp": "torch.distributed.fsdp",
         "diffusers": "diffusers.models.attention_processor",
         "megatron": "megatron.core.models.gpt.gpt_model",
