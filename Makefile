@@ -19,12 +19,13 @@ demo: $(READY)
 	$(PY) examples/finetune_long_document.py $(ARGS)
 
 # pytest comes last, so that its summary is the last line. Without a GPU it leaves out the tests marked gpu and takes several processes
-# (tests/conftest.py says how many; ARGS='-n 0' for one); with GPUs one process has them all.
+# (tests/conftest.py says how many; ARGS='-n 0' for one); with GPUs one process has them all. The many processes that tests start share
+# compiled modules.
 test: $(READY)
 	@if $(PY) -c 'import ruff, pyright' 2>/dev/null; then $(MAKE) --no-print-directory lint ARGS=; \
 	else echo 'lint skipped: ruff and pyright are neither installed nor available here'; fi
 	@$(PY) -c 'import sys, torch, xdist; sys.exit(torch.cuda.is_available())' 2>/dev/null && set -- -m "not gpu" -n auto --dist loadfile --no-loadscope-reorder; \
-	$(PY) -m pytest "$$@" $(ARGS)
+	unset PYTHONDONTWRITEBYTECODE; $(PY) -m pytest "$$@" $(ARGS)
 
 test-gpu: $(READY)
 	$(PY) -m pytest -m gpu $(ARGS)

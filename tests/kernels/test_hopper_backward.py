@@ -39,9 +39,9 @@ TYPES = {
 }
 # bytes that a thread may spill: addresses, of which two are read within the loop of the query kernel and a few in that of the fused one,
 # which holds most between works
-SPILLS = {("key", 64): 0, ("key", 128): 72, ("query", 64): 0, ("query", 128): 56, ("fused", 64): 144, ("fused", 128): 56}
-SPILLS |= {("fused", 96): 0, ("fused", 192): 172, ("wide key", 256): 0, ("query", 256): 16}
-SPILLS |= {("ordered", 64): 168, ("ordered", 96): 16, ("ordered", 128): 148, ("ordered", 192): 320}
+SPILLS = {("key", 64): 0, ("key", 128): 72, ("query", 64): 0, ("query", 128): 56, ("fused", 64): 152, ("fused", 128): 52}
+SPILLS |= {("fused", 96): 0, ("fused", 192): 180, ("wide key", 256): 0, ("query", 256): 16}
+SPILLS |= {("ordered", 64): 168, ("ordered", 96): 16, ("ordered", 128): 128, ("ordered", 192): 320}
 # those whose steps are of 128 rows and not of 64
 LONG_STEPS = {("query", 64), ("query", 128), ("fused", 64), ("ordered", 64)}
 # where in a warpgroup exponentials come (E), among starts of products (H) and waits for them (D): with products under way, of its
@@ -49,13 +49,13 @@ LONG_STEPS = {("query", 64), ("query", 128), ("fused", 64), ("ordered", 64)}
 OVERLAPPED = {"key": r"DH(EH)+D", "query": r"HDED", "fused": r"DH(EH)+D", "ordered": r"DH(EH)+D", "wide key": r"DEH+D"}
 # and those of later versions of Triton that spill more; 3.9 takes a newer ptxas and asks it for less effort in allocating registers
 MORE_SPILLS = {
-    (3, 7): {("query", 128): 64, ("fused", 96): 8, ("fused", 192): 176},
-    (3, 8): {("fused", 64): 176, ("fused", 96): 8},
-    (3, 9): {("key", 128): 172, ("query", 128): 104, ("fused", 64): 524, ("fused", 128): 68, ("fused", 192): 496},
+    (3, 7): {("query", 128): 64, ("fused", 96): 8, ("fused", 128): 56, ("fused", 192): 188},
+    (3, 8): {("fused", 64): 184, ("fused", 96): 8, ("fused", 192): 200},
+    (3, 9): {("key", 128): 172, ("query", 128): 104, ("fused", 64): 532, ("fused", 128): 68, ("fused", 192): 496},
 }
-MORE_SPILLS[3, 7] |= {("ordered", 64): 220, ("ordered", 96): 140, ("ordered", 128): 368, ("ordered", 192): 1072}
-MORE_SPILLS[3, 8] |= {("ordered", 128): 280, ("ordered", 192): 736}
-MORE_SPILLS[3, 9] |= {("ordered", 64): 440, ("ordered", 192): 524}
+MORE_SPILLS[3, 7] |= {("ordered", 64): 220, ("ordered", 96): 160, ("ordered", 128): 376, ("ordered", 192): 1072}
+MORE_SPILLS[3, 8] |= {("ordered", 128): 280, ("ordered", 192): 740}
+MORE_SPILLS[3, 9] |= {("ordered", 64): 464, ("ordered", 192): 524}
 RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
 # head dims of v that are not those of q and k
 V_DIMS = {192: 128}
@@ -180,8 +180,8 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(kernel
     # exponentials start with products under way, and end before those are waited for
     exponentials = "".join({"HGMMA": "H", "MUFU.EX2": "E", "WARPGROUP.DEPBAR": "D"}[name] for name in runs)
     overlapped = r"DEHD" if d == 192 else OVERLAPPED[kernel]
-    if ((kernel, d) in (("fused", 64), ("ordered", 64)) and RELEASE == (3, 8)) or (kernel, d, add) == ("fused", 64, False):
-        overlapped = r"DE?H(EH)+D"  # in one warpgroup 12 of the 64 come before the products
+    if (kernel, d) in (("fused", 64), ("ordered", 64)):
+        overlapped = r"DE?H(EH)+D"  # 12 of the 64 come before the products
     # one of the two warpgroups of the wide key kernel alone has scores
     warpgroups = 1 if kernel == "wide key" else 2
     assert len(re.findall(overlapped, exponentials)) == warpgroups, exponentials

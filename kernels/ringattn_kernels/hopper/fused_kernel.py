@@ -290,6 +290,8 @@ def consume_and_add(
                 # while the product runs, and few registers are in use
                 kept = kept_of_step(score, head, place_of_q, place_of_k, start, row0, STEP)
             s = warpgroup_mma_wait(0, deps=[s_next])
+        # read again rather than held in registers through the loop; once K may go, the place may get another work
+        work = take_work(of_works, taken)
         mbarrier.wait(handover.ds_full.index(last_buffer), last_turn, pred=walk.steps > 0)
         for part in gl.static_range(PARTS):
             dq = start_dq(tiles.k, staging.ds, last_buffer, k_rows, HALF, STEP, HEAD_DIM, part)
@@ -302,8 +304,6 @@ def consume_and_add(
                 hand_over_dq(staging.dq, handover, dq, handed + walk.steps, HALF, STEP, HEAD_DIM, part, PARTS)
             else:
                 add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, part)
-        # read again rather than held in registers through the loop
-        work = take_work(of_works, taken)
         row0 = work.block_begin + HALF * ROWS
         dk_ptr, dv_ptr = of_head(gradients, work, works.heads // works.kv_heads)
         write_panels(dk_ptr, gradients.dk_stride, dk, softmax_scale, row0, k_rows, ADD, MODIFIED)
