@@ -116,7 +116,7 @@ def consume_and_add(
     turn = 0
     last_buffer = BUFFERS - 1
     last_turn = 1
-    handed = 0  # parts of dQ, if there are turns
+    handed = 0  # blocks of dQ, if there are turns
     taken = 0
     mbarrier.wait(of_works.full.index(0), 0)
     work = take_work(of_works, 0)
