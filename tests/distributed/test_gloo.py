@@ -318,4 +318,5 @@ def test_groups_connect_from_threads_at_once(gloo):
 
 
 def test_contexts_are_freed_with_their_groups(gloo):
-    assert gloo.run(8, come_and_go) == [0] * 8
+    # fewer than before where one of an earlier test goes meanwhile
+    assert max(gloo.run(8, come_and_go)) <= 0

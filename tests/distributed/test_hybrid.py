@@ -344,4 +344,5 @@ def come_and_go(group):
 
 
 def test_grids_are_freed_with_their_groups(gloo):
-    assert gloo.run(8, come_and_go) == [0] * 8
+    # fewer than before where one of an earlier test goes meanwhile
+    assert max(gloo.run(8, come_and_go)) <= 0
