@@ -84,7 +84,8 @@ def prepare_backward(q: Any, k: Any, v: Any, dout: Any, table: TileTable) -> Non
         block, step = hopper.fused.block_and_step(d)
         how = key_splits(table, block, step, b * hk, h // hk, q.device, 1 if ordered else None)
         if ordered:
-            hopper.turns.key_turns(table, block, step, q.device)
+            turns = hopper.turns.key_turns(table, block, step, q.device)
+            hopper.fused.programs_for(table, hopper.fused.CONFIGS[d], b * hk * len(turns), b * hk, h // hk, q.device)
         else:
             hopper.backward.key_blocks_of(table, k.device, how.most, hopper.fused.CONFIGS[d])
     elif chosen == Kernels.HOPPER:

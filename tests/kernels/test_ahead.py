@@ -5,7 +5,18 @@ import pytest
 import torch
 
 import ringattn_kernels as rk
-from ringattn_kernels import ahead, attention, dispatch, hopper, launches, plain_backward, plain_forward, splits, table
+from ringattn_kernels import (
+    ahead,
+    attention,
+    dispatch,
+    hopper,
+    launches,
+    plain_backward,
+    plain_forward,
+    split_choice,
+    splits,
+    table,
+)
 from ringattn_kernels.ahead import TensorKind
 from ringattn_kernels.continued import RowPart
 
@@ -72,6 +83,7 @@ def made_late(monkeypatch):
 
     for module in (table, splits, hopper.forward, hopper.turns):
         monkeypatch.setattr(module, "on_device", fail)
+    monkeypatch.setattr(split_choice, "tables", lambda: fail(None, None))
 
 
 def run_forward(q, k, v, tiles, first, final, part=None):

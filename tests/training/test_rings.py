@@ -176,13 +176,16 @@ def test_work_of_a_step_is_even():
     assert sum(busiest) <= 1.15 * sum(n**2 for n in lengths) / 64
 
 
-def test_a_large_batch_is_dealt_fast():
+def test_a_large_batch_is_dealt_in_a_fraction_of_a_second():
     """20,000 sequences to 512 ranks: hundreds of rings in each of two dozen steps, of which each sequence takes the best."""
     lengths = np.random.default_rng(0).lognormal(8, 1, 20000).astype(int).clip(1)
-    start = time.thread_time()
-    deal_sequences(lengths, 512, 8192)
-    # 40 to 61 of them on a busy machine
-    assert time.thread_time() - start < 120 * one_sort()
+    best, sort = float("inf"), float("inf")
+    for _ in range(3):
+        sort = min(sort, one_sort())
+        start = time.thread_time()
+        deal_sequences(lengths, 512, 8192)
+        best = min(best, time.thread_time() - start)
+    assert best < 60 * sort
 
 
 def test_one_process_needs_no_group():

@@ -150,7 +150,7 @@ def backward(
     """
     q, dout = queries.q, queries.dout
     b, q_rows, h, d = q.shape
-    turns, counters, counter = None, None, work_counter(q.device)
+    turns, counters, drawn = None, None, work_counter(q.device)
     found = gradient_sums(modifier_sums, modifiers, b)
     score = moving_arguments(modifiers, table, softmax_scale, b, q.device) | found
     if ordered:
@@ -172,7 +172,7 @@ def backward(
         dk_ptr=dk,
         dv_ptr=dv,
         counters_ptr=counters,
-        counter_ptr=counter,
+        drawn_ptr=drawn,
         softmax_scale=softmax_scale,
         **score,
     )
@@ -184,7 +184,7 @@ def backward(
 
     def make() -> tuple[int, dict]:
         grid, arguments = fused_arguments(
-            queries, k, v, table, softmax_scale, rows, sums, dk, dv, add, counter, turns, counters, modifiers
+            queries, k, v, table, softmax_scale, rows, sums, dk, dv, add, drawn, turns, counters, modifiers
         )
         return grid, arguments | score
 
@@ -214,7 +214,7 @@ def programs_for(table: TileTable, config: BackwardConfig, works: int, heads: in
 
 def fused_arguments(
     queries: Queries, k, v, table: TileTable, softmax_scale: float, rows: PaddedStatistics, sums, dk, dv, add: bool,
-    counter: torch.Tensor, turns: Turns | None = None, counters: torch.Tensor | None = None, modifiers: Modifiers | None = None,
+    drawn: torch.Tensor, turns: Turns | None = None, counters: torch.Tensor | None = None, modifiers: Modifiers | None = None,
 ) -> tuple[int, dict]:  # fmt: skip
     """The number of programs of `fused_kernel`, and its arguments: those of `key_kernel`, the sums, and how heads run side by side.
 
@@ -242,7 +242,7 @@ def fused_arguments(
         heads=b * k.shape[2],
         successors_ptr=None if turns is None else turns.successors,
         counters_ptr=counters,
-        counter_ptr=counter,
+        drawn_ptr=drawn,
         count=grid,
         most=-(-grid // max(1, programs)),
         ORDERED=turns is not None,

@@ -27,12 +27,12 @@ from .dq_sums import SUMS, WIDTH, Handover, Staging, add_dq, allocate_staging, h
 from .fences import hide_uniform, pin_pairs
 from .kept_pairs import drop_halves, kept_bits, where_kept
 from .language import wait_for_products
-from .loads import Inputs, allocate_queries, load_keys, load_queries
+from .loads import Inputs, allocate_queries, produce_work
 from .ordered_loads import DeviceTurns, load_walk, produce_and_add, walk_back
 from .panels import join_columns, matrices, panels, some_rows, split_columns, start_each, start_sum, zeros
 from .score_steps import ScoreSteps, load_head, load_places, modified, position
 from .score_sums import SumPointers, add_to_sums, leave_head, no_sums
-from .tables import END, Walk
+from .tables import Walk
 from .works import NUMBERS, KeyWorks, WorkPlaces, draw, hand_out_end, hand_out_work, load_key_work, take_work
 
 
@@ -360,61 +360,20 @@ def produce(
             handed += walk.steps + 1
         else:
             stage, phase = produce_work(
-                inputs, tiles, barriers, of_works, walk, works, work, padded_rows, taken, stage, phase, STAGES, STEP
-            )
+                inputs, tiles, barriers, of_works.keys_empty, walk, work, works.group, padded_rows, taken, stage, phase, STAGES, STEP
+            )  # fmt: skip
         taken += 1
         # now that all copies for this work are asked for: earlier, a program would hold a work that another could begin
         number = draw(works, taken)
     hand_out_end(of_works, taken)
 
 
-@gluon.jit
-def produce_work(
-    inputs, tiles, barriers, of_works, walk, works, work, padded_rows, taken, stage, phase, STAGES: gl.constexpr, STEP: gl.constexpr
-):  # fmt: skip
-    """Load what the warpgroups read for a work. K and V come when the warpgroups are done with those before."""
-    head = work.kv_head * works.group
-    statistics = work.head_index * works.group * padded_rows
-    segment = walk.begin
-    start = gl.load(walk.segments_ptr + segment * 8) // STEP * STEP
-    end = gl.load(walk.segments_ptr + segment * 8 + END)
-    for n in range(gl.maximum(walk.steps, 1)):
-        if n < walk.steps:
-            mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
-            load_queries(inputs, tiles, barriers, stage, work.batch, head, start, statistics)
-            stage, phase = advance(stage, phase, STAGES)
-            start += STEP
-            if start >= end:
-                segment += 1
-                if segment == walk.end:
-                    segment = walk.begin
-                    head += 1
-                    statistics += padded_rows
-                start = gl.load(walk.segments_ptr + segment * 8) // STEP * STEP
-                end = gl.load(walk.segments_ptr + segment * 8 + END)
-        if n == 0:
-            mbarrier.wait(of_works.keys_empty, (taken & 1) ^ 1)
-            load_keys(inputs, tiles, barriers, work.batch, work.kv_head, work.block_begin, 2)
-    return stage, phase
-
-
 @gluon.jit(
-    do_not_specialize=[
-        "count",
-        "most",
-        "item_count",
-        "chunk",
-        "heads",
-        "kv_heads",
-        "group",
-        "padded_rows",
-        "k_rows",
-        *NOT_SPECIALIZED,
-    ]
-)
+    do_not_specialize=["count", "most", "item_count", "chunk", "heads", "kv_heads", "group", "padded_rows", "k_rows", *NOT_SPECIALIZED]
+)  # fmt: skip
 def fused_kernel(
     q_desc, k_desc, v_desc, dout_desc, q_rest, k_rest, v_rest, dout_rest, pivot_desc, delta_desc, sums_desc, sums_rest,
-    dk_ptr, dv_ptr, items_ptr, segments_ptr, successors_ptr, counters_ptr, counter_ptr,
+    dk_ptr, dv_ptr, items_ptr, segments_ptr, successors_ptr, counters_ptr, drawn_ptr,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     count, most, item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
     into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high, offset, all_heads,
@@ -465,7 +424,7 @@ def fused_kernel(
         Handover(ds_full, ds_empty, staged, taken),
         WorkPlaces(places, full, keys_empty),
     )
-    works = KeyWorks(items_ptr, segments_ptr, counter_ptr, count, most, item_count, chunk, heads, kv_heads, group)
+    works = KeyWorks(items_ptr, segments_ptr, drawn_ptr, count, most, item_count, chunk, heads, kv_heads, group)
     gradients = GradientRows(dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs)
     turns = DeviceTurns(successors_ptr, counters_ptr)
     score = ScoreSteps(

@@ -110,3 +110,36 @@ def produce_queries(
                 mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
                 load_queries(inputs, tiles, barriers, stage, batch, head, start, statistics)
                 stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def produce_work(
+    inputs, tiles, barriers, keys_empty, walk, work, group, padded_rows, taken, stage, phase, STAGES: gl.constexpr, STEP: gl.constexpr
+):  # fmt: skip
+    """As `produce_queries`, for a work that follows others: its two blocks of K and of V come when there is room for them.
+
+    taken: how many works came before. Returns the stage and the phase that come next.
+    """
+    head = work.kv_head * group
+    statistics = work.head_index * group * padded_rows
+    segment = walk.begin
+    start = gl.load(walk.segments_ptr + segment * 8) // STEP * STEP
+    end = gl.load(walk.segments_ptr + segment * 8 + END)
+    for n in range(gl.maximum(walk.steps, 1)):
+        if n < walk.steps:
+            mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
+            load_queries(inputs, tiles, barriers, stage, work.batch, head, start, statistics)
+            stage, phase = advance(stage, phase, STAGES)
+            start += STEP
+            if start >= end:
+                segment += 1
+                if segment == walk.end:
+                    segment = walk.begin
+                    head += 1
+                    statistics += padded_rows
+                start = gl.load(walk.segments_ptr + segment * 8) // STEP * STEP
+                end = gl.load(walk.segments_ptr + segment * 8 + END)
+        if n == 0:
+            mbarrier.wait(keys_empty, (taken & 1) ^ 1)
+            load_keys(inputs, tiles, barriers, work.batch, work.kv_head, work.block_begin, 2)
+    return stage, phase

@@ -43,12 +43,12 @@ class WorkPlaces(NamedTuple):
 class KeyWorks(NamedTuple):
     """The works of a launch, `count`: each item of each key/value head, in the order of `side_by_side`. A program takes at most `most`.
 
-    counter_ptr: the number of the next work, and how many programs draw no more; both are zero before a launch and after it.
+    drawn_ptr: the number of the next work, and how many programs draw no more; both are zero before a launch and after it.
     """
 
     items_ptr: gl.tensor
     segments_ptr: gl.tensor
-    counter_ptr: gl.tensor
+    drawn_ptr: gl.tensor
     count: gl.tensor
     most: gl.tensor
     item_count: gl.tensor
@@ -129,9 +129,9 @@ def draw(works, taken):
     """
     number = works.count
     if taken < works.most:
-        number = gl.atomic_add(works.counter_ptr, 1, sem="relaxed")
+        number = gl.atomic_add(works.drawn_ptr, 1, sem="relaxed")
     if number >= works.count:  # noqa: SIM102, Gluon evaluates both sides of an `and`
-        if gl.atomic_add(works.counter_ptr + 1, 1, sem="relaxed") == gl.num_programs(0) - 1:
-            gl.store(works.counter_ptr, 0)
-            gl.store(works.counter_ptr + 1, 0)
+        if gl.atomic_add(works.drawn_ptr + 1, 1, sem="relaxed") == gl.num_programs(0) - 1:
+            gl.store(works.drawn_ptr, 0)
+            gl.store(works.drawn_ptr + 1, 0)
     return number
