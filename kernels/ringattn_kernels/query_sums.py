@@ -41,8 +41,9 @@ class QuerySums:
         self._permuted: torch.Tensor | None = None  # see `hopper.fused.zero_sums`
         self._prepared: tuple[Statistics, PaddedStatistics] | None = None
         self._zeros: torch.Tensor | None = None  # what becomes `_permuted`, if it is asked for
+        self._dq: torch.Tensor | None = None  # memory for what `finish` writes
         if queries is not None and queries.ready is not None:
-            padded, self._zeros = queries.ready
+            padded, self._zeros, self._dq = queries.ready
             self._prepared = queries.statistics, padded
 
     def rows(self) -> tuple[torch.Tensor, bool]:
@@ -66,35 +67,44 @@ class QuerySums:
 
     def finish(self, dtype: torch.dtype) -> torch.Tensor:
         """dq in `dtype`, zeros where no launch added. Call it once: it frees the memory of the sums."""
-        rows, permuted = self._rows, self._permuted
-        self._rows = self._permuted = self._prepared = self._zeros = None
+        rows, permuted, dq = self._rows, self._permuted, self._dq
+        self._rows = self._permuted = self._prepared = self._zeros = self._dq = None
         if permuted is not None:
             add = rows is not None
-            rows = torch.empty_like(self.q, dtype=dtype) if rows is None else rows
+            if rows is None:
+                rows = dq if dq is not None and dq.dtype == dtype else torch.empty_like(self.q, dtype=dtype)
             hopper.fused.finish(permuted, rows, self.softmax_scale, add)
         return torch.zeros_like(self.q, dtype=dtype) if rows is None else rows.to(dtype)
 
 
 def ready_queries(
     q: torch.Tensor, out: torch.Tensor, dout: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor,
-    drow_sum: torch.Tensor | None = None, ready: bool = True,
+    drow_sum: torch.Tensor | None = None, ready: bool = True, once: bool = False,
 ) -> Queries:  # fmt: skip
     """`Queries` of a backward pass, and, if `ready`, what the fused Hopper kernel needs of them where it may run, in one launch.
 
     out, dout: (b, sq, h, dv). drow_sum: (b, h, sq), the gradient of row_sum, if there is one.
+    once: a single launch reads them, and nobody after `QuerySums.finish`. Then they lie in the memory that dq will take, if they fit.
     """
     b, sq, h, d = q.shape
-    delta = torch.empty_like(row_max)
     # the gradient of a sum is one number, seen as many
     drow_sum = None if drow_sum is None else drow_sum.contiguous()
     if not ready or hopper.obstacle or not hopper.fused.may_run(q, out):
+        delta = torch.empty_like(row_max)
         launch_rows(out, dout, delta, sq, row_sum=row_sum, drow_sum=drow_sum)
         return Queries(q, dout, row_max, row_sum, delta)
     padded_rows = hopper.statistics.whole_blocks(sq)
-    pivot, negated = torch.empty(2, b * h, padded_rows, device=q.device, dtype=torch.float32).unbind()
+    dq = torch.empty_like(q) if once else None
+    padded, rows = 2 * b * h * padded_rows, b * h * sq  # numbers
+    if dq is not None and dq.is_contiguous() and dq.nbytes >= 4 * (padded + rows):
+        room = dq.view(-1).view(torch.float32)
+    else:
+        dq, room = None, torch.empty(padded + rows, device=q.device, dtype=torch.float32)
+    pivot, negated = room[:padded].view(2, b * h, padded_rows).unbind()
+    delta = room[padded : padded + rows].view(b, h, sq)
     sums = torch.empty(b * h, padded_rows, d, device=q.device, dtype=torch.float32)
     launch_rows(
         out, dout, delta, padded_rows, row_max=row_max, row_sum=row_sum, drow_sum=drow_sum, pivot=pivot, negated=negated, sums=sums,
         head_dim=d,
     )  # fmt: skip
-    return Queries(q, dout, row_max, row_sum, delta, (hopper.statistics.PaddedStatistics(pivot, negated), sums))
+    return Queries(q, dout, row_max, row_sum, delta, (hopper.statistics.PaddedStatistics(pivot, negated), sums, dq))

@@ -6,7 +6,6 @@ Shapes: q (1, s, h, d), k (1, sk, hk, d), v (1, sk, hk, d_v), dout (1, s, h, d_v
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import itertools
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import ringattn_kernels as rk
 from ringattn_kernels import dispatch
 
 from .kernels_cases import KernelCase, PackedCase
+from .shared.peers import FLASH4, is_installed
 
 # the backward passes that the kernels offer: shown name -> options
 BACKWARD_MODES = {"ringattn": {"deterministic": False}, "ringattn deterministic": {"deterministic": True}}
@@ -181,11 +181,7 @@ PEERS = {"cudnn": cudnn, "flash2": flash2, "flash4": flash4, "flex": flex}
 
 def installed() -> list[str]:
     """The installed peers, without FlexAttention, which compiles every shape again."""
-    return ["cudnn", "flash2", *(["flash4"] if importlib.util.find_spec("flash_attn") and _has_cute() else [])]
-
-
-def _has_cute() -> bool:
-    return importlib.util.find_spec("flash_attn.cute") is not None
+    return ["cudnn", "flash2", *(["flash4"] if is_installed(FLASH4) else [])]
 
 
 def _offsets(case: PackedCase) -> torch.Tensor:

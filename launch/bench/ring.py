@@ -9,13 +9,13 @@ the table need a word:
             with --scaling to the same method on one rank
 
 Before anything is timed, the results of every method are compared with those of the first. The benchmark starts one process per GPU, or
-uses the processes that torchrun started. With `--device cpu` it runs over gloo; take toy sizes there.
+uses the processes that torchrun started. The host queues a turn while its GPU is still busy, as in training; with `--one-by-one` it begins
+when the GPU is idle, so that its time counts. With `--device cpu` it runs over gloo; take toy sizes there.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from pathlib import Path
 
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from . import ring_report, ring_trace
 from .ring_measure import Entry, measure
 from .shared.cases import RingCase, add_shape, make_case, parse_mask
 from .shared.methods import check_method, make_method
-from .shared.peers import PEER_METHODS
+from .shared.peers import FLASH4, PEER_METHODS, is_installed
 from .shared.ranks import add_ranks, group_of, start_ranks
 
 _CHECK_TOKENS = 2048  # per rank
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure on 1, 2, 4, ... of the ranks in turns, with --tokens per rank (default: 64k)",
     )
     parser.add_argument("--seconds", type=float, default=8, help="time for the rounds of one size after its first (default 8)")
+    parser.add_argument("--one-by-one", action="store_true", help="queue nothing ahead: times include the host's")
     parser.add_argument(
         "--trace", action="store_true", help="also profile a pass of each method: write a trace, print the exposed communication"
     )
@@ -96,7 +97,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     rows = []
     for tokens in arguments.tokens:
         cases = [make_case(tokens * (ranks.size if arguments.scaling else 1), ranks, arguments) for ranks in groups]
-        entries = [Entry(name, case) for case in cases for name in names]
+        entries = [Entry(name, case, ahead=not arguments.one_by_one) for case in cases for name in names]
         new = measure(entries, None if arguments.memory else arguments.seconds)
         if arguments.trace:
             ring_trace.trace(entries, arguments.out, new)
@@ -117,10 +118,10 @@ def _default_methods(arguments: argparse.Namespace) -> list[str]:
         return names
     if arguments.mask == "causal" and not arguments.memory:
         if arguments.kv_heads % dist.get_world_size() == 0:
-            names.append("ulysses")
+            names += ["ulysses", *(["ulysses+flash4"] if is_installed(FLASH4) else [])]
         if arguments.device == "cuda":
             names += ["cp-alltoall", "cp-allgather"]
-        if importlib.util.find_spec("ring_flash_attn"):
+        if is_installed("ring_flash_attn"):
             names.append("ring_flash_attn")
     if not arguments.memory:
         names.append("local")

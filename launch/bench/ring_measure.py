@@ -32,11 +32,13 @@ class Times(NamedTuple):
 class Entry:
     """A method on a case, and what this rank measured of it.
 
+    ahead: let the host queue a turn while its GPU is still busy; else each pass starts on an idle GPU, and waits for the host.
     A rank that takes no part records zeros, which the maximum over ranks ignores.
     """
 
     name: str
     case: RingCase
+    ahead: bool = True
     method: Method | None = None
     times: list[Times] = field(default_factory=list)
     memory: int = 0
@@ -45,7 +47,7 @@ class Entry:
     def turn(self) -> None:
         """Forward and backward once, on an idle GPU; the ranks start together."""
         rest(self.case.device)
-        self.times.append(Times(0.0, 0.0, 0.0) if self.method is None else once(self.method, self.case.device))
+        self.times.append(Times(0.0, 0.0, 0.0) if self.method is None else once(self.method, self.case.device, self.ahead))
 
     def make(self) -> Method | None:
         """The method, on ranks that take part."""
@@ -122,8 +124,8 @@ def _row(entry: Entry, times: Sequence[Times]) -> dict:
     }
 
 
-def once(method: Method, device: str) -> Times:
-    """One turn. On a GPU the host is ahead of it, as in training."""
+def once(method: Method, device: str, ahead: bool = True) -> Times:
+    """One turn. On a GPU the host is `ahead` of it, as in training, or the GPU waits for its host."""
     if device == "cpu":
         began = time.perf_counter()
         method.forward()
@@ -132,7 +134,8 @@ def once(method: Method, device: str) -> Times:
         end = time.perf_counter()
         return Times(middle - began, end - began, end - began)
     start, turned, done = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    torch.cuda._sleep(_AHEAD)
+    if ahead:
+        torch.cuda._sleep(_AHEAD)
     start.record()
     began = time.perf_counter()
     method.forward()

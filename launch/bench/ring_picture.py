@@ -21,7 +21,7 @@ NAMES = {
     "ring_flash_attn+cudnn": "ring-flash-attention over cuDNN",
     "local": "one GPU's kernels alone",
 }
-PEERS = {"ulysses+flash4", "ring_flash_attn+cudnn", *PEER_METHODS}
+PEERS = {"ring_flash_attn+cudnn", *PEER_METHODS}
 _MARKS = "Ds^vPX"
 
 

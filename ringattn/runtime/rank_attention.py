@@ -155,7 +155,8 @@ class RankAttention:
         drow_sum: torch.Tensor | None = None,
     ) -> local.Tensors:
         """dq, dk and dv. drow_sum: the gradient of row_sum, if there is one."""
-        queries = local.queries(q, out, dout, row_max, row_sum, drow_sum, ready=self.takes_rows_as_they_come)
+        ready, once = self.takes_rows_as_they_come, self.program.backward.alone
+        queries = local.queries(q, out, dout, row_max, row_sum, drow_sum, ready=ready, once=once)
         return self.backward(score, queries, k, v)[:3]
 
     @property

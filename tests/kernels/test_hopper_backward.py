@@ -282,6 +282,32 @@ def test_one_launch_and_several_take_every_block_that_changes(d, deterministic, 
     assert launches == ([finish] if one_pass else [])
 
 
+@pytest.mark.parametrize(("rows", "d", "fit"), [(300, 64, True), (1, 64, False), (128, 128, True)])
+def test_what_one_launch_reads_of_its_rows_lies_where_dq_comes(rows, d, fit, launches, monkeypatch):
+    """Three numbers a row and head, if dq has room for them; they are apart, and dq is written only after the launch has read them."""
+    monkeypatch.setattr(fused, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(rk.hopper, "obstacle", "")
+    q, out, dout = (torch.empty(2, rows, 6, d, dtype=torch.bfloat16) for _ in range(3))
+    statistics = torch.empty(2, 2, 6, rows).unbind()
+    for once in (False, True):
+        queries = rk.ready_queries(q, out, dout, *statistics, once=once)
+        numbers = (*queries.ready[0], queries.delta)
+        sums = rk.QuerySums(q, 0.1, q.dtype, queries)
+        rk.backward(
+            queries, q, q, rk.TileTable(np.array([(0, rows, 0, rows, -rows, rows)]), rows, rows), softmax_scale=0.1, dq=sums,
+            dk=torch.empty_like(q), dv=torch.empty_like(q), add=False,
+        )  # fmt: skip
+        assert [name for name, _ in launches] == ["rows_kernel", "fused_kernel"]
+        dq = sums.finish(q.dtype)
+        assert dq.shape == q.shape and dq.dtype == q.dtype
+        begins = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in numbers)
+        assert all(x.is_contiguous() and not x.data_ptr() % 16 for x in numbers)
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(begins))
+        inside = dq.data_ptr() <= begins[0][0] and begins[-1][1] <= dq.data_ptr() + dq.nbytes
+        assert inside == (once and fit)
+        launches.clear()
+
+
 @pytest.mark.parametrize(
     ("d", "else_"), [(64, Kernels.HOPPER), (96, Kernels.PLAIN), (128, Kernels.HOPPER), (192, Kernels.PLAIN)], ids=str
 )

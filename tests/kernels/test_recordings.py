@@ -15,7 +15,7 @@ from ringattn.device import local
 from ringattn.runtime.groups import get_context
 from ringattn.transport import Peer, SilentTransport
 from ringattn.transport.staged import StagedTransport
-from ringattn_kernels import direct, launches, native, recordings, stand_ins, submission
+from ringattn_kernels import direct, hopper, launches, native, recordings, stand_ins, submission
 from ringattn_kernels.recorder import recorder
 from ringattn_kernels.table import on_device
 from tests.counting import calls_of
@@ -364,6 +364,24 @@ class TestOnGpu:
             out, _, dk, dv = step(*x, mask=mask)
             assert torch.equal(out, results[0]) and torch.equal(dk, results[2]) and torch.equal(dv, results[3])
             assert (step(*x, mask=mask)[1] - results[1]).abs().max() < 2e-2
+
+    @pytest.mark.parametrize("d", [64, 96, 128])
+    def test_a_backward_pass_takes_room_for_gradients_and_sums_of_dq_alone(self, d):
+        """Statistics of rows lie where dq comes. The first call makes tables, the second is recorded."""
+        if hopper.obstacle:
+            pytest.skip(hopper.obstacle)
+        inputs = random(4, 1024, 8, 8, d, torch.bfloat16)
+        peaks = []
+        for _ in range(4):
+            *leaves, dout = (x.detach().requires_grad_() for x in inputs)
+            out = ra.ring_attention(*leaves)
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            torch.autograd.grad(out, leaves, dout)
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+            del out
+        q = inputs[0]
+        assert peaks[-2] == peaks[-1] == 3 * q.nbytes + 4 * q.numel()
 
     def test_tensors_given_twice_are_not_taken_for_one_another(self):
         torch.manual_seed(0)

@@ -14,7 +14,6 @@ Besides, there are the peers of `peers.py`, and
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import contextmanager
 from unittest import mock
 
@@ -29,7 +28,7 @@ from ringattn.geometry.rows import Rows
 from ringattn.scores import Score
 
 from .cases import LAYOUTS, RingCase, Tensors
-from .peers import PEER_METHODS, Contestant
+from .peers import PACKAGES, PEER_METHODS, Contestant, is_installed
 
 
 class Method:
@@ -184,8 +183,8 @@ def check_method(name: str, device: str, mask: str) -> None:
     if name in PEER_METHODS:
         if mask != "causal":
             raise ValueError(f"method {name!r} is measured with a causal mask only, but mask is {mask!r}")
-        if name == "ring_flash_attn" and not importlib.util.find_spec(name):
-            raise ValueError(f"method {name!r} needs the package of that name, which is not installed")
+        if name in PACKAGES and not is_installed(PACKAGES[name]):
+            raise ValueError(f"method {name!r} needs the package {PACKAGES[name]}, which is not installed")
         return
     if word == "local":
         return

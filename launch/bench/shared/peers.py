@@ -1,6 +1,7 @@
 """The peers of ring attention: other ways to compute attention over a sharded sequence, as users would write them.
 
     ulysses                     all-to-all from sequence to heads and back around PyTorch's attention (cuDNN), over a contiguous layout
+    ulysses+flash4              the same around FlashAttention-4, where it is installed
     cp-alltoall, cp-allgather   torch.distributed's context_parallel over cuDNN, with its two ways to rotate K/V
     ring_flash_attn             the zigzag ring of the package ring-flash-attn, where it is installed
 
@@ -9,6 +10,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -40,17 +42,30 @@ class Contestant:
     graph: bool = False
 
 
-def ulysses(case: RingCase) -> Contestant:
-    """DeepSpeed-Ulysses (Jacobs et al. 2023), with contiguous shards of equal length."""
+def ulysses(case: RingCase, attention: Callable[..., torch.Tensor]) -> Contestant:
+    """DeepSpeed-Ulysses (Jacobs et al. 2023), with contiguous shards of equal length. attention: of whole sequences, causal."""
     group = case.ranks.group
 
     def compute(leaves: Tensors) -> torch.Tensor:
-        q, k, v = (_AllToAll.apply(x[0], True, group)[None].transpose(1, 2) for x in leaves)
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if q.is_cuda else nullcontext():
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return _AllToAll.apply(out[0].transpose(0, 1), False, group)[None]
+        out = attention(*(_AllToAll.apply(x[0], True, group)[None] for x in leaves))
+        return _AllToAll.apply(out[0], False, group)[None]
 
     return Contestant(case.layout("contiguous"), compute)
+
+
+def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """cuDNN through torch; on a CPU what torch has there."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if q.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def flash4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """FlashAttention-4."""
+    from flash_attn.cute import flash_attn_func
+
+    out = flash_attn_func(q, k, v, causal=True)
+    return out[0] if isinstance(out, tuple) else out
 
 
 class _AllToAll(torch.autograd.Function):
@@ -110,8 +125,20 @@ def ring_flash_attn(case: RingCase) -> Contestant:
 
 
 PEER_METHODS: dict[str, Callable[[RingCase], Contestant]] = {
-    "ulysses": ulysses,
+    "ulysses": lambda case: ulysses(case, cudnn),
+    "ulysses+flash4": lambda case: ulysses(case, flash4),
     "cp-alltoall": lambda case: context_parallel(case, "alltoall"),
     "cp-allgather": lambda case: context_parallel(case, "allgather"),
     "ring_flash_attn": ring_flash_attn,
 }
+FLASH4 = "flash_attn.cute"
+# the packages that peers need beside torch
+PACKAGES = {"ulysses+flash4": FLASH4, "ring_flash_attn": "ring_flash_attn"}
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package is there; its name may have dots."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False

@@ -179,6 +179,17 @@ ERRORS = {
 
 
 @pytest.mark.usefixtures("launch")
+@pytest.mark.parametrize(("method", "package"), [("ulysses+flash4", "flash_attn.cute"), ("ring_flash_attn", "ring_flash_attn")])
+def test_a_peer_that_is_not_installed_is_refused(method, package, monkeypatch):
+    from bench.shared import methods, peers
+
+    monkeypatch.setattr(methods, "is_installed", lambda package: False)
+    with pytest.raises(ValueError, match=f"method '{re.escape(method)}' needs the package {package}, which is not installed"):
+        methods.check_method(method, "cuda", "causal")
+    assert peers.is_installed("torch.nn") and not peers.is_installed("torch.no_such") and not peers.is_installed("no_such.package")
+
+
+@pytest.mark.usefixtures("launch")
 @pytest.mark.parametrize(("given", "message"), ERRORS.values(), ids=ERRORS)
 def test_bad_arguments_are_refused_before_any_rank_starts(given, message, monkeypatch):
     from bench import ring
