@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .forward_softmax import scaled
-from .threads import layout_to_store
+from .threads import wide_rows
 
 
 @gluon.jit
@@ -28,7 +28,7 @@ def store_out(out_ptr, out, first_row, head_index, heads, q_rows, V_DIM: gl.cons
     ROWS: gl.constexpr = out.shape[0]
     COLUMNS: gl.constexpr = out.shape[1]
     if out.dtype.primitive_bitwidth == 16 and COLUMNS <= 128 and not STAGED:
-        out = gl.convert_layout(out, layout_to_store(COLUMNS))
+        out = wide_rows(out)
     LAYOUT: gl.constexpr = out.type.layout
     offsets, mask = out_place(first_row, head_index, heads, q_rows, V_DIM, ROWS, COLUMNS, LAYOUT, PANEL)
     gl.store(out_ptr + offsets, out, mask=mask)
