@@ -43,7 +43,7 @@ def gpu_of(monkeypatch):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(launches, "launch", lambda kernel, table, facts, moving, make, **options: make())
     for module in (hopper.forward, hopper.fused):
-        monkeypatch.setattr(module, "work_counter", lambda device: torch.zeros(2, dtype=torch.int32))
+        monkeypatch.setattr(module, "work_counter", lambda device: torch.zeros(3, dtype=torch.int32))
     padded = hopper.statistics.PaddedStatistics
     monkeypatch.setattr(hopper.statistics, "prepare", lambda rows, *_: padded(*torch.empty(2, rows[0].shape[1] * 2, 384)))
     monkeypatch.setattr(hopper.fused, "zero_sums", lambda q: torch.zeros(2 * q.shape[2], 384, q.shape[3]))

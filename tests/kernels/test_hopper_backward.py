@@ -241,7 +241,7 @@ def launches(hopper, monkeypatch):
 
     monkeypatch.setattr(triton.JITFunction, "run", run)
     monkeypatch.setattr(kernel_launches, "launch", launch_anew)
-    monkeypatch.setattr(fused, "work_counter", lambda device: torch.zeros(2, dtype=torch.int32))
+    monkeypatch.setattr(fused, "work_counter", lambda device: torch.zeros(3, dtype=torch.int32))
     monkeypatch.setattr(fused, "multiprocessors", lambda device: 132)
     return found
 
@@ -617,6 +617,52 @@ def test_programs_that_share_works_do_what_one_a_work_does(d, kernels, monkeypat
         assert torch.equal(dk, found[0][1]) and torch.equal(dv, found[0][2])
         if kernels == Kernels.HOPPER_ORDERED:
             assert torch.equal(dq, found[0][0])
+        assert (dq - found[0][0]).norm() <= 1e-5 * found[0][0].norm()
+
+
+B = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("tiles", "heads", "paced"),
+    [
+        ([(0, 70000, 0, 70000, -B, B)], 4, True),
+        ([(0, 70000, 0, 70000, -B, B)], 3, False),  # few works
+        ([(0, 10000, 0, 20000, -B, B), (10000, 70000, 0, 300000, -B, B)], 1, True),  # two lengths, many times each
+        ([(0, 10000, 0, 20000, -B, B), (10000, 70000, 0, 70000, -B, B)], 4, False),
+        ([(0, 70000, 0, 70000, 0, B)], 4, False),
+        ([(0, 70000, 0, 70000, -B, 0)], 8, False),
+    ],
+)
+def test_programs_with_works_of_equal_length_wait_for_one_another(tiles, heads, paced, monkeypatch):
+    monkeypatch.setattr(fused, "multiprocessors", lambda device: 132)
+    table = rk.TileTable(np.array(tiles), 70000, tiles[-1][3])
+    found = fused.pace_of(table, 64, -(-table.k_rows // 128) * heads, torch.device("cpu"))
+    assert found == (16 * 132 if paced else 0)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 96, 128, 192])
+def test_programs_that_wait_for_one_another_do_what_others_do(d, monkeypatch):
+    """A work each, and fewer of them at a time than the GPU holds, and one work at a time."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = ((500, 8, d), (3000, 4, d), (3000, 4, V_DIMS.get(d, d)), (500, 8, V_DIMS.get(d, d)))
+    q, k, v, dout = (torch.randn(2, *shape, generator=generator, device="cuda").bfloat16() for shape in shapes)
+    monkeypatch.setattr(fused, "TOGETHER", 1)
+    found = []
+    for pace in (0, 50, 1):
+        monkeypatch.setattr(fused, "pace_of", lambda *arguments, pace=pace: pace)
+        table = rk.TileTable(np.array(dense.full(500, 3000)), 500, 3000)
+        statistics = statistics_of(q, k, v, dout, table)
+        outputs = [torch.full_like(x, float("nan"), dtype=torch.float32) for x in (q, k, v)]
+        arguments = dict(zip(("dq", "dk", "dv"), outputs), softmax_scale=d**-0.5, kernels=Kernels.HOPPER_FUSED, add=False)
+        rk.backward(rk.Queries(q, dout, *statistics), k, v, table, **arguments)
+        found.append(outputs)
+        stream = torch.cuda.current_stream().cuda_stream
+        assert not work_queue.stream_counter(q.device, stream).any()
+    for dq, dk, dv in found[1:]:
+        assert torch.equal(dk, found[0][1]) and torch.equal(dv, found[0][2])
         assert (dq - found[0][0]).norm() <= 1e-5 * found[0][0].norm()
 
 

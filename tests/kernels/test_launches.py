@@ -82,7 +82,7 @@ def device(monkeypatch):
     padded = statistics.PaddedStatistics
     monkeypatch.setattr(statistics, "prepare", lambda rows, *_: padded(*torch.empty(2, rows[0].shape[1] * 2, 384)))
     for module in (hopper.forward, hopper.fused):
-        monkeypatch.setattr(module, "work_counter", lambda device: torch.zeros(2, dtype=torch.int32))
+        monkeypatch.setattr(module, "work_counter", lambda device: torch.zeros(3, dtype=torch.int32))
     return device
 
 

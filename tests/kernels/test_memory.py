@@ -164,7 +164,7 @@ def test_the_forms_launch_every_kernel_there_is(monkeypatch):
     monkeypatch.setattr(triton.JITFunction, "run", launch)
     monkeypatch.setattr(kernel_launches, "launch", launch_anew)
     for module in (hopper.forward, hopper.fused):
-        monkeypatch.setattr(module, "work_counter", lambda device: torch.zeros(2, dtype=torch.int32))
+        monkeypatch.setattr(module, "work_counter", lambda device: torch.zeros(3, dtype=torch.int32))
     for module in (attention, dispatch, paged, plain_backward, plain_forward):
         monkeypatch.setattr(module, "architecture", lambda device: "sm_90")
     for form in PLAIN + HOPPER:

@@ -5,6 +5,7 @@
 Shapes: as in `attention.backward`.
 """
 
+import numpy as np
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -15,7 +16,7 @@ from ..queries import Queries, Statistics
 from ..score_arguments import biases_count, facts_of, fixed_arguments, moving_arguments, pieces_of_distances
 from ..split_choice import choice
 from ..splits import multiprocessors
-from ..table import TileTable, touched_in
+from ..table import TileTable, steps_of, touched_in
 from . import statistics
 from .backward import BackwardConfig, key_arguments, key_blocks_of
 from .blocks import BLOCK, ROWS
@@ -39,6 +40,8 @@ SIDE_BY_SIDE = 256
 ORDERED_SIDE_BY_SIDE = {64: 1024, 96: 512, 128: 512, 192: 512}
 # steps after which a program ends, so that other kernels, such as those of an exchange, find a multiprocessor; measured on an H200
 TOGETHER = 128
+# works of equal length that each multiprocessor takes until programs wait for one another; measured on an H100
+ROUNDS = 16
 # long heads of these head dims run one by one: the L2 does not hold the queries, dout and sums that programs of two heads meet
 ONE_BY_ONE = (128, 192)
 
@@ -212,6 +215,21 @@ def programs_for(table: TileTable, config: BackwardConfig, works: int, heads: in
     return min(works, processors * max(1, round(time / TOGETHER)))
 
 
+def pace_of(table: TileTable, step: int, works: int, device: torch.device) -> int:
+    """After how many works programs wait for one another; 0 for never. For a launch whose programs take a single, long work each.
+
+    Programs that begin together meet the same queries at the same time, and memory gives them once for all. Where works are equally long,
+    as in a ring's launches over other ranks' keys, programs come apart, and nothing brings them together again: in the end each reads for
+    itself. Where lengths vary, programs that wait would idle for half a work.
+    """
+    processors = multiprocessors(device)
+    if works <= ROUNDS * processors:
+        return 0
+    steps = steps_of(*table.cut("k", BLOCK.value, step), step)
+    equal = len(np.unique(steps)) <= 1 + len(steps) // (ROUNDS // 2 * processors)
+    return ROUNDS * processors if equal else 0
+
+
 def fused_arguments(
     queries: Queries, k, v, table: TileTable, softmax_scale: float, rows: PaddedStatistics, sums, dk, dv, add: bool,
     drawn: torch.Tensor, turns: Turns | None = None, counters: torch.Tensor | None = None, modifiers: Modifiers | None = None,
@@ -245,5 +263,6 @@ def fused_arguments(
         drawn_ptr=drawn,
         count=grid,
         most=-(-grid // max(1, programs)),
+        pace=pace_of(table, config.step, grid, q.device) if turns is None and programs == grid else 0,
         ORDERED=turns is not None,
     )

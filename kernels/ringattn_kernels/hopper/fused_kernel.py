@@ -33,7 +33,7 @@ from .panels import join_columns, matrices, panels, some_rows, split_columns, st
 from .score_steps import ScoreSteps, load_head, load_places, modified, position
 from .score_sums import SumPointers, add_to_sums, leave_head, no_sums
 from .tables import Walk
-from .works import NUMBERS, KeyWorks, WorkPlaces, draw, hand_out_end, hand_out_work, load_key_work, take_work
+from .works import NUMBERS, KeyWorks, WorkPlaces, draw, end_work, hand_out_end, hand_out_work, keep_pace, load_key_work, take_work
 
 
 @gluon.constexpr_function
@@ -350,6 +350,8 @@ def produce(
     while number < works.count:
         work, item = load_key_work(works, number, STEP)
         walk = Walk(works.segments_ptr, work.first_segment, work.last_segment, work.steps)
+        if not ORDERED:
+            keep_pace(works, number)
         hand_out_work(of_works, work, taken)
         if ORDERED:
             mbarrier.wait(of_works.keys_empty, (taken & 1) ^ 1)
@@ -362,6 +364,8 @@ def produce(
             stage, phase = produce_work(
                 inputs, tiles, barriers, of_works.keys_empty, walk, work, works.group, padded_rows, taken, stage, phase, STAGES, STEP
             )  # fmt: skip
+        if not ORDERED:
+            end_work(works)
         taken += 1
         # now that all copies for this work are asked for: earlier, a program would hold a work that another could begin
         number = draw(works, taken)
@@ -369,13 +373,15 @@ def produce(
 
 
 @gluon.jit(
-    do_not_specialize=["count", "most", "item_count", "chunk", "heads", "kv_heads", "group", "padded_rows", "k_rows", *NOT_SPECIALIZED]
+    do_not_specialize=[
+        "count", "most", "pace", "item_count", "chunk", "heads", "kv_heads", "group", "padded_rows", "k_rows", *NOT_SPECIALIZED
+    ]
 )  # fmt: skip
 def fused_kernel(
     q_desc, k_desc, v_desc, dout_desc, q_rest, k_rest, v_rest, dout_rest, pivot_desc, delta_desc, sums_desc, sums_rest,
     dk_ptr, dv_ptr, items_ptr, segments_ptr, successors_ptr, counters_ptr, drawn_ptr,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    count, most, item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
+    count, most, pace, item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
     into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high, offset, all_heads,
     first_head, dropped, kept_share, slope_sums_ptr, bias_sums_ptr,
     HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
@@ -424,7 +430,7 @@ def fused_kernel(
         Handover(ds_full, ds_empty, staged, taken),
         WorkPlaces(places, full, keys_empty),
     )
-    works = KeyWorks(items_ptr, segments_ptr, drawn_ptr, count, most, item_count, chunk, heads, kv_heads, group)
+    works = KeyWorks(items_ptr, segments_ptr, drawn_ptr, count, most, pace, item_count, chunk, heads, kv_heads, group)
     gradients = GradientRows(dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs)
     turns = DeviceTurns(successors_ptr, counters_ptr)
     score = ScoreSteps(

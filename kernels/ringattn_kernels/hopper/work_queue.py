@@ -128,12 +128,12 @@ def _held_back(steps: np.ndarray, heads: int, processors: int) -> int:
 def stream_counter(device: torch.device, stream: int) -> torch.Tensor:
     """The counters of the launches on one stream, which never run side by side; each leaves them at zero."""
     with aside:
-        return torch.zeros(2, dtype=torch.int32, device=device)
+        return torch.zeros(3, dtype=torch.int32, device=device)
 
 
 def work_counter(device: torch.device) -> torch.Tensor:
-    """Two counters at zero, which no launch that may run at the same time uses."""
+    """Three counters at zero, which no launch that may run at the same time uses."""
     if torch.cuda.is_current_stream_capturing():
         # a graph may be replayed on any stream, so each of its launches has counters of its own
-        return torch.zeros(2, dtype=torch.int32, device=device)
+        return torch.zeros(3, dtype=torch.int32, device=device)
     return stream_counter(device, driver.active.get_current_stream(device.index))

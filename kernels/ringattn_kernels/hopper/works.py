@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from .barriers import look
 from .language import barrier
 from .tables import FIRST_SEGMENT, LAST_SEGMENT, SPLIT, count_steps, side_by_side
 
@@ -43,7 +44,8 @@ class WorkPlaces(NamedTuple):
 class KeyWorks(NamedTuple):
     """The works of a launch, `count`: each item of each key/value head, in the order of `side_by_side`. A program takes at most `most`.
 
-    drawn_ptr: the number of the next work, and how many programs draw no more; both are zero before a launch and after it.
+    drawn_ptr: the number of the next work, how many programs draw no more, and how many works have ended; all are zero before a launch and
+    after it. pace: see `keep_pace`; 0 where works need not keep it.
     """
 
     items_ptr: gl.tensor
@@ -51,6 +53,7 @@ class KeyWorks(NamedTuple):
     drawn_ptr: gl.tensor
     count: gl.tensor
     most: gl.tensor
+    pace: gl.tensor
     item_count: gl.tensor
     chunk: gl.tensor
     heads: gl.tensor
@@ -95,6 +98,26 @@ def load_key_work(works, number, STEP: gl.constexpr):
 
 
 @gluon.jit
+def keep_pace(works, number):
+    """Wait until all works before this one's stretch of `pace` works have ended, so that programs meet the same queries at the same time.
+
+    It waits for works that were drawn earlier, which wait for none that were drawn later.
+    """
+    if works.pace > 0:
+        before = number // works.pace * works.pace
+        ended = look(works.drawn_ptr + 2)
+        while ended < before:
+            ended = look(works.drawn_ptr + 2)
+
+
+@gluon.jit
+def end_work(works):
+    """Count a work that ends."""
+    if works.pace > 0:
+        gl.atomic_add(works.drawn_ptr + 2, 1, sem="relaxed")
+
+
+@gluon.jit
 def hand_out_work(of_works, work, taken):
     """Give the warpgroups their next work."""
     for i in gl.static_range(NUMBERS):
@@ -134,4 +157,5 @@ def draw(works, taken):
         if gl.atomic_add(works.drawn_ptr + 1, 1, sem="relaxed") == gl.num_programs(0) - 1:
             gl.store(works.drawn_ptr, 0)
             gl.store(works.drawn_ptr + 1, 0)
+            gl.store(works.drawn_ptr + 2, 0)
     return number
