@@ -338,7 +338,7 @@ def write_panels(ptr, stride, values, factor, row0, row_count, ADD: gl.constexpr
 
 @gluon.jit
 def produce(
-    inputs, sums, tiles, staging, barriers, handover, of_works, works, turns, padded_rows,
+    inputs, sums, tiles, staging, barriers, handover, of_works, works, pace, turns, padded_rows,
     STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """What the partition without products does."""
@@ -351,7 +351,7 @@ def produce(
         work, item = load_key_work(works, number, STEP)
         walk = Walk(works.segments_ptr, work.first_segment, work.last_segment, work.steps)
         if not ORDERED:
-            keep_pace(works, number)
+            keep_pace(works, number, pace)
         hand_out_work(of_works, work, taken)
         if ORDERED:
             mbarrier.wait(of_works.keys_empty, (taken & 1) ^ 1)
@@ -365,7 +365,7 @@ def produce(
                 inputs, tiles, barriers, of_works.keys_empty, walk, work, works.group, padded_rows, taken, stage, phase, STAGES, STEP
             )  # fmt: skip
         if not ORDERED:
-            end_work(works)
+            end_work(works, pace)
         taken += 1
         # now that all copies for this work are asked for: earlier, a program would hold a work that another could begin
         number = draw(works, taken)
@@ -381,9 +381,9 @@ def fused_kernel(
     q_desc, k_desc, v_desc, dout_desc, q_rest, k_rest, v_rest, dout_rest, pivot_desc, delta_desc, sums_desc, sums_rest,
     dk_ptr, dv_ptr, items_ptr, segments_ptr, successors_ptr, counters_ptr, drawn_ptr,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    count, most, pace, item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
+    count, most, item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
     into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high, offset, all_heads,
-    first_head, dropped, kept_share, slope_sums_ptr, bias_sums_ptr,
+    first_head, dropped, kept_share, slope_sums_ptr, bias_sums_ptr, pace,
     HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
     REGISTERS: gl.constexpr, ORDERED: gl.constexpr, MODIFIED: gl.constexpr,
 ):  # fmt: skip
@@ -430,7 +430,7 @@ def fused_kernel(
         Handover(ds_full, ds_empty, staged, taken),
         WorkPlaces(places, full, keys_empty),
     )
-    works = KeyWorks(items_ptr, segments_ptr, drawn_ptr, count, most, pace, item_count, chunk, heads, kv_heads, group)
+    works = KeyWorks(items_ptr, segments_ptr, drawn_ptr, count, most, item_count, chunk, heads, kv_heads, group)
     gradients = GradientRows(dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs)
     turns = DeviceTurns(successors_ptr, counters_ptr)
     score = ScoreSteps(
@@ -440,7 +440,7 @@ def fused_kernel(
     score_sums = SumPointers(slope_sums_ptr, bias_sums_ptr)
     gl.warp_specialize(
         [
-            (produce, (inputs, sums, tiles, staging, barriers, handover, of_works, works, turns, padded_rows,
+            (produce, (inputs, sums, tiles, staging, barriers, handover, of_works, works, pace, turns, padded_rows,
                        STAGES, STEP, HEAD_DIM, PARTS, ORDERED)),
             (consume_and_add, (tiles, staging, barriers, handover, of_works, works, sums, gradients, score, score_sums, padded_rows,
                                k_rows, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED, MODIFIED)),

@@ -45,7 +45,7 @@ class KeyWorks(NamedTuple):
     """The works of a launch, `count`: each item of each key/value head, in the order of `side_by_side`. A program takes at most `most`.
 
     drawn_ptr: the number of the next work, how many programs draw no more, and how many works have ended; all are zero before a launch and
-    after it. pace: see `keep_pace`; 0 where works need not keep it.
+    after it.
     """
 
     items_ptr: gl.tensor
@@ -53,7 +53,6 @@ class KeyWorks(NamedTuple):
     drawn_ptr: gl.tensor
     count: gl.tensor
     most: gl.tensor
-    pace: gl.tensor
     item_count: gl.tensor
     chunk: gl.tensor
     heads: gl.tensor
@@ -98,22 +97,22 @@ def load_key_work(works, number, STEP: gl.constexpr):
 
 
 @gluon.jit
-def keep_pace(works, number):
+def keep_pace(works, number, pace):
     """Wait until all works before this one's stretch of `pace` works have ended, so that programs meet the same queries at the same time.
 
     It waits for works that were drawn earlier, which wait for none that were drawn later.
     """
-    if works.pace > 0:
-        before = number // works.pace * works.pace
+    if pace > 0:
+        before = number // pace * pace
         ended = look(works.drawn_ptr + 2)
         while ended < before:
             ended = look(works.drawn_ptr + 2)
 
 
 @gluon.jit
-def end_work(works):
-    """Count a work that ends."""
-    if works.pace > 0:
+def end_work(works, pace):
+    """Count a work that ends, where others wait for it."""
+    if pace > 0:
         gl.atomic_add(works.drawn_ptr + 2, 1, sem="relaxed")
 
 
