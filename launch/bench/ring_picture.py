@@ -18,10 +18,8 @@ NAMES = {
     "cp-alltoall": "torch context_parallel (all-to-all)",
     "cp-allgather": "torch context_parallel (all-gather)",
     "ring_flash_attn": "ring-flash-attention",
-    "ring_flash_attn+cudnn": "ring-flash-attention over cuDNN",
     "local": "one GPU's kernels alone",
 }
-PEERS = {"ring_flash_attn+cudnn", *PEER_METHODS}
 _MARKS = "Ds^vPX"
 
 
@@ -74,7 +72,7 @@ def _draw_lines(axes, lines: dict[str, list[tuple[float, float]]]) -> None:
     """Draw the lines and write their names at the right end, moved apart where names would overlap."""
     ours, peers, ends = 0, 0, []
     for method, points in lines.items():
-        if method in PEERS or method.startswith("local"):
+        if method in PEER_METHODS or method.startswith("local"):
             colour = drawing.GREYS[peers % 3]
             style = dict(color=colour, linewidth=1.4, marker=_MARKS[peers % len(_MARKS)], markersize=5.5, markerfacecolor="white")
             peers += 1
