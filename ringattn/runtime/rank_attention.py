@@ -155,14 +155,15 @@ class RankAttention:
         drow_sum: torch.Tensor | None = None,
     ) -> local.Tensors:
         """dq, dk and dv. drow_sum: the gradient of row_sum, if there is one."""
-        ready, once = self.takes_rows_as_they_come, self.program.backward.alone
+        ready = self.takes_rows_as_they_come
+        once = ready and self.program.backward.alone
         queries = local.queries(q, out, dout, row_max, row_sum, drow_sum, ready=ready, once=once)
         return self.backward(score, queries, k, v)[:3]
 
     @property
     def takes_rows_as_they_come(self) -> bool:
-        """Whether the rows of q are attended in the order, and with the heads, in which they come."""
-        return self.q_order is None and self.exchange is None
+        """Whether this rank's launches get the rows of q as they come: in their order, with their heads, and none that move."""
+        return self.q_order is None and self.exchange is None and not self.program.queries_move
 
     @property
     def _one_exchange(self) -> bool:

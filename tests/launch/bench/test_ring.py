@@ -7,6 +7,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -159,6 +160,21 @@ def test_a_round_is_repeated_unless_its_gpus_took_long(first, seconds, device, r
 
     monkeypatch.setattr(ring_measure, "slowest", lambda values, device: values)
     assert ring_measure.rounds_after([ring_measure.Times(*one) for one in first], seconds, device) == rounds
+
+
+@pytest.mark.usefixtures("launch")
+@pytest.mark.parametrize("ahead", [True, False])
+def test_one_by_one_a_turn_begins_on_an_idle_gpu(ahead, monkeypatch):
+    from bench import ring_measure
+
+    busy = []
+    event = SimpleNamespace(record=lambda: None, elapsed_time=lambda other: 2.0)
+    monkeypatch.setattr(ring_measure.torch.cuda, "_sleep", busy.append)
+    monkeypatch.setattr(ring_measure.torch.cuda, "Event", lambda **options: event)
+    monkeypatch.setattr(ring_measure.torch.cuda, "synchronize", lambda: None)
+    times = ring_measure.once(SimpleNamespace(forward=lambda: None, backward=lambda: None), "cuda", ahead)
+    assert len(busy) == ahead
+    assert times.forward == times.both == 2e-3
 
 
 ERRORS = {
