@@ -18,7 +18,7 @@ import ringattn_kernels as rk
 from ringattn_kernels import dispatch
 
 from .kernels_cases import KernelCase, PackedCase
-from .shared.peers import FLASH4, is_installed
+from .shared.peers import FLASH4, first, is_installed
 
 # the backward passes that the kernels offer: shown name -> options
 BACKWARD_MODES = {"ringattn": {"deterministic": False}, "ringattn deterministic": {"deterministic": True}}
@@ -134,9 +134,9 @@ def flash4(case: KernelCase, inputs: Tensors) -> Passes:
         offsets, longest = _offsets(case), max(case.documents)
         leaves = [x[0].detach().requires_grad_() for x in (q, k, v)]
         lengths = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
-        return _with_grad(lambda: _first(flash_attn_varlen_func(*leaves, **lengths, causal=True)), leaves, dout[0])
+        return _with_grad(lambda: first(flash_attn_varlen_func(*leaves, **lengths, causal=True)), leaves, dout[0])
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    return _with_grad(lambda: _first(flash_attn_func(*leaves, causal=case.causal)), leaves, dout)
+    return _with_grad(lambda: first(flash_attn_func(*leaves, causal=case.causal)), leaves, dout)
 
 
 def flex(case: KernelCase, inputs: Tensors) -> Passes:
@@ -187,10 +187,6 @@ def installed() -> list[str]:
 def _offsets(case: PackedCase) -> torch.Tensor:
     """Where each document begins, and the end of the last: int32."""
     return torch.tensor([0, *itertools.accumulate(case.documents)], device="cuda", dtype=torch.int32)
-
-
-def _first(result):
-    return result[0] if isinstance(result, tuple) else result
 
 
 def _with_grad(forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor], dout: torch.Tensor) -> Passes:

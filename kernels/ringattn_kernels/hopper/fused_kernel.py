@@ -364,7 +364,6 @@ def produce(
             stage, phase = produce_work(
                 inputs, tiles, barriers, of_works.keys_empty, walk, work, works.group, padded_rows, taken, stage, phase, STAGES, STEP
             )  # fmt: skip
-        if not ORDERED:
             end_work(works, pace)
         taken += 1
         # now that all copies for this work are asked for: earlier, a program would hold a work that another could begin

@@ -64,8 +64,12 @@ def flash4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """FlashAttention-4."""
     from flash_attn.cute import flash_attn_func
 
-    out = flash_attn_func(q, k, v, causal=True)
-    return out[0] if isinstance(out, tuple) else out
+    return first(flash_attn_func(q, k, v, causal=True))
+
+
+def first(result: torch.Tensor | tuple) -> torch.Tensor:
+    """out, which FlashAttention-4 returns alone, or before the log-sum-exp."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 class _AllToAll(torch.autograd.Function):
