@@ -168,10 +168,9 @@ def same(questions: tuple[Question, ...], kinds: tuple, inputs: Tensors) -> list
     return addresses if found == kinds and not negated and len(set(addresses)) == len(addresses) else None
 
 
-def quick_swap() -> Callable[..., list[bytes] | None] | None:
-    """`swap` of `submission.c`; None where that is not compiled."""
-    module = native.submission()
-    return None if module is None else module.swap
+def quick_records() -> Any:
+    """What has `post` and `swap` of `submission.c`; None where that is not compiled."""
+    return native.submission()
 
 
 def _key(facts: tuple, now: tuple, inputs: Tensors, addresses: list[int]) -> tuple:
@@ -184,11 +183,15 @@ _NEW, _SEEN = object(), object()
 
 
 class Recording:
-    """A pass as allocations and a submission. Its numbers: addresses of inputs, of results, of the memory inside; then those of steps."""
+    """A pass as allocations and a submission. Its numbers: addresses of inputs, of results, of the memory inside; then those of steps.
+
+    contiguous: whether its first result is.
+    """
 
     def __init__(self, device: torch.device, results: Tensors, nbytes: int, listed: Submission, later: list[Later]) -> None:
         self._submission, self._later = listed, later
         self.kinds = [(tuple(x.shape), x.stride(), x.dtype) for x in results]  # of the results
+        self.contiguous = results[0].is_contiguous()
         # one function for all, whose code is then at hand; memory of which nothing is used has no address
         *self._results, self._inside = [
             partial(torch.empty_strided, *sizes, dtype=dtype, device=device)
@@ -198,13 +201,17 @@ class Recording:
             self._inside = int
         self._one_thread = threading.Lock()
 
-    def __call__(self, addresses: list[int]) -> Tensors:
+    def __call__(self, addresses: list[int], agreed: Callable[[], object] | None = None) -> Tensors:
+        """The results. agreed: called once all is queued that moves nothing to other ranks; if it raises, nothing moves."""
         results = tuple([make() for make in self._results])
         numbers = [*addresses, *results, self._inside()]
         with self._one_thread:
+            self._submission.begin(numbers)
+            if agreed is not None:
+                agreed()
             for later in self._later:
                 numbers += later()
-            self._submission(numbers)
+            self._submission.finish(numbers)
         return results
 
 

@@ -248,32 +248,62 @@ static void pause_a_little(void) {
 
 enum { LOOKS_AT_ONCE = 8, LOOKS = 400 }; /* a look takes about half a microsecond, and longer where others want this processor */
 
+/* A rank's turn: memory, number, rank, size, record. */
+typedef struct {
+  Py_buffer buffer;
+  char *memory;
+  uint64_t number;
+  int64_t rank, size;
+  const unsigned char *record;
+  uint32_t bytes;
+} Turn;
+
+/* Write a rank's record from its arguments; -1 with an exception if they are bad. Then the buffer is released, else the caller does that. */
+static int write_record(Turn *turn, PyObject *const *args, Py_ssize_t given) {
+  if (given != 5 || !PyBytes_Check(args[4]) || PyBytes_GET_SIZE(args[4]) > PIECE) {
+    PyErr_Format(PyExc_TypeError, "post and swap take memory, three integers and a short record");
+    return -1;
+  }
+  turn->number = PyLong_AsUnsignedLongLong(args[1]);
+  turn->rank = PyLong_AsLongLong(args[2]), turn->size = PyLong_AsLongLong(args[3]);
+  if (PyErr_Occurred()) return -1;
+  turn->bytes = (uint32_t)PyBytes_GET_SIZE(args[4]);
+  turn->record = (const unsigned char *)PyBytes_AS_STRING(args[4]);
+  if (PyObject_GetBuffer(args[0], &turn->buffer, PyBUF_WRITABLE) < 0) return -1;
+  turn->memory = turn->buffer.buf;
+  if (turn->rank < 0 || turn->rank >= turn->size || turn->size > (1 << 16) || turn->buffer.len < SLOT * (1 + turn->size * KEPT)) {
+    PyErr_Format(PyExc_ValueError, "the memory holds no records of %lld ranks", (long long)turn->size);
+    PyBuffer_Release(&turn->buffer);
+    return -1;
+  }
+  char *slot = slot_of(turn->memory, turn->rank, turn->number);
+  uint32_t facts[3] = {turn->bytes, turn->bytes, checksum(turn->number, turn->bytes, turn->record, turn->bytes)};
+  memcpy(slot + HEADER, turn->record, turn->bytes);
+  memcpy(slot + 8, facts, 12);
+  __atomic_thread_fence(__ATOMIC_RELEASE);
+  memcpy(slot, &turn->number, 8);
+  return 0;
+}
+
+/* post(memory, number, rank, size, record): writes this rank's record with this number, which `swap` may write once more. */
+static PyObject *post(PyObject *self, PyObject *const *args, Py_ssize_t given) {
+  Turn turn;
+  if (write_record(&turn, args, given) < 0) return NULL;
+  PyBuffer_Release(&turn.buffer);
+  Py_RETURN_NONE;
+}
+
 /* swap(memory, number, rank, size, record): the records of all ranks with this number as a list, once this rank's is written; None if not all
    have come within a few hundred microseconds, or one is of another length, or damaged: the caller finds out. */
 static PyObject *swap(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-  if (given != 5 || !PyBytes_Check(args[4]) || PyBytes_GET_SIZE(args[4]) > PIECE)
-    return PyErr_Format(PyExc_TypeError, "swap takes memory, three integers and a short record");
-  uint64_t number = PyLong_AsUnsignedLongLong(args[1]);
-  int64_t rank = PyLong_AsLongLong(args[2]), size = PyLong_AsLongLong(args[3]);
-  if (PyErr_Occurred()) return NULL;
-  uint32_t bytes = (uint32_t)PyBytes_GET_SIZE(args[4]);
-  const unsigned char *own = (const unsigned char *)PyBytes_AS_STRING(args[4]);
-  Py_buffer buffer;
-  if (PyObject_GetBuffer(args[0], &buffer, PyBUF_WRITABLE) < 0) return NULL;
-  char *memory = buffer.buf;
-  PyObject *list = NULL;
-  if (rank < 0 || rank >= size || size > (1 << 16) || buffer.len < SLOT * (1 + size * KEPT)) {
-    PyErr_Format(PyExc_ValueError, "the memory holds no records of %lld ranks", (long long)size);
-    goto done;
-  }
-  char *slot = slot_of(memory, rank, number);
-  uint32_t facts[3] = {bytes, bytes, checksum(number, bytes, own, bytes)};
-  memcpy(slot + HEADER, own, bytes);
-  memcpy(slot + 8, facts, 12);
-  __atomic_thread_fence(__ATOMIC_RELEASE);
-  memcpy(slot, &number, 8);
-
-  if ((list = PyList_New(size)) == NULL) goto done;
+  Turn turn;
+  if (write_record(&turn, args, given) < 0) return NULL;
+  char *memory = turn.memory;
+  uint64_t number = turn.number;
+  int64_t rank = turn.rank, size = turn.size;
+  uint32_t bytes = turn.bytes;
+  PyObject *list = PyList_New(size);
+  if (list == NULL) goto done;
   PyThreadState *others_may_run = NULL;
   int looks = 0;
   unsigned char piece[PIECE];
@@ -298,13 +328,14 @@ static PyObject *swap(PyObject *self, PyObject *const *args, Py_ssize_t given) {
     PyList_SET_ITEM(list, other, record);
   }
 done:
-  PyBuffer_Release(&buffer);
+  PyBuffer_Release(&turn.buffer);
   return list;
 }
 
 static PyMethodDef methods[] = {
     {"submit", (PyCFunction)(void (*)(void))submit, METH_FASTCALL, "Queue the calls of a program."},
     {"same", (PyCFunction)(void (*)(void))same, METH_FASTCALL, "The addresses of tensors, if they are of the same kinds as others."},
+    {"post", (PyCFunction)(void (*)(void))post, METH_FASTCALL, "Write this rank's record."},
     {"swap", (PyCFunction)(void (*)(void))swap, METH_FASTCALL, "The records of all ranks, if they come soon."},
     {NULL, NULL, 0, NULL}};
 

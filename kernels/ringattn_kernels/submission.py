@@ -70,10 +70,13 @@ class Argument(NamedTuple):
 
 
 class Submission:
-    """A list of driver calls, to which methods add; calling it queues all of them.
+    """A list of driver calls, to which methods add; `begin` and then `finish` queue all of them.
 
-    numbers: how many integers each run is given, until `more_numbers` asks for others. caller: the stream whose later work comes after what
+    numbers: how many integers each run begins with; `more_numbers` asks for others. caller: the stream whose later work comes after what
     the list says it comes after. Other streams keep their own order, and are given more by those who first let them follow a caller's.
+
+    `begin` queues the caller's launches up to the first that waits for another stream: they need nothing of other ranks, and touch no memory
+    but this one's. So a pass begins to compute before the ranks agree, and before its messages are on their way.
     """
 
     def __init__(self, module: ModuleType, functions: Functions, numbers: int, caller: int) -> None:
@@ -84,8 +87,9 @@ class Submission:
         self._patches, self._parameters = array("q"), array("q")
         self._arguments = bytearray()
         self._kept: list[Any] = [functions]  # and events, and memory
-        self._program = 0  # its address, once the list is complete
-        self.numbers = numbers
+        # addresses of the calls of `begin`, of all others, and how many the first are, once the list is complete; 0: no calls
+        self._programs: tuple[int, int, int] | None = None
+        self._first_numbers = self.numbers = numbers
 
     def keep(self, what: Any) -> None:
         """Keep what the calls' arguments point to."""
@@ -141,30 +145,71 @@ class Submission:
         place = self._packed("Q", [x for column in zip(*copies) for x in column])
         self._do(stream, _COPY, place, len(copies))
 
-    def __call__(self, numbers: list[Any]) -> None:
-        """Queue all calls. Tensors among the numbers stand for their addresses. Not for two threads at once.
+    def begin(self, numbers: list[Any]) -> None:
+        """Queue the first calls. Tensors among the numbers stand for their addresses. Not for two threads at once, until `finish` is done.
 
-        Raises RuntimeError if the driver refuses a call.
+        numbers: those that a run begins with. Raises RuntimeError if the driver refuses a call.
         """
-        if not self._program:
-            self._program = self._finished()
-        assert len(numbers) == self.numbers
-        failed = self._module.submit(self._program, numbers)
-        if failed is not None:
-            raise RuntimeError(f"the CUDA driver refused call {failed[0]} of a recorded pass with error {failed[1]}")
+        if self._programs is None:
+            self._programs = self._finished()
+        assert len(numbers) == self._first_numbers
+        self._submit(self._programs[0], numbers, 0)
 
-    def _finished(self) -> int:
+    def finish(self, numbers: list[Any]) -> None:
+        """Queue the others. numbers: all of them. Raises RuntimeError if the driver refuses a call."""
+        assert self._programs is not None and len(numbers) == self.numbers
+        self._submit(self._programs[1], numbers, self._programs[2])
+
+    def _submit(self, program: int, numbers: list[Any], before: int) -> None:
+        failed = self._module.submit(program, numbers) if program else None
+        if failed is not None:
+            raise RuntimeError(f"the CUDA driver refused call {before + failed[0]} of a recorded pass with error {failed[1]}")
+
+    def _finished(self) -> tuple[int, int, int]:
         size = len(self._arguments)
         memory = ctypes.create_string_buffer(size + _ALIGNED)
         begin = -(-ctypes.addressof(memory) // _ALIGNED) * _ALIGNED
         ctypes.memmove(begin, bytes(self._arguments), size)
-        calls, steps = self._calls(), array("q")
+        self._kept.append(memory)
+        first, others = self._parts(self._calls())
+        places = {place for call in first for place in self._parameters_of(call)}
+        patches = [self._patches[i : i + 4] for i in range(0, len(self._patches), 4)]
+        found = [
+            self._program(calls, [patch for patch in patches if (patch[1] in places) == early], begin)
+            for calls, early in ((first, True), (others, False))
+        ]
+        return found[0], found[1], len(first)
+
+    def _program(self, calls: Sequence[tuple[int, ...]], patches: Sequence[array[int]], arguments: int) -> int:
+        """The address of calls as `submission.c` reads them, with what it writes into their arguments first; 0 if there are none."""
+        if not calls:
+            return 0
+        steps, written = array("q"), array("q")
         for kind, stream, *values in calls:
             steps.extend([kind, stream, *values, *[0] * (8 - len(values))])
-        addresses = [x.buffer_info()[0] for x in (self._functions, steps, self._patches, self._parameters)]
-        program = array("q", [*addresses[:2], len(calls), addresses[2], len(self._patches) // 4, addresses[3], begin])
-        self._kept += memory, steps, program
+        for patch in patches:
+            written += patch
+        addresses = [x.buffer_info()[0] for x in (self._functions, steps, written, self._parameters)]
+        program = array("q", [*addresses[:2], len(calls), addresses[2], len(patches), addresses[3], arguments])
+        self._kept += steps, written, program
         return program.buffer_info()[0]
+
+    def _parts(self, calls: Sequence[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """The calls of `begin`, and all others, which keep their order."""
+        numbers = dict(zip(self._patches[1::4], self._patches[2::4]))  # by the place that is written
+        first, others, waits = list[tuple[int, ...]](), list[tuple[int, ...]](), False
+        for call in calls:
+            if call[1] == self._caller and not waits:
+                # a number that comes later is known only once the ranks have agreed
+                late = any(numbers.get(place, -1) >= self._first_numbers for place in self._parameters_of(call))
+                waits = call[0] not in (_LAUNCH, _MARK) or late
+            (first if call[1] == self._caller and not waits else others).append(call)
+        return first, others
+
+    def _parameters_of(self, call: tuple[int, ...]) -> Sequence[int]:
+        """Where a launch's parameters are; nothing for other calls."""
+        begin, count = call[-2:]
+        return self._parameters[begin : begin + count] if call[0] == _LAUNCH else ()
 
     def _calls(self) -> list[tuple[int, ...]]:
         """The driver calls that the list takes: kind, stream, and values."""

@@ -140,11 +140,11 @@ def inputs_of_replays(now: tuple, inputs: Tensors, questions: tuple[Question, ..
     return ringattn_kernels.recordings.InputKinds(now, inputs, questions)
 
 
-def quick_swap() -> Callable[..., list[bytes] | None] | None:
-    """What swaps records in C (see `Ranks.swapping`); None where that is missing. For a device that has recorded something."""
+def quick_records() -> Any:
+    """What swaps records in C (see `Ranks.posting`); None where that is missing. For a device that has recorded something."""
     import ringattn_kernels.recordings
 
-    return ringattn_kernels.recordings.quick_swap()
+    return ringattn_kernels.recordings.quick_records()
 
 
 def queries(

@@ -13,7 +13,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 
 import numpy as np
@@ -36,7 +36,8 @@ _OF_ORDER = {"function", _FORWARD, *FACTS.values()}
 
 # by the name of a fact: its value as a text, and the digest that is compared instead, unless it is empty
 _Texts = dict[str, tuple[str, str]]
-Swap = Callable[[bytes], list[bytes]]
+# see `Ranks.posting`
+Post = Callable[[bytes], Callable[[], list[bytes]]]
 
 
 class Facts:
@@ -61,34 +62,76 @@ class Facts:
         return Facts({**self._facts, name: value})
 
 
-def agree(ranks: Ranks, facts: Facts, tokens: int, label: Label = UNKNOWN, swap: Swap | None = None) -> tuple[tuple[int, ...], int]:
-    """The number of tokens of each rank, and the call's number. swap: swaps records where no transform of torch's runs.
+def agree(ranks: Ranks, facts: Facts, tokens: int, label: Label = UNKNOWN) -> tuple[tuple[int, ...], int]:
+    """The number of tokens of each rank, and the call's number.
 
     Raises ValueError, on every rank and with the names of the odd ranks, if a fact or the label differs or a rank refused its input.
     """
-    order: CallOrder = ranks.order
-    record = _RECORD.pack(False, tokens, facts.hash, order.latest + 1, label.kind, label.digest)
-    records = _swap(ranks, record) if swap is None else swap(record)
-    if records.count(record) == ranks.size:
-        order.add(order.latest + 1, label)
-        return (tokens,) * ranks.size, order.latest
-    refused, counts, hashes, numbers, kinds, labels = zip(*map(_RECORD.unpack, records))
-    # all numbers are equal, unless ranks were in different calls before, in vain
-    number = max(numbers)
-    order.add(number, label)
-    # without a name, a rank that runs compiled code does not know its line
-    same_label = len(set(labels)) == 1 or len(set(kinds)) > 1 or label.kind == UNKNOWN.kind
-    if any(refused) or len(set(hashes)) > 1 or not same_label:
-        known = {} if label.kind == UNKNOWN.kind else {FACTS[label.kind]: _text(label.text)}
-        _raise(ranks, refused, facts.texts | known)
-    return counts, number
+    return Agreement(ranks, facts, tokens, label, lambda record: partial(_swap, ranks, record))()
 
 
-def agree_backward(ranks: Ranks, facts: Facts, number: int, swap: Swap | None = None) -> None:
+class OtherShards(Exception):
+    """The ranks have agreed, but hold other shards than before. agreed: what they agreed on."""
+
+    def __init__(self, agreed: tuple[tuple[int, ...], int]) -> None:
+        self.agreed = agreed
+
+
+class Agreement:
+    """`agree` in two parts: making it posts this rank's record, where no transform of torch's runs; calling it waits for the others'.
+
+    known: each rank's tokens; with others, calling it raises `OtherShards`. place: the call's number, once the ranks have agreed.
+    """
+
+    __slots__ = ("_collect", "_facts", "_known", "_label", "_ranks", "_record", "_tokens", "place")
+
+    def __init__(
+        self, ranks: Ranks, facts: Facts, tokens: int, label: Label, post: Post, known: tuple[int, ...] | None = None
+    ) -> None:
+        self._ranks, self._facts, self._tokens, self._label, self._known = ranks, facts, tokens, label, known
+        order: CallOrder = ranks.order
+        self._record = _RECORD.pack(False, tokens, facts.hash, order.latest + 1, label.kind, label.digest)
+        self._collect = post(self._record)
+
+    def __call__(self) -> tuple[tuple[int, ...], int]:
+        ranks, label = self._ranks, self._label
+        order: CallOrder = ranks.order
+        records = self._collect()
+        if records.count(self._record) == ranks.size:
+            order.add(order.latest + 1, label)
+            return self._found((self._tokens,) * ranks.size, order.latest)
+        refused, counts, hashes, numbers, kinds, labels = zip(*map(_RECORD.unpack, records))
+        # all numbers are equal, unless ranks were in different calls before, in vain
+        number = max(numbers)
+        order.add(number, label)
+        # without a name, a rank that runs compiled code does not know its line
+        same_label = len(set(labels)) == 1 or len(set(kinds)) > 1 or label.kind == UNKNOWN.kind
+        if any(refused) or len(set(hashes)) > 1 or not same_label:
+            known = {} if label.kind == UNKNOWN.kind else {FACTS[label.kind]: _text(label.text)}
+            _raise(ranks, refused, self._facts.texts | known)
+        return self._found(counts, number)
+
+    def _found(self, tokens: tuple[int, ...], place: int) -> tuple[tuple[int, ...], int]:
+        self.place = place
+        if self._known is not None and tokens != self._known:
+            raise OtherShards((tokens, place))
+        return tokens, place
+
+
+def agree_backward(ranks: Ranks, facts: Facts, number: int) -> None:
     """Raises ValueError, on every rank, unless all ranks begin the backward pass of the call with this number."""
+    agreeing_backward(ranks, facts, number, lambda record: partial(_swap, ranks, record))()
+
+
+def agreeing_backward(ranks: Ranks, facts: Facts, number: int, post: Post) -> Callable[[], None]:
+    """`agree_backward` in two parts, as `Agreement`."""
     facts = facts.backward
     record = _RECORD.pack(False, 0, facts.hash, number, *UNKNOWN[:2])
-    records = _swap(ranks, record) if swap is None else swap(record)
+    return partial(_agreed_backward, ranks, facts, number, record, post(record))
+
+
+def _agreed_backward(ranks: Ranks, facts: Facts, number: int, record: bytes, collect: Callable[[], list[bytes]]) -> None:
+    records = collect()
     if records.count(record) < ranks.size:
         order: CallOrder = ranks.order
         refused, _, _, numbers, *_ = zip(*map(_RECORD.unpack, records))

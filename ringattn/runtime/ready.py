@@ -2,7 +2,8 @@
 
 A call asks the same questions each time: whether its input is good, what its rank does, whether a recording explains it. Here the answers
 are kept with everything that they depend on. `replay_of` runs a call for which all of that is the same as before; any other goes the
-long way, which says what is wrong with bad input. Ranks agree in each call, as on the long way, and with the same records.
+long way, which says what is wrong with bad input. Ranks agree in each call, as on the long way, and with the same records. But what a rank
+computes of its own rows alone is queued before the others' records are read.
 
 Calls of many layers get the same layout and mask, and come from the same line: what the latest calls had is compared by identity first.
 
@@ -26,7 +27,7 @@ from ..geometry.mask import Mask
 from ..schedule.schedules import Schedule
 from ..scores import Score
 from ..transport import Ranks
-from .agree import agree, agree_backward, refusing
+from .agree import Agreement, OtherShards, agreeing_backward, refusing
 from .calls import RingCall
 from .context import Context
 from .op import attention, gradients_of, seen
@@ -60,7 +61,8 @@ class ReadyCall:
         assert call.known is not None
         self.call, self.attention, self.seq_len, self.softmax_scale = call, attention, seq_len, softmax_scale
         self.forward = forward
-        self._swap = call.context.ranks.swapping(local.quick_swap())
+        self._contiguous = forward.contiguous
+        self._post = call.context.ranks.posting(local.quick_records())
         self.facts, self.tokens, self.with_transport = call.known, call.tokens, attention.transport.recorded_with
         self.identity = call.identity(Score(softmax_scale))
         self._agreements: list[torch.Tensor] = []  # of calls to come, and their memory
@@ -82,16 +84,16 @@ class ReadyCall:
         """Whether exchanges are recorded as they would run now."""
         return self.call.alone or self.attention.transport.recorded_with == self.with_transport
 
-    def agree(self, tokens: int, label: Label) -> tuple[tuple[int, ...], int]:
-        """As `agree`, in a turn of this call."""
+    def agreement_on(self, tokens: int, label: Label) -> Agreement:
+        """Of the ranks, in a turn of this call."""
         ranks = self.call.context.ranks
         _check_threads(ranks)
-        return agree(ranks, self.facts, tokens, label, self._swap)
+        return Agreement(ranks, self.facts, tokens, label, self._post, self.tokens)
 
-    def results(self, addresses: list[int]) -> Results:
-        """out, row_max and row_sum."""
-        out, row_max, row_sum = self.forward(addresses)
-        return out.contiguous(), row_max, row_sum
+    def results(self, addresses: list[int], agree: Agreement | None) -> Results:
+        """out, row_max and row_sum. agree: called before anything moves between ranks; a rank alone has none."""
+        out, row_max, row_sum = self.forward(addresses, agree)
+        return out if self._contiguous else out.contiguous(), row_max, row_sum
 
     def gradients(self, dout: torch.Tensor | None, drow_sum: torch.Tensor | None, saved: Any) -> tuple[torch.Tensor | None, ...]:
         """dq, dk and dv."""
@@ -118,8 +120,7 @@ class ReadyCall:
         ranks = self.call.context.ranks
         with self.call.turn:
             _check_threads(ranks)
-            agree_backward(ranks, self.facts, place, self._swap)
-            return recording(addresses)
+            return recording(addresses, agreeing_backward(ranks, self.facts, place, self._post))
 
     def _learn(self, dout: torch.Tensor, saved: Any) -> None:
         """Keep the recording of a backward pass that has gone the long way."""
@@ -137,9 +138,10 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ready: ReadyCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, addresses: list[int], agreed: torch.Tensor
+        ctx: Any, ready: ReadyCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, addresses: list[int], agree: Agreement | None
     ) -> Results:
-        results = ready.results(addresses)
+        results = ready.results(addresses, agree)
+        agreed = ready.agreed if agree is None else ready.agreement(agree.place)
         ctx.save_for_backward(q, k, v, *results, agreed)
         ctx.ready = ready
         ctx.set_materialize_grads(False)
@@ -194,11 +196,11 @@ class Known:
             self._caller, self._label = (code, at), line
         return self._label
 
-    def run(self, inputs: Tensors, addresses: list[int], place: int | None = None) -> Results:
-        """out, row_max and row_sum, once the ranks have agreed on the call's place; a rank alone has none."""
+    def run(self, inputs: Tensors, addresses: list[int], agree: Agreement | None = None) -> Results:
+        """out, row_max and row_sum; see `ReadyCall.results`."""
         if not self._needs_grad:
-            return self.ready.results(addresses)
-        return _apply(self.ready, *inputs, addresses, self.ready.agreed if place is None else self.ready.agreement(place))
+            return self.ready.results(addresses, agree)
+        return _apply(self.ready, *inputs, addresses, agree)
 
 
 def replay_of(
@@ -221,12 +223,14 @@ def replay_of(
     context.use(ready.attention)
     if ready.call.alone:
         return known.run(inputs, addresses)
+    if not ready.holds:
+        return None
     with context.turn:
-        tokens, place = q.shape[1], known.label(name)
-        agreed = ready.agree(tokens, place)
-        if agreed[0] == ready.tokens and ready.holds:
-            return known.run(inputs, addresses, agreed[1])
-        # other ranks have other shards than before
+        place = known.label(name)
+        try:
+            return known.run(inputs, addresses, ready.agreement_on(q.shape[1], place))
+        except OtherShards as found:
+            agreed = found.agreed
         layout, mask, schedule, _ = options
         call = RingCall(context, layout, mask, schedule, place)
         call.agreed = agreed

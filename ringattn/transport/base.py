@@ -40,18 +40,23 @@ class Ranks(ABC):
         Blocks until all ranks have called. With `patience`, returns None after that many seconds.
         """
 
-    def swapping(self, quick: Any = None) -> Callable[[bytes], list[bytes]]:
-        """`all_gather_control` without patience, past all that stands between; for ranks that are connected.
+    def posting(self, quick: Any = None) -> Callable[[bytes], Callable[[], list[bytes]]]:
+        """`all_gather_control` without patience in two parts, past all that stands between; for ranks that are connected.
 
-        quick: does it in C where the ranks share memory (`swap` of `ringattn_kernels/submission.c`), or None.
+        The first part takes this rank's record, which the others may read from then on if they share memory with it, and returns the
+        second, which waits for theirs. No other record may come between the two. quick: does it in C where the ranks share memory
+        (`post` and `swap` of `ringattn_kernels/submission.c`), or None.
         """
 
-        def swap(record: bytes) -> list[bytes]:
-            records = self.all_gather_control(record, None)
-            assert records is not None
-            return records
+        def post(record: bytes) -> Callable[[], list[bytes]]:
+            def collect() -> list[bytes]:
+                records = self.all_gather_control(record, None)
+                assert records is not None
+                return records
 
-        return swap
+            return collect
+
+        return post
 
     @property
     def ranks_per_node(self) -> int | None:

@@ -79,8 +79,8 @@ class HostChannel(Ranks):
         self._failure = None
         return records
 
-    def swapping(self, quick: Any = None) -> Callable[[bytes], list[bytes]]:
-        return super().swapping(quick) if self._shared is None else self._shared.swapping(quick)
+    def posting(self, quick: Any = None) -> Callable[[bytes], Callable[[], list[bytes]]]:
+        return super().posting(quick) if self._shared is None else self._shared.posting(quick)
 
     def connect_ranks(self) -> None:
         """Connect the ranks, who call this together, if they are not connected: only then do they learn of each other's end."""

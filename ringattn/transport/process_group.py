@@ -96,8 +96,8 @@ class ProcessGroupTransport(Transport):
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
         return self._channel.all_gather_control(record, patience)
 
-    def swapping(self, quick: Any = None) -> Callable[[bytes], list[bytes]]:
-        return self._channel.swapping(quick)
+    def posting(self, quick: Any = None) -> Callable[[bytes], Callable[[], list[bytes]]]:
+        return self._channel.posting(quick)
 
 
 def _lent(x: torch.Tensor) -> torch.Tensor:

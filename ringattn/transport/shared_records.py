@@ -9,7 +9,9 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from functools import partial
 from io import FileIO
+from typing import Any
 
 from .roster import Notes, Roster
 
@@ -39,21 +41,30 @@ class SharedRecords:
         self._next = 1
         self._numbers = threading.Lock()
 
-    def swapping(self, quick: Callable[..., list[bytes] | None] | None) -> Callable[[bytes], list[bytes]]:
-        """`all_gather` for whoever always waits. quick: writes a piece and finds the others', unless something is odd or late; in C."""
+    def posting(self, quick: Any = None) -> Callable[[bytes], Callable[[], list[bytes]]]:
+        """As `Ranks.posting`. quick: writes a piece, and finds the others' unless something is odd or late; in C."""
 
-        def swap(record: bytes) -> list[bytes]:
+        def post(record: bytes) -> Callable[[], list[bytes]]:
             if quick is None or len(record) > _PIECE:
-                found = self.all_gather(record, None)
-            else:
-                number = self._take(1)
-                found = quick(self._memory, number, self._rank, self._size, record)
-                if found is None:
-                    found = self._gather(number, [record], len(record), None)
-            assert found is not None
-            return found
+                return partial(self._waited, record)
+            number = self._take(1)
+            quick.post(self._memory, number, self._rank, self._size, record)
+            return partial(self._collect, quick, number, record)
 
-        return swap
+        return post
+
+    def _collect(self, quick: Any, number: int, record: bytes) -> list[bytes]:
+        # both ways write this rank's piece once more, as it is
+        found = quick.swap(self._memory, number, self._rank, self._size, record)
+        if found is None:
+            found = self._gather(number, [record], len(record), None)
+        assert found is not None
+        return found
+
+    def _waited(self, record: bytes) -> list[bytes]:
+        found = self.all_gather(record, None)
+        assert found is not None
+        return found
 
     def all_gather(self, record: bytes, patience: float | None) -> list[bytes] | None:
         """Every rank's record, all of one length; None after `patience` seconds.

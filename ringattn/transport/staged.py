@@ -93,8 +93,8 @@ class StagedTransport(Transport):
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
         return self._control.all_gather_control(record, patience)
 
-    def swapping(self, quick: Any = None) -> Callable[[bytes], list[bytes]]:
-        return self._control.swapping(quick)
+    def posting(self, quick: Any = None) -> Callable[[bytes], Callable[[], list[bytes]]]:
+        return self._control.posting(quick)
 
     def _use(self, memory: Memory) -> None:
         """Exchange through this memory from now on."""

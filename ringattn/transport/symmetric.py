@@ -165,8 +165,8 @@ class AutomaticTransport(Transport):
     def all_gather_control(self, record: bytes, patience: float | None = None) -> list[bytes] | None:
         return self._process_group.all_gather_control(record, patience)
 
-    def swapping(self, quick: Any = None) -> Callable[[bytes], list[bytes]]:
-        return self._process_group.swapping(quick)
+    def posting(self, quick: Any = None) -> Callable[[bytes], Callable[[], list[bytes]]]:
+        return self._process_group.posting(quick)
 
     def _of(self, device: torch.device) -> Transport:
         return self._gpu if device.type == "cuda" and self._gpu is not None else self._process_group

@@ -76,6 +76,11 @@ def listed(driver, numbers):
     return Submission(module, driver.functions, numbers, caller=7)
 
 
+def run(calls, numbers, later=()):
+    calls.begin(numbers)
+    calls.finish([*numbers, *later])
+
+
 def operation(kind, address, value):
     return struct.pack("=I4xQQI20x", kind, address, value, 0)
 
@@ -89,7 +94,7 @@ def test_calls_come_in_order_with_the_numbers_of_each_run(driver):
     calls.copy(9, [(Number(0, 16), 1 << 46, 100), (64, Number(1, 3) + 5, 200)])
     for numbers in ([1 << 45, 2000, 512, 6], [1 << 44, 3000, 1024, (1 << 32) + 7]):
         driver.calls.clear()
-        calls(numbers)
+        run(calls, numbers[:2], numbers[2:])
         words = operation(1, 1 << 47, numbers[3] % 2**32) + operation(1, 4096 + numbers[2], 3)
         copies = [numbers[0] + 16, 64], [1 << 46, numbers[1] + 8], [100, 200]
         assert driver.calls == [
@@ -116,7 +121,7 @@ def test_only_what_is_waited_for_is_marked_and_only_once(driver):
     calls.after(7, calls.mark(8))
     calls.mark(7)
     calls.after(9, calls.mark(7))
-    calls([])
+    run(calls, [])
     assert names_of(driver) == [("mark", 7), ("after", 8), ("copy", 8), ("mark", 8), ("after", 7)]
 
 
@@ -126,7 +131,7 @@ def test_memory_operations_that_follow_each_other_are_one_call(driver):
     calls.operate(8, 1, [(128, Number(0, 1)), (192, 5)])
     calls.operate(9, 1, [(256, 6)])
     calls.operate(8, 1, [(320, 7)])
-    calls([3])
+    run(calls, [3])
     words = [operation(2, 64, 3) + operation(1, 128, 4) + operation(1, 192, 5), operation(1, 256, 6), operation(1, 320, 7)]
     assert driver.calls == [("operate", stream, word) for stream, word in zip((8, 9, 8), words)]
 
@@ -140,7 +145,7 @@ def test_memory_operations_whose_arguments_lie_apart_are_not_joined(driver):
     calls.operate(8, 2, [(128, 1)])
     for _ in range(300):
         calls.operate(9, 2, [(64, 1)])
-    calls([])
+    run(calls, [])
     assert [len(call[2]) // 48 for call in driver.calls] == [1, 1, 256, 44]
 
 
@@ -155,7 +160,7 @@ def test_memory_operations_with_a_point_between_them_are_apart(driver):
     calls.operate(9, 2, [(64, 1)])
     calls.after(9, calls.mark(8))
     calls.operate(9, 1, [(64, 1)])
-    calls([])
+    run(calls, [])
     wanted = [("operate", 8), ("mark", 8), ("operate", 8), ("mark", 8), ("after", 9), ("copy", 9), ("operate", 9)]
     assert names_of(driver) == [*wanted, ("after", 9), ("operate", 9)]
 
@@ -174,7 +179,7 @@ def test_a_launch_has_its_parameters_as_the_kernel_reads_them(driver):
     calls = listed(driver, 1)
     calls.launch(DIRECT, arguments, 7)
     driver.parameters = 8, 8, 4, 8, 4, 1, 8, 8, 8
-    calls([1 << 45])
+    run(calls, [1 << 45])
     values = [struct.pack("Q", 1 << 47), struct.pack("Q", (1 << 45) + 256), struct.pack("i", -5), struct.pack("q", 1 << 40)]
     values += [struct.pack("f", 0.5), b"\1", bytes(8), bytes(8), bytes(8)]
     assert driver.calls == [("launch", 5, (6, 1, 2, 128, 1, 1, 4096), 7, *values)]
@@ -187,7 +192,7 @@ def test_a_descriptor_gets_the_address_of_each_run(driver, monkeypatch):
     driver.parameters = 128, 4, 8, 8
     for address in (1 << 45, 1 << 44):
         driver.calls.clear()
-        calls([address])
+        run(calls, [address])
         replaced, launch = driver.calls
         assert replaced == ("replace_address", address + 64)
         assert launch[4:6] == (struct.pack("Q", address + 64) + bytes(range(8, 128)), struct.pack("i", 3))
@@ -204,10 +209,61 @@ def test_arguments_of_unknown_types_are_not_listed(driver, argument):
         listed(driver, 0).launch(DIRECT, [argument], 7)
 
 
+def test_launches_that_wait_for_nothing_are_queued_before_anything_else(driver):
+    """They keep their order, and marks of the caller's stream before and between them stay where they were in that stream."""
+    calls = listed(driver, 1)
+    (later,) = calls.more_numbers(1)
+    begun = calls.mark(7)
+    calls.after(8, begun)
+    calls.copy(8, [(later, 2, 3)])
+    calls.launch(DIRECT, [Argument("*fp32", None, Number(0))], 7)
+    halfway = calls.mark(7)
+    calls.launch(DIRECT, [Argument("i32", 5)], 7)
+    calls.after(9, halfway)
+    calls.launch(DIRECT, [Argument("i32", 6)], 9)
+    come = calls.mark(8)
+    calls.after(7, come)
+    calls.launch(DIRECT, [Argument("i32", 7)], 7)
+    driver.parameters = (8,)
+    calls.begin([1 << 45])
+    early = [("mark", 7), ("launch", 7), ("mark", 7), ("launch", 7)]
+    assert names_of(driver) == early
+    calls.finish([1 << 45, 1 << 46])
+    others = [("after", 8), ("copy", 8), ("mark", 8), ("after", 9), ("launch", 9), ("after", 7), ("launch", 7)]
+    assert names_of(driver)[4:] == others
+    values = [call[4] for call in driver.calls if call[0] == "launch"]
+    assert values[0] == struct.pack("Q", 1 << 45) and [value[:4] for value in values[1:]] == [struct.pack("i", x) for x in (5, 6, 7)]
+    assert driver.calls[5][1] == [1 << 46]
+
+
+def test_a_launch_whose_numbers_come_later_is_not_early(driver):
+    calls = listed(driver, 1)
+    (later,) = calls.more_numbers(1)
+    calls.launch(DIRECT, [Argument("*fp32", None, Number(0))], 7)
+    calls.launch(DIRECT, [Argument("*fp32", None, later)], 7)
+    calls.launch(DIRECT, [Argument("*fp32", None, Number(0))], 7)
+    driver.parameters = (8,)
+    calls.begin([64])
+    assert [call[4] for call in driver.calls] == [struct.pack("Q", 64)]
+    calls.finish([64, 128])
+    assert [call[4] for call in driver.calls] == [struct.pack("Q", x) for x in (64, 128, 64)]
+
+
+@pytest.mark.parametrize("kind", ["operate", "copy"])
+def test_nothing_is_early_behind_what_the_caller_moves(driver, kind):
+    calls = listed(driver, 0)
+    calls.operate(7, 1, [(64, 1)]) if kind == "operate" else calls.copy(7, [(1, 2, 3)])
+    calls.launch(DIRECT, [], 7)
+    calls.begin([])
+    assert driver.calls == []
+    calls.finish([])
+    assert names_of(driver) == [(kind, 7), ("launch", 7)]
+
+
 def test_tensors_stand_for_their_addresses(driver):
     calls, x, y = listed(driver, 3), torch.empty(4), torch.empty(4)
     calls.copy(9, [(Number(0, 16), Number(1), 100), (64, Number(2), 200)])
-    calls([x, 1 << 45, y])
+    run(calls, [x, 1 << 45, y])
     assert driver.calls[0][1:3] == ([x.data_ptr() + 16, 64], [1 << 45, y.data_ptr()])
 
 
@@ -218,5 +274,14 @@ def test_a_refused_call_is_an_error_and_ends_the_run(driver):
     calls.operate(7, 1, [(64, 1)])
     driver.failing = "copy"
     with pytest.raises(RuntimeError, match="the CUDA driver refused call 1 of a recorded pass with error 700"):
-        calls([])
+        run(calls, [])
     assert [name for name, *_ in driver.calls] == ["operate", "copy"]
+
+
+def test_calls_are_counted_from_the_first_part_on(driver):
+    calls = listed(driver, 0)
+    calls.launch(DIRECT, [], 7)
+    calls.copy(8, [(1, 2, 3)])
+    driver.failing = "copy"
+    with pytest.raises(RuntimeError, match="refused call 1 of"):
+        run(calls, [])

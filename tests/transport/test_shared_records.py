@@ -18,17 +18,24 @@ SIZES = (0, 1, 42, 500, 1004, 1005, 2048)  # up to one piece, and more
 
 
 class Counting:
-    """The swap in C, which counts how often it left the rest to Python."""
+    """The records in C, which counts how often they left the rest to Python. then: called after each swap."""
 
-    def __init__(self):
+    def __init__(self, then=lambda: None):
         module = native.submission()
         assert module is not None, "submission.c does not compile"
-        self._swap, self.left = module.swap, 0
+        self.post, self._swap, self.left, self._then = module.post, module.swap, 0, then
 
-    def __call__(self, *arguments):
+    def swap(self, *arguments):
         found = self._swap(*arguments)
         self.left += found is None
+        self._then()
         return found
+
+
+def swapping(records, quick):
+    """swap(record): the records of all ranks."""
+    post = records.posting(quick)
+    return lambda record: post(record)()
 
 
 @pytest.fixture
@@ -57,7 +64,7 @@ def test_ranks_understand_each_other_in_either_language(in_c, make):
     ranks = make(len(in_c))
 
     def run(rank):
-        swap = ranks[rank].swapping(Counting() if in_c[rank] else None)
+        swap = swapping(ranks[rank], Counting() if in_c[rank] else None)
         return [swap(record(rank, turn, SIZES[turn % len(SIZES)])) for turn in range(400)]
 
     with ThreadPoolExecutor(len(in_c)) as threads:
@@ -70,7 +77,7 @@ def test_a_rank_that_is_there_is_found_without_python(make):
     """Record after record, also where the numbers of pieces come round."""
     first, second = make(2)
     quick = Counting()
-    swap = second.swapping(quick)
+    swap = swapping(second, quick)
     for turn in range(200):
         # a patience of no time: this leaves the record and goes on
         assert first.all_gather(record(0, turn, 42), 0.0) is None
@@ -78,22 +85,26 @@ def test_a_rank_that_is_there_is_found_without_python(make):
     assert quick.left == 0
 
 
+@pytest.mark.parametrize("in_c", [True, False])
+def test_a_record_that_is_posted_can_be_read_before_its_rank_waits(in_c, make):
+    first, second = make(2)
+    collect = first.posting(Counting())(b"one")
+    assert swapping(second, Counting() if in_c else None)(b"two") == [b"one", b"two"]
+    assert collect() == [b"one", b"two"]
+
+
 def test_a_late_rank_is_waited_for_in_python(make):
     first, second = make(2)
-    quick, late = Counting(), threading.Event()
+    late = threading.Event()
+    quick = Counting(late.set)
 
     def come():
         late.wait()
         return second.all_gather(b"two", None)
 
-    def swap(*arguments):
-        found = quick(*arguments)
-        late.set()
-        return found
-
     with ThreadPoolExecutor(1) as other:
         future = other.submit(come)
-        assert first.swapping(swap)(b"one") == [b"one", b"two"] == future.result()
+        assert swapping(first, quick)(b"one") == [b"one", b"two"] == future.result()
     assert quick.left == 1
 
 
@@ -102,7 +113,7 @@ def test_other_threads_run_while_a_rank_waits(make):
     ranks, quick = make(2), [Counting(), Counting()]
 
     def run(rank):
-        swap = ranks[rank].swapping(quick[rank])
+        swap = swapping(ranks[rank], quick[rank])
         return [swap(record(rank, turn, 42)) for turn in range(300)]
 
     with ThreadPoolExecutor(2) as threads:
@@ -112,14 +123,14 @@ def test_other_threads_run_while_a_rank_waits(make):
 def test_a_rank_that_does_not_come_is_named(make):
     first, _ = make(2, seconds=0.05)
     with pytest.raises(RuntimeError, match="rank 1 has not made this call within"):
-        first.swapping(Counting())(b"one")
+        swapping(first, Counting())(b"one")
 
 
 def test_a_record_of_another_length_is_an_error(make):
     first, second = make(2)
     assert second.all_gather(b"longer", 0.0) is None
     with pytest.raises(RuntimeError, match="rank 1 has a record of 6 bytes, not 3"):
-        first.swapping(Counting())(b"one")
+        swapping(first, Counting())(b"one")
 
 
 def test_a_rank_that_has_gone_on_is_an_error(make):
@@ -127,7 +138,7 @@ def test_a_rank_that_has_gone_on_is_an_error(make):
     for _ in range(65):
         assert second.all_gather(b"two", 0.0) is None
     with pytest.raises(RuntimeError, match="rank 1 has gone on without this rank, by 64 records"):
-        first.swapping(Counting())(b"one")
+        swapping(first, Counting())(b"one")
 
 
 @pytest.mark.parametrize("byte", [8, 12, 16, 20, 22], ids=["length", "piece", "checksum", "first", "last"])
@@ -136,14 +147,12 @@ def test_a_record_that_is_not_whole_yet_is_not_taken(byte, make):
     assert second.all_gather(b"two", 0.0) is None
     begin = second._place(1, 1) + byte
     second._memory[begin] ^= 1
-    quick = Counting()
 
-    def swap(*arguments):
-        found = quick(*arguments)
+    def mend():
         second._memory[begin] ^= 1
-        return found
 
-    assert first.swapping(swap)(b"one") == [b"one", b"two"]
+    quick = Counting(mend)
+    assert swapping(first, quick)(b"one") == [b"one", b"two"]
     assert quick.left == 1
 
 
@@ -153,6 +162,7 @@ def test_a_record_that_is_not_whole_yet_is_not_taken(byte, make):
 def test_memory_that_is_too_small_is_not_written(arguments):
     module = native.submission()
     assert module is not None
-    with pytest.raises((ValueError, TypeError)):
-        module.swap(*arguments)
+    for write in (module.post, module.swap):
+        with pytest.raises((ValueError, TypeError)):
+            write(*arguments)
     assert not any(arguments[0])
