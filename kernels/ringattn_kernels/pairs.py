@@ -1,5 +1,7 @@
 """Sums, casts and rows of a pair of tensors, such as dk and dv, in one launch: a ring's small steps between its large ones."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -7,27 +9,36 @@ import triton.language as tl
 from . import launches
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+# contiguous tensors, and after how many numbers of the two that they are added to they begin, in the order of memory
+More = tuple[Pair, tuple[int, int]]
 
 _BLOCK = 2048
+_AT_ONCE = 3  # pairs that one launch adds
 
 
 def add_pair(totals: Pair, more: Pair) -> None:
     """Add to each of two contiguous tensors of one dtype another one of the same shape and dtype, in place."""
-    assert all(x.shape == y.shape and x.dtype == y.dtype and x.is_contiguous() and y.is_contiguous() for x, y in zip(totals, more))
-    _launch(totals, more, totals)
+    assert all(x.shape == y.shape and x.is_contiguous() for x, y in zip(totals, more))
+    _launch(totals, [(more, (0, 0))], totals)
 
 
-def rounded_pair(pair: Pair, dtype: torch.dtype) -> Pair:
-    """Two tensors of one dtype in another one, with their strides, which leave no gaps."""
+def rounded_pair(pair: Pair, dtype: torch.dtype, more: Sequence[More] = ()) -> Pair:
+    """Two tensors of one dtype in another one, with their strides, which leave no gaps.
+
+    more: pairs of the first dtype, added before one after another.
+    """
+    while len(more) > _AT_ONCE:
+        _launch(pair, more[:_AT_ONCE], pair)
+        more = more[_AT_ONCE:]
     results = torch.empty_like(pair[0], dtype=dtype), torch.empty_like(pair[1], dtype=dtype)
     assert all(x.stride() == y.stride() for x, y in zip(pair, results))
-    _launch(pair, (None, None), results)
+    _launch(pair, more, results)
     return results
 
 
 def zero_pair(pair: Pair) -> None:
     """Set two tensors of one dtype, whose strides leave no gaps, to zero."""
-    _launch((None, None), (None, None), pair)
+    _launch((None, None), (), pair)
 
 
 def take_rows(pair: Pair, index: torch.Tensor | None = None) -> Pair:
@@ -61,46 +72,60 @@ def _launch_rows(pair: Pair, results: Pair, index: torch.Tensor | None, *, add: 
         launches.launch(row_kernel, None, (add, block), moving, make, num_warps=4)
 
 
-def _launch(
-    first: tuple[torch.Tensor | None, torch.Tensor | None], second: tuple[torch.Tensor | None, torch.Tensor | None], results: Pair
-) -> None:
+def _launch(first: tuple[torch.Tensor | None, torch.Tensor | None], more: Sequence[More], results: Pair) -> None:
+    assert all(x.is_contiguous() and x.dtype == y.dtype for pair, _ in more for x, y in zip(pair, first) if y is not None)
     counts = [x.numel() for x in results]
     block = 64 if results[0].device.type == "cpu" else _BLOCK
     programs = [triton.cdiv(count, block) for count in counts]
-    names = ("x1_ptr", "x2_ptr", "y1_ptr", "y2_ptr", "sum1_ptr", "sum2_ptr")
-    moving = dict(zip(names, (*first, *second, *results)))
+    moving = dict(zip(("x1_ptr", "x2_ptr", "sum1_ptr", "sum2_ptr"), (*first, *results)))
+    bounds = {}
+    for number, name in enumerate("abc"):
+        pair, begins = more[number] if number < len(more) else ((None, None), (0, 0))
+        for which, x, begin in zip((1, 2), pair, begins):
+            moving[f"{name}{which}_ptr"] = x
+            bounds |= {f"{name}{which}_begin": begin, f"{name}{which}_end": begin + (0 if x is None else x.numel())}
 
     def make() -> tuple[int, dict]:
-        return sum(programs), moving | dict(programs=programs[0], count1=counts[0], count2=counts[1], BLOCK=block)
+        return sum(programs), moving | bounds | dict(programs=programs[0], count1=counts[0], count2=counts[1], BLOCK=block)
 
     if sum(programs) > 0:
-        launches.launch(pair_kernel, None, (), moving, make, num_warps=8)
+        launches.launch(pair_kernel, None, tuple(bounds.values()), moving, make, num_warps=8)
 
 
 @triton.jit
 def pair_kernel(
-    x1_ptr, x2_ptr, y1_ptr, y2_ptr, sum1_ptr, sum2_ptr, programs, count1, count2, BLOCK: tl.constexpr
+    x1_ptr, x2_ptr, a1_ptr, a2_ptr, b1_ptr, b2_ptr, c1_ptr, c2_ptr, sum1_ptr, sum2_ptr, a1_begin, a1_end, a2_begin, a2_end,
+    b1_begin, b1_end, b2_begin, b2_end, c1_begin, c1_end, c2_begin, c2_end, programs, count1, count2, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """sum = x + y, x where there is no y, or 0 where there is no x either, in the sum's dtype.
+    """sum = x + a + b + c in the sum's dtype, where any may be missing. Numbers [begin, end) of the sum are those that a, b or c has.
 
     A program has BLOCK numbers of the first of each pair, or, behind its programs, of the second.
     """
     if tl.program_id(0) < programs:
-        _add_block(x1_ptr, y1_ptr, sum1_ptr, tl.program_id(0), count1, BLOCK)
+        block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        total = _added(_number(x1_ptr, block, count1), a1_ptr, block, a1_begin, a1_end)
+        total = _added(_added(total, b1_ptr, block, b1_begin, b1_end), c1_ptr, block, c1_begin, c1_end)
+        tl.store(sum1_ptr + block, total.to(sum1_ptr.dtype.element_ty), mask=block < count1)
     else:
-        _add_block(x2_ptr, y2_ptr, sum2_ptr, tl.program_id(0) - programs, count2, BLOCK)
+        block = (tl.program_id(0) - programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        total = _added(_number(x2_ptr, block, count2), a2_ptr, block, a2_begin, a2_end)
+        total = _added(_added(total, b2_ptr, block, b2_begin, b2_end), c2_ptr, block, c2_begin, c2_end)
+        tl.store(sum2_ptr + block, total.to(sum2_ptr.dtype.element_ty), mask=block < count2)
 
 
 @triton.jit
-def _add_block(x_ptr, y_ptr, sum_ptr, block, count, BLOCK: tl.constexpr):
-    offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < count
-    total = tl.zeros([BLOCK], tl.float32)
+def _number(x_ptr, block, count):
     if x_ptr is not None:
-        total = tl.load(x_ptr + offsets, mask=mask)
-    if y_ptr is not None:
-        total += tl.load(y_ptr + offsets, mask=mask)
-    tl.store(sum_ptr + offsets, total.to(sum_ptr.dtype.element_ty), mask=mask)
+        return tl.load(x_ptr + block, mask=block < count)
+    return tl.zeros(block.shape, tl.float32)
+
+
+@triton.jit
+def _added(total, more_ptr, block, begin, end):
+    if more_ptr is not None:
+        inside = (block >= begin) & (block < end)
+        total = tl.where(inside, total + tl.load(more_ptr + (block - begin), mask=inside, other=0), total)
+    return total
 
 
 @triton.jit

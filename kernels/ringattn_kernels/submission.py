@@ -75,8 +75,8 @@ class Submission:
     numbers: how many integers each run begins with; `more_numbers` asks for others. caller: the stream whose later work comes after what
     the list says it comes after. Other streams keep their own order, and are given more by those who first let them follow a caller's.
 
-    `begin` queues the caller's launches up to the first that waits for another stream: they need nothing of other ranks, and touch no memory
-    but this one's. So a pass begins to compute before the ranks agree, and before its messages are on their way.
+    `begin` queues the caller's launches up to the first that waits for another stream: they need nothing of other ranks, and touch no
+    memory but this rank's. So a pass begins to compute before the ranks agree, and before its messages are on their way.
     """
 
     def __init__(self, module: ModuleType, functions: Functions, numbers: int, caller: int) -> None:
@@ -228,7 +228,7 @@ class Submission:
                 found.append((_MARK, x.stream, events[x.name]))
             else:
                 found.append((_AFTER, x.stream, events[x.name]))
-        return found
+        return _launched_early(found)
 
     def _event(self, stream: int) -> int:
         event = torch.cuda.Event()
@@ -301,6 +301,29 @@ def _joined(before: tuple[int, ...], x: Do) -> tuple[int, ...] | None:
     first, earlier = before[2:]
     together = earlier + count
     return (*before[:2], first, together) if place == first + MEMORY_OPERATION.size * earlier and together <= _TOGETHER else None
+
+
+def _launched_early(calls: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The same calls, with each launch as soon as its stream has what it waits for: other streams' calls take the host a while.
+
+    Memory operations that come right behind that point stay before it, because other ranks may wait for them.
+    """
+    found: list[tuple[int, ...]] = []
+    for call in calls:
+        found.append(call)
+        if call[0] != _LAUNCH:
+            continue
+        first = len(found) - 1
+        while first and found[first - 1][:2] == (_AFTER, call[1]):
+            first -= 1
+        group = found[first:]
+        del found[first:]
+        awaited = {wait[2] for wait in group[:-1]}
+        place = max((n for n, x in enumerate(found, 1) if x[1] == call[1] or (x[0] == _MARK and x[2] in awaited)), default=0)
+        while place < len(found) and found[place][0] == _OPERATE:
+            place += 1
+        found[place:place] = group
+    return found
 
 
 def _descriptor(value: Any) -> bytes:

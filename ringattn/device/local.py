@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from ..schedule.instructions import Add, Exchange
 from ..schedule.program import Pass, Program
 from ..scores import Score
 from . import blocked, paged
-from .streams import InOrder, SideBySide, Streams
+from .streams import InOrder, Moment, SideBySide, Streams
 
 if TYPE_CHECKING:
     import numpy as np
@@ -245,6 +245,23 @@ def rounded(pair: Pair, dtype: torch.dtype) -> Pair:
     return pair[0].to(dtype), pair[1].to(dtype)
 
 
+def rounded_sums(totals: Pair, more: Sequence[tuple[Pair, Rows]], dtype: torch.dtype) -> Pair:
+    """`rounded` of two tensors (n, b, heads, d), after others have been added in turn to these rows; contiguous if there are any."""
+    scattered = max((number for number, (_, rows) in enumerate(more, 1) if rows.only is None), default=0)
+    if not totals[0].is_cuda or totals[0].dtype == dtype:
+        scattered = len(more)
+    for pair, rows in more[:scattered]:
+        add(totals, pair, rows)
+    if scattered == len(more):
+        return rounded(totals, dtype)
+    import ringattn_kernels
+
+    widths = [x[:1].numel() for x in totals]
+    begins = [rows.only[0] for _, rows in more[scattered:] if rows.only is not None]
+    spans = [(pair, (begin * widths[0], begin * widths[1])) for (pair, _), begin in zip(more[scattered:], begins, strict=True)]
+    return ringattn_kernels.rounded_pair(totals, dtype, spans)
+
+
 def query_sums(queries: Queries, score: Score, dtype: torch.dtype) -> QuerySums:
     """The sums that the launches of one backward pass add dQ to; `finish(dtype)` gives dQ, once.
 
@@ -335,10 +352,22 @@ def sinks_gradient(row_max: torch.Tensor, row_sum: torch.Tensor, delta: torch.Te
     return weights.masked_fill_(row_sum == 0, 0.0).mul_(delta).sum((0, 2)).neg_()
 
 
-def streams(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, program: Pass, score: Score) -> Streams:
+def moment(x: torch.Tensor) -> Moment | None:
+    """The point that x's device has come to on the current stream; None on a device without streams."""
+    if not x.is_cuda:
+        return None
+    found = Moment()
+    found.record(torch.cuda.current_stream(x.device))
+    return found
+
+
+def streams(
+    queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, program: Pass, score: Score, began: Moment | None = None
+) -> Streams:
     """Where the instructions of a backward pass run. Launches run side by side where the kernels that run add to dq in any order.
 
-    k, v: the rank's own, as a launch gets them; K/V of other ranks come in tensors of the same kind.
+    k, v: the rank's own, as a launch gets them; K/V of other ranks come in tensors of the same kind. began: exchanges need to come after
+    that alone, if they run beside launches.
     """
     if isinstance(dq, blocked.TorchQuerySums) or not program.side_by_side or score.modifiers is not None:
         return InOrder()
@@ -352,7 +381,7 @@ def streams(queries: Queries, k: torch.Tensor, v: torch.Tensor, dq: QuerySums, p
     # on the caller's stream, before all launches
     dq.permuted()
     dq.prepared(queries.statistics)
-    return SideBySide(queries.q.device, program.far)
+    return SideBySide(queries.q.device, program.far, began)
 
 
 def backward(

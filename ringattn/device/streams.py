@@ -73,20 +73,23 @@ class SideBySide(Streams):
     Memory belongs to the caller's stream. What is let go of inside and used again inside must be in order without that stream.
     """
 
-    def __init__(self, device: torch.device, far: Launch | None = None) -> None:
-        """far: the only launch over other ranks' keys, if there is a single one."""
+    def __init__(self, device: torch.device, far: Launch | None = None, began: Moment | None = None) -> None:
+        """far: the only launch over other ranks' keys, if there is a single one. began: exchanges come after that alone, not after all that
+        the caller's stream was given before the context is entered."""
+        self._began = began
         self._caller = torch.cuda.current_stream(device)
         exchanges, before, *launches = (_On(stream, self._caller) for stream in _streams(device))
         self.exchanges = self._exchanges = exchanges
         self._far, self._before_others, self._turns = far, before, launches
-        self._start, self._end = _Moment(), _Moment()
+        self._start, self._end = Moment(), Moment()
         self._sending: torch.cuda.Stream | None = None  # with launches whose gradients are sent next
         self._used: dict[torch.cuda.Stream, None] = {}  # with launches
         self._joined = False
+        self._followed = False  # whether exchanges come after all that was prepared
 
     def __enter__(self) -> Streams:
         self._start.record(self._caller)
-        self._start.before(self._exchanges.stream)
+        (self._began or self._start).before(self._exchanges.stream)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -107,6 +110,10 @@ class SideBySide(Streams):
 
     def fence(self, stream: Stream) -> None:
         if stream is Stream.LAUNCHES:
+            if not self._followed:
+                # what is prepared on the caller's stream, maybe since the first exchange
+                self._come_after(self._exchanges.stream, self._caller)
+                self._followed = True
             self._start.record(self._exchanges.stream)
         elif stream is Stream.CALLER:
             self._joined = True
@@ -121,7 +128,7 @@ class SideBySide(Streams):
         self._end.before(stream)
 
 
-class _Moment:
+class Moment:
     """A point in a stream, noted where the pass is recorded."""
 
     def __init__(self) -> None:

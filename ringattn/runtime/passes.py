@@ -16,6 +16,8 @@ import torch
 from ringattn_kernels.modifiers import ModifierSums
 
 from ..device import local
+from ..device.streams import Moment
+from ..geometry.rows import Rows
 from ..schedule.instructions import Add, Buffer, Close, Exchange, Fence, Holds, Launch, Message, Open, Stream, Wait, Zero
 from ..schedule.program import Pass
 from ..scores import Score
@@ -69,8 +71,12 @@ def backward(
     *,
     kv_dtype: torch.dtype | None = None,
     sums: ModifierSums | None = None,
+    began: Moment | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv in the inputs' dtypes (dk and dv in `kv_dtype`). The gradients of modifiers are added to `sums`."""
+    """dq, dk, dv in the inputs' dtypes (dk and dv in `kv_dtype`). The gradients of modifiers are added to `sums`.
+
+    began: when k and v were there, and all memory was free that is free now.
+    """
     q, kv_dtype = queries.q, kv_dtype or k.dtype
     assert program.sums is not None
     # gradients that nothing is added to later leave the kernels in their final dtype
@@ -79,7 +85,9 @@ def backward(
     buffers = _Buffers(program.own, k, v, dtype, alone=transport.size == 1)
     buffers.open(Open(0, program.sums))
     handle: Handle | None = None
-    with local.streams(queries, *buffers.part(program.own, 0, k.shape[1]), dq, program, score) as streams:
+    last: list[tuple[KV, Rows]] = []  # what is added to the rank's own sums at the end
+    began = began if buffers.as_given else None
+    with local.streams(queries, *buffers.part(program.own, 0, k.shape[1]), dq, program, score, began) as streams:
         for x in program.instructions:
             match x:
                 case Launch():
@@ -97,20 +105,24 @@ def backward(
                 case Exchange():
                     with streams.exchanges:
                         handle = buffers.exchange(transport, x)
+                    if x.at_rest:
+                        # it begins with copies that would wait for multiprocessors
+                        streams.fence(Stream.LAUNCHES)
                 case Wait():
                     assert handle is not None
                     with streams.exchanges:
                         handle.wait()
                 case Add() if x.stream is Stream.CALLER:
-                    buffers.add(x)
+                    last.append((buffers.rows(x.staging), x.rows))
                 case Add():
                     with streams.exchanges:
                         buffers.add(x)
                 case Zero():
                     buffers.zero(x)
-    dk, dv = buffers.part(program.sums, 0, program.sums.rows)
+    own = buffers.rows(program.sums)
     del buffers
-    return dq.finish(q.dtype), *local.rounded((dk, dv), kv_dtype)
+    dk, dv = local.rounded_sums(own, last, kv_dtype)
+    return dq.finish(q.dtype), dk.transpose(0, 1), dv.transpose(0, 1)
 
 
 class _Buffers:
@@ -121,7 +133,8 @@ class _Buffers:
     ) -> None:
         as_given = k.transpose(0, 1), v.transpose(0, 1)
         rows = as_given if alone else local.contiguous(as_given)
-        self._views: dict[Buffer, KV] = {own: (k, v)} if rows is as_given else {}  # batch first
+        self.as_given = rows is as_given  # whether nothing was copied
+        self._views: dict[Buffer, KV] = {own: (k, v)} if self.as_given else {}  # batch first
         self._rows: dict[Buffer, KV] = {own: rows}
         self._like = rows
         self._sums_dtype = sums_dtype
@@ -134,6 +147,10 @@ class _Buffers:
             k, v = self._rows[buffer]
             views = self._views[buffer] = k.transpose(0, 1), v.transpose(0, 1)
         return views if end - begin == buffer.rows else (views[0][:, begin:end], views[1][:, begin:end])
+
+    def rows(self, buffer: Buffer) -> KV:
+        """A buffer's tensors."""
+        return self._rows[buffer]
 
     def open(self, x: Open) -> None:
         if x.reuse is None:

@@ -17,6 +17,7 @@ import torch
 from ringattn_kernels.modifiers import ModifierSums
 
 from ..device import local
+from ..device.streams import Moment
 from ..geometry.rows import Order
 from ..schedule.program import Program
 from ..scores import Score
@@ -74,10 +75,11 @@ class RankAttention:
         *,
         slopes_too: bool = False,
         values_too: bool = False,
+        began: Moment | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ModifierSums]:
         """dq, dk, dv in the inputs' dtypes, and the gradients of slopes and of a bias's values, where they are asked for.
 
-        All are of this rank's rows (on a grid, those of slopes and values: of its heads axis's rows).
+        All are of this rank's rows (on a grid, those of slopes and values: of its heads axis's rows). began: see `passes.backward`.
         """
         heads = queries.q.shape[2]
         if score.modifiers is not None:
@@ -99,8 +101,11 @@ class RankAttention:
         if not (self.takes_rows_as_they_come and q is queries.q and dout is queries.dout):
             row_max, row_sum, delta = stats
             queries = local.Queries(q, dout, row_max, row_sum, delta)
-        run = query_passes.backward if self.program.queries_move else passes.backward
-        dq, dk, dv = run(self.transport, self.program.backward, score, queries, k, v, kv_dtype=kv_dtype, sums=sums)
+        given = self.transport, self.program.backward, score, queries, k, v
+        if self.program.queries_move:
+            dq, dk, dv = query_passes.backward(*given, kv_dtype=kv_dtype, sums=sums)
+        else:
+            dq, dk, dv = passes.backward(*given, kv_dtype=kv_dtype, sums=sums, began=began)
         if self.exchange is not None:
             if self._one_exchange:
                 dq, dk, dv = self.exchange.to_rows(dq, dk, dv)
@@ -157,8 +162,10 @@ class RankAttention:
         """dq, dk and dv. drow_sum: the gradient of row_sum, if there is one."""
         ready = self.takes_rows_as_they_come
         once = ready and self.program.backward.alone
+        # K and V leave while this rank prepares its queries, for which nothing is let go of again
+        began = local.moment(k) if ready and self.k_order is None and drow_sum is None and not self.program.backward.alone else None
         queries = local.queries(q, out, dout, row_max, row_sum, drow_sum, ready=ready, once=once)
-        return self.backward(score, queries, k, v)[:3]
+        return self.backward(score, queries, k, v, began=began)[:3]
 
     @property
     def takes_rows_as_they_come(self) -> bool:

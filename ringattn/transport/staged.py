@@ -156,9 +156,12 @@ def _queue(
     used = [*pulls, *([near] if plan.near or captured else []), *([stages] if plan.first or captured else [])]
     _follow(used, [current])
     for staged in plan.near:
-        _stage(near, channels, staged, sent, captured, all_pulls)
-    if plan.near:
-        _follow([current], [near])
+        used_near = _copy_in(near, channels, staged, sent, captured, all_pulls)
+        # who computes waits for the copies alone: counts take a while to reach ranks whose links are busy
+        copied = near.mark()
+        near.raise_to([(channel.ready, channel.count) for channel in used_near])
+        if staged is plan.near[-1]:
+            current.after(copied)
     for staged, pulled in plan.rounds:
         if staged:
             _stage(stages, channels, staged, sent, captured, all_pulls)
@@ -206,6 +209,14 @@ def _stage(
     queue: Queue, channels: Channels, staged: Sequence[Stage], sent: Sequence[Addressed], captured: bool, pulls: Sequence[Queue]
 ) -> None:
     """Wait until the places of chunks are free, copy the chunks there, and say that they are ready."""
+    used = _copy_in(queue, channels, staged, sent, captured, pulls)
+    queue.raise_to([(channel.ready, channel.count) for channel in used])
+
+
+def _copy_in(
+    queue: Queue, channels: Channels, staged: Sequence[Stage], sent: Sequence[Addressed], captured: bool, pulls: Sequence[Queue]
+) -> list[Channel]:
+    """Wait until the places of chunks are free, and copy the chunks there. Returns their channels."""
     used = [channels.out[dst][is_near] for dst, is_near, _ in staged]
     placed = [channel.place(stage.chunk, sent) for channel, stage in zip(used, staged)]
     waits = [(channel.read, chunk.must_be_read) for channel, chunk in zip(used, placed) if channel.has_to_await(chunk.must_be_read)]
@@ -214,7 +225,7 @@ def _stage(
             _follow([queue], pulls)
         queue.wait(waits)
     queue.stage(placed)
-    queue.raise_to([(channel.ready, channel.count) for channel in used])
+    return used
 
 
 def _pull(queue: Queue, channel: Channel, chunk: Chunk, received: Sequence[Addressed], set_back: bool) -> None:

@@ -64,7 +64,7 @@ def late(monkeypatch):
         assert own.recording is not None
         own.waiting.append((own.recording, lambda: compute(*arguments, **options)))
 
-    monkeypatch.setattr(local, "streams", lambda queries, k, v, dq, program, score: Late(program.far))
+    monkeypatch.setattr(local, "streams", lambda queries, k, v, dq, program, score, began: Late(program.far))
     monkeypatch.setattr(local, "backward", backward)
 
 
@@ -142,6 +142,19 @@ def queue(name, stream):
     with stream:
         FakeStream.current.done.add(name)
         return set(FakeStream.current.done)
+
+
+def test_exchanges_leave_before_what_is_prepared_and_launches_come_after_both(fake_cuda):
+    caller = FakeStream.current
+    caller.done.add("inputs")
+    began = streams.Moment()
+    began.record(caller)
+    caller.done.add("queries")
+    with streams.SideBySide(torch.device("cuda", 0), began=began) as side:
+        assert queue("K/V", side.exchanges) == {"inputs", "K/V"}
+        assert queue("own", side.launch(launch_of("own"))) == {"inputs", "queries", "own"}
+        side.fence(Stream.LAUNCHES)
+        assert queue("next", side.launch(launch_of("next"))) == {"inputs", "queries", "K/V", "next"}
 
 
 def test_streams_wait_for_each_other_where_fences_say_so(fake_cuda):

@@ -276,6 +276,22 @@ def test_pairs_are_added_and_rounded_in_one_launch(counts):
     assert not any(x.any() for x in totals)
 
 
+@pytest.mark.parametrize("arrivals", range(5))
+def test_pairs_that_have_come_are_added_in_turn_as_their_sum_is_rounded(arrivals):
+    """Each to numbers of its own, of which some blocks hold none, some all, and some a part."""
+    generator = torch.Generator().manual_seed(arrivals)
+    counts = 300, 130
+    totals = tuple(torch.randn(n, generator=generator) for n in counts)
+    spans = [((0, 0), (300, 130)), ((70, 64), (200, 66)), ((1, 129), (64, 1)), ((299, 0), (1, 2)), ((128, 3), (64, 0))][:arrivals]
+    more = [(tuple(1e3 * torch.randn(n, generator=generator) for n in sizes), begins) for begins, sizes in spans]
+    wanted = [x.clone() for x in totals]
+    for pair, begins in more:
+        for total, x, begin in zip(wanted, pair, begins):
+            total[begin : begin + len(x)] += x
+    found = rk.rounded_pair(totals, torch.float16, more)
+    assert all(torch.equal(x, y.half()) for x, y in zip(found, wanted))
+
+
 @pytest.mark.parametrize("rows", [7, 0])
 def test_scattered_rows_of_a_pair_are_taken_and_added_to_in_one_launch(rows):
     generator = torch.Generator().manual_seed(0)

@@ -232,8 +232,29 @@ def test_launches_that_wait_for_nothing_are_queued_before_anything_else(driver):
     others = [("after", 8), ("copy", 8), ("mark", 8), ("after", 9), ("launch", 9), ("after", 7), ("launch", 7)]
     assert names_of(driver)[4:] == others
     values = [call[4] for call in driver.calls if call[0] == "launch"]
-    assert values[0] == struct.pack("Q", 1 << 45) and [value[:4] for value in values[1:]] == [struct.pack("i", x) for x in (5, 6, 7)]
+    assert values[0] == struct.pack("Q", 1 << 45) and [value[:4] for value in values[1:]] == [
+        struct.pack("i", x) for x in (5, 6, 7)
+    ]
     assert driver.calls[5][1] == [1 << 46]
+
+
+def test_a_launch_is_queued_as_soon_as_its_stream_has_what_it_waits_for(driver):
+    """Behind what other ranks may wait for, and before what its stream does not wait for."""
+    calls = listed(driver, 0)
+    begun = calls.mark(7)
+    calls.after(8, begun)
+    calls.copy(8, [(1, 2, 3)])
+    copied = calls.mark(8)
+    calls.operate(8, 2, [(64, 1)])
+    calls.after(7, copied)
+    calls.after(9, begun)
+    calls.operate(9, 1, [(128, 1)])
+    calls.copy(9, [(4, 5, 6)])
+    calls.launch(DIRECT, [], 7)
+    calls.launch(DIRECT, [], 7)
+    run(calls, [])
+    stage = [("mark", 7), ("after", 8), ("copy", 8), ("mark", 8), ("operate", 8)]
+    assert names_of(driver) == [*stage, ("after", 7), ("launch", 7), ("launch", 7), ("after", 9), ("operate", 9), ("copy", 9)]
 
 
 def test_a_launch_whose_numbers_come_later_is_not_early(driver):

@@ -16,6 +16,7 @@ from ringattn.transport import Alone, SilentTransport
 from ringattn_kernels import direct, recordings
 
 TOKENS, HEADS, DIM = 64, 2, 8
+done: list[str] = []
 
 
 class Silent(SilentTransport):
@@ -31,19 +32,17 @@ class Silent(SilentTransport):
 
 
 class Again(recordings.Recording):
-    """A recording that computes once more what it saw, from tensors at other addresses. done: what all of them did."""
-
-    done = []
+    """A recording that computes once more what it saw, from tensors at other addresses. `done` is what all of them did."""
 
     def __init__(self, inputs, work):
         self.work, self.inputs = work, [(x.shape, x.stride(), x.dtype) for x in inputs]
         self.contiguous = True
 
     def __call__(self, addresses, agreed=None):
-        Again.done.append("began")
+        done.append("began")
         if agreed is not None:
             agreed()
-        Again.done.append("moved")
+        done.append("moved")
         found = []
         for address, (shape, stride, dtype) in zip(addresses, self.inputs, strict=True):
             size = 1 + sum((n - 1) * step for n, step in zip(shape, stride))
@@ -226,14 +225,14 @@ def test_ranks_agree_in_each_pass(device):
     assert (group.records, device.long) == (2, 0)
     out = ra.ring_attention(q, k, v, group=group, layout=layout, name="layer")
     # the other rank computes something else
-    group.other = lambda record: Again.done.append("read") or record[:9] + bytes(16) + record[25:] if len(record) < 100 else record
-    Again.done.clear()
+    group.other = lambda record: done.append("read") or record[:9] + bytes(16) + record[25:] if len(record) < 100 else record
+    done.clear()
     with pytest.raises(ValueError, match="ranks disagree"):
         ra.ring_attention(q, k, v, group=group, layout=layout, name="layer")
-    assert Again.done == ["began", "read"]
+    assert done == ["began", "read"]
     with pytest.raises(ValueError, match="ranks disagree"):
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-    assert Again.done == ["began", "read"] * 2
+    assert done == ["began", "read"] * 2
 
 
 def test_a_replay_has_the_record_of_its_line(device):
