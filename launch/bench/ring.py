@@ -9,8 +9,9 @@ the table need a word:
             with --scaling to the same method on one rank
 
 Before anything is timed, the results of every method are compared with those of the first. The benchmark starts one process per GPU, or
-uses the processes that torchrun started. The host queues a turn while its GPU is still busy, as in training; with `--one-by-one` it begins
-when the GPU is idle, so that its time counts. With `--device cpu` it runs over gloo; take toy sizes there.
+uses the processes that torchrun started. The host queues a turn while its GPU is still busy, as in training; with `--one-by-one` a turn is
+five calls, and each begins when the GPU is idle, so that the host's time counts. With `--device cpu` it runs over gloo; take toy sizes
+there.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from .shared.ranks import slowest
 from .shared.timing import REST, spread
 
 _LONG = 15.0  # seconds; a round that takes longer is not repeated
+_IN_A_ROW = 5  # calls of a turn in which nothing is queued ahead, as the layers of a model make them
 _AHEAD = 24_000_000  # clock cycles, about twelve milliseconds
 
 
@@ -32,8 +33,8 @@ class Times(NamedTuple):
 class Entry:
     """A method on a case, and what this rank measured of it.
 
-    ahead: let the host queue a turn while its GPU is still busy; else each pass starts on an idle GPU, and waits for the host.
-    A rank that takes no part records zeros, which the maximum over ranks ignores.
+    ahead: let the host queue a turn while its GPU is still busy; else a turn is some calls one after another, and each starts on an idle
+    GPU, and waits for the host. A rank that takes no part records zeros, which the maximum over ranks ignores.
     """
 
     name: str
@@ -44,10 +45,13 @@ class Entry:
     memory: int = 0
     sent: int = 0
 
-    def turn(self) -> None:
-        """Forward and backward once, on an idle GPU; the ranks start together."""
+    def turn(self, calls: int = 1) -> None:
+        """Forward and backward so many times, each on an idle GPU; the ranks start together."""
         rest(self.case.device)
-        self.times.append(Times(0.0, 0.0, 0.0) if self.method is None else once(self.method, self.case.device, self.ahead))
+        for call in range(calls):
+            if call:
+                start_together(self.case.device)
+            self.times.append(Times(0.0, 0.0, 0.0) if self.method is None else once(self.method, self.case.device, self.ahead))
 
     def make(self) -> Method | None:
         """The method, on ranks that take part."""
@@ -81,8 +85,8 @@ def measure(entries: list[Entry], seconds: float | None) -> list[dict]:
     for _ in range(rounds + 1 if rounds else 0):
         shuffler.shuffle(order)
         for entry in order:
-            entry.turn()
-    rows = [_row(entry, entry.times[2:] if rounds else entry.times) for entry in entries]
+            entry.turn(1 if entry.ahead else _IN_A_ROW)
+    rows = [_row(entry, entry.times[2 if entry.ahead else 1 + _IN_A_ROW :] if rounds else entry.times) for entry in entries]
     for entry in entries:
         entry.method = None
     return rows
@@ -152,11 +156,18 @@ def rest(device: str) -> None:
     if device == "cpu":
         dist.barrier()
         return
-    torch.cuda.synchronize()
-    dist.all_reduce(torch.zeros(1, device="cuda"))
+    start_together(device)
     torch.cuda.synchronize()
     time.sleep(REST)
-    # every rank waits here for the last one
+    start_together(device)
+
+
+def start_together(device: str) -> None:
+    """Let all ranks' hosts come to an idle GPU, and every GPU wait for the last one."""
+    if device == "cpu":
+        dist.barrier()
+        return
+    torch.cuda.synchronize()
     dist.all_reduce(torch.zeros(1, device="cuda"))
 
 

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,6 +176,22 @@ def test_one_by_one_a_turn_begins_on_an_idle_gpu(ahead, monkeypatch):
     times = ring_measure.once(SimpleNamespace(forward=lambda: None, backward=lambda: None), "cuda", ahead)
     assert len(busy) == ahead
     assert times.forward == times.both == 2e-3
+
+
+@pytest.mark.usefixtures("launch")
+@pytest.mark.parametrize(("ahead", "counted"), [(True, 2), (False, 10)])
+def test_one_by_one_a_turn_is_five_calls_and_the_first_round_does_not_count(ahead, counted, monkeypatch):
+    from bench import ring_measure
+
+    calls = []
+    method = SimpleNamespace(forward=lambda: calls.append(1), backward=lambda: None, results_bytes=0)
+    case = SimpleNamespace(device="cpu", ranks=SimpleNamespace(size=1), tokens=8, forward_flop=1.0)
+    monkeypatch.setattr(ring_measure.Entry, "make", lambda self: method)
+    monkeypatch.setattr(ring_measure, "count_sent", lambda method: nullcontext([]))
+    monkeypatch.setattr(ring_measure, "slowest", lambda values, device: values)
+    monkeypatch.setattr(ring_measure.dist, "barrier", lambda: None)
+    (row,) = ring_measure.measure([ring_measure.Entry("ours", case, ahead=ahead)], 0.0)
+    assert row["rounds"] == counted and len(calls) == 1 + 3 * (1 if ahead else 5)
 
 
 ERRORS = {
