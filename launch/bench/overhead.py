@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--one-thread", action="store_true", help="for --real: backward passes run on the thread that calls")
     parser.add_argument("--methods", nargs="+", help="for --real: methods as `bench ring` names them (default: four)")
     parser.add_argument("--tokens", type=int, default=16384, help="for --real: total tokens (default: %(default)s)")
-    parser.set_defaults(mask="causal", heads=32, kv_heads=8, head_dim=128, world_size=None, budget=None)
+    parser.add_argument("--world-size", type=int, help="for --real: ranks (default: one per GPU; 2 on a CPU)")
+    parser.set_defaults(mask="causal", heads=32, kv_heads=8, head_dim=128, budget=None)
 
 
 def main(arguments: argparse.Namespace) -> None:
