@@ -25,7 +25,7 @@ def add_pair(totals: Pair, more: Pair) -> None:
 def rounded_pair(pair: Pair, dtype: torch.dtype, more: Sequence[More] = ()) -> Pair:
     """Two tensors of one dtype in another one, with their strides, which leave no gaps.
 
-    more: pairs of the first dtype, added before one after another.
+    more: pairs of the first dtype, added before one after another; if they are more than one launch takes, to the pair itself.
     """
     while len(more) > _AT_ONCE:
         _launch(pair, more[:_AT_ONCE], pair)

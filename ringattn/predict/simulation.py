@@ -268,21 +268,21 @@ class Simulation:
             state += 3 * self.u * self._stat + 2 * self.d * ITEM * (self.h * self.rows + self.hk * self.k_rows)
         returned = self.u * self.own_rows * self.h * self.d * ITEM + self.own_k_rows * self.kv_row * self.u // self.copies
         query_sums = self.rows * self.h * self.d * _SUM
-        # the sums of dq are freed before dk and dv are rounded
         dq = self.rows * self.h * self.d * ITEM
         if any(self.backward_counts.pairings):
-            others = self.others_bytes(beside_launch=2 * stat)
-            most = query_sums + self.k_rows * self.grad_row + max(others, dq)
+            # the sums of dk and dv are freed before those of dq are rounded, if they are rounded themselves
+            sums, rounded = self.k_rows * self.grad_row, self.k_rows * self._dkv_row
+            others = self.others_bytes(beside_launch=2 * stat, beside_last=rounded if rounded < sums else 0)
+            most = query_sums + max(sums + others, rounded + dq)
         else:
             most = query_sums + self.k_rows * self._dkv_row + max(2 * stat, dq)
         if self.u > 1:
             most = max(most, 2 * self.u * self._dqkv)
         return state + most - returned
 
-    def others_bytes(self, beside_launch: int = 0) -> int:
-        """The most bytes of others' K/V and dK/dV that a rank holds at a time in the backward pass; a launch adds `beside_launch`."""
-        passes = self.backward_counts.passes
-        return max(peak_bytes(each, self.row_bytes, beside_launch=beside_launch, gathered=True) for each in passes)
+    def others_bytes(self, **beside: int) -> int:
+        """The most bytes of others' K/V and dK/dV that a rank holds at a time in the backward pass. beside: as in `peak_bytes`."""
+        return max(peak_bytes(each, self.row_bytes, gathered=True, **beside) for each in self.backward_counts.passes)
 
     def _count(self, passes: Sequence[Pass], row_bytes: RowBytes) -> _Counts:
         """Count what all ranks do in each step of a pass."""

@@ -122,6 +122,7 @@ def backward(
     own = buffers.rows(program.sums)
     del buffers
     dk, dv = local.rounded_sums(own, last, kv_dtype)
+    del own, last  # dq needs room
     return dq.finish(q.dtype), dk.transpose(0, 1), dv.transpose(0, 1)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..geometry.plan import Plan
-from .instructions import Close, Exchange, Holds, Launch, Message, Open, Wait
+from .instructions import Add, Close, Exchange, Holds, Launch, Message, Open, Stream, Wait
 from .program import Pass, backward_passes
 from .schedules import Schedule
 
@@ -34,13 +34,13 @@ class RowBytes(NamedTuple):
         return cls(elements * itemsize, elements * max(4, itemsize))
 
 
-def peak_bytes(program: Pass, row_bytes: RowBytes, *, beside_launch: int = 0, gathered: bool = False) -> int:
+def peak_bytes(program: Pass, row_bytes: RowBytes, *, beside_launch: int = 0, beside_last: int = 0, gathered: bool = False) -> int:
     """The most bytes of other ranks' K/V and sums that a rank holds at a time in a pass.
 
-    beside_launch: bytes that each launch takes in addition.
+    beside_launch, beside_last: bytes that each launch takes in addition, and the step that adds what has come home at the end.
     gathered: also count scattered rows to send, which are copied until they have left.
     """
-    held = copied = most = 0
+    held = copied = most = last = 0
     for x in program.instructions:
         launch = 0
         match x:
@@ -54,8 +54,10 @@ def peak_bytes(program: Pass, row_bytes: RowBytes, *, beside_launch: int = 0, ga
                 copied = 0
             case Launch():
                 launch = beside_launch
+            case Add() if x.stream is Stream.CALLER:
+                last += row_bytes.of_buffer(x.staging.holds) * x.staging.rows
         most = max(most, held + copied + launch)
-    return most
+    return max(most, last + beside_last)
 
 
 def backward_bytes(schedule: Schedule, plan: Plan, row_bytes: RowBytes) -> int:
