@@ -199,11 +199,12 @@ class Submission:
         numbers = dict(zip(self._patches[1::4], self._patches[2::4]))  # by the place that is written
         first, others, waits = list[tuple[int, ...]](), list[tuple[int, ...]](), False
         for call in calls:
-            if call[1] == self._caller and not waits:
+            own = call[1] == self._caller
+            if own and not waits:
                 # a number that comes later is known only once the ranks have agreed
                 late = any(numbers.get(place, -1) >= self._first_numbers for place in self._parameters_of(call))
                 waits = call[0] not in (_LAUNCH, _MARK) or late
-            (first if call[1] == self._caller and not waits else others).append(call)
+            (first if own and not waits else others).append(call)
         return first, others
 
     def _parameters_of(self, call: tuple[int, ...]) -> Sequence[int]:

@@ -53,6 +53,11 @@ class Entry:
                 start_together(self.case.device)
             self.times.append(Times(0.0, 0.0, 0.0) if self.method is None else once(self.method, self.case.device, self.ahead))
 
+    @property
+    def calls(self) -> int:
+        """Of a turn, behind the first one."""
+        return 1 if self.ahead else _IN_A_ROW
+
     def make(self) -> Method | None:
         """The method, on ranks that take part."""
         return make_method(self.name, self.case) if self.case.ranks.takes_part else None
@@ -85,8 +90,8 @@ def measure(entries: list[Entry], seconds: float | None) -> list[dict]:
     for _ in range(rounds + 1 if rounds else 0):
         shuffler.shuffle(order)
         for entry in order:
-            entry.turn(1 if entry.ahead else _IN_A_ROW)
-    rows = [_row(entry, entry.times[2 if entry.ahead else 1 + _IN_A_ROW :] if rounds else entry.times) for entry in entries]
+            entry.turn(entry.calls)
+    rows = [_row(entry, entry.times[1 + entry.calls :] if rounds else entry.times) for entry in entries]
     for entry in entries:
         entry.method = None
     return rows

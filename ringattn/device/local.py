@@ -247,18 +247,17 @@ def rounded(pair: Pair, dtype: torch.dtype) -> Pair:
 
 def rounded_sums(totals: Pair, more: Sequence[tuple[Pair, Rows]], dtype: torch.dtype) -> Pair:
     """`rounded` of two tensors (n, b, heads, d), after others have been added in turn to these rows; contiguous if there are any."""
-    scattered = max((number for number, (_, rows) in enumerate(more, 1) if rows.only is None), default=0)
-    if not totals[0].is_cuda or totals[0].dtype == dtype:
-        scattered = len(more)
-    for pair, rows in more[:scattered]:
+    together = totals[0].is_cuda and totals[0].dtype != dtype
+    # up to the last rows that are no span, each in a launch of its own
+    alone = max((number for number, (_, rows) in enumerate(more, 1) if rows.only is None), default=0) if together else len(more)
+    for pair, rows in more[:alone]:
         add(totals, pair, rows)
-    if scattered == len(more):
+    if alone == len(more):
         return rounded(totals, dtype)
     import ringattn_kernels
 
     widths = [x[:1].numel() for x in totals]
-    begins = [rows.only[0] for _, rows in more[scattered:] if rows.only is not None]
-    spans = [(pair, (begin * widths[0], begin * widths[1])) for (pair, _), begin in zip(more[scattered:], begins, strict=True)]
+    spans = [(pair, (rows.only[0] * widths[0], rows.only[0] * widths[1])) for pair, rows in more[alone:] if rows.only]
     return ringattn_kernels.rounded_pair(totals, dtype, spans)
 
 

@@ -67,7 +67,7 @@ def agree(ranks: Ranks, facts: Facts, tokens: int, label: Label = UNKNOWN) -> tu
 
     Raises ValueError, on every rank and with the names of the odd ranks, if a fact or the label differs or a rank refused its input.
     """
-    return Agreement(ranks, facts, tokens, label, lambda record: partial(_swap, ranks, record))()
+    return Agreement(ranks, facts, tokens, label, _at_once(ranks))()
 
 
 class OtherShards(Exception):
@@ -120,7 +120,7 @@ class Agreement:
 
 def agree_backward(ranks: Ranks, facts: Facts, number: int) -> None:
     """Raises ValueError, on every rank, unless all ranks begin the backward pass of the call with this number."""
-    agreeing_backward(ranks, facts, number, lambda record: partial(_swap, ranks, record))()
+    agreeing_backward(ranks, facts, number, _at_once(ranks))()
 
 
 def agreeing_backward(ranks: Ranks, facts: Facts, number: int, post: Post) -> Callable[[], None]:
@@ -177,6 +177,11 @@ def _refuse(ranks: Ranks, error: ValueError) -> None:
         records = _all_gather(ranks, _RECORD.pack(True, 0, b"", 0, *UNKNOWN[:2]), _PATIENCE)
         # ranks that come later still find both records, so do not wait for them again
         _swap_texts(ranks, {"error": (str(error), "")}, 0 if records is None else _PATIENCE)
+
+
+def _at_once(ranks: Ranks) -> Post:
+    """Posts nothing before it waits, and so leaves out transforms of torch's."""
+    return lambda record: partial(_swap, ranks, record)
 
 
 def _swap(ranks: Ranks, record: bytes) -> list[bytes]:

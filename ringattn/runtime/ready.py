@@ -61,7 +61,6 @@ class ReadyCall:
         assert call.known is not None
         self.call, self.attention, self.seq_len, self.softmax_scale = call, attention, seq_len, softmax_scale
         self.forward = forward
-        self._contiguous = forward.contiguous
         self._post = call.context.ranks.posting(local.quick_records())
         self.facts, self.tokens, self.with_transport = call.known, call.tokens, attention.transport.recorded_with
         self.identity = call.identity(Score(softmax_scale))
@@ -93,7 +92,7 @@ class ReadyCall:
     def results(self, addresses: list[int], agree: Agreement | None) -> Results:
         """out, row_max and row_sum. agree: called before anything moves between ranks; a rank alone has none."""
         out, row_max, row_sum = self.forward(addresses, agree)
-        return out if self._contiguous else out.contiguous(), row_max, row_sum
+        return out if self.forward.contiguous else out.contiguous(), row_max, row_sum
 
     def gradients(self, dout: torch.Tensor | None, drow_sum: torch.Tensor | None, saved: Any) -> tuple[torch.Tensor | None, ...]:
         """dq, dk and dv."""
