@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import ringattn_kernels as rk
-from ringattn.device import blocked
+from ringattn.device import blocked, local
+from ringattn.geometry.rows import Rows
 from ringattn.partial import Partial, merge
 from ringattn_kernels import splits
 from ringattn_kernels.hopper.fused import finish
@@ -290,6 +291,42 @@ def test_pairs_that_have_come_are_added_in_turn_as_their_sum_is_rounded(arrivals
             total[begin : begin + len(x)] += x
     found = rk.rounded_pair(totals, torch.float16, more)
     assert all(torch.equal(x, y.half()) for x, y in zip(found, wanted))
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of a CPU that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("scattered", [None, 0, 1])
+@pytest.mark.parametrize("spans", [1, 3, 5])
+def test_sums_that_came_home_are_added_to_their_rows_and_rounded(spans, scattered, monkeypatch):
+    """In one launch behind the last rows that are scattered, which are added alone."""
+    generator = torch.Generator().manual_seed(spans)
+    rows = [Rows.span(i, i + 3) for i in range(spans)]
+    if scattered is not None:
+        rows.insert(scattered, Rows(np.array([[0, 1], [4, 6]])))
+    totals, *more = (tuple(torch.randn(n, 1, 2, d, generator=generator) for d in (4, 3)) for n in (10, *map(len, rows)))
+    wanted = [x.clone() for x in totals]
+    for pair, where in zip(more, rows):
+        for total, x in zip(wanted, pair):
+            where.add_to(total, x)
+    alone, rounded_pair = [], rk.rounded_pair
+
+    def plain(pair):
+        return tuple(x.as_subclass(torch.Tensor) for x in pair)
+
+    def add(totals, pair, where):
+        alone.append(where)
+        for total, x in zip(plain(totals), pair):
+            where.add_to(total, x)
+
+    monkeypatch.setattr(local, "add", add)
+    monkeypatch.setattr(rk, "rounded_pair", lambda totals, dtype, more=(): rounded_pair(plain(totals), dtype, more))
+    found = local.rounded_sums(tuple(x.as_subclass(OnGpu) for x in totals), list(zip(more, rows)), torch.float16)
+    assert all(torch.equal(x, y.half()) for x, y in zip(found, wanted))
+    assert alone == rows[: 0 if scattered is None else scattered + 1]
 
 
 @pytest.mark.parametrize("rows", [7, 0])
