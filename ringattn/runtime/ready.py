@@ -2,8 +2,8 @@
 
 A call asks the same questions each time: whether its input is good, what its rank does, whether a recording explains it. Here the answers
 are kept with everything that they depend on. `replay_of` runs a call for which all of that is the same as before; any other goes the
-long way, which says what is wrong with bad input. Ranks agree in each call, as on the long way, and with the same records. But what a rank
-computes of its own rows alone is queued before the others' records are read.
+long way, which says what is wrong with bad input. Ranks agree in each call, as on the long way, and with the same records. But launches
+that wait for nothing are queued before the others' records are read.
 
 Calls of many layers get the same layout and mask, and come from the same line: what the latest calls had is compared by identity first.
 
