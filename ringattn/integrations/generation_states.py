@@ -11,6 +11,7 @@ Shapes: b rows, s tokens of this rank, n new tokens of the longest row, c channe
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -61,13 +62,26 @@ def chosen_states(states: Mapping[int, LayerState], rows: Sequence[int]) -> dict
 
 
 class OneTokenCache:
-    """In the place of transformers' cache, for the own code of a layer that computes one token a row: a copy of what the layer keeps."""
+    """In the place of transformers' cache, for the own code of a layer that computes one token a row: a copy of what the layer keeps.
+
+    Layers of transformers 5.23 ask the cache for it, those of older versions take it from the cache's own `layers`.
+    """
+
+    record_past = False  # of `layers`, as the states below
 
     def __init__(self, before: LayerState, form: OwnForm) -> None:
         self._inputs = None if before.inputs is None else before.inputs.clone()
         # layers change it in place, and view it
         self._recurrent = form.of(before.recurrent).clone(memory_format=torch.contiguous_format) if before.recurrent else None
         self._form = form
+        self.conv_states, self.recurrent_states = [self._inputs], [self._recurrent]
+
+    @property
+    def layers(self) -> Mapping[int, OneTokenCache]:
+        return defaultdict(lambda: self)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return True
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         return self._inputs

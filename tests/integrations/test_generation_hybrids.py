@@ -14,6 +14,7 @@ from transformers import masking_utils
 import ringattn as ra
 from ringattn.integrations.generation import RingCache
 from ringattn.integrations.generation_models import CachedHeads, cache_name
+from ringattn.integrations.generation_states import VALUES_FIRST, LayerState, OneTokenCache
 from ringattn.integrations.huggingface import attach
 from tests.integrations.test_generation import generate, more, on_device, prompts
 from tests.integrations.test_huggingface_mixers import HYBRIDS, sweep
@@ -90,6 +91,19 @@ def test_tokens_are_those_of_one_process(gloo, world_size):
 def test_tokens_of_other_models(gloo, name):
     for world_size in (1, 2, 3):
         assert gloo.run(world_size, differences, {name: of_one_process(name, calls_of(name))}, timeout=120) == [[]] * world_size
+
+
+def test_older_transformers_find_the_states_of_one_token():
+    """Up to 5.17, layers ask whether there are states, and take them from the cache's layers."""
+    before = LayerState(torch.ones(1, 4, 3), (torch.ones(1, 2, 5, 6),))
+    cache = OneTokenCache(before, VALUES_FIRST)
+    assert cache.has_previous_state(7) and not cache.layers[7].record_past
+    inputs, recurrent = cache.layers[7].conv_states[0], cache.layers[7].recurrent_states[0]
+    assert inputs is cache.get_conv_state(7) and recurrent is cache.get_recurrent_state(7) and recurrent.shape == (1, 2, 6, 5)
+    inputs.zero_()  # as the layer does
+    cache.update_recurrent_state(2 * recurrent, 7)
+    after = cache.after()
+    assert not after.inputs.any() and (after.recurrent[0] == 2).all() and (before.recurrent[0] == 1).all() and before.inputs.all()
 
 
 def fail(*_) -> None:

@@ -57,15 +57,15 @@ class ForwardConfig:
 # have much to do and works are long
 CONFIGS = {
     (64, 64): (
-        ForwardConfig(step=128, stages=4, warpgroups=3, q_stages=2, turns=True, step_time=1.48, work_time=2.1),
+        ForwardConfig(step=128, stages=4, warpgroups=3, q_stages=2, turns=True, step_time=1.42, work_time=2.9),
         # where works are short, one program works while the other begins or ends
         ForwardConfig(
-            step=64, stages=4, warpgroups=2, q_stages=2, turns=False, paired=False, programs=2, step_time=1.11, work_time=2.05
+            step=64, stages=4, warpgroups=2, q_stages=2, turns=False, paired=False, programs=2, step_time=1.14, work_time=2.0
         ),
     ),
     (96, 96): (
-        ForwardConfig(step=128, stages=2, warpgroups=3, q_stages=1, turns=True, paired=False, step_time=1.76, work_time=4.0),
-        ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=2, turns=False, step_time=1.70, work_time=2.4),
+        ForwardConfig(step=128, stages=2, warpgroups=3, q_stages=1, turns=True, paired=False, step_time=1.77, work_time=4.1),
+        ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=2, turns=False, step_time=1.59, work_time=2.5),
     ),
     (128, 128): (
         ForwardConfig(step=128, stages=2, warpgroups=3, q_stages=1, turns=True, paired=False, step_time=2.12, work_time=3.6),
