@@ -18,12 +18,9 @@ READY := .venv/ready.json
 demo: $(READY)
 	$(PY) examples/finetune_long_document.py $(ARGS)
 
-# pytest comes last, so that its summary is the last line. Without a GPU it leaves out the tests marked gpu and takes several processes
-# (tests/conftest.py says how many; ARGS='-n 0' for one); with GPUs one process has them all. The many processes that tests start share
-# compiled modules.
+# Without a GPU it leaves out the tests marked gpu and takes several processes (tests/conftest.py says how many; ARGS='-n 0' for one); with
+# GPUs one process has them all. The many processes that tests start share compiled modules. `make lint` is among the tests.
 test: $(READY)
-	@if $(PY) -c 'import ruff, pyright' 2>/dev/null; then $(MAKE) --no-print-directory lint ARGS=; \
-	else echo 'lint skipped: ruff and pyright are neither installed nor available here'; fi
 	@$(PY) -c 'import sys, torch, xdist; sys.exit(torch.cuda.is_available())' 2>/dev/null && set -- -m "not gpu" -n auto --dist loadfile --no-loadscope-reorder; \
 	unset PYTHONDONTWRITEBYTECODE; $(PY) -m pytest "$$@" $(ARGS)
 

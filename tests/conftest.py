@@ -42,6 +42,16 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--thorough") or torch.cuda.is_available():
         return
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("some") and not item.get_closest_marker("thorough"):
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for found in cases.values():
+        count = min(found[0].get_closest_marker("some").args[0], len(found))
+        always = {n * len(found) // count for n in range(count)}
+        for number, item in enumerate(found):
+            if number not in always:
+                item.add_marker("thorough")
     thorough = [item for item in items if item.get_closest_marker("thorough")]
     config.hook.pytest_deselected(items=thorough)
     items[:] = [item for item in items if item not in set(thorough)]

@@ -41,14 +41,14 @@ class Launcher:
 
     @classmethod
     def of(cls, imports: tuple[str, ...]) -> Launcher:
-        """The launcher with these imports in this environment. The last two stay, for ranks that start anew."""
+        """The launcher with these imports in this environment. The last three stay, for ranks that start anew."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         key = imports, frozenset(environment.items())
         found = cls._running.pop(key, None)
         if found is None or found._process.poll() is not None:
             found = cls(imports)
         cls._running[key] = found
-        if len(cls._running) > 2:
+        if len(cls._running) > 3:
             cls._running.pop(next(iter(cls._running))).close()
         return found
 

@@ -176,6 +176,7 @@ def test_the_matrix_holds_every_pair():
     ROWS,
     ids=["-".join(map(str, row[:5])) + "-" + "x".join(map(str, row[5])) for row in ROWS],
 )
+@pytest.mark.some(40)
 def test_every_rank_is_exact(world_size, layout, mask, schedule, seq_len, shape):
     live = MASKS[mask](seq_len)
     q, k, v, dout = make_inputs(seq_len, shape)
@@ -224,6 +225,7 @@ def test_stats_are_those_of_the_oracle(mask, world_size):
 @SOME_WORLDS
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mask", [ra.causal(), ra.dilated_window((5, 2), 3)], ids=repr)
+@pytest.mark.some(10)
 def test_gradients_flow_through_lse(mask, schedule, world_size):
     q, k, v, dout = make_inputs(61)
     dlse = torch.randn(1, 2, 61, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -262,6 +264,7 @@ def test_gradcheck(mask):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.some(2)
 def test_dout_on_one_rank_only(schedule):
     q, k, v, dout = make_inputs(97)
     layout = ra.zigzag(97, 5)
@@ -274,6 +277,7 @@ def test_dout_on_one_rank_only(schedule):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.some(2)
 def test_values_on_one_rank_only(schedule):
     q, k, v, dout = make_inputs(97)
     layout = ra.striped(97, 4)
@@ -332,6 +336,7 @@ def empty_is_nan():
     ],
     ids=["causal", "full", "padding", "prefix"],
 )
+@pytest.mark.some(8)
 def test_no_gradient_reads_memory_that_was_not_written(layout, mask, schedule, empty_is_nan):
     inputs = make_inputs(layout.seq_len)
     assert_every_rank(ring(*inputs, mask, layout, SCHEDULES[schedule]), dense(*inputs, mask), layout)
@@ -375,6 +380,7 @@ def test_uniform_weights_average_the_values(world_size):
 
 @SOME_WORLDS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.some(4)
 def test_one_hot_weights_pick_a_value(world_size, dtype):
     """Each query points at one key, whose score is 200 above all others."""
     seq_len = 32
@@ -395,6 +401,7 @@ def test_one_hot_weights_pick_a_value(world_size, dtype):
 
 @SOME_WORLDS
 @pytest.mark.parametrize("mask", [ra.causal(), ra.sliding_window(9, 3)], ids=repr)
+@pytest.mark.some(3)
 def test_a_constant_value_comes_out(mask, world_size):
     q, k, v, dout = make_inputs(65)
     layout = ra.striped(65, world_size)
@@ -406,6 +413,7 @@ def test_a_constant_value_comes_out(mask, world_size):
 
 @pytest.mark.parametrize("largest", [1e2, 1e3, 1e4, 2.5e5])
 @pytest.mark.parametrize("schedule", ["ring", "gather"])
+@pytest.mark.some(4)
 def test_large_logits(largest, schedule):
     q, k, v, dout = make_inputs(97)
     scale = largest / float(torch.einsum("bqhd,bkd->bhqk", q, k[:, :, 0]).abs().max())
@@ -430,6 +438,7 @@ def test_large_logits_are_finite_in_low_precision(dtype):
 
 @pytest.mark.parametrize("deviation", [1e2, 1e3, 1e4, 1e5, 3e5])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.some(6)
 def test_saturated_logits_are_as_exact_as_in_dense_attention(dtype, deviation):
     """Nearly all weights are 0 or 1. Errors are at most 2x (out) and 3x (gradients) those of dense attention in the same dtype."""
     q, k, v, dout = make_inputs(257, Shape(h=4, d=16, d_v=16))
@@ -468,6 +477,7 @@ def test_rows_that_see_nothing_are_zero(world_size, schedule, dtype):
 @pytest.mark.parametrize("layout", [ra.contiguous(70, 4), ra.zigzag(70, 4), ra.striped(70, 4), custom_layout(70, 4)], ids=repr)
 @pytest.mark.parametrize("schedule", ["ring", "gather"])
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float16, marks=pytest.mark.thorough)])
+@pytest.mark.some(3)
 def test_a_token_changes_nothing_before_it(layout, schedule, dtype):
     q, k, v, dout = make_inputs(70, dtype=dtype)
     before = ring(q, k, v, dout, ra.causal(), layout, SCHEDULES[schedule])
@@ -499,6 +509,7 @@ def mean_error(got, wanted):
 
 @pytest.mark.parametrize("mask", [ra.causal(), ra.sliding_window(60, 20), ra.documents([100, 1, 156])], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.some(2)
 def test_errors_are_those_of_dense_attention_and_do_not_grow_with_ranks(dtype, mask):
     """Errors are against float64 on the same rounded inputs. On each rank they are at most 2x (out) and 3x (gradients) those of dense
     attention in the same dtype; on 2 to 8 ranks at most 1.25x those of one rank.

@@ -28,6 +28,7 @@ SIZES = [640, 768, 896, 1024, 1280, 1536]
 
 
 @pytest.mark.parametrize("schedule", [ra.ring(), ra.gather(), ra.waves(1)], ids=repr)
+@pytest.mark.some(1)
 def test_the_peak_is_linear_in_tokens(schedule):
     """Forward and backward on each of 3 ranks, for six numbers of tokens a rank."""
 
@@ -87,6 +88,7 @@ def changes(group):
     return left_behind(group, 20, 50), left_behind(None, 100, 3)
 
 
+@pytest.mark.thorough
 def test_a_thousand_steps_leave_nothing_behind(gloo):
     for objects, blocks, process, *counts in itertools.chain(*gloo.run(2, changes, timeout=280)):
         assert objects <= 20

@@ -53,6 +53,7 @@ def gradient_norm(x, weights, layout, group, rank):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.thorough
 def test_the_gradient_norm_of_64_layers_is_that_of_one_rank(dtype):
     torch.manual_seed(0)
     x = torch.randn(1, 63, 16).to(dtype)
@@ -128,6 +129,7 @@ def test_sequences_beyond_two_to_the_31_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("layout", [ra.contiguous(64, 4), ra.zigzag(64, 4), ra.contiguous(67, 4)], ids=repr)
+@pytest.mark.some(1)
 def test_windows_whose_edges_are_shard_edges(monkeypatch, layout):
     """Each side of the window ends at the last row of a shard, one row before, or one row after."""
     monkeypatch.setattr(plan_module, "_GAP", 0)
@@ -203,7 +205,7 @@ def steps_of_member(group, runs):
         return steps(group, rank, runs)
 
 
-@pytest.mark.parametrize("runs", [32, pytest.param(100, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("runs", [8, pytest.param(100, marks=pytest.mark.thorough)])
 def test_many_runs_have_the_same_bits_over_every_transport(gloo, runs):
     """Whatever the pace of the ranks: as threads, as processes over gloo, and over simulated copy engines in random orders."""
     world = World(4, 4096, policy(0))

@@ -25,6 +25,7 @@ def test_top_level_folders_are_not_packages(folder):
     assert not (ROOT / folder / "__init__.py").exists()
 
 
+@pytest.mark.thorough
 def test_transformers_runs_from_the_root_of_the_repository():
     code = (
         "import torch, transformers;"

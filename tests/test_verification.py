@@ -115,6 +115,7 @@ def shifted_within_shards(batch, layout, rank):
     ],
     ids=["llama", "mistral packed", "gemma3", "gpt-oss packed", "llama prefix", "mistral documents", "mistral prefix"],
 )
+@pytest.mark.some(4)
 def test_right_models_pass(gloo, name, options):
     first, second = gloo.run(2, report_of, name, None, *[options.get(key) for key in ("packed", "mask")], timeout=120)
     assert first == second
@@ -138,6 +139,7 @@ def test_an_attached_part_of_a_model_stays_attached():
     ("name", "mistake", "packed"),
     [("llama", "positions", False), ("llama", "labels", False), ("llama", "documents", True), ("gpt-oss", "sinks", False)],
 )
+@pytest.mark.some(2)
 def test_mistakes_do_not_pass(gloo, name, mistake, packed):
     for report in gloo.run(2, report_of, name, mistake, packed, timeout=120):
         assert not report.passed
@@ -446,6 +448,7 @@ def scored_by_the_model(group, name: str):
         if x.values[0] in OF_TRANSFORMERS
     ],
 )
+@pytest.mark.some(2)
 def test_scores_that_models_of_transformers_make_are_compared(gloo, name):
     for right, wrong in gloo.run(2, scored_by_the_model, name, timeout=60):
         assert right.passed, right
@@ -481,6 +484,7 @@ def test_the_whole_step_has_an_attention_that_can_do_it(name, before, of_whole):
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "mask"])
+@pytest.mark.some(3)
 def test_scores_under_documents_are_compared(name, packed):
     if name in scored_models.OWN_FORWARDS and scored_models.makes_own_masks.args[0]:
         pytest.skip(scored_models.makes_own_masks.kwargs["reason"])

@@ -85,7 +85,8 @@ def own_environment(fresh: bool) -> None:
         # an interpreter without ensurepip (some distributions split it off): its own pip installs from outside
         venv.create(VENV, clear=True, symlinks=True)
         pip = [sys.executable, "-m", "pip", "--python", PYTHON]
-    pip = [*pip, "install", "--quiet", "--disable-pip-version-check"]
+    # compiling all modules takes longer than installing them, and most are never imported
+    pip = [*pip, "install", "--quiet", "--no-compile", "--disable-pip-version-check"]
     torch = os.environ.get("TORCH")
     project = ["--editable", f"{ROOT}[train,dev]"]
     if torch:

@@ -40,6 +40,7 @@ OPTIONS = [
     "-q",
     "-m",
     "not gpu",
+    "--thorough",
     "-W",
     "ignore::RuntimeWarning",
     "-o",

@@ -129,6 +129,7 @@ def errors(group, mask, layout, kv_layout, offset, schedule, score, heads, seed)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.some(2)
 def test_every_rank_agrees_with_the_reference(gloo, world_size):
     @settings(max_examples=25)
     @given(cases(world_size))
@@ -187,6 +188,7 @@ def on_grids(group):
     return max(found)
 
 
+@pytest.mark.thorough
 def test_grids(gloo):
     assert max(gloo.run(8, on_grids)) < 1e-10
 

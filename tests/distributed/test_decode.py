@@ -10,6 +10,7 @@ from tests.serving.twin import Twin, random_changes, reference
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+@pytest.mark.some(3)
 def test_random_changes(gloo, world_size):
     for error in gloo.run(world_size, random_changes, 10 + world_size):
         assert error < 1e-12
@@ -36,6 +37,7 @@ def questions(group):
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(5, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
 def test_questions_about_a_prefilled_book(gloo, world_size):
     for error in gloo.run(world_size, questions):
         assert error < 1e-12

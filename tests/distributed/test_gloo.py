@@ -64,6 +64,7 @@ def check_many(group, cases):
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))
+@pytest.mark.some(2)
 def test_every_rank_agrees_with_the_reference(gloo, world_size):
     """Cases, schedules and lengths shift with the number of ranks: all tests together try each mask with each layout, and on each number of
     ranks each mask, layout and schedule. `tests/test_attention.py` tries their combinations, over threads."""
@@ -83,6 +84,7 @@ def test_every_rank_agrees_with_the_reference(gloo, world_size):
         (8, [("causal", "zigzag", "ring", 1025)]),
     ],
 )
+@pytest.mark.thorough
 def test_a_thousand_tokens(gloo, world_size, cases):
     for worst in gloo.run(world_size, check_many, cases):
         assert worst[0][0] < 1e-10, worst
@@ -95,12 +97,14 @@ def some(schedule, shift):
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (2, 3), (2, 4), (3, 2)], ids=lambda n: str(n))
+@pytest.mark.some(1)
 def test_double_rings(gloo, nodes, ranks_per_node):
     for worst in gloo.run(nodes * ranks_per_node, check_many, some(f"double-ring-{ranks_per_node}", nodes + ranks_per_node)):
         assert worst[0][0] < 1e-10, worst
 
 
 @pytest.mark.parametrize(("schedule", "shift"), [(name, i) for i, name in enumerate(WAVES)])
+@pytest.mark.some(1)
 def test_waves(gloo, schedule, shift):
     for worst in gloo.run(6, check_many, some(schedule, shift)):
         assert worst[0][0] < 1e-10, worst
@@ -252,6 +256,7 @@ def round_trips(group, n):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5, 7])
+@pytest.mark.some(2)
 def test_unshard(gloo, world_size):
     for n in (0, 1, 23):
         gloo.run(world_size, round_trips, n)

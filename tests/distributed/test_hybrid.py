@@ -84,6 +84,7 @@ def thirds():
 
 
 @pytest.mark.parametrize(("shape", "third"), list(thirds()))
+@pytest.mark.some(2)
 def test_every_rank_agrees_with_the_reference(gloo, shape, third):
     """Each mask, layout, schedule, number of heads and length."""
     heads = GRIDS[shape]
@@ -133,6 +134,7 @@ def round_trips(group, shape, n):
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (4, 2)], ids="{0[0]}x{0[1]}".format)
+@pytest.mark.some(1)
 def test_unshard(gloo, shape):
     for n in (5, 23):
         gloo.run(8, round_trips, shape, n)
@@ -179,6 +181,7 @@ def keep_contract(group, mask, layout, heads, alone):
     [("causal", "zigzag", (4, 2), False), ("dilated&causal", "lopsided", (2, 1), True)],
     ids=["shared heads", "copied heads, another order, empty shards, one gradient of two"],
 )
+@pytest.mark.thorough
 def test_the_operators_keep_their_contract(gloo, mask, layout, heads, alone):
     gloo.run(8, keep_contract, mask, layout, heads, alone)
 
@@ -343,5 +346,6 @@ def come_and_go(group):
     return len(groups._hybrids) - len(before)
 
 
+@pytest.mark.thorough
 def test_grids_are_freed_with_their_groups(gloo):
     assert gloo.run(8, come_and_go) == [0] * 8

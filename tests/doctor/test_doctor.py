@@ -135,6 +135,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("fault", FOUND)
+@pytest.mark.some(5)
 def test_a_fault_is_found_at_its_rank(gloo, fault):
     check, ranks, words, limits = FOUND[fault]
     hosts = TWO_HOSTS if fault == "a_fast_clock" else ONE_HOST
@@ -268,6 +269,7 @@ def test_without_a_launcher_it_says_what_to_do(monkeypatch, capsys):
     assert "start it with launch/jobs/torchrun.sh or torchrun" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_the_folder_is_a_program_that_runs_anywhere(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RANK")}
     command = [sys.executable, LAUNCH / "doctor", "--device", "cpu"]

@@ -55,6 +55,7 @@ def sharded(finished, text, tmp_path_factory):
     ],
     ids=["same ranks", "one rank", "more ranks"],
 )
+@pytest.mark.some(2)
 def test_shards_are_resumed_on_any_number_of_ranks(sharded, tmp_path, options, within):
     out, command = sharded
     printed = run(*command, "--out", tmp_path, "--resume", out / "checkpoint-000002", *options)

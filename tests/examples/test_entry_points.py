@@ -46,6 +46,7 @@ def dense(name: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("name", "same"), PROGRAMS)
+@pytest.mark.some(3)
 def test_two_ranks_take_the_steps_of_one_process(name, same):
     found = losses(run(EXAMPLES / f"train_{name}.py", ranks=2, within=(plain_sgd,)))
     assert len(found) == 4
@@ -72,6 +73,7 @@ def test_three_ranks_train_the_gpt_of_one():
     assert one[-1] < one[0] - 0.2, "it learns"
 
 
+@pytest.mark.thorough
 def test_packed_documents():
     """The program compares its first step with dense attention itself; in the last it has learned what holds for documents never seen."""
     printed = run(EXAMPLES / "train_packed.py", ranks=2)

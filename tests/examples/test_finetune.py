@@ -66,6 +66,7 @@ def test_under_torchrun_another_number_of_ranks_has_the_same_losses(finished, te
 
 
 @needs_deepspeed
+@pytest.mark.thorough
 def test_deepspeed_gives_the_same_losses(finished, text, tmp_path):
     printed = run(PROGRAM, *TOY[:-2], "--text", text, "--out", tmp_path, "--wrapper", "deepspeed")
     assert "wrapper deepspeed, ZeRO 3" in printed
@@ -138,6 +139,7 @@ def test_a_shape_under_every_stage_of_deepspeed():
             assert (held, parts) == ((0, whole["held"] / 2) if one in sharded else (whole["held"], whole["held"]))
 
 
+@pytest.mark.thorough
 def test_a_models_folder_is_trained_with_its_weights(program, text, tmp_path):
     """And so is its config alone, with random ones: another loss."""
     from finetune.files import train_tokenizer

@@ -22,10 +22,16 @@ def errors(printed: str, ranks: int) -> list[float]:
     return found
 
 
+MINIMAL = EXAMPLES / "ring_attention_minimal.py"
+
+
 def test_minimal():
-    path = EXAMPLES / "ring_attention_minimal.py"
-    assert max(errors(run(path), 1)) < 1e-5
-    assert max(errors(succeed(*TORCHRUN, 2, path), 2)) < 1e-5
+    assert max(errors(run(MINIMAL), 1)) < 1e-5
+
+
+@pytest.mark.thorough
+def test_minimal_under_torchrun():
+    assert max(errors(succeed(*TORCHRUN, 2, MINIMAL), 2)) < 1e-5
 
 
 def test_hybrid_mesh():
@@ -58,6 +64,7 @@ def test_gpt2(tmp_path):
     assert learned[-1] < learned[0] - 1.0
 
 
+@pytest.mark.thorough
 def test_gpt2_stops_when_the_time_is_over_on_all_ranks(tmp_path):
     # shards of one length: on a CPU all dropout draws from one generator
     (losses,) = gpt2_losses(tmp_path / "out.json", "--context", 60, "--seconds", 0, ranks=2).values()
@@ -99,6 +106,7 @@ def answers(printed: str) -> list[str]:
     return [line for line in printed.splitlines() if line.startswith("'")]
 
 
+@pytest.mark.thorough
 def test_chat_with_a_book(tmp_path):
     """The answers of two ranks are those of one, of a model in a folder about a text file; without either the program runs too."""
     path, ask = EXAMPLES / "chat_with_a_book.py", ("--answer-tokens", 5, "--ask", "Who?", "--ask", "Why is it so?")
@@ -118,6 +126,7 @@ def test_chat_with_a_book(tmp_path):
     assert len(answers(one)) == 2 and answers(one) == answers(two)
 
 
+@pytest.mark.thorough
 def test_drawing(tmp_path):
     run(EXAMPLES / "draw_layouts_and_masks.py", "--seq-len", 48, "--ranks", 3, "--out", tmp_path)
     run(EXAMPLES / "draw_ring.py", "--out", tmp_path)

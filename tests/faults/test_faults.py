@@ -42,6 +42,7 @@ def everywhere(act, phases):
 
 
 @pytest.mark.parametrize("phases", [PHASES[:2], PHASES[2:4], PHASES[4:6], PHASES[6:]], ids=" and ".join)
+@pytest.mark.some(1)
 def test_a_killed_rank_is_named(perform, phases):
     scenes = everywhere("kill", phases)
     message = r"^RuntimeError: {victim}.* has ended, and this rank waits for it: look at the output of rank"
@@ -68,6 +69,7 @@ def test_a_rank_that_no_longer_takes_part_is_named_after_the_timeout(perform):
     judge(scenes, perform(scenes), r"{victim} has not .*: find out where it hangs, and look at its output", late=True)
 
 
+@pytest.mark.thorough
 def test_a_rank_on_another_host_is_named(perform):
     scenes = [Scene(3, 1, phase, "kill", apart=True) for phase in ("first call", "connect", "agree", "first hop", "backward")]
     # without memory in common, a rank that leaves because of another one is taken for an ended one by those that come later
@@ -105,6 +107,7 @@ def test_a_lost_store_is_an_error_until_the_ranks_are_connected(perform):
     assert [report["result"] for report in later.reports.values()] == [True] * 3
 
 
+@pytest.mark.thorough
 def test_a_store_that_does_not_answer_is_an_error(perform):
     # the call to the store itself cannot be ended: its connection stays open until the store answers
     scenes = [

@@ -31,6 +31,7 @@ def test_a_live_pair_has_the_colour_of_the_rank_that_holds_its_query(make):
 
 
 @pytest.mark.parametrize("world_size", [1, 4, 20])
+@pytest.mark.some(1)
 def test_a_picture_is_saved(tmp_path, world_size):
     path = tmp_path / "mask.png"
     figure = ra.causal().picture(str(path), seq_len=48, layout=ra.zigzag(48, world_size))

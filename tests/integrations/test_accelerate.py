@@ -202,6 +202,7 @@ def test_a_step_of_the_trainer_equals_that_of_one_process(processes, accumulatio
     assert_same(processes.run(4, step_under_the_trainer, accumulation, 2, str(tmp_path), timeout=120), 2, accumulation, 1e-6)
 
 
+@pytest.mark.thorough
 def test_a_step_of_the_trainer_with_a_custom_loss(processes, tmp_path):
     """The loss smooths labels: the one given, or the Trainer's `label_smoothing_factor`."""
     found = processes.run(4, step_under_the_trainer, 2, 2, str(tmp_path), 0.3, timeout=120)
@@ -210,6 +211,7 @@ def test_a_step_of_the_trainer_with_a_custom_loss(processes, tmp_path):
     assert_same(found, 2, 2, 1e-6, smoothing=0.3)
 
 
+@pytest.mark.thorough
 def test_the_trainer_evaluates_before_it_trains(processes, tmp_path):
     found = processes.run(4, step_under_the_trainer, 2, 2, str(tmp_path), 0.0, False, True, timeout=120)
     assert_same(found, 2, 2, 1e-6)

@@ -277,6 +277,7 @@ def assert_steps(found, wanted, parameters_within, loss_within):
     ],
     ids=lambda x: str(x),
 )
+@pytest.mark.some(6)
 def test_steps_equal_those_of_one_process(pools, ring, replicas, stage, accumulation, checkpointing, scatter):
     wanted = parameters_of_one_process(replicas, accumulation, 2)
     found = pools(ring * replicas).run(
@@ -286,6 +287,7 @@ def test_steps_equal_those_of_one_process(pools, ring, replicas, stage, accumula
 
 
 @pytest.mark.parametrize(("ring", "stage", "checkpointing"), [(4, 1, False), (2, 3, True)])
+@pytest.mark.some(1)
 def test_steps_with_scores_equal_those_of_one_process(pools, ring, stage, checkpointing):
     """Learned slopes, tables and sinks are trained, and the same pairs dropped, under ZeRO and DeepSpeed's checkpointing."""
     wanted = parameters_of_one_process(4 // ring, 1, 2, ScoredBlock)
@@ -328,6 +330,7 @@ def test_calls_of_ring_attention_are_honoured_or_refused(gloo):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.some(1)
 def test_steps_in_bfloat16(pools, stage):
     """Up to bf16's rounding of parameters and activations."""
     wanted = parameters_of_one_process(2, 1, 2)
@@ -335,6 +338,7 @@ def test_steps_in_bfloat16(pools, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.some(1)
 def test_a_checkpoint_resumes_bit_for_bit(pools, stage, tmp_path):
     for (loss, parameters), (loss_again, parameters_again) in pools(4).run(4, resumed, 2, stage, str(tmp_path), timeout=120):
         assert loss == loss_again
@@ -342,6 +346,7 @@ def test_a_checkpoint_resumes_bit_for_bit(pools, stage, tmp_path):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.some(2)
 def test_the_configurations_for_launchers_train(pools, stage):
     assert_configured(pools(4).run(4, of_a_file, 2, stage, timeout=120), 2)
 

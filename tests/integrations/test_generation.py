@@ -119,6 +119,7 @@ SOME = ["greedy", "beams"]
         pytest.param("DeepseekV3", torch.float64, ["greedy", "left padding"], id="latent keys"),
     ],
 )
+@pytest.mark.some(5)
 def test_tokens_are_those_of_one_process(gloo, world_size, kind, dtype, names):
     expected = {name: of_one_process(kind, dtype, name) for name in names}
     assert gloo.run(world_size, differences, kind, dtype, expected) == [[]] * world_size
@@ -219,6 +220,7 @@ def conversation(group) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.some(1)
 def test_questions_about_a_cached_document(gloo, world_size):
     assert gloo.run(world_size, conversation) == [[]] * world_size
 

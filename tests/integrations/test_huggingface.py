@@ -247,6 +247,7 @@ def assert_same(results: list, layout: ra.Layout, expected: tuple, atol: float =
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.some(8)
 def test_on_one_rank_a_model_equals_the_dense_one(name):
     layout = ra.zigzag(37, 1)
     assert_same([ring_run(None, name, layout, None)], layout, dense_run(name, 37), TOLERANCE.get(name, 1e-10))
@@ -279,6 +280,7 @@ def test_on_one_rank_a_model_equals_the_dense_one(name):
     * GEMMA4,
     ids=lambda value: str(value),
 )
+@pytest.mark.some(7)
 def test_on_a_ring_a_model_equals_the_dense_one(gloo, name, world_size, kind):
     layout = LAYOUTS[kind](37, world_size)
     results = gloo.run(world_size, ring_run, name, layout, None, timeout=120)
@@ -297,6 +299,7 @@ def test_on_a_ring_a_model_equals_the_dense_one(gloo, name, world_size, kind):
     ],
     ids=lambda value: str(value),
 )
+@pytest.mark.some(3)
 def test_packed_documents_see_only_themselves(gloo, name, world_size, kind, documents):
     layout = LAYOUTS[kind](37, world_size)
     results = gloo.run(world_size, ring_run, name, layout, None, False, documents, timeout=120)
@@ -356,6 +359,7 @@ def test_compiled_layers_have_no_graph_break(name):
     torch.compiler.reset()
 
 
+@pytest.mark.thorough
 def test_compiled_layers_without_attention_take_any_documents():
     """More sets of bounds than torch compiles graphs of a function."""
     torch.compiler.reset()
@@ -377,6 +381,7 @@ def test_compiled_layers_without_attention_take_any_documents():
     torch.compiler.reset()
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_has_all_layers_in_one_graph():
     """Graphs break at the model's entry and at its request for a mask, but never at attention, forward or backward."""
     torch.compiler.reset()

@@ -118,6 +118,7 @@ def equals_one_process(group, name, layout, kind):
 
 # a function of its own each; the last two have no mask of the model's, and a forward pass of ours
 @pytest.mark.parametrize("name", ["qwen3-next", "mamba 2", "mamba", "recurrent gemma"])
+@pytest.mark.some(2)
 def test_packed_documents_of_a_hybrid_model_equal_one_process(gloo, name):
     gloo.run(2, equals_one_process, name, "zigzag", "packed", timeout=120)
 

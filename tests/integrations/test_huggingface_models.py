@@ -59,6 +59,7 @@ def compare(group, kind, name, layout):
     ],
     ids=lambda value: value,
 )
+@pytest.mark.some(3)
 def test_a_model_equals_one_process(gloo, kind, name):
     for world_size, layout in ((2, "zigzag"), (3, "contiguous")):
         for status, note in gloo.run(world_size, compare, kind, name, layout, timeout=120):
@@ -207,6 +208,7 @@ def padded_run(group, name):
 
 
 @pytest.mark.parametrize("name", PADDED)
+@pytest.mark.some(2)
 def test_padding_on_the_right_changes_nothing(gloo, name):
     gloo.run(2, padded_run, name, timeout=120)
 

@@ -158,6 +158,7 @@ def assert_same(results: list, expected: tuple) -> None:
     ],
     ids=str,
 )
+@pytest.mark.some(5)
 def test_a_model_on_a_ring_equals_the_dense_one(gloo, name, size, kind):
     assert_same(gloo.run(size, ring_run, name, kind), dense(name))
 
@@ -230,6 +231,7 @@ def dropping(group, name: str):
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt", "falcon-alibi", "t5", "umt5-both"])
+@pytest.mark.some(2)
 def test_dropout_in_training_is_that_of_one_process(gloo, name):
     found, wanted = gloo.run(2, dropping, name)[1], gloo.run(1, dropping, name)[0]
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)

@@ -76,6 +76,7 @@ def around_a_ring(group, options, mask, striped):
 @pytest.mark.parametrize(
     "compile_first", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["replaced first", "compiled first"]
 )
+@pytest.mark.thorough
 def test_compiled_models_are_replaced(compile_first):
     """Options are refused in compiled models too."""
     mask, x = ra.documents(lengths=[5, N - 5]), whole_input()[0]

@@ -11,15 +11,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(cases: str) -> None:
-    """Run a file of this folder. TRITON_INTERPRET decides at import what `triton.jit` means, hence the process."""
+def run(*cases: str) -> None:
+    """Run files of this folder. TRITON_INTERPRET decides at import what `triton.jit` means, hence the process."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-W", "ignore::RuntimeWarning", "-p", "no:cacheprovider", "-p", __name__]
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
     }
-    result = subprocess.run([*command, f"tests/kernels/{cases}"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        [*command, *(f"tests/kernels/{name}" for name in cases)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
 
 

@@ -99,6 +99,7 @@ def test_causal_at_odd_lengths(n):
     ids=["full", "window", "documents", "nothing"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.some(3)
 def test_masks(tiles, dtype):
     sk = 63 if len(tiles) == 1 and tiles[0][3] == 63 else 97
     compare(*inputs(1, 97, sk, 2, 1, 16, 16, dtype), tiles, 0.25)
@@ -278,6 +279,7 @@ def test_pairs_are_added_and_rounded_in_one_launch(counts):
 
 
 @pytest.mark.parametrize("arrivals", range(5))
+@pytest.mark.some(2)
 def test_pairs_that_have_come_are_added_in_turn_as_their_sum_is_rounded(arrivals):
     """Each to numbers of its own, of which some blocks hold none, some all, and some a part."""
     generator = torch.Generator().manual_seed(arrivals)
@@ -301,6 +303,7 @@ class OnGpu(torch.Tensor):
 
 @pytest.mark.parametrize("scattered", [None, 0, 1])
 @pytest.mark.parametrize("spans", [1, 3, 5])
+@pytest.mark.some(4)
 def test_sums_that_came_home_are_added_to_their_rows_and_rounded(spans, scattered, monkeypatch):
     """In one launch behind the last rows that are scattered, which are added alone."""
     generator = torch.Generator().manual_seed(spans)
@@ -390,6 +393,7 @@ def test_launches_of_random_tables_as_on_a_gpu():
 @pytest.mark.parametrize(
     "head_dims", [(1, 1), (8, 3), (17, 40), (96, 64), (192, 128), (256, 256), (512, 512), (300, 257), (64, 512)], ids=str
 )
+@pytest.mark.some(4)
 def test_head_dims(head_dims):
     compare(*inputs(1, 33, 33, 1, 1, *head_dims), dense.causal(33), head_dims[0] ** -0.5)
 
@@ -505,6 +509,7 @@ def test_the_sums_of_the_fused_kernel_come_back_in_the_order_of_rows(d, add):
 
 @pytest.mark.parametrize("plain", ["before", "after", "never"])
 @pytest.mark.parametrize(("d", "q_rows"), [(64, 1), (128, 129), pytest.param(64, 128, marks=pytest.mark.thorough)])
+@pytest.mark.some(3)
 def test_sums_of_different_kernels_are_one_dq(d, q_rows, plain):
     q, k, v, dout = inputs(2, q_rows, 2, 2, 1, d, d, torch.float16)
     expected = torch.randn(2, 2, -(-q_rows // 128) * 128, d, generator=torch.Generator().manual_seed(0))

@@ -57,6 +57,7 @@ def compare(got, exact, dtype):
         (1, (7,), 16, (20, 1), (16, 16), 2, None, None, False, FP32, (16, 16, 2)),  # three blocks of rows of one head
     ],
 )  # fmt: skip
+@pytest.mark.some(3)
 def test_against_plain_torch(ranks, lengths, page_size, heads, dims, tokens, window, modifiers, sinks, dtype, config):
     sinks = torch.linspace(-2, 2, heads[0]) if sinks else None
     options = dict(softmax_scale=0.3, window=window, modifiers=modifiers)
@@ -75,6 +76,7 @@ def test_against_plain_torch(ranks, lengths, page_size, heads, dims, tokens, win
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 8, 50])
+@pytest.mark.some(2)
 def test_runs_of_tiles_may_end_anywhere(programs):
     """Sequences that another rank holds have no tile, and others have many more than one program takes."""
     problems = problem((500, 3, 17, 90, 1), 16, 4, 1, (2, 2), (16, 16), 1, FP32)

@@ -73,6 +73,7 @@ def test_other_gpus_hear_of_their_architecture_alone(newer_triton, monkeypatch, 
     assert not caplog.records
 
 
+@pytest.mark.thorough
 def test_the_plain_kernels_need_no_gluon():
     # None in sys.modules makes an import fail
     code = (

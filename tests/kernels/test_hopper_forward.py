@@ -35,10 +35,10 @@ FORMS = {
 
 
 def forms():
-    """Each launch in one form, in turn, and one that three warpgroups take from a state; 96, 192 and all combinations are thorough."""
+    """Two programs of a multiprocessor, and three warpgroups that begin with a state; all others are thorough."""
     for (at, launch), (number, form) in itertools.product(enumerate(LAUNCHES), enumerate(FORMS)):
         from_state = launch[:2] == (128, 128) and not launch[2].paired
-        chosen = number == (2 if from_state else at % 3) and launch[0] not in (96, 192)
+        chosen = number == (2 if from_state else at % 3) and (from_state or launch[2].programs == 2)
         yield pytest.param(*launch, *FORMS[form], id=f"{NAMES[at]}-{form}", marks=() if chosen else pytest.mark.thorough)
 
 

@@ -67,12 +67,9 @@ SPILLS = {
 
 
 def forms():
-    """One of the forward and of the fused backward with all their work; the others are thorough."""
+    """One of the fused backward; the others are thorough."""
     for form in SPILLS:
-        chosen = form in (
-            ("forward", 128, PARTS),
-            ("fused", 64, ("dropout",)),
-        )
+        chosen = form == ("fused", 64, ("dropout",))
         yield pytest.param(*form, id=str(form), marks=() if chosen else pytest.mark.thorough)
 
 

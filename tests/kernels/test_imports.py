@@ -32,6 +32,7 @@ def test_every_public_name_is_found_by_its_first_use():
         _ = rk.forwards
 
 
+@pytest.mark.thorough
 def test_modules_of_the_package_do_not_hide_its_functions():
     code = "import ringattn_kernels.attention, ringattn_kernels.statistics, ringattn_kernels as rk; print(rk.forward.__module__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "kernels", capture_output=True, text=True)

@@ -77,6 +77,7 @@ def test_a_block_left_out_is_found(seed):
 
 @pytest.mark.parametrize("name", ["row_max", "row_sum", "out", "dq", "dk", "dv"])
 @pytest.mark.parametrize("seed", ORDINARY)
+@pytest.mark.some(20)
 def test_one_wrong_row_is_found(seed, name):
     p = fuzz.problem(seed, SHORT)
     got = rounded(p)

@@ -70,6 +70,7 @@ def check_splits(table: TileTable, live: np.ndarray, block: int, step: int, spli
 
 @pytest.mark.parametrize("n", [1, 2, 17, 63, 97, 127, 129, 1025])
 @pytest.mark.parametrize("block_step", [(64, 32), (128, 64), (16, 128)], ids=str)
+@pytest.mark.some(10)
 def test_known_masks_are_covered_exactly(n, block_step):
     for tiles in (dense.causal(n), dense.full(n, n // 2 + 1), dense.window(n, n // 7, 2), dense.documents(n // 3, 1, 1, n)):
         q_rows = max(tile[1] for tile in tiles)

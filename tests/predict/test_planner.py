@@ -86,6 +86,7 @@ class Sums:
     ids=["causal", "window", "documents"],
 )
 @pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.some(6)
 def test_peak_is_what_a_backward_pass_allocates(ranks, mask, layout, monkeypatch):
     n, h, hk, d = 8192, 4, 1, 64
     layout = ra.default_layout(mask, n, ranks) if layout == "own" else getattr(ra, layout)(n, ranks)
@@ -198,6 +199,7 @@ def test_an_exchange_of_heads_is_exposed():
 
 @pytest.mark.parametrize("nccl", [False, True])
 @pytest.mark.parametrize("ranks", [8, 16])
+@pytest.mark.some(1)
 def test_the_default_of_unequal_steps_beats_the_ring(ranks, nccl):
     """For packed documents on balanced shards, the default is a tenth faster on average, and never slower by more than a fiftieth."""
     gains = []
@@ -232,6 +234,7 @@ SLOWER = {
 
 
 @pytest.mark.parametrize(("name", "value"), SLOWER.items(), ids=SLOWER)
+@pytest.mark.some(4)
 def test_worse_machines_are_slower(name, value):
     for option in (Option(ra.ring()), Option(ra.double_ring(4)), Option(ra.ring(), 2)):
         good = predict(H200, CAUSAL, 8, 4, option)
@@ -265,6 +268,7 @@ LARGE_OPTIONS = [Option(ra.ring()), Option(ra.waves(8)), Option(ra.gather()), Op
     ],
     ids=str,
 )
+@pytest.mark.thorough
 def test_larger_worlds_are_extrapolated_from_smaller_ones(option, mask):
     """Beyond 32 ranks, figures are extrapolated from 16 and 32 ranks, to within a percent of a simulation of all ranks."""
     mask, tolerance = LARGE[mask]
@@ -277,6 +281,7 @@ def test_larger_worlds_are_extrapolated_from_smaller_ones(option, mask):
     assert short.peak == pytest.approx(whole.peak, rel=0.2)
 
 
+@pytest.mark.thorough
 def test_a_thousand_gpus_simulate_no_large_world(monkeypatch):
     seen = []
     monkeypatch.setattr(
@@ -296,6 +301,7 @@ def test_recommended_is_the_fastest_that_fits():
     assert recommend(found, least - 1) is None
 
 
+@pytest.mark.thorough
 def test_options_fit_their_world():
     for gpus, per_node, heads in (
         *((8, 8, 32), (64, 8, 32), (6, 3, 6), (1, 8, 4), (24, 8, 5), (4, 1, 8), (16, 4, 2)),

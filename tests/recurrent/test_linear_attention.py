@@ -23,6 +23,7 @@ def check(gloo, *cases):
 @pytest.mark.parametrize("beta", [False, True], ids=["linear", "delta"])
 @pytest.mark.parametrize("decays", KINDS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.some(10)
 def test_every_rank_agrees_with_the_recurrence(gloo, world_size, decays, beta):
     layouts = "contiguous", "zigzag", "balanced", "one rank", "backwards"
     options = dict(world_size=world_size, decays=decays, beta=beta, copies=1 + world_size % 2)

@@ -62,8 +62,10 @@ def run(group, cases, kernels):
     ("world_size", "kernels"),
     [
         (2, "torch"),
-        (3, "stand-in"),
-        *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((2, "kept"), (2, "stand-in"), (3, "torch"), (3, "kept"))),
+        *(
+            pytest.param(*x, marks=pytest.mark.thorough)
+            for x in ((3, "stand-in"), (2, "kept"), (2, "stand-in"), (3, "torch"), (3, "kept"))
+        ),
     ],
 )
 def test_tails_give_the_same(gloo, world_size, kernels):

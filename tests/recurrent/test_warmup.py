@@ -78,6 +78,7 @@ def test_segments_that_begin_and_that_follow(monkeypatch, ranks, segments):
         assert made == segments
 
 
+@pytest.mark.thorough
 def test_configurations_are_compiled_once_over_all_shares(tmp_path):
     """For a GPU that need not be there."""
     found = []

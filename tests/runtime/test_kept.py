@@ -107,6 +107,7 @@ def counts(monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 2], ids=["one rank", "two ranks"])
 @pytest.mark.parametrize(("way", "times"), [("torch", 3), ("contexts", 2), ("layers", 2), ("offload", 2)])
+@pytest.mark.some(3)
 def test_recurrences_run_once_forward_and_once_backward(counts, way, times, size):
     """The gradients are the same bits as without checkpoints. On each rank a call runs segments of one kind or two: the first
     document's, which one rank holds, and the second's."""

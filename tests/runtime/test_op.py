@@ -108,7 +108,7 @@ def test_compiled_cuda_graphs_leave_attention_out(operator):
     ("mask", "heads_first"),
     [
         *(
-            pytest.param(mask, False, id=name, marks=() if name in ("causal", "dilated") else pytest.mark.thorough)
+            pytest.param(mask, False, id=name, marks=() if name == "causal" else pytest.mark.thorough)
             for name, mask in MASKS.items()
         ),
         pytest.param(MASKS["causal"], True, id="heads first", marks=pytest.mark.thorough),
@@ -159,6 +159,7 @@ def test_tensors_without_data_have_shapes(device, dtype):
 
 @pytest.mark.parametrize("mask", [None, *MASKS.values()], ids=["default", *MASKS])
 @pytest.mark.parametrize("layout", [None, ra.zigzag(13, 1)], ids=["no layout", "layout"])
+@pytest.mark.some(2)
 def test_a_compiled_model_has_no_graph_break_and_equal_gradients(mask, layout, compiled):
     mask = None if mask is MASKS["documents"] else mask  # longer than the sequence
     model = make_blocks(2, mask=mask, layout=layout)
@@ -341,6 +342,7 @@ def with_checkpoints(model, **options):
 @pytest.mark.parametrize("compile_it", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("mask", [ra.causal(), MASKS["dilated"]], ids=repr)
 @pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.some(2)
 def test_with_the_policy_attention_runs_once(device, mask, compile_it, launches, compiled):
     model = make_blocks(2, dtype=DTYPE[device], mask=mask).to(device)
     wanted = gradients(model)

@@ -98,6 +98,7 @@ def by_step(transfers, steps, world_size):
         for number, schedule in enumerate(schedules(n))
     ],
 )
+@pytest.mark.some(40)
 def test_every_schedule(world_size, number):
     # as worlds grow, a schedule meets one case after another; small worlds take two
     for case in {(world_size + number) % 6, (world_size + number + 3) % 6} if world_size < 8 else {(world_size + number) % 6}:

@@ -22,6 +22,7 @@ every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCH
 @every_schedule
 @settings(max_examples=30)
 @given(st.data())
+@pytest.mark.some(4)
 def test_only_rows_that_someone_still_needs_move(cases, schedule, data):
     """A transfer holds rows that its receiver, or a rank to which the receiver passes them, needs. No rank gets a row twice."""
     layout, mask = data.draw(cases)
@@ -87,6 +88,7 @@ def test_bytes_of_causal_and_full_attention():
     ],
     ids=lambda value: getattr(value, "__name__", repr(value)),
 )
+@pytest.mark.some(9)
 def test_a_forward_pass_sends_the_bytes_that_bytes_sent_predicts(schedule, mask, make_layout):
     world_size, seq_len = 8, 203
     layout = make_layout(seq_len, world_size)
@@ -105,6 +107,7 @@ def test_a_forward_pass_sends_the_bytes_that_bytes_sent_predicts(schedule, mask,
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (2, 3), (2, 4), (3, 2)])
 @pytest.mark.parametrize("schedule", [ra.ring(), ra.double_ring()], ids=repr)
+@pytest.mark.some(4)
 def test_bytes_between_nodes(schedule, nodes, ranks_per_node):
     """K/V of each owner come to each other node once in each pass; its dK/dV leave each other node once."""
     world_size, tokens, hk, d = nodes * ranks_per_node, 6, 2, 4
@@ -296,6 +299,7 @@ def test_schedules_are_values():
 
 @pytest.mark.parametrize("schedule", [ra.gather(), *(ra.waves(width) for width in (1, 2, 3, 7))], ids=repr)
 @given(st.data())
+@pytest.mark.some(2)
 def test_the_traffic_of_a_rank_is_all_that_concerns_it(layout_strategy, mask_strategy, schedule, data):
     """Transfers of K/V and of dK/dV that leave a rank or come to it, in order; and what it knows of the others."""
     seq_len, world_size = data.draw(st.integers(0, 30)), data.draw(st.integers(1, 6))

@@ -38,6 +38,7 @@ def filled(group, lengths, page_size=16, **options):
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("score", SCORES)
+@pytest.mark.some(12)
 def test_masks_and_scores(world_size, mask, score, one_thread):
     options = dict(mask=MASKS[mask], score=SCORES[score]())
 
@@ -49,6 +50,7 @@ def test_masks_and_scores(world_size, mask, score, one_thread):
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 128])
+@pytest.mark.some(1)
 def test_sizes_of_pages_and_a_scale(page_size, one_thread):
     def work(group):
         twin, sequences = filled(group, (1, 129, 255, 64), page_size)
@@ -71,6 +73,7 @@ def test_slopes_of_each_sequence(one_thread):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.some(1)
 def test_error_is_within_the_contract(dtype, one_thread):
     """At most twice that of dense attention in the same dtype, on every rank."""
     generator = torch.Generator().manual_seed(0)

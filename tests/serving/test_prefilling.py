@@ -70,12 +70,14 @@ def chunks(group, seed, score="none", window=None):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.some(1)
 def test_chunks_over_gloo(gloo, world_size):
     assert max(gloo.run(world_size, chunks, world_size)) < 1e-12
     assert max(gloo.run(world_size, chunks, 3, "none", 20)) < 1e-12
 
 
 @pytest.mark.parametrize("score", SCORES)
+@pytest.mark.some(2)
 def test_scores(score, one_thread):
     assert max(run_ranks(3, lambda group: chunks(group, 4, score))) < 1e-12
 

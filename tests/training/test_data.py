@@ -259,6 +259,7 @@ def failing(where, at):
 
 @pytest.mark.parametrize(("where", "kind"), [("loader", OSError), ("batch", ValueError), ("prepare", RuntimeError)])
 @pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.some(4)
 def test_an_error_comes_in_the_place_of_its_batch(where, kind, at):
     batches = iter(ahead(*failing(where, at)))
     for _ in range(at):

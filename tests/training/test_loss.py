@@ -105,6 +105,7 @@ def assert_the_mean_over_all_tokens(results: list, replicas: int, atol: float = 
 
 @pytest.mark.parametrize("wrapper", ["none", "ddp", "fsdp2"])
 @pytest.mark.parametrize(("replicas", "ring"), [(1, 2), (2, 2)], ids=["1x2", "2x2"])
+@pytest.mark.some(3)
 def test_gradients_are_those_of_the_mean_over_all_tokens(gloo, wrapper, replicas, ring):
     results = gloo.run(8, wrapped_step, wrapper, replicas, ring, timeout=120)[: replicas * ring]
     assert_the_mean_over_all_tokens(results, replicas)

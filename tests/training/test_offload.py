@@ -323,6 +323,7 @@ def wrapped_steps(group, device, width, wrapper, first):
 
 @pytest.mark.parametrize("first", [False, True], ids=["wrapped before", "wrapped after"])
 @pytest.mark.parametrize("wrapper", ["none", "ddp", "fsdp2"])
+@pytest.mark.some(3)
 def test_wrapped_models_give_the_same_bits(gloo, wrapper, first):
     assert gloo.run(2, wrapped_steps, "cpu", WIDTH, wrapper, first) == [True, True]
 

@@ -87,6 +87,7 @@ def whole(lengths):
         pytest.param([3, 2], 1, id="ranks-without-tokens"),
     ],
 )
+@pytest.mark.some(3)
 def test_loss_and_gradients_are_those_of_one_process(gloo, lengths, tokens_per_rank):
     loss, gradients = whole(lengths)
     results = gloo.run(8, on_rings, lengths, tokens_per_rank)
@@ -176,6 +177,7 @@ def test_work_of_a_step_is_even():
     assert sum(busiest) <= 1.15 * sum(n**2 for n in lengths) / 64
 
 
+@pytest.mark.thorough
 def test_a_large_batch_is_dealt_in_a_fraction_of_a_second():
     """20,000 sequences to 512 ranks: hundreds of rings in each of two dozen steps, of which each sequence takes the best."""
     lengths = np.random.default_rng(0).lognormal(8, 1, 20000).astype(int).clip(1)

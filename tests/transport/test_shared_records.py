@@ -60,6 +60,7 @@ def record(rank, turn, size):
 
 
 @pytest.mark.parametrize("in_c", [(True, True), (True, False), (False, True, True), (True, False, False, True)], ids=str)
+@pytest.mark.some(2)
 def test_ranks_understand_each_other_in_either_language(in_c, make):
     ranks = make(len(in_c))
 

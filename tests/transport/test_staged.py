@@ -125,7 +125,7 @@ def simulate(case):
     assert not any(transport._outstanding for transport in transports)
 
 
-@settings(max_examples=250)
+@settings(max_examples=80)
 @given(cases())
 @example(Case(2, 4096, 2, [{(0, 1): [2091, 1110, 100]}, {(0, 1): [100, 512], (1, 0): [2829]}], 341435123))
 @example(Case(2, 2048, 2, [{(0, 1): [1024, 1024, 1024, 10]}, {(0, 1): [10]}], 5))
@@ -159,6 +159,7 @@ def any_found(cases, run=simulate):
 
 @busy
 @pytest.mark.parametrize("ready", [True, False], ids=["until it is ready", "until it is read"])
+@pytest.mark.some(2)
 def test_no_wait_can_be_left_out(monkeypatch, cases, ready):
     def impatient(queue, values):
         wait(queue, [(count, value) for count, value in values if count.ready != ready])
@@ -227,7 +228,7 @@ def replay(case, order=GRAPHS):
     assert not any(value for (_, count), value in world.counts.items() if count.captured)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(cases(), st.text("ab.", min_size=2, max_size=5))
 @example(Case(2, 2048, 1, [{(0, 1): [3000]}, {(1, 0): [512, 512, 512]}], serial=True), GRAPHS)
 def test_graphs_run_again_and_again(case, order):
@@ -240,6 +241,7 @@ replays = pytest.mark.parametrize("cases", [FAR, NEAR, LONG], ids=["far", "near"
 
 
 @replays
+@pytest.mark.some(1)
 def test_counts_must_be_set_back(monkeypatch, cases):
     assert found(cases[:5], replay) == 0
     monkeypatch.setattr(SimulatedQueue, "set_back", lambda queue, counts: None)
@@ -269,6 +271,7 @@ def test_ready_counts_must_be_set_back_before_all_is_read(monkeypatch, cases):
 @replays
 @pytest.mark.parametrize("order", [GRAPHS, ".a.a.a."], ids=["graphs", "between others"])
 @pytest.mark.parametrize("captured", [True, False], ids=["captured", "not captured"])
+@pytest.mark.some(3)
 def test_senders_must_wait_until_all_is_read(monkeypatch, cases, order, captured):
     def drain(queue, channels, in_graph, pulls):
         if in_graph != captured:
@@ -478,6 +481,7 @@ def test_long_messages_are_pulled_while_they_are_staged():
 
 @pytest.mark.parametrize("schedule", [ra.ring(), ra.gather()], ids=str)
 @pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.some(3)
 def test_attention_over_staged_messages(size, schedule):
     """Forward and backward give the same bits as over a plain transport, with arenas far smaller than a shard."""
     seq_len = 61

@@ -39,6 +39,7 @@ def run(*options) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_one_rank():
     found = run(*TOY, "--batches", "1", "2", "--tokens", "100", "--host")
     rate = r" +[\d.]+ GB/s \( *\d+%, *\d+%\)"
@@ -46,6 +47,7 @@ def test_one_rank():
     assert len(re.findall(r"tokens   host   pages +[\d.]+ us   in order +[\d.]+ us   SDPA", found)) == 2
 
 
+@pytest.mark.thorough
 def test_two_ranks():
     found = run(*TOY, "--batches", "2", "--tokens", "100", "--world-size", "2")
     assert re.search(r"2 x +50 tokens   on 2 ranks, us a layer   default +[\d.]+   all-gather +[\d.]+   none +[\d.]+", found)

@@ -35,11 +35,13 @@ def test_within_15_percent_of_what_was_measured(run, row, command):
     assert found.memory_error is None or found.memory_error == pytest.approx(1, abs=0.003)
 
 
+@pytest.mark.thorough
 def test_the_machine_is_what_the_command_fits(command):
     figures = command.fit(H200, command.rows_of(RUNS))
     assert figures == {name: getattr(H200, name) for name in command.FITTED}
 
 
+@pytest.mark.thorough
 def test_a_fit_finds_the_machine_that_was_measured(command):
     wanted = {"forward_tflops": 700, "backward_tflops": 520, "nccl_latency_us": 90, "nccl_slowdown": 0.25}
     machine = H200.with_rates(wanted)

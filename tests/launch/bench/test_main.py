@@ -29,13 +29,15 @@ def test_help_lists_every_command_with_a_sentence(tmp_path):
             assert re.search(rf"^ +{path.stem} +[A-Z][^.]{{30,}}", done.stdout, re.MULTILINE), path.stem
 
 
-@pytest.mark.parametrize("command", ["fit", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ring", "pictures"))])
+@pytest.mark.parametrize("command", ["fit", "ring", "pictures"])
+@pytest.mark.thorough
 def test_each_command_describes_itself_from_any_folder(tmp_path, command):
     done = run(command, "--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"usage: launch/bench {command}" in done.stdout
 
 
+@pytest.mark.thorough
 def test_worker_processes_find_their_modules_from_any_folder(tmp_path):
     toy = ["--tokens", 16, "--heads", 2, "--kv-heads", 1, "--head-dim", 8, "--seconds", 0, "--methods", "ring", "--out", "out"]
     done = run("ring", "--device", "cpu", *toy, cwd=tmp_path)
@@ -43,6 +45,7 @@ def test_worker_processes_find_their_modules_from_any_folder(tmp_path):
     assert '"command": "python launch/bench ring --device cpu' in (tmp_path / "out" / "ring.json").read_text()
 
 
+@pytest.mark.thorough
 def test_the_folder_itself_is_not_on_the_path(tmp_path):
     """Its `kernels.py` would hide the package `kernels` that transformers looks for."""
     code = f"""

@@ -19,6 +19,7 @@ def overhead(*options: str) -> list[str]:
     return run.stdout.splitlines()
 
 
+@pytest.mark.thorough
 def test_overhead():
     _, *lines = overhead("--world-sizes", "8", "--calls", "20", "--rounds", "10")
     assert [line.split()[1] for line in lines] == ["ring", "gather", "waves(3)", "double_ring"]

@@ -27,6 +27,7 @@ def run(*arguments) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=800)
 
 
+@pytest.mark.thorough
 def test_all_methods_are_measured(tmp_path):
     methods = ["ring", "gather", "waves-1", "ulysses", "local"]
     sizes = ["--tokens", 64, 96, "--heads", 4, "--kv-heads", 2, "--head-dim", 8, "--seconds", 0]

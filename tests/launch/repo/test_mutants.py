@@ -48,6 +48,9 @@ def test_a_mutant_is_killed_or_survives(mutants, tmp_path):
     for folder in ("ringattn", "tests"):
         (copy / folder).mkdir(parents=True)
     (copy / "ringattn" / "__init__.py").touch()
+    (copy / "tests" / "conftest.py").write_text(
+        "def pytest_addoption(parser):\n    parser.addoption('--thorough', action='store_true')\n"
+    )
     source = copy / "ringattn" / "one.py"
     source.write_text("one = 1\ntwo = 2\n")
     (copy / "tests" / "test_one.py").write_text("from pathlib import Path\n\n\n" + TEST)
