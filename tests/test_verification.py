@@ -350,6 +350,7 @@ def scored(group):
     return found
 
 
+@pytest.mark.thorough
 def test_scores_of_right_models_pass_and_wrong_ones_do_not(gloo):
     first, second = gloo.run(2, scored, timeout=60)
     assert first == second

@@ -284,6 +284,7 @@ def many_lengths(group, calls):
     return len(kept._facts), len(kept._attentions), len(kept._layouts)
 
 
+@pytest.mark.thorough
 def test_plans_kept_are_bounded(gloo):
     for facts, routes, layouts in gloo.run(2, many_lengths, 150):
         assert 0 < facts <= 64

@@ -58,6 +58,7 @@ def test_lines_of_progress_come_every_few_seconds(program, monkeypatch, capsys):
     assert printed.splitlines() == [f"training: step {number} of 8, loss {number}" for number in (3, 6, 8)]
 
 
+@pytest.mark.thorough
 def test_under_torchrun_another_number_of_ranks_has_the_same_losses(finished, text, tmp_path):
     run(PROGRAM, *TOY, "--text", text, "--out", tmp_path, "--layout", "striped", ranks=3)
     result = figures(tmp_path)

@@ -146,6 +146,7 @@ def test_a_delta_rule_that_grows_is_not_forgotten():
     assert heads_of(n, 2, 1, -beta, beta) == {1: 128}, "with normalised keys only decays count"
 
 
+@pytest.mark.thorough
 def test_in_fp32_what_is_left_out_is_nothing():
     """In one process: the same bits with a state before the segment and without, after the head."""
     torch.manual_seed(0)

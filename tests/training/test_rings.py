@@ -131,6 +131,7 @@ def test_long_sequences_get_more_ranks():
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(2, 9), st.integers(1, 16))
+@pytest.mark.thorough
 def test_every_rank_has_a_token(lengths, world_size, room):
     """Also in a last step of few tokens, and where a ring of a power of two has more ranks than tokens."""
     lengths = [min(n, room << (world_size.bit_length() - 1)) for n in lengths]

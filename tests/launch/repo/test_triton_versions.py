@@ -27,6 +27,7 @@ def test_the_tests_that_it_runs_exist(versions):
     assert all((ROOT / arguments[0]).is_file() for arguments in versions.COLUMNS.values())
 
 
+@pytest.mark.thorough
 def test_passed_and_failed_tests_are_counted_without_those_for_gpus(versions, monkeypatch, tmp_path, capsys):
     (tmp_path / "test_three.py").write_text(
         "import pytest\ndef test_good(): pass\ndef test_bad(): assert 1 == 2\n@pytest.mark.gpu\ndef test_on_a_gpu(): pass\n"
