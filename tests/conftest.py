@@ -40,7 +40,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--thorough") or torch.cuda.is_available():
+    if strategies.is_thorough(config):
         return
     cases = {}
     for item in items:

@@ -13,14 +13,25 @@ from hypothesis import strategies as st
 
 import ringattn as ra
 
-settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=100)
+settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=100)
+settings.register_profile("usual", settings.get_profile("thorough"), max_examples=34)
 settings.register_profile("explore", deadline=None, max_examples=1000)
+
+
+def examples(count: int) -> int:
+    """For `max_examples`: `count` in a thorough run, else as the profile's number is to a thorough one's."""
+    return -(-count * settings().max_examples // settings.get_profile("thorough").max_examples)
+
+
+def is_thorough(config) -> bool:
+    """Whether the tests marked thorough run, too."""
+    return config.getoption("--thorough") or torch.cuda.is_available()
 
 
 def pytest_configure(config):
     """Draw the same examples in every run; `--hypothesis-profile explore` draws fresh ones."""
     if config.getoption("--hypothesis-profile", None) is None:
-        settings.load_profile("fixed")
+        settings.load_profile("thorough" if is_thorough(config) else "usual")
 
 
 @pytest.fixture

@@ -7,19 +7,20 @@ from hypothesis import Phase, given, settings
 
 from ringattn.geometry.rows import Rows
 from tests import fuzz
+from tests.strategies import examples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FIXED = settings(fuzz.SETTINGS, derandomize=True)
 
 
-@settings(FIXED, max_examples=15)
+@settings(FIXED, max_examples=examples(50))
 @given(fuzz.problems())
 def test_random_calls_of_threads(problem):
     fuzz.check(problem, fuzz.run_threads(problem))
 
 
-@settings(FIXED, max_examples=12)
+@settings(FIXED, max_examples=examples(20))
 @given(problem=fuzz.problems(grids=False, longest=100))
 def test_random_calls_over_gloo(gloo, problem):
     fuzz.check(problem, gloo.run(problem.world_size, fuzz.run_member, problem))

@@ -19,7 +19,7 @@ from ringattn.device.philox import kept, philox
 from ringattn.transport import run_ranks
 from ringattn_kernels.modifiers import Dropout
 from tests.cuda_graphs import captured
-from tests.strategies import layouts, masks
+from tests.strategies import examples, layouts, masks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -135,7 +135,7 @@ def cases(draw):
 
 
 @given(cases())
-@settings(max_examples=25)
+@settings(max_examples=examples(60))
 def test_any_score_is_exact_under_any_mask_layout_and_schedule(case):
     s, layout, mask, buckets, parts, schedule = case
     whole = tensors(s)

@@ -67,14 +67,14 @@ class OneTokenCache:
     Layers of transformers 5.23 ask the cache for it, those of older versions take it from the cache's own `layers`.
     """
 
-    record_past = False  # of `layers`, as the states below
+    record_past = False  # this and the states are read of `layers`
 
     def __init__(self, before: LayerState, form: OwnForm) -> None:
-        self._inputs = None if before.inputs is None else before.inputs.clone()
+        self.conv_states = [None if before.inputs is None else before.inputs.clone()]
         # layers change it in place, and view it
-        self._recurrent = form.of(before.recurrent).clone(memory_format=torch.contiguous_format) if before.recurrent else None
+        recurrent = form.of(before.recurrent).clone(memory_format=torch.contiguous_format) if before.recurrent else None
+        self.recurrent_states = [recurrent]
         self._form = form
-        self.conv_states, self.recurrent_states = [self._inputs], [self._recurrent]
 
     @property
     def layers(self) -> Mapping[int, OneTokenCache]:
@@ -84,21 +84,23 @@ class OneTokenCache:
         return True
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._inputs
+        return self.conv_states[0]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._recurrent
+        return self.recurrent_states[0]
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
-        assert self._recurrent is not None
-        return self._recurrent.copy_(recurrent_states)
+        kept = self.recurrent_states[0]
+        assert kept is not None
+        return kept.copy_(recurrent_states)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        return False
+        return self.record_past
 
     def after(self) -> LayerState:
         """What the layer keeps now."""
-        return LayerState(self._inputs, () if self._recurrent is None else self._form.back(self._recurrent))
+        inputs, recurrent = self.conv_states[0], self.recurrent_states[0]
+        return LayerState(inputs, () if recurrent is None else self._form.back(recurrent))
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import ringattn as ra
 from ringattn.geometry.placement import _Task
 from tests.geometry.test_layout import assert_exact_cover
+from tests.strategies import examples
 
 TOLERANCE = 0.03
 
@@ -87,7 +88,7 @@ def test_odd_lengths(lengths, causal, world_size):
     assert is_even(layout, mask, max(lengths))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(150))
 @given(
     st.lists(st.one_of(st.integers(0, 6), st.integers(0, 90), st.integers(90, 700)), min_size=1, max_size=40),
     st.integers(1, 9),
@@ -149,7 +150,7 @@ def test_each_rank_has_a_token_if_there_are_enough(lengths, world_size, causal, 
     assert min(layout.lengths) > 0 or n < world_size
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(100))
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=12),
     st.integers(1, 6),

@@ -28,6 +28,7 @@ from ringattn.schedule.program import compile_program
 from ringattn.transport import Alone, LoopbackTransport
 from ringattn.transport.loopback import _Mailboxes
 from tests.clock import one_sort
+from tests.strategies import examples
 
 SCHEDULES = {"ring": ra.ring(), "gather": ra.gather(), "waves": ra.waves(2)}
 
@@ -78,7 +79,7 @@ def cases(layout_strategy, mask_strategy):
     return _cases(layout_strategy, mask_strategy)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(150))
 @given(st.data())
 def test_every_live_pair_once_and_no_dead_pair(cases, data):
     layout, mask, live = data.draw(cases)

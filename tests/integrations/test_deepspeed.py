@@ -277,7 +277,6 @@ def assert_steps(found, wanted, parameters_within, loss_within):
     ],
     ids=lambda x: str(x),
 )
-@pytest.mark.some(6)
 def test_steps_equal_those_of_one_process(pools, ring, replicas, stage, accumulation, checkpointing, scatter):
     wanted = parameters_of_one_process(replicas, accumulation, 2)
     found = pools(ring * replicas).run(

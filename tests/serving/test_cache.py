@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import ringattn as ra
 from ringattn.transport import run_ranks
 from tests.serving.twin import Twin, random_changes
+from tests.strategies import examples
 
 
 class Changes(RuleBasedStateMachine):
@@ -82,7 +83,7 @@ class Changes(RuleBasedStateMachine):
 
 
 TestChanges = Changes.TestCase
-TestChanges.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
+TestChanges.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize(("world_size", "seed"), [(2, 0), (3, 1), (4, 2), (5, 3), (3, 4)])

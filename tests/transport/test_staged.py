@@ -17,6 +17,7 @@ from ringattn.transport.channels import Channel, make_chunks, split_at, usable
 from ringattn.transport.exchange_plan import make_exchange_plan
 from ringattn.transport.listed_channels import ListedChannels
 from ringattn_kernels.recorder import recorder
+from tests.strategies import examples
 from tests.transport.simulated import Deadlock, Listing, SimulatedQueue, SimulatedTransport, World
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -125,7 +126,7 @@ def simulate(case):
     assert not any(transport._outstanding for transport in transports)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(250))
 @given(cases())
 @example(Case(2, 4096, 2, [{(0, 1): [2091, 1110, 100]}, {(0, 1): [100, 512], (1, 0): [2829]}], 341435123))
 @example(Case(2, 2048, 2, [{(0, 1): [1024, 1024, 1024, 10]}, {(0, 1): [10]}], 5))
@@ -228,7 +229,7 @@ def replay(case, order=GRAPHS):
     assert not any(value for (_, count), value in world.counts.items() if count.captured)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(60))
 @given(cases(), st.text("ab.", min_size=2, max_size=5))
 @example(Case(2, 2048, 1, [{(0, 1): [3000]}, {(1, 0): [512, 512, 512]}], serial=True), GRAPHS)
 def test_graphs_run_again_and_again(case, order):
