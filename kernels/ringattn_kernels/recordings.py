@@ -40,6 +40,8 @@ _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_
 _VIEWS = {"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "t", "transpose", "unbind", "unsqueeze", "view"}
 _NOWHERE = torch.device("meta")
 _HARMLESS = {*_VIEWS, "promote_types"}
+# torch's own function is one in Python around it; torch without CUDA has none
+_is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 
 
 def replay(found: dict[tuple, Any], facts: tuple, inputs: Tensors, work: Callable[..., Tensors]) -> Tensors:
@@ -108,7 +110,7 @@ def recorded(found: dict[tuple, Any], facts: tuple, inputs: Tensors) -> Recordin
 
 def state() -> tuple | None:
     """What recordings depend on besides their inputs: the device, its stream, determinism; None where nothing may be replayed."""
-    if torch.cuda.is_current_stream_capturing() or hooked():
+    if _is_capturing() or hooked():
         return None
     active = driver.active
     device = active.get_current_device()
@@ -120,32 +122,37 @@ Question = tuple[Callable[..., Any], Any, Any]
 
 
 class InputKinds:
-    """What a recording is for: a state of the device, and inputs of the same classes, shapes, strides, dtypes, devices and alignment.
+    """What a recording is for: a state of the device, and inputs of the same classes, shapes, strides, dtypes, devices and alignment, all of
+    which need gradients as before.
 
     now: the `state()` of now. questions: what else must be so. Raises ValueError for tensors that have no memory, or no strides.
+
+    `addresses(inputs)`: those of other inputs, as a list, if they and the device are now like these, and no two begin at one address;
+    else None.
     """
 
     def __init__(self, now: tuple, inputs: Tensors, questions: tuple[Question, ...] = ()) -> None:
         try:
-            self._kinds = tuple([(type(x), x.shape, x.stride(), x.dtype, x.device, not x.data_ptr() % 16) for x in inputs])
+            self._kinds = tuple([_kind(x) for x in inputs])
         except (AttributeError, RuntimeError, TypeError) as error:
             raise ValueError("these are no plain tensors") from error
         self._now, self._hash = now, hash((now, *self._kinds))
-        active, (device, stream, deterministic) = driver.active, now
-        self._questions = (
+        device, stream, deterministic = now
+        questions = (
             *questions,
-            (torch.cuda.is_current_stream_capturing, None, False),
+            (_is_capturing, None, False),
             (hooked, None, False),
-            (active.get_current_stream, device, stream),
-            (active.get_current_device, None, device),
-            (torch.are_deterministic_algorithms_enabled, None, deterministic),
+            (driver.active.get_current_stream, device, stream),
+            (driver.active.get_current_device, None, device),
+            (torch._C._get_deterministic_algorithms, None, deterministic),
         )
-        module = native.submission()
-        self._same: Callable[..., list[int] | None] = same if module is None else module.same
-
-    def addresses(self, inputs: Tensors) -> list[int] | None:
-        """Those of other inputs, if they and the device are now like these, and no two begin at one address; else None."""
-        return self._same(self._questions, self._kinds, inputs)
+        module, check = native.submission(), _check_of(inputs)
+        self.addresses: Callable[[Tensors], list[int] | None]
+        if module is None or check is None:
+            self.addresses = partial(same, questions, self._kinds)
+        else:
+            # in C; one function for all calls, without one in Python around it
+            self.addresses = partial(module.same, questions, check, tuple([kind[-1] for kind in self._kinds]))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, InputKinds) and (self._now, self._kinds) == (other._now, other._kinds)
@@ -154,13 +161,33 @@ class InputKinds:
         return self._hash
 
 
+def _kind(x: torch.Tensor) -> tuple:
+    """All of a tensor but its values and its address; last, whether that is a multiple of 16."""
+    return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, not x.data_ptr() % 16
+
+
+def _check_of(inputs: Tensors) -> Callable[..., bool] | None:
+    """A function of torch in C++ that says whether tensors are of the kinds of these, without their alignment; None where torch has none.
+
+    Dynamo guards graphs by it. It sees keys of dispatch too, and so views that negate, and modes such as autocast.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes, strides = [list(x.shape) for x in inputs], [list(x.stride()) for x in inputs]
+        check = TensorGuards(*inputs, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        return check if check(*inputs) is True else None
+    except (ImportError, RuntimeError, TypeError, ValueError):
+        return None
+
+
 def same(questions: tuple[Question, ...], kinds: tuple, inputs: Tensors) -> list[int] | None:
     """The addresses of tensors of these kinds, if no two are equal, and all questions are answered so; else None. As in `submission.c`."""
     if not all((ask() if x is None else ask(x)) == answer for ask, x, answer in questions):
         return None
     try:
         addresses = [x.data_ptr() for x in inputs]
-        found = tuple([(type(x), x.shape, x.stride(), x.dtype, x.device, not a % 16) for x, a in zip(inputs, addresses)])
+        found = tuple([_kind(x) for x in inputs])
         # what lies at the address of a view that negates is not its values
         negated = any(x.is_neg() for x in inputs)
     except (AttributeError, RuntimeError, TypeError):
@@ -193,10 +220,7 @@ class Recording:
         self.kinds = [(tuple(x.shape), x.stride(), x.dtype) for x in results]  # of the results
         self.contiguous = results[0].is_contiguous()
         # one function for all, whose code is then at hand; memory of which nothing is used has no address
-        *self._results, self._inside = [
-            partial(torch.empty_strided, *sizes, dtype=dtype, device=device)
-            for *sizes, dtype in [*self.kinds, ((nbytes,), (1,), torch.uint8)]
-        ]
+        *self._results, self._inside = [_maker(device, *kind) for kind in [*self.kinds, ((nbytes,), (1,), torch.uint8)]]
         if not nbytes:
             self._inside = int
         self._one_thread = threading.Lock()
@@ -213,6 +237,14 @@ class Recording:
                 numbers += later()
             self._submission.finish(numbers)
         return results
+
+
+def _maker(device: torch.device, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    """Makes such tensors, and leaves out what `torch.empty_strided` asks on the way if the device is the current one, as in each replay."""
+    quick = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if hasattr(torch._C, "_dynamo") else None
+    if quick is None or device.type != "cuda" or device.index != torch.cuda.current_device():
+        return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+    return partial(quick, shape, strides, dtype)
 
 
 class _Witness(TorchDispatchMode):

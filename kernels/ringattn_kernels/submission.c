@@ -1,8 +1,6 @@
 /* What a replayed call does in C: it compares its tensors with those of a recording, swaps a record with the other ranks of this host, and queues
    a list of CUDA driver calls. `submission.py` says how the list comes about. The list is made once. Before each run, the numbers that differ
-   from run to run (addresses, counts) are written into the calls' arguments.
-
-   Tensors are asked by their attributes in Python, the same in all releases of torch. */
+   from run to run (addresses, counts) are written into the calls' arguments. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -98,12 +96,11 @@ static CUresult run(const Program *program, const Step *step) {
   }
 }
 
-static PyObject *names[6];
-enum { SHAPE, STRIDE, DTYPE, DEVICE, DATA_PTR, IS_NEG };
+static PyObject *data_ptr;
 
 /* The address of a tensor; 0 with an exception where it has none. Tensors without elements begin at 0, too. */
 static uint64_t address_of(PyObject *tensor) {
-  PyObject *address = PyObject_CallMethodNoArgs(tensor, names[DATA_PTR]);
+  PyObject *address = PyObject_CallMethodNoArgs(tensor, data_ptr);
   if (address == NULL) return 0;
   uint64_t value = PyLong_AsUnsignedLongLongMask(address);
   Py_DECREF(address);
@@ -133,16 +130,6 @@ static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t given)
   Py_RETURN_NONE;
 }
 
-/* Whether an attribute of a tensor, or what its method gives, is what a kind says: 1, 0, or -1 with an exception. */
-static int has(PyObject *tensor, int name, PyObject *wanted) {
-  int method = name == STRIDE || name == IS_NEG;
-  PyObject *found = method ? PyObject_CallMethodNoArgs(tensor, names[name]) : PyObject_GetAttr(tensor, names[name]);
-  if (found == NULL) return -1;
-  int same = PyObject_RichCompareBool(found, wanted, Py_EQ);
-  Py_DECREF(found);
-  return same;
-}
-
 /* Whether all questions, (function, its argument or None, answer), have these answers: 1, 0, or -1 with an exception. */
 static int answered(PyObject *questions) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(questions); i++) {
@@ -161,37 +148,26 @@ static int answered(PyObject *questions) {
   return 1;
 }
 
-/* same(questions, kinds, tensors), three tuples: the addresses as a list if all questions have their answers, each tensor is of its kind, and no two
-   begin at one address; else None. A kind is (class, shape, strides, dtype, device, whether the address is a multiple of 16). No kind is of a
-   view that negates: what lies at its address is not its values. */
+/* same(questions, check, aligned, tensors): the addresses as a list if all questions have their answers, check(*tensors) is True, an address is a
+   multiple of 16 where `aligned` says so and only there, and no two tensors begin at one address; else None. */
 static PyObject *same(PyObject *self, PyObject *const *args, Py_ssize_t given) {
-  if (given != 3 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1]) || !PyTuple_Check(args[2]))
-    return PyErr_Format(PyExc_TypeError, "same takes three tuples");
+  if (given != 4 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[2]) || !PyTuple_Check(args[3]))
+    return PyErr_Format(PyExc_TypeError, "same takes a tuple, a function and two tuples");
   int answers = answered(args[0]);
   if (answers < 0) return NULL;
-  Py_ssize_t count = PyTuple_GET_SIZE(args[2]);
-  if (!answers || PyTuple_GET_SIZE(args[1]) != count) Py_RETURN_NONE;
+  Py_ssize_t count = PyTuple_GET_SIZE(args[3]);
+  if (!answers || PyTuple_GET_SIZE(args[2]) != count) Py_RETURN_NONE;
+  PyObject *checked = PyObject_CallObject(args[1], args[3]);
+  if (checked == NULL) return NULL;
+  Py_DECREF(checked);
+  if (checked != Py_True) Py_RETURN_NONE;
   uint64_t addresses[count + 1];
   for (Py_ssize_t i = 0; i < count; i++) {
-    PyObject *kind = PyTuple_GET_ITEM(args[1], i), *x = PyTuple_GET_ITEM(args[2], i);
-    if (!PyTuple_Check(kind) || PyTuple_GET_SIZE(kind) != 6) return PyErr_Format(PyExc_TypeError, "a kind has six parts");
-    /* of another class, attributes might do anything */
-    int alike = (PyObject *)Py_TYPE(x) == PyTuple_GET_ITEM(kind, 0);
-    for (int name = SHAPE; name <= DEVICE && alike == 1; name++) alike = has(x, name, PyTuple_GET_ITEM(kind, 1 + name));
-    if (alike == 1) alike = has(x, IS_NEG, Py_False);
-    if (alike == 1) {
-      addresses[i] = address_of(x);
-      alike = PyErr_Occurred() ? -1 : (addresses[i] % 16 == 0) == (PyTuple_GET_ITEM(kind, 5) == Py_True);
-    }
-    for (Py_ssize_t j = 0; j < i && alike == 1; j++) alike = addresses[i] != addresses[j];
-    /* tensors without memory, or with several, have no address or no strides */
-    if (alike == -1) {
-      int expected = PyErr_ExceptionMatches(PyExc_RuntimeError) || PyErr_ExceptionMatches(PyExc_AttributeError) ||
-                     PyErr_ExceptionMatches(PyExc_TypeError);
-      if (!expected) return NULL;
-      PyErr_Clear();
-    }
-    if (alike != 1) Py_RETURN_NONE;
+    addresses[i] = address_of(PyTuple_GET_ITEM(args[3], i));
+    if (PyErr_Occurred()) return NULL;
+    int alike = (addresses[i] % 16 == 0) == (PyTuple_GET_ITEM(args[2], i) == Py_True);
+    for (Py_ssize_t j = 0; j < i && alike; j++) alike = addresses[i] != addresses[j];
+    if (!alike) Py_RETURN_NONE;
   }
   PyObject *list = PyList_New(count);
   for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
@@ -334,7 +310,7 @@ done:
 
 static PyMethodDef methods[] = {
     {"submit", (PyCFunction)(void (*)(void))submit, METH_FASTCALL, "Queue the calls of a program."},
-    {"same", (PyCFunction)(void (*)(void))same, METH_FASTCALL, "The addresses of tensors, if they are of the same kinds as others."},
+    {"same", (PyCFunction)(void (*)(void))same, METH_FASTCALL, "The addresses of tensors, if they are like others."},
     {"post", (PyCFunction)(void (*)(void))post, METH_FASTCALL, "Write this rank's record."},
     {"swap", (PyCFunction)(void (*)(void))swap, METH_FASTCALL, "The records of all ranks, if they come soon."},
     {NULL, NULL, 0, NULL}};
@@ -342,9 +318,7 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "ringattn_submission", NULL, -1, methods};
 
 PyMODINIT_FUNC PyInit_ringattn_submission(void) {
-  const char *texts[] = {"shape", "stride", "dtype", "device", "data_ptr", "is_neg"};
-  for (int i = 0; i < 6; i++)
-    if ((names[i] = PyUnicode_InternFromString(texts[i])) == NULL) return NULL;
+  if ((data_ptr = PyUnicode_InternFromString("data_ptr")) == NULL) return NULL;
   make_checksums();
   return PyModule_Create(&definition);
 }

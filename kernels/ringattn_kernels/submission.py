@@ -14,7 +14,7 @@ import ctypes
 import functools
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -80,7 +80,7 @@ class Submission:
     """
 
     def __init__(self, module: ModuleType, functions: Functions, numbers: int, caller: int) -> None:
-        self._module = module
+        self._submit: Callable[[int, list[Any]], tuple[int, int] | None] = module.submit
         self._functions = array("q", functions.addresses)
         self._listed: list[Do | Mark | After] = []
         self._caller = caller
@@ -153,17 +153,18 @@ class Submission:
         if self._programs is None:
             self._programs = self._finished()
         assert len(numbers) == self._first_numbers
-        self._submit(self._programs[0], numbers, 0)
+        program = self._programs[0]
+        failed = self._submit(program, numbers) if program else None
+        if failed is not None:
+            raise _refused(*failed)
 
     def finish(self, numbers: list[Any]) -> None:
         """Queue the others. numbers: all of them. Raises RuntimeError if the driver refuses a call."""
         assert self._programs is not None and len(numbers) == self.numbers
-        self._submit(self._programs[1], numbers, self._programs[2])
-
-    def _submit(self, program: int, numbers: list[Any], before: int) -> None:
-        failed = self._module.submit(program, numbers) if program else None
+        _, program, before = self._programs
+        failed = self._submit(program, numbers) if program else None
         if failed is not None:
-            raise RuntimeError(f"the CUDA driver refused call {before + failed[0]} of a recorded pass with error {failed[1]}")
+            raise _refused(before + failed[0], failed[1])
 
     def _finished(self) -> tuple[int, int, int]:
         size = len(self._arguments)
@@ -273,6 +274,10 @@ class _ParameterBlock(NamedTuple):
     format: struct.Struct
     offsets: list[int]
     places: list[_ParameterPlace | None]
+
+
+def _refused(call: int, error: int) -> RuntimeError:
+    return RuntimeError(f"the CUDA driver refused call {call} of a recorded pass with error {error}")
 
 
 @functools.lru_cache(_KEPT)

@@ -5,7 +5,8 @@ that of the library's own Python and of torch's dispatch of small operations, wi
 
 With `--real` all ranks run, one per GPU, and nothing is left out: the time is what the host takes to queue a call, with launches,
 transfers and the swap of records, while its GPU is behind. It is a median, of the rank where it is longest. Torch runs a backward pass on a
-thread of its own for each GPU, and the host waits for threads to wake; with `--one-thread` it runs on the thread that calls.
+thread of its own for each GPU, and the host waits for threads to wake; with `--one-thread` it runs on the thread that calls. With
+`--layers` each pass is of several calls, as of a model's layers, and the time is that of one: the threads wake once for all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import cProfile
 import pstats
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from unittest import mock
 
@@ -23,10 +24,10 @@ import torch.distributed as dist
 
 import ringattn as ra
 from ringattn.device import local
-from ringattn.transport import SilentTransport
+from ringattn.transport import Ranks, SilentTransport
 
 from .shared.cases import make_case
-from .shared.methods import Method, make_method
+from .shared.methods import Method, check_method, make_method
 from .shared.ranks import group_of, slowest, start_ranks
 
 _BUSY = 40_000_000  # clock cycles, about twenty milliseconds
@@ -47,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", action="store_true", help="also print where the time goes")
     parser.add_argument("--real", action="store_true", help="measure on all GPUs, with kernels and transfers")
     parser.add_argument("--one-thread", action="store_true", help="for --real: backward passes run on the thread that calls")
-    parser.add_argument("--methods", nargs="+", help="for --real: methods as `bench ring` names them (default: four)")
+    parser.add_argument("--layers", type=int, default=1, help="for --real: calls of a pass (default %(default)s)")
+    parser.add_argument("--methods", nargs="+", help="for --real: methods as `bench ring` names them, peers too (default: four)")
     parser.add_argument("--tokens", type=int, default=16384, help="for --real: total tokens (default: %(default)s)")
     parser.add_argument("--world-size", type=int, help="for --real: ranks (default: one per GPU; 2 on a CPU)")
     parser.set_defaults(mask="causal", heads=32, kv_heads=8, head_dim=128, budget=None)
@@ -55,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     if arguments.real:
+        for name in arguments.methods or ():
+            check_method(name, arguments.device, arguments.mask)
         start_ranks(run_rank, arguments)
         return
     torch.set_num_threads(1)
@@ -118,34 +122,53 @@ def run_rank(arguments: argparse.Namespace) -> None:
         what = f"microseconds per call on the host, {case.tokens} tokens on {case.ranks.size} ranks"
         print(f"{'method':>20}  {'forward':>8} {'backward':>8}   {what}")
     for name in names:
-        method = make_method(name, case)
-        calls_of(method, case.device)  # the first calls compile
+        layers = Layers([make_method(name, case) for _ in range(arguments.layers)])
+        options = layers, case.ranks.transports[""], case.device
+        calls_of(*options)  # the first calls compile
         with torch.autograd.set_multithreading_enabled(not arguments.one_thread):
-            times = [pair for _ in range(arguments.rounds) for pair in calls_of(method, case.device)]
+            times = [pair for _ in range(arguments.rounds) for pair in calls_of(*options)]
         forward, backward = slowest([1e6 * median(column) for column in zip(*times)], case.device)
         if first:
             print(f"{name:>20}  {forward:>8.0f} {backward:>8.0f}", flush=True)
         if arguments.profile:
-            (_profile if first else lambda function, *options: function(*options))(calls_of, method, case.device, arguments.calls)
+            (_profile if first else lambda function, *options: function(*options))(calls_of, *options, arguments.calls)
 
 
-def calls_of(method: Method, device: str, calls: int = 4) -> list[tuple[float, float]]:
-    """Seconds that the host takes in forward and in backward, in each of some calls one after another.
+class Layers:
+    """Calls of one method, each on inputs of its own, as the layers of a model: one after another, then one backward pass through all."""
+
+    def __init__(self, methods: Sequence[Method]) -> None:
+        self.methods = methods
+
+    def forward(self) -> None:
+        for method in self.methods:
+            method.forward()
+
+    def backward(self) -> None:
+        outs, leaves, douts = zip(*[(x.out, x.leaves, x.dout) for x in self.methods])
+        with self.methods[0].surroundings():
+            torch.autograd.grad(outs, [leaf for each in leaves for leaf in each], douts)
+        for method in self.methods:
+            del method.out
+
+
+def calls_of(layers: Layers, ranks: Ranks, device: str, calls: int = 4) -> list[tuple[float, float]]:
+    """Seconds of the host for a layer's forward and backward, in each of some passes one after another.
 
     Hosts begin each pass together. Otherwise the first to finish a backward would wait for the others in its next forward.
     """
-    assert method.transport is not None
+    count = len(layers.methods)
     if device == "cuda":
         torch.cuda.synchronize()
-        torch.cuda._sleep(_BUSY)
+        torch.cuda._sleep(_BUSY * count)
     times = []
     for _ in range(calls):
         seconds = []
-        for step in (method.forward, method.backward):
-            method.transport.all_gather_control(b"begin")
+        for step in (layers.forward, layers.backward):
+            ranks.all_gather_control(b"begin")
             began = time.perf_counter()
             step()
-            seconds.append(time.perf_counter() - began)
+            seconds.append((time.perf_counter() - began) / count)
         times.append((seconds[0], seconds[1]))
     return times
 

@@ -94,28 +94,31 @@ class Agreement:
         self._collect = post(self._record)
 
     def __call__(self) -> tuple[tuple[int, ...], int]:
-        ranks, label = self._ranks, self._label
-        order: CallOrder = ranks.order
+        ranks = self._ranks
         records = self._collect()
         if records.count(self._record) == ranks.size:
-            order.add(order.latest + 1, label)
-            return self._found((self._tokens,) * ranks.size, order.latest)
+            tokens, place = (self._tokens,) * ranks.size, ranks.order.latest + 1
+            ranks.order.add(place, self._label)
+        else:
+            tokens, place = self._compared(records)
+        self.place = place
+        if self._known is not None and tokens != self._known:
+            raise OtherShards((tokens, place))
+        return tokens, place
+
+    def _compared(self, records: list[bytes]) -> tuple[tuple[int, ...], int]:
+        """The tokens of each rank, and the call's number, of records that differ. Raises ValueError if they may not."""
+        ranks, label = self._ranks, self._label
         refused, counts, hashes, numbers, kinds, labels = zip(*map(_RECORD.unpack, records))
         # all numbers are equal, unless ranks were in different calls before, in vain
         number = max(numbers)
-        order.add(number, label)
+        ranks.order.add(number, label)
         # without a name, a rank that runs compiled code does not know its line
         same_label = len(set(labels)) == 1 or len(set(kinds)) > 1 or label.kind == UNKNOWN.kind
         if any(refused) or len(set(hashes)) > 1 or not same_label:
             known = {} if label.kind == UNKNOWN.kind else {FACTS[label.kind]: _text(label.text)}
             _raise(ranks, refused, self._facts.texts | known)
-        return self._found(counts, number)
-
-    def _found(self, tokens: tuple[int, ...], place: int) -> tuple[tuple[int, ...], int]:
-        self.place = place
-        if self._known is not None and tokens != self._known:
-            raise OtherShards((tokens, place))
-        return tokens, place
+        return counts, number
 
 
 def agree_backward(ranks: Ranks, facts: Facts, number: int) -> None:

@@ -51,7 +51,7 @@ class Context:
         self._attentions: OrderedDict[_AttentionKey, RankAttention] = OrderedDict()
         # the latest of both with their keys: calls of many layers are alike, and comparing keys costs less than hashing them
         self._latest_facts: tuple[tuple, Facts] | None = None
-        self._latest_attention: tuple[_AttentionKey, RankAttention] | None = None
+        self.latest_attention: tuple[_AttentionKey, RankAttention] | None = None
         self._sizes: dict[_AttentionKey, int] = {}
         self._lock = Lock()
         # what is made ahead of a first call; in it the default schedule may depend on what the group's first call finds
@@ -95,7 +95,7 @@ class Context:
         `traffic` then chooses what moves. Raises ValueError if the schedule does not fit the group or its memory.
         """
         key = _key(layout, mask, schedule, row_bytes, placed, keys, traffic)
-        latest = self._latest_attention
+        latest = self.latest_attention
         if latest is not None and latest[0] == key:
             return latest[1]
         found = self._attentions.pop(key, None)
@@ -105,16 +105,15 @@ class Context:
             if found is None:
                 found = self._make_rank_attention(layout, mask, schedule, row_bytes, placed, keys, traffic)
         self._attentions[key] = found
-        self._latest_attention = key, found
+        self.latest_attention = key, found
         return found
 
     def use(self, attention: RankAttention) -> None:
         """This is what the latest call does: let others go first."""
-        if self._latest_attention is None or self._latest_attention[1] is not attention:
-            for key, kept in self._attentions.copy().items():
-                if kept is attention:
-                    self._attentions.move_to_end(key)
-                    self._latest_attention = key, kept
+        for key, kept in self._attentions.copy().items():
+            if kept is attention:
+                self._attentions.move_to_end(key)
+                self.latest_attention = key, kept
 
     def prepare(
         self,

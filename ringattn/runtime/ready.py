@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,8 +63,11 @@ class ReadyCall:
         assert call.known is not None
         self.call, self.attention, self.seq_len, self.softmax_scale = call, attention, seq_len, softmax_scale
         self.forward = forward
+        # out, row_max and row_sum from addresses of inputs, and what is called before anything moves between ranks, unless a rank is alone
+        self.results: Callable[..., Results] = forward if forward.contiguous else partial(_contiguous, forward)
         self._post = call.context.ranks.posting(local.quick_records())
         self.facts, self.tokens, self.with_transport = call.known, call.tokens, attention.transport.recorded_with
+        self._own_tokens = self.tokens[call.context.ranks.rank]
         self.identity = call.identity(Score(softmax_scale))
         self._agreements: list[torch.Tensor] = []  # of calls to come, and their memory
         self._agreed_numbers = array("q")
@@ -83,16 +88,12 @@ class ReadyCall:
         """Whether exchanges are recorded as they would run now."""
         return self.call.alone or self.attention.transport.recorded_with == self.with_transport
 
-    def agreement_on(self, tokens: int, label: Label) -> Agreement:
+    def agreement_on(self, label: Label) -> Agreement:
         """Of the ranks, in a turn of this call."""
         ranks = self.call.context.ranks
-        _check_threads(ranks)
-        return Agreement(ranks, self.facts, tokens, label, self._post, self.tokens)
-
-    def results(self, addresses: list[int], agree: Agreement | None) -> Results:
-        """out, row_max and row_sum. agree: called before anything moves between ranks; a rank alone has none."""
-        out, row_max, row_sum = self.forward(addresses, agree)
-        return out if self.forward.contiguous else out.contiguous(), row_max, row_sum
+        if ranks.order.two_threads:
+            _refuse_threads(ranks)
+        return Agreement(ranks, self.facts, self._own_tokens, label, self._post, self.tokens)
 
     def gradients(self, dout: torch.Tensor | None, drow_sum: torch.Tensor | None, saved: Any) -> tuple[torch.Tensor | None, ...]:
         """dq, dk and dv."""
@@ -118,7 +119,8 @@ class ReadyCall:
             return recording(addresses)
         ranks = self.call.context.ranks
         with self.call.turn:
-            _check_threads(ranks)
+            if ranks.order.two_threads:
+                _refuse_threads(ranks)
             return recording(addresses, agreeing_backward(ranks, self.facts, place, self._post))
 
     def _learn(self, dout: torch.Tensor, saved: Any) -> None:
@@ -130,6 +132,11 @@ class ReadyCall:
         inputs = None if found is None else _inputs(given)
         if inputs is not None:
             self._backward = inputs, found
+
+
+def _contiguous(forward: Any, addresses: list[int], agree: Agreement | None = None) -> Results:
+    out, row_max, row_sum = forward(addresses, agree)
+    return out.contiguous(), row_max, row_sum
 
 
 class _Replayed(torch.autograd.Function):
@@ -160,10 +167,14 @@ _apply: Any = super(torch.autograd.Function, _Replayed).apply  # pyright: ignore
 class Known:
     """A call of late that was replayed: what it was given, whether gradients were needed, and the line that called."""
 
-    __slots__ = ("_caller", "_inputs", "_label", "_layout", "_mask", "_needs_grad", "_schedule", "_softmax_scale", "ready")
+    __slots__ = (
+        "_addresses", "_caller", "_grad_enabled", "_label", "_layout", "_mask", "_needs_grad", "_schedule", "_softmax_scale", "ready",
+    )  # fmt: skip
 
     def __init__(self, key: tuple, options: Options, ready: ReadyCall) -> None:
-        self._needs_grad, self._inputs, *_ = key
+        self._needs_grad, inputs, *_ = key
+        # of inputs that need gradients as these do
+        self._addresses, self._grad_enabled = inputs.addresses, torch.is_grad_enabled()
         # values that do not change: the same ones are equal ones
         self._layout, self._mask, self._schedule, self._softmax_scale = options
         self.ready = ready
@@ -177,10 +188,7 @@ class Known:
             return None
         if softmax_scale is not self._softmax_scale and not (type(softmax_scale) is float and softmax_scale == self._softmax_scale):
             return None
-        if self._needs_grad and not torch.is_grad_enabled():
-            return None
-        addresses = self._inputs.addresses(inputs)
-        return None if addresses is None or _need_grad(inputs) is not self._needs_grad else addresses
+        return self._addresses(inputs) if torch.is_grad_enabled() is self._grad_enabled else None
 
     def label(self, name: str | None) -> Label:
         """The label of a call with this name by whoever calls `ring_attention`, three frames up."""
@@ -196,7 +204,7 @@ class Known:
         return self._label
 
     def run(self, inputs: Tensors, addresses: list[int], agree: Agreement | None = None) -> Results:
-        """out, row_max and row_sum; see `ReadyCall.results`."""
+        """out, row_max and row_sum; see `ReadyCall`."""
         if not self._needs_grad:
             return self.ready.results(addresses, agree)
         return _apply(self.ready, *inputs, addresses, agree)
@@ -219,7 +227,9 @@ def replay_of(
         if known is None or addresses is None:
             return None
     ready = known.ready
-    context.use(ready.attention)
+    latest = context.latest_attention
+    if latest is None or latest[1] is not ready.attention:
+        context.use(ready.attention)
     if ready.call.alone:
         return known.run(inputs, addresses)
     if not ready.holds:
@@ -227,7 +237,7 @@ def replay_of(
     with context.turn:
         place = known.label(name)
         try:
-            return known.run(inputs, addresses, ready.agreement_on(q.shape[1], place))
+            return known.run(inputs, addresses, ready.agreement_on(place))
         except OtherShards as found:
             agreed = found.agreed
         layout, mask, schedule, _ = options
@@ -295,12 +305,11 @@ def _inputs(inputs: tuple[torch.Tensor, ...]) -> InputKinds | None:
         return None
 
 
-def _check_threads(ranks: Ranks) -> None:
-    """Raise ValueError, on every rank, if two threads have ever called at once."""
+def _refuse_threads(ranks: Ranks) -> None:
+    """Raise ValueError, on every rank, because two threads have called at once."""
     order: CallOrder = ranks.order
-    if order.two_threads:
-        with refusing(ranks):
-            order.check()
+    with refusing(ranks):
+        order.check()
 
 
 def _given(dout: torch.Tensor, saved: Any) -> tuple[torch.Tensor, ...]:

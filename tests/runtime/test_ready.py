@@ -58,7 +58,7 @@ def device(monkeypatch):
     active = SimpleNamespace(get_current_device=lambda: device.number, get_current_stream=lambda _: device.stream)
     for module in (recordings, direct):
         monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.capturing)
+    monkeypatch.setattr(recordings, "_is_capturing", lambda: device.capturing)
     monkeypatch.setattr(recordings, "_record", lambda inputs, _, work: (work(*inputs), Again(inputs, work)))
     monkeypatch.setattr(local, "replayed", recordings.replay)
     monkeypatch.setattr(local, "recorded", recordings.recorded)

@@ -28,13 +28,13 @@ def test_overhead():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("threads", [[], ["--one-thread"]], ids=["", "one thread"])
-def test_the_time_of_whole_calls_on_all_ranks(threads):
-    toy = ["--tokens", "32", "--rounds", "1", "--calls", "1", "--methods", "ring", "gather", "--profile"]
-    heading, *lines = overhead("--real", *toy, *threads)
+@pytest.mark.parametrize("how", [[], ["--one-thread"], ["--layers", "2"]], ids=["", "one thread", "layers"])
+def test_the_time_of_whole_calls_on_all_ranks(how):
+    toy = ["--tokens", "32", "--rounds", "1", "--calls", "1", "--methods", "ring", "ulysses", "--profile"]
+    heading, *lines = overhead("--real", *toy, *how)
     assert "32 tokens on 2 ranks" in heading
-    rows = [line.split() for line in lines if line.strip().startswith(("ring ", "gather "))]
-    assert [row[0] for row in rows] == ["ring", "gather"]
+    rows = [line.split() for line in lines if line.strip().startswith(("ring ", "ulysses "))]
+    assert [row[0] for row in rows] == ["ring", "ulysses"]
     assert all(float(value) > 0 for row in rows for value in row[1:])
     # only the first rank prints its profile
     assert sum("function calls" in line for line in lines) == 2
