@@ -261,21 +261,27 @@ class Simulation:
         The peak comes in a launch, before the returned gradients are allocated; or when sums are rounded to these gradients; or in the
         last all-to-all, with dq, dk and dv from both before and after it. With a heads axis, q, k, v, dout and the statistics of a
         rank's heads add to all of these. Rows that are copied before they are sent count until they have left.
+
+        Statistics are row_max and row_sum, and three that are made from them: delta, and what kernels read of rows. Those are made once a
+        pass, and lie in dq's memory if a single launch reads them. With a heads axis, or queries that move, launches make the last two.
         """
         stat = self.rows * self.h * _SUM
-        state = 3 * stat  # row_max, row_sum, delta
+        alone = not any(self.backward_counts.pairings)
+        made_once = self.u == 1 and not self.queries_move
+        state = (2 if made_once and alone else 5 if made_once else 3) * stat
+        in_launches = 0 if made_once else 2 * stat
         if self.u > 1:
             state += 3 * self.u * self._stat + 2 * self.d * ITEM * (self.h * self.rows + self.hk * self.k_rows)
         returned = self.u * self.own_rows * self.h * self.d * ITEM + self.own_k_rows * self.kv_row * self.u // self.copies
         query_sums = self.rows * self.h * self.d * _SUM
         dq = self.rows * self.h * self.d * ITEM
-        if any(self.backward_counts.pairings):
+        if not alone:
             # the sums of dk and dv are freed before those of dq are rounded, if they are rounded themselves
             sums, rounded = self.k_rows * self.grad_row, self.k_rows * self._dkv_row
-            others = self.others_bytes(beside_launch=2 * stat, beside_last=rounded if rounded < sums else 0)
+            others = self.others_bytes(beside_launch=in_launches, beside_last=rounded if rounded < sums else 0)
             most = query_sums + max(sums + others, rounded + dq)
         else:
-            most = query_sums + self.k_rows * self._dkv_row + max(2 * stat, dq)
+            most = query_sums + self.k_rows * self._dkv_row + max(in_launches, dq)
         if self.u > 1:
             most = max(most, 2 * self.u * self._dqkv)
         return state + most - returned

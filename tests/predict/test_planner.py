@@ -69,13 +69,13 @@ def test_counts_are_those_of_the_steps(schedule, mask, u):
 
 
 class Sums:
-    """dQ's sums as the kernels keep them: freed once they are rounded."""
+    """dQ's sums as the kernels keep them: freed once they are rounded, into memory that may be there."""
 
-    def __init__(self, q):
-        self.sums = torch.empty(q.shape, dtype=torch.float32)
+    def __init__(self, q, dq):
+        self.sums, self.dq = torch.empty(q.shape, dtype=torch.float32), dq
 
     def finish(self, dtype):
-        out, self.sums = torch.empty(self.sums.shape, dtype=dtype), None
+        out, self.sums = torch.empty(self.sums.shape, dtype=dtype) if self.dq is None else self.dq, None
         return out
 
 
@@ -91,8 +91,8 @@ def test_peak_is_what_a_backward_pass_allocates(ranks, mask, layout, monkeypatch
     n, h, hk, d = 8192, 4, 1, 64
     layout = ra.default_layout(mask, n, ranks) if layout == "own" else getattr(ra, layout)(n, ranks)
     monkeypatch.setattr(local, "streams", lambda *args: InOrder())
-    monkeypatch.setattr(local, "query_sums", lambda queries, score, dtype: Sums(queries.q))
-    monkeypatch.setattr(local, "backward", lambda queries, *args, **kwargs: [torch.empty(2 * queries.row_max.numel())].clear())
+    monkeypatch.setattr(local, "query_sums", lambda queries, score, dtype: Sums(queries.q, queries.ready[1]))
+    monkeypatch.setattr(local, "backward", lambda *args, **kwargs: None)
 
     for schedule in (ra.ring(), ra.gather(), ra.waves(2)):
 
@@ -102,7 +102,11 @@ def test_peak_is_what_a_backward_pass_allocates(ranks, mask, layout, monkeypatch
             q, dout, k, v = (torch.empty(1, rows, heads, d, dtype=torch.bfloat16) for heads in (h, h, hk, hk))
             work = Context(transport).rank_attention(layout, mask, schedule)
             with Peak(q, dout, k, v) as peak:
-                queries = local.Queries(q, dout, *(torch.empty(1, h, rows) for _ in range(3)))
+                # as `ready_queries`: three more numbers a row and head, in the memory of dq if a single launch reads them
+                row_max, row_sum = (torch.empty(1, h, rows) for _ in range(2))
+                once = work.program.backward.alone
+                made = torch.empty_like(q) if once else torch.empty(3, 1, h, rows)
+                queries = local.Queries(q, dout, row_max, row_sum, made, (made, made if once else None))
                 passes.backward(transport, work.program.backward, None, queries, k, v)
             return peak.peak - 2 * rows * (h + 2 * hk) * d
 

@@ -114,7 +114,7 @@ class LocalMethod(Method):
 
     def backward(self) -> Tensors:
         out, *stats = self.state
-        queries = local.queries(self.q, out, self.dout, *stats)
+        queries = local.queries(self.q, out, self.dout, *stats, once=True)
         del self.state
         dq, dk, dv = local.query_sums(queries, self.score, self.q.dtype), torch.empty_like(self.k), torch.empty_like(self.v)
         local.backward(queries, self.k, self.v, self.tiles, self.score, dq=dq, dk=dk, dv=dv, add=False)
