@@ -242,14 +242,37 @@ def with_accuracy(page: str, machine: Machine, rows: Sequence[MeasuredRow]) -> s
 
 
 def with_tables(page: str) -> str:
-    """A page with the table after each command of the planner made again."""
+    """A page with the table after each command of the planner made again, and that of packed documents on several layouts."""
 
     def again(found: re.Match) -> str:
         command, between = found[1], found[2]
-        printed = subprocess.run([sys.executable, "-m", *command.split()[2:]], capture_output=True, text=True, check=True, cwd=ROOT)
-        return f"`{command}`{between}" + "".join(line for line in printed.stdout.splitlines(keepends=True) if line.startswith("|"))
+        return f"`{command}`{between}" + "".join(line for line in _planned(command).splitlines(keepends=True) if line.startswith("|"))
 
-    return re.sub(r"`(python -m ringattn plan [^`]*)`(.*\n(?:[^|\n].*\n)*\n)(?:\|.*\n)+", again, page)
+    table = r"`(python -m ringattn plan [^`]*)`(?!, and the like)(.*\n(?:[^|\n].*\n)*\n)(?:\|.*\n)+"
+    return re.sub(r"(\| GPUs \| tokens a GPU \| mean length \|)(.*\n)(.*\n)((?:\|.*\n)+)", _of_layouts, re.sub(table, again, page), count=1)
+
+
+def _of_layouts(found: re.Match) -> str:
+    """The table of predictions for packed documents: a column for each layout that its head names."""
+    begin, head, rule, rows = found.groups()
+    layouts = re.findall(r"\w+", head)
+    lines = []
+    for row in rows.splitlines():
+        gpus, tokens, mean = (int(cell.replace(",", "")) for cell in row.split("|")[1:4])
+        lines.append(f"| {gpus} | {tokens:,} | {mean:,} | " + " | ".join(_of_layout(gpus, tokens, mean, x) for x in layouts) + " |\n")
+    return begin + head + rule + "".join(lines)
+
+
+def _of_layout(gpus: int, tokens: int, mean: int, layout: str) -> str:
+    """TFLOP/s, and the GiB that the busiest GPU sends, of the schedule that the planner recommends."""
+    plan = f"python -m ringattn plan --gpus {gpus} --tokens {gpus * tokens} --heads 64 --mask documents:{mean} --layout {layout} --json"
+    (found,) = json.loads(_planned(plan))
+    best = next(x for x in found["schedules"] if x["schedule"] == found["recommended"])
+    return f"{best['tflops']:.0f}, {best['sent'] / 2**30:.2f}"
+
+
+def _planned(command: str) -> str:
+    return subprocess.run([sys.executable, "-m", *command.split()[2:]], capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
 def report(machine: Machine, rows: Sequence[MeasuredRow]) -> None:
