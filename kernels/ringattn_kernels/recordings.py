@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -122,8 +123,8 @@ Question = tuple[Callable[..., Any], Any, Any]
 
 
 class InputKinds:
-    """What a recording is for: a state of the device, and inputs of the same classes, shapes, strides, dtypes, devices and alignment, all of
-    which need gradients as before.
+    """What a recording is for: a state of the device, and inputs of the same classes, shapes, strides, dtypes, devices and alignment, of
+    which the same need gradients.
 
     now: the `state()` of now. questions: what else must be so. Raises ValueError for tensors that have no memory, or no strides.
 
@@ -220,7 +221,7 @@ class Recording:
         self.kinds = [(tuple(x.shape), x.stride(), x.dtype) for x in results]  # of the results
         self.contiguous = results[0].is_contiguous()
         # one function for all, whose code is then at hand; memory of which nothing is used has no address
-        *self._results, self._inside = [_maker(device, *kind) for kind in [*self.kinds, ((nbytes,), (1,), torch.uint8)]]
+        *self._results, self._inside = [_maker(device, kind) for kind in [*self.kinds, ((nbytes,), (1,), torch.uint8)]]
         if not nbytes:
             self._inside = int
         self._one_thread = threading.Lock()
@@ -239,12 +240,16 @@ class Recording:
         return results
 
 
-def _maker(device: torch.device, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    """Makes such tensors, and leaves out what `torch.empty_strided` asks on the way if the device is the current one, as in each replay."""
-    quick = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) if hasattr(torch._C, "_dynamo") else None
-    if quick is None or device.type != "cuda" or device.index != torch.cuda.current_device():
-        return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
-    return partial(quick, shape, strides, dtype)
+def _maker(device: torch.device, kind: Kind) -> Callable[[], torch.Tensor]:
+    """Makes tensors of a kind; on the current device, as in each replay, without all that `torch.empty_strided` asks on the way."""
+    shape, strides, dtype = kind
+    if device.type == "cuda" and device.index == torch.cuda.current_device():
+        with suppress(ImportError):
+            # of Inductor's compiled code
+            from torch._C._dynamo.guards import _empty_strided_cuda
+
+            return partial(_empty_strided_cuda, shape, strides, dtype)
+    return partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 
 class _Witness(TorchDispatchMode):

@@ -246,10 +246,12 @@ def with_tables(page: str) -> str:
 
     def again(found: re.Match) -> str:
         command, between = found[1], found[2]
-        return f"`{command}`{between}" + "".join(line for line in _planned(command).splitlines(keepends=True) if line.startswith("|"))
+        lines = _planned(command).splitlines(keepends=True)
+        return f"`{command}`{between}" + "".join(line for line in lines if line.startswith("|"))
 
-    table = r"`(python -m ringattn plan [^`]*)`(?!, and the like)(.*\n(?:[^|\n].*\n)*\n)(?:\|.*\n)+"
-    return re.sub(r"(\| GPUs \| tokens a GPU \| mean length \|)(.*\n)(.*\n)((?:\|.*\n)+)", _of_layouts, re.sub(table, again, page), count=1)
+    of_a_command = r"`(python -m ringattn plan [^`]*)`(?!, and the like)(.*\n(?:[^|\n].*\n)*\n)(?:\|.*\n)+"
+    of_layouts = r"(\| GPUs \| tokens a GPU \| mean length \|)(.*\n)(.*\n)((?:\|.*\n)+)"
+    return re.sub(of_layouts, _of_layouts, re.sub(of_a_command, again, page), count=1)
 
 
 def _of_layouts(found: re.Match) -> str:
@@ -259,7 +261,8 @@ def _of_layouts(found: re.Match) -> str:
     lines = []
     for row in rows.splitlines():
         gpus, tokens, mean = (int(cell.replace(",", "")) for cell in row.split("|")[1:4])
-        lines.append(f"| {gpus} | {tokens:,} | {mean:,} | " + " | ".join(_of_layout(gpus, tokens, mean, x) for x in layouts) + " |\n")
+        cells = f"{gpus}", f"{tokens:,}", f"{mean:,}", *(_of_layout(gpus, tokens, mean, layout) for layout in layouts)
+        lines.append(f"| {' | '.join(cells)} |\n")
     return begin + head + rule + "".join(lines)
 
 

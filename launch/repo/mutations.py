@@ -939,6 +939,20 @@ MUTATIONS = (
         "tests/runtime/test_ready.py",
     ),
     Mutation(
+        "kernels/ringattn_kernels/recordings.py",
+        "x.dtype, x.device, x.requires_grad, not",
+        "x.dtype, x.device, not",
+        "what a call without gradients did is replayed for one that needs some",
+        "tests/kernels/test_recordings.py -k told_apart",
+    ),
+    Mutation(
+        "ringattn/predict/simulation.py",
+        "state = (2 if made_once and alone else 5 if made_once else 3) * stat",
+        "state = 3 * stat",
+        "the planner forgets what a pass over several launches keeps of each row",
+        "tests/predict/test_planner.py -k peak",
+    ),
+    Mutation(
         "ringattn/transport/listed_channels.py",
         "channel.awaited = must_be_read",
         "pass",
