@@ -159,13 +159,14 @@ static PyObject *same(PyObject *self, PyObject *const *args, Py_ssize_t given) {
   if (!answers || PyTuple_GET_SIZE(args[2]) != count) Py_RETURN_NONE;
   PyObject *checked = PyObject_CallObject(args[1], args[3]);
   if (checked == NULL) return NULL;
+  int alike = checked == Py_True;
   Py_DECREF(checked);
-  if (checked != Py_True) Py_RETURN_NONE;
+  if (!alike) Py_RETURN_NONE;
   uint64_t addresses[count + 1];
   for (Py_ssize_t i = 0; i < count; i++) {
     addresses[i] = address_of(PyTuple_GET_ITEM(args[3], i));
     if (PyErr_Occurred()) return NULL;
-    int alike = (addresses[i] % 16 == 0) == (PyTuple_GET_ITEM(args[2], i) == Py_True);
+    alike = (addresses[i] % 16 == 0) == (PyTuple_GET_ITEM(args[2], i) == Py_True);
     for (Py_ssize_t j = 0; j < i && alike; j++) alike = addresses[i] != addresses[j];
     if (!alike) Py_RETURN_NONE;
   }

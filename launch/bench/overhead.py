@@ -57,8 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     if arguments.real:
+        if arguments.layers < 1:
+            raise ValueError(f"--layers is {arguments.layers}, but must be at least 1")
         for name in arguments.methods or ():
             check_method(name, arguments.device, arguments.mask)
+            if name.startswith("local") or "+graph" in name:
+                raise ValueError(f"method {name!r} makes no calls of attention whose host time could be told")
         start_ranks(run_rank, arguments)
         return
     torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -25,6 +26,24 @@ def test_overhead():
     assert [line.split()[1] for line in lines] == ["ring", "gather", "waves(3)", "double_ring"]
     # ten times the time of a quiet machine; a host that waits, or that makes tables again in each call, takes far more
     assert all(float(value) < 5000 for line in lines for value in line.split()[2:])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layers", "0"], "--layers is 0, but must be at least 1"),
+        (["--methods", "local"], "method 'local' makes no calls of attention"),
+        (["--methods", "rings"], "method 'rings' is not one of"),
+    ],
+)
+def test_refusal(options, message, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "launch")
+    from bench import overhead as command
+
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    with pytest.raises(ValueError, match=message):
+        command.main(parser.parse_args(["--real", "--device", "cpu", *options]))
 
 
 @pytest.mark.thorough
