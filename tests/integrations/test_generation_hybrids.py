@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import masking_utils
 
@@ -25,7 +26,9 @@ pytestmark = pytest.mark.skipif(
 
 # a function, or a form of states, of its own each; the others are variants of them
 SOME = ["qwen3-next", "mamba 2", "jamba", "lfm2"]
-OTHERS = [name for name in HYBRIDS if name not in SOME]
+# in transformers 5.17 this config does not say which layers attend, and its model keeps its states itself
+REFUSED = [] if hasattr(transformers.RecurrentGemmaConfig(), "layer_types") else ["recurrent gemma"]
+OTHERS = [name for name in HYBRIDS if name not in (*SOME, *REFUSED)]
 CALLS = {
     "greedy": (prompts(23), dict(max_new_tokens=4), 1),
     "fewer tokens than ranks": (prompts(1), dict(max_new_tokens=3), 1),
@@ -163,11 +166,14 @@ def conversation(group, names: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_states_go_on(gloo, world_size):
-    assert gloo.run(world_size, conversation, ["qwen3.5", "mamba", "minimax", "recurrent gemma"], timeout=120) == [[]] * world_size
+    names = [name for name in ("qwen3.5", "mamba", "minimax", "recurrent gemma") if name not in REFUSED]
+    assert gloo.run(world_size, conversation, names, timeout=120) == [[]] * world_size
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [name for name in HYBRIDS if name != "zamba 2"])  # its one-token code does not limit its steps
+@pytest.mark.parametrize(
+    "name", [name for name in (*SOME, *OTHERS) if name != "zamba 2"]
+)  # its one-token code does not limit its steps
 def test_states_of_other_models_go_on(gloo, name):
     assert gloo.run(2, conversation, [name], timeout=120) == [[]] * 2
 
@@ -219,7 +225,8 @@ MESSAGES = {
     "drafts": "speculative decoding takes tokens back, but 1 layers of the model keep states",
     "strides": "positions 2 apart, but a state passes between runs of consecutive tokens: take contiguous, zigzag",
     "another name": "Mamba2ForCausalLM takes its cache as cache_params: model.generate",
-    "all tokens again": "input_ids has 14 tokens, and the cache 13, but no attention_mask .* says whether they are new",
+    # transformers 5.17 makes a mask of the 14 tokens
+    "all tokens again": r"cache 13, but no attention_mask .* says whether they are new|attention_mask is \(1, 14\), but must be \(1, 27\)",
     "a cache of transformers": "cache_params is a DynamicCache, but key/value caches are not supported",
     "another model": "the cache was made for a model of .*kinds=.'Lfm2ShortConv'.*, but JambaForCausalLM has",
     "a layer by itself": "past_key_values is given, but Lfm2ShortConv keeps its states on shards in a RingCache alone",
