@@ -218,6 +218,7 @@ def driver(monkeypatch):
         "is_current_stream_capturing": lambda: False,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(recordings, "_is_capturing", lambda: False)
     yield driver
     # free the memory here: it asks whether a graph is captured
     gc.collect()
