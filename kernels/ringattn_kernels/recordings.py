@@ -41,7 +41,7 @@ _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_
 _VIEWS = {"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "t", "transpose", "unbind", "unsqueeze", "view"}
 _NOWHERE = torch.device("meta")
 _HARMLESS = {*_VIEWS, "promote_types"}
-# torch's own function is one in Python around it; torch without CUDA has none
+# what torch's own function calls, which is one in Python
 _is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 
 

@@ -947,8 +947,8 @@ MUTATIONS = (
     ),
     Mutation(
         "ringattn/predict/simulation.py",
-        "state = (2 if made_once and alone else 5 if made_once else 3) * stat",
-        "state = 3 * stat",
+        "state, in_launches = (2 if alone else 5) * stat, 0",
+        "state, in_launches = 3 * stat, 0",
         "the planner forgets what a pass over several launches keeps of each row",
         "tests/predict/test_planner.py -k peak",
     ),

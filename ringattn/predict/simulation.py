@@ -267,9 +267,10 @@ class Simulation:
         """
         stat = self.rows * self.h * _SUM
         alone = not any(self.backward_counts.pairings)
-        made_once = self.u == 1 and not self.queries_move
-        state = (2 if made_once and alone else 5 if made_once else 3) * stat
-        in_launches = 0 if made_once else 2 * stat
+        if self.u > 1 or self.queries_move:
+            state, in_launches = 3 * stat, 2 * stat
+        else:
+            state, in_launches = (2 if alone else 5) * stat, 0
         if self.u > 1:
             state += 3 * self.u * self._stat + 2 * self.d * ITEM * (self.h * self.rows + self.hk * self.k_rows)
         returned = self.u * self.own_rows * self.h * self.d * ITEM + self.own_k_rows * self.kv_row * self.u // self.copies
