@@ -926,9 +926,16 @@ MUTATIONS = (
     ),
     Mutation(
         "ringattn/runtime/ready.py",
-        "if mask is not self._mask or layout is not self._layout or",
-        "if layout is not self._layout or",
+        "if mask is not self._mask and not _equal(mask, self._mask):",
+        "if False:",
         "a call with another mask replays the latest one",
+        "tests/runtime/test_ready.py",
+    ),
+    Mutation(
+        "ringattn/runtime/ready.py",
+        "if schedule is not self._schedule and not _equal(schedule, self._schedule):",
+        "if schedule is not self._schedule:",
+        "whoever makes the same schedule anew in each call never finds the latest call",
         "tests/runtime/test_ready.py",
     ),
     Mutation(

@@ -10,8 +10,8 @@ Sources: zigzag, two opposite chunks a rank (Llama 3, Dubey et al. 2024, section
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from functools import cached_property, lru_cache, wraps
 from itertools import pairwise
 
 import numpy as np
@@ -32,6 +32,7 @@ _EVEN = 1.25
 # `balanced` is content with this ratio, and cuts a rank's share into at most so many chunks
 _EVEN_ENOUGH = 1.01
 _MOST_CHUNKS = 64
+_MOST_KEPT = 64  # layouts of a kind
 
 
 class Layout(Digested):
@@ -131,7 +132,20 @@ class Layout(Digested):
         return found
 
 
+def _kept(make: Callable[[int, int], Layout]) -> Callable[[int, int], Layout]:
+    """`make`, which keeps the layouts that it made of late: callers may ask for the same one in each call."""
+    kept = lru_cache(_MOST_KEPT)(make)
+
+    @wraps(make)
+    def get(seq_len: int, world_size: int) -> Layout:
+        # other types may equal a number that is kept and yet be refused, or have no hash
+        return (kept if type(seq_len) is type(world_size) is int else make)(seq_len, world_size)
+
+    return get
+
+
 @constant
+@_kept
 def contiguous(seq_len: int, world_size: int) -> Layout:
     """Rank r holds the r-th of `world_size` equal chunks. Raises ValueError for a negative length, or no ranks."""
     edges = _edges(seq_len, world_size, chunks=1)
@@ -139,6 +153,7 @@ def contiguous(seq_len: int, world_size: int) -> Layout:
 
 
 @constant
+@_kept
 def zigzag(seq_len: int, world_size: int) -> Layout:
     """Rank r holds the r-th of `2 * world_size` equal chunks and the r-th from the end: even work under a causal mask.
 
@@ -154,6 +169,7 @@ def zigzag(seq_len: int, world_size: int) -> Layout:
 
 
 @constant
+@_kept
 def striped(seq_len: int, world_size: int) -> Layout:
     """Rank r holds the positions r, r + world_size, r + 2 * world_size, ...
 

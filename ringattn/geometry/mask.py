@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -429,13 +429,13 @@ class Intersection(_Pair):
 @constant
 def full() -> Mask:
     """Every query sees every key."""
-    return Full()
+    return _FULL
 
 
 @constant
 def causal() -> Mask:
     """A query sees the keys at its own position and before: `k <= q`."""
-    return Causal()
+    return _CAUSAL
 
 
 @constant
@@ -631,11 +631,16 @@ def _band(left: int | None, right: int | None, seq_len: int) -> tuple[int, int]:
     return -(seq_len if right is None else min(right, seq_len)), (seq_len if left is None else min(left, seq_len))
 
 
+@lru_cache(64)
 def _windowed(left: int | None, right: int | None) -> Mask:
     """The mask of a band over the whole sequence."""
     if left is not None or right:
         return SlidingWindow(left, right)
-    return Full() if right is None else Causal()
+    return _FULL if right is None else _CAUSAL
+
+
+# callers may ask for them in each call
+_FULL, _CAUSAL = Full(), Causal()
 
 
 def _both(a: Mask, b: Mask) -> Mask:

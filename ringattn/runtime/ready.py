@@ -5,7 +5,8 @@ are kept with everything that they depend on. `replay_of` runs a call for which 
 long way, which says what is wrong with bad input. Ranks agree in each call, as on the long way, and with the same records. But launches
 that wait for nothing are queued before the others' records are read.
 
-Calls of many layers get the same layout and mask, and come from the same line: what the latest calls had is compared by identity first.
+Calls of many layers get the same layout and mask, and come from the same line: what the latest calls had is compared first, by identity
+before digests.
 
 Saved for the backward pass are the tensors of the long way, in its order: checkpointing may compute one call by either way.
 """
@@ -24,6 +25,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from .. import check
 from ..device import local
+from ..digest import Digested
 from ..geometry.layout import Layout
 from ..geometry.mask import Mask
 from ..schedule.schedules import Schedule
@@ -134,6 +136,11 @@ class ReadyCall:
             self._backward = inputs, found
 
 
+def _equal(x: Any, known: Digested | None) -> bool:
+    """Whether two objects are equal values: callers may make the same mask in each call."""
+    return known is not None and type(x) is type(known) and x.digest == known.digest
+
+
 def _contiguous(forward: Any, addresses: list[int], agree: Agreement | None = None) -> Results:
     out, row_max, row_sum = forward(addresses, agree)
     return out.contiguous(), row_max, row_sum
@@ -184,7 +191,11 @@ class Known:
     def addresses(self, inputs: Tensors, options: Options) -> list[int] | None:
         """Those of the inputs of a call, if the call is like this one; else None."""
         layout, mask, schedule, softmax_scale = options
-        if mask is not self._mask or layout is not self._layout or schedule is not self._schedule:
+        if mask is not self._mask and not _equal(mask, self._mask):
+            return None
+        if layout is not self._layout and not _equal(layout, self._layout):
+            return None
+        if schedule is not self._schedule and not _equal(schedule, self._schedule):
             return None
         if softmax_scale is not self._softmax_scale and not (type(softmax_scale) is float and softmax_scale == self._softmax_scale):
             return None

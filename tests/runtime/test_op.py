@@ -401,7 +401,7 @@ def test_transformers_checkpoints_by_the_policy(launches, llama):
 @pytest.mark.parametrize(
     "remake", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "deep", "pickle"]
 )
-@pytest.mark.parametrize("make", [lambda n: ra.prefix(n), lambda n: ra.zigzag(n, 2)], ids=["mask", "layout"])
+@pytest.mark.parametrize("make", [lambda n: ra.prefix(n), lambda n: ra.balanced(ra.full(), n, 2)], ids=["mask", "layout"])
 def test_a_digest_finds_its_value_while_an_equal_one_is_alive(make, remake):
     first = make(4321)
     second = remake(first)

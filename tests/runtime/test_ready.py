@@ -285,6 +285,28 @@ def test_calls_of_several_kinds_take_turns(device):
     assert len(get_context(group).latest_ready) <= 8
 
 
+def test_equal_options_made_anew_find_the_latest_call(device, monkeypatch):
+    """As in a model that writes `mask=ra.documents(...)` where it calls: what a recording is for is found once, not in each call."""
+    group = Alone()
+
+    def options():
+        return dict(mask=ra.documents(lengths=[24, 40]), layout=ra.balanced(ra.full(), TOKENS, 1), schedule=ra.waves(3))
+
+    assert all(x is not y for x, y in zip(options().values(), options().values()))
+    warm(group, **options())
+    q, k, v = inputs()
+    ra.ring_attention(q, k, v, group=group, **options())
+    found = []
+    monkeypatch.setattr(ready, "_known", lambda *given: found.append(given))
+    device.long = 0
+    ra.ring_attention(q, k, v, group=group, **options())
+    assert not found and device.long == 0
+    for name, other in (("mask", ra.documents(lengths=[25, 39])), ("layout", None), ("schedule", None)):
+        found.clear()
+        ra.ring_attention(q, k, v, group=group, **options() | {name: other})
+        assert len(found) == 1, name
+
+
 def test_each_outstanding_call_keeps_its_place(device):
     group = Silent(0, 2)
     warm(group)
