@@ -49,7 +49,7 @@ Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Options = tuple[Layout | None, Mask, Schedule | None, float | None]
 
 _KEPT = 64
-_RECENT = 8
+_RECENT = 32
 _AT_A_TIME = 32
 _NOT_ASKED = (False, False, False)
 _UNMODIFIED = (None, None, None, None)

@@ -263,7 +263,8 @@ def test_a_replay_has_the_record_of_its_line(device):
         assert records == long_way
 
 
-def test_calls_of_several_kinds_take_turns(device):
+def test_calls_of_several_kinds_take_turns(device, monkeypatch):
+    monkeypatch.setattr(ready, "_RECENT", 8)  # fewer than there are
     group, masks = Alone(), [ra.causal(), ra.sliding_window(9), ra.full(), ra.prefix(7) & ra.causal()]
     layout = ra.contiguous(TOKENS, 1)
     kinds = [dict(mask=mask, softmax_scale=scale) for mask in masks for scale in (None, 0.25, 0.5)]
