@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from ..geometry.mask import Causal
 from ..recurrent.segments import check_spans
 from .huggingface_attachment import NAME, Attachment
 from .huggingface_heads import answers_from
-from .huggingface_inputs import CACHES
+from .huggingface_inputs import cache_name
 from .huggingface_mixers import mixers
 
 # of layers without attention, in a config's layer_types
@@ -86,11 +85,6 @@ def check_decodes(model: Any, attachment: Attachment) -> None:
         raise ValueError(f"num_kv_shared_layers is {shared}, but a RingCache does not support layers that share keys and values")
 
 
-def cache_name(model: Any) -> str:
-    """The name of a model's argument that takes a cache: Mamba's kind has one of its own."""
-    return next((name for name in CACHES if name in inspect.signature(type(model).forward).parameters), CACHES[0])
-
-
 def check_cache_name(model: Any, kwargs: Mapping[str, Any], cache: Any) -> None:
     """Raise ValueError if a call gives the cache to a model that takes it under another name; or, to one of Mamba's kind, for whose caches
     transformers' generate does not cut off old tokens, several tokens that may be old."""
@@ -101,7 +95,7 @@ def check_cache_name(model: Any, kwargs: Mapping[str, Any], cache: Any) -> None:
         )
     seen = cache.get_seq_length()
     new = getattr(kwargs.get("input_ids"), "shape", (1, 1))[-1]
-    if name == CACHES[0] or not seen or kwargs.get("attention_mask") is not None or new == 1:
+    if name != "cache_params" or not seen or kwargs.get("attention_mask") is not None or new == 1:
         return
     raise ValueError(
         f"input_ids has {new} tokens, and the cache {seen}, but no attention_mask (batch, old + new) says whether they are new: "

@@ -26,9 +26,9 @@ from ..transport import Alone
 from .generation_models import CachedHeads
 from .generation_states import LayerCall, LayerState, whole_rows
 from .huggingface_attachment import Attachment, Window, not_compiled
-from .huggingface_inputs import CachedInputs
+from .huggingface_inputs import CACHES, CachedInputs
 
-_OUTPUTS = ("logits", "last_hidden_state", "hidden_states", "past_key_values", "cache_params")  # that are made whole
+_OUTPUTS = ("logits", "last_hidden_state", "hidden_states", *CACHES)  # that are made whole
 _NO_KEYS = (
     "the model shares keys between layers, or skips layers, which a RingCache does not support, or is in training mode with "
     "checkpointing: call model.eval()"

@@ -43,7 +43,7 @@ from .huggingface_checks import (
     take_documents,
 )
 from .huggingface_encoder import check_both_attached, with_states
-from .huggingface_inputs import CACHES
+from .huggingface_inputs import CACHES, named_caches
 from .huggingface_labels import agree_on_count, check_targets
 from .huggingface_padding import agreed_rows, check_padded_labels
 from .huggingface_positions import check_unpadded, give_positions
@@ -127,7 +127,7 @@ def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple
     is_inner = call is not None and call.holds(model)
     packed = None
     args, kwargs = _by_name(model, args, kwargs)
-    kwargs = _without_masks_of_holders(kwargs)
+    kwargs = named_caches(model, _without_masks_of_holders(kwargs))
     cache = _ring_cache(kwargs)
     with refusing(attachment.ranks):
         if model.config._attn_implementation != NAME:

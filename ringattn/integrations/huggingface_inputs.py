@@ -5,17 +5,39 @@ Shapes: b rows, n columns, m tokens of the longest row.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-CACHES = ("past_key_values", "cache_params")  # names of a model's argument: Mamba's kind has the second
+# names of a model's argument: from transformers 5.24 on, the same one for all; before, Mamba's kind has the last
+CACHES = ("cache", "past_key_values", "cache_params")
 
 # arguments that a model runs with as they are, or that are made anew
 _TAKEN = ("input_ids", "attention_mask", "position_ids", "cache_position", "logits_to_keep", *CACHES)
+
+
+def cache_name(model: Any) -> str:
+    """The name of a model's argument that takes a cache."""
+    return _cache_name(type(model))
+
+
+@functools.cache
+def _cache_name(kind: type) -> str:
+    takes = inspect.signature(kind.forward).parameters
+    return next((name for name in CACHES if name in takes), "past_key_values")
+
+
+def named_caches(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments with a cache by the name that its model gives it: transformers 5.24 still takes the names of before."""
+    former = [name for name in CACHES[1:] if kwargs.get(name) is not None]
+    if not former or kwargs.get("cache") is not None or cache_name(model) != "cache":
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name not in CACHES} | {"cache": kwargs[former[0]]}
 
 
 @dataclass(frozen=True)

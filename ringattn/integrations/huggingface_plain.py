@@ -213,6 +213,8 @@ def _modeling(module: Any) -> Any:
     return sys.modules[type(module).__module__]
 
 
+# for modules that have asked `AttentionInterface` since transformers 5.24, and need none then
+WITHOUT_INTERFACE = (_gptj, _codegen)
 FORWARDS: dict[str, Callable[..., Any]] = {
     "bart.modeling_bart.BartAttention": _bart,
     "mbart.modeling_mbart.MBartAttention": _bart,

@@ -14,6 +14,7 @@ Shapes: b batch, s local tokens, h query heads, hk key/value heads, d head dim.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -33,6 +34,7 @@ from ..training.causal_lm import forward_names
 from .huggingface_attachment import LiveMask
 from .huggingface_forward import Asked, attend_around_ring, attend_to_states
 from .huggingface_plain import FORWARDS as PLAIN
+from .huggingface_plain import WITHOUT_INTERFACE
 
 _BUCKETS = "ringattn_buckets"  # the attribute of a module that holds the `Buckets` of its bias; None without one
 _MASKS = {"create_causal_mask", "create_bidirectional_mask"}  # functions of transformers that ask for a `LiveMask`
@@ -44,7 +46,7 @@ def forwards_of_own(modules: Sequence[nn.Module], takes_others: bool = False) ->
     takes_others: whether the model's other modules take their attention from `AttentionInterface`; if not, a model that has others has
     none.
     """
-    found = [module for module in modules if _name(module) in _FORWARDS]
+    found = [module for module in modules if _own(module) is not None]
     # T5's layers around its attention are called attention too
     others = [x for x in modules if x not in found and not any(part in found for part in x.modules())]
     return [] if others and not takes_others else found
@@ -58,7 +60,7 @@ def takes_interface(modules: Sequence[nn.Module]) -> bool:
 
 def counts_distances(modules: Sequence[nn.Module]) -> bool:
     """Whether these modules need no positions, because their scores are of distances."""
-    return all(_FORWARDS[_name(module)] not in PLAIN.values() for module in modules)
+    return all(_own(module) not in PLAIN.values() for module in modules)
 
 
 def check_forwards_of_own(model: nn.Module, modules: Sequence[nn.Module]) -> None:
@@ -69,7 +71,7 @@ def check_forwards_of_own(model: nn.Module, modules: Sequence[nn.Module]) -> Non
                 f"the forward of {type(module).__name__} is replaced already, as accelerate's hooks do: remove them, and attach first"
             )
         _buckets(module)
-    scored = [module for module in modules if _FORWARDS[_name(module)] not in PLAIN.values()]
+    scored = [module for module in modules if _own(module) not in PLAIN.values()]
     makers = [part for part in model.modules() if hasattr(part, "config") and _holds_blocks(part, scored)]
     if not all(_MASKS & forward_names(part) for part in makers):
         raise ValueError(
@@ -82,7 +84,7 @@ def check_mask_of_scores(model: nn.Module, mask: Mask | None, layout: Layout) ->
     """Raise ValueError if a mask does not fit the scores of a model's attention."""
     if mask is None or not bool((mask.regions(layout.seq_len)[:, LO] < 0).any()):
         return
-    placed = next((module for module in model.modules() if _name(module) in _FORWARDS and _has_alibi(module)), None)
+    placed = next((module for module in model.modules() if _own(module) is not None and _has_alibi(module)), None)
     if placed is not None:
         raise ValueError(
             f"{mask!r} lets tokens see later ones, which {type(placed).__name__} would favour the more the farther they are, where "
@@ -94,7 +96,9 @@ def put_in(module: nn.Module) -> None:
     """Let a module run our forward pass."""
     # compiled code can read buckets but cannot trace how they are made
     vars(module)[_BUCKETS] = _buckets(module)
-    module.forward = MethodType(_FORWARDS[_name(module)], module)
+    own = _own(module)
+    assert own is not None
+    module.forward = MethodType(own, module)
 
 
 def take_out(model: nn.Module) -> bool:
@@ -110,9 +114,13 @@ def _is_put_in(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "__func__", None) in _FORWARDS.values()
 
 
-def _name(module: nn.Module) -> str:
+def _own(module: nn.Module) -> Callable[..., Any] | None:
+    """The forward pass that a module has here, if it needs one."""
     # with the file: models loaded from the Hub with code of their own have classes of the same names
-    return f"{type(module).__module__}.{type(module).__name__}".removeprefix("transformers.models.")
+    found = _FORWARDS.get(f"{type(module).__module__}.{type(module).__name__}".removeprefix("transformers.models."))
+    if found in WITHOUT_INTERFACE and "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names:
+        return None
+    return found
 
 
 def _holds_blocks(part: nn.Module, modules: Sequence[nn.Module]) -> bool:
@@ -246,14 +254,14 @@ def _table(module: Any, hidden: torch.Tensor) -> torch.Tensor | None:
 
 def _buckets(module: Any) -> Buckets | None:
     """T5's distances in buckets. Raises ValueError for settings that leave no bucket for a direction."""
-    if _FORWARDS[_name(module)] not in (_t5, _umt5):
+    if _own(module) not in (_t5, _umt5):
         return None
     count, far = module.relative_attention_num_buckets, module.relative_attention_max_distance
     return t5_buckets(count, far, bidirectional=not module.is_decoder)
 
 
 def _has_alibi(module: Any) -> bool:
-    return _FORWARDS[_name(module)] in (_bloom, _mpt) or (_FORWARDS[_name(module)] is _falcon and module.config.alibi)
+    return _own(module) in (_bloom, _mpt) or (_own(module) is _falcon and module.config.alibi)
 
 
 def _slopes(module: nn.Module, build: str, q: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ _ROLLOUT = Facts({"function": "completions of a ring"})
 def generated(prompts: list, trainer: Any) -> dict[str, Any]:
     """What the model answers, generated around the ring: a `rollout_func`."""
     from .generation import RingCache
-    from .generation_models import cache_name
+    from .huggingface_inputs import cache_name
 
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     prompt_ids, images, _ = trainer._tokenize_prompts(prompts)

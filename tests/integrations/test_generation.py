@@ -17,6 +17,7 @@ import ringattn as ra
 from ringattn.integrations import huggingface_call
 from ringattn.integrations.generation import RingCache
 from ringattn.integrations.huggingface import attach
+from ringattn.integrations.huggingface_inputs import cache_name
 
 VOCAB, WINDOW, EOS = 97, 7, 5
 SIZES = dict(vocab_size=VOCAB, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
@@ -286,12 +287,17 @@ def refused(group) -> dict[str, str]:
     tell("no use of it", model.generate, ids, past_key_values=cached(), max_new_tokens=2, use_cache=False)
     tell("gradients", model, ids, past_key_values=cached())
     model.gradient_checkpointing_enable()
-    tell("checkpointing", model.train().generate, ids, past_key_values=cached(), max_new_tokens=2)
+    if cache_name(model) == "cache":
+        # without gradients, layers of transformers 5.24 are not checkpointed, and keep their cache
+        answers = (state.generate(ids, past_key_values=cached(), max_new_tokens=2) for state in (model.train(), model.eval()))
+        assert torch.equal(*answers)
+    else:
+        tell("checkpointing", model.train().generate, ids, past_key_values=cached(), max_new_tokens=2)
     return found
 
 
 MESSAGES = {
-    "no cache": "past_key_values is a DynamicCache, but key/value caches are not supported: .* give past_key_values=RingCache",
+    "no cache": "(past_key_values|cache) is a DynamicCache, but key/value caches are not supported: .* give past_key_values=RingCache",
     "another prompt": "ranks disagree on the tokens of a model's call with a RingCache: 0, 2 / 1 are ranks that agree",
     "another length": "ranks disagree: tokens of a row is 19 on rank 1, but 20 on ranks 0, 2",
     "another padding": "ranks disagree on the tokens of a model's call",
@@ -325,7 +331,7 @@ def test_what_is_refused_is_refused_on_every_rank(gloo):
     for rank in ranks:
         for name, message in rank.items():
             assert re.search(MESSAGES[name], message), (name, message)
-        assert rank.keys() == MESSAGES.keys()
+        assert rank.keys() | {"checkpointing"} == MESSAGES.keys()
 
 
 def other_group(group) -> str:
