@@ -10,6 +10,8 @@ from pathlib import Path
 
 # Tiny tensors gain nothing from more threads, which wait for each other on a busy machine. torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch.compile would start processes of its own, each of which imports torch, to compile what takes a second.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # For each connection torch looks up the name of the address. A name server that loses a request would hold up a store for 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
