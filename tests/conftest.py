@@ -10,11 +10,15 @@ from pathlib import Path
 
 # Tiny tensors gain nothing from more threads, which wait for each other on a busy machine. torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch.compile would start processes of its own, each of which imports torch, to compile what takes a second.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # For each connection torch looks up the name of the address. A name server that loses a request would hold up a store for 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import pytest
-import torch
+
+# Until all tests are collected, hardly anything that is made becomes garbage, and looking for it takes a tenth of the time of imports.
+gc.disable()
 
 
 def _load(name: str):
@@ -27,8 +31,21 @@ def _load(name: str):
     return sys.modules[name]
 
 
+def cuda():
+    """torch.cuda, for whose import a process that only hands out tests has no use."""
+    import torch
+
+    return torch.cuda
+
+
 ranks = _load("ranks")
-strategies = _load("strategies")
+# files that take longest come first: a process that took one of them last would leave the others idle
+LONGEST = (
+    "tests/launch/repo/test_lint.py",
+    "tests/examples/",
+    "tests/transport/test_staged.py",
+    "tests/kernels/test_interpreter.py",
+)
 
 
 def pytest_addoption(parser):
@@ -36,11 +53,16 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.pluginmanager.register(strategies)
+    # a process that only hands out tests to others needs no strategies, for which torch is imported
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        gc.enable()
+    else:
+        config.pluginmanager.register(_load("strategies"))
 
 
 def pytest_collection_modifyitems(config, items):
-    if strategies.is_thorough(config):
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    if _load("strategies").is_thorough(config):
         return
     cases = {}
     for item in items:
@@ -61,6 +83,7 @@ def pytest_collection_finish():
     # garbage is looked for again and again, but not among modules and tests
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -84,7 +107,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+    if item.get_closest_marker("gpu") and not cuda().is_available():
         pytest.skip("needs a GPU")
 
 
@@ -112,7 +135,7 @@ def gloo(_gloo):
 
 @pytest.fixture(scope="session")
 def _gpus():
-    processes = ranks.Ranks("nccl", torch.cuda.device_count())
+    processes = ranks.Ranks("nccl", cuda().device_count())
     yield processes
     processes.close()
 
@@ -127,6 +150,8 @@ def nccl(_gpus):
 def llama():
     """A tiny Llama of transformers, attached to a ring of one rank, for 12 tokens below 31."""
     transformers = pytest.importorskip("transformers")
+    import torch
+
     import ringattn as ra
     from ringattn.integrations.huggingface import attach
 
@@ -140,6 +165,6 @@ def llama():
 @pytest.fixture(params=[1, 2, 4, 8], ids="{}gpus".format)
 def world_size(request):
     """A number of GPUs; skips if this machine has fewer."""
-    if torch.cuda.device_count() < request.param:
-        pytest.skip(f"needs {request.param} GPUs, but this machine has {torch.cuda.device_count()}")
+    if (found := cuda().device_count()) < request.param:
+        pytest.skip(f"needs {request.param} GPUs, but this machine has {found}")
     return request.param

@@ -239,7 +239,8 @@ def _slowness() -> float:
 
 def launch(imports: str, pipe: Connection) -> None:
     """Import, then fork a process that forks ranks for each request, until the pipe closes."""
-    # once for all ranks
+    # once for all ranks; looking for garbage would take a tenth of the time
+    gc.disable()
     for name in filter(None, imports.split(",")):
         importlib.import_module(name)
     import pytest  # noqa: F401
@@ -249,6 +250,7 @@ def launch(imports: str, pipe: Connection) -> None:
     # ranks then neither look at what was imported nor copy it
     gc.collect()
     gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     while True:
         try:

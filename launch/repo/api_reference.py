@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import inspect
 import sys
 import textwrap
@@ -65,7 +66,7 @@ class Module:
 
     @property
     def tree(self) -> ast.Module:
-        return ast.parse(self.path.read_text())
+        return _tree(self.path)
 
     @property
     def summary(self) -> str:
@@ -115,6 +116,12 @@ class Module:
                     whole = node.module is None and inner.exists()
                     found[name] = (inner, None) if whole else (_file(base), alias.name)
         return found
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    """A file's tree, which each of a page's hundreds of names asks for again."""
+    return ast.parse(path.read_text())
 
 
 def _file(base: Path) -> Path:

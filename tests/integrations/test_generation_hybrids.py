@@ -84,7 +84,7 @@ def calls_of(name: str) -> tuple[str, ...]:
     return tuple(call for call in CALLS if call != "prefill in pieces" or name in ("qwen3-next", "lfm2"))
 
 
-@pytest.mark.parametrize("world_size", [1, 3, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 2))])
 def test_tokens_are_those_of_one_process(gloo, world_size):
     expected = {name: of_one_process(name, calls_of(name)) for name in SOME}
     assert gloo.run(world_size, differences, expected, timeout=120) == [[]] * world_size
@@ -165,7 +165,7 @@ def conversation(group, names: list[str]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_states_go_on(gloo, world_size):
     names = [name for name in ("qwen3.5", "mamba", "minimax", "recurrent gemma") if name not in REFUSED]
     assert gloo.run(world_size, conversation, names, timeout=120) == [[]] * world_size

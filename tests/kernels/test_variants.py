@@ -30,6 +30,7 @@ from ringattn_kernels.variants import (
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 APART = ("dk", "dv", "dk modified", "dv modified")  # over 256
+HALVES = ("forward to state", "forward from state")  # each of their two flags is that of another form: of neither state, or of both
 
 
 def chosen(arch: str, thorough: bool) -> list[Variant]:
@@ -44,13 +45,18 @@ def chosen(arch: str, thorough: bool) -> list[Variant]:
     if thorough or arch == "sm_90":
         forms += [("forward from state to state", 128, BF16)]
     if arch == "gfx942":
-        forms += [("forward", 64, FP32), ("merge", 128, BF16)]
+        forms += [("forward", 64, FP32)]
+    if thorough and arch == "gfx942":
+        forms += [("merge", 128, BF16)]
     if thorough or arch == "sm_90":
-        forms += [(kernel, 128, BF16) for kernel in KERNELS if kernel not in APART]
+        left_out = APART if thorough else (*APART, *HALVES, "dkdv", "dq")
+        forms += [(kernel, 128, BF16) for kernel in KERNELS if kernel not in left_out]
     if thorough:
         forms += [(kernel, 64, BF16) for kernel in ("forward", "dkdv", "dq", "paged")]
     if arch == "sm_90":
-        forms += [("forward", 128, FP16), ("forward", 64, FP32), ("dq", 64, FP32)]
+        forms += [("forward", 64, FP32), ("dq", 64, FP32)]
+    if thorough and arch == "sm_90":
+        forms += [("forward", 128, FP16)]
     if thorough:
         forms += [(kernel, 512, BF16) for kernel in ("forward", "dq", "paged", *(("dkdv",) if arch == "gfx942" else ("dk", "dv")))]
     if thorough and arch == "sm_90":
@@ -121,7 +127,7 @@ def test_each_part_of_a_score_compiles_alone(kernel):
 
 def test_the_chosen_variants_are_some_of_all():
     assert set(CHOSEN) < set(MORE) < set(all_variants())
-    assert {variant.kernel for variant in CHOSEN} == set(KERNELS) - set(APART)
+    assert {variant.kernel for variant in CHOSEN} == set(KERNELS) - set(APART) - set(HALVES)
     assert {variant.kernel for variant in MORE} == set(KERNELS)
 
 
