@@ -429,13 +429,13 @@ class Intersection(_Pair):
 @constant
 def full() -> Mask:
     """Every query sees every key."""
-    return _FULL
+    return _windowed(None, None)
 
 
 @constant
 def causal() -> Mask:
     """A query sees the keys at its own position and before: `k <= q`."""
-    return _CAUSAL
+    return _windowed(None, 0)
 
 
 @constant
@@ -633,14 +633,10 @@ def _band(left: int | None, right: int | None, seq_len: int) -> tuple[int, int]:
 
 @lru_cache(64)
 def _windowed(left: int | None, right: int | None) -> Mask:
-    """The mask of a band over the whole sequence."""
+    """The mask of a band over the whole sequence. Callers may ask for the same one in each call."""
     if left is not None or right:
         return SlidingWindow(left, right)
-    return _FULL if right is None else _CAUSAL
-
-
-# callers may ask for them in each call
-_FULL, _CAUSAL = Full(), Causal()
+    return Full() if right is None else Causal()
 
 
 def _both(a: Mask, b: Mask) -> Mask:

@@ -213,7 +213,7 @@ def _modeling(module: Any) -> Any:
     return sys.modules[type(module).__module__]
 
 
-# for modules that have asked `AttentionInterface` since transformers 5.24, and need none then
+# not for modules that ask `AttentionInterface`, as these do from transformers 5.24 on
 WITHOUT_INTERFACE = (_gptj, _codegen)
 FORWARDS: dict[str, Callable[..., Any]] = {
     "bart.modeling_bart.BartAttention": _bart,

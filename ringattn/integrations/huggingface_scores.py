@@ -14,7 +14,6 @@ Shapes: b batch, s local tokens, h query heads, hk key/value heads, d head dim.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -118,9 +117,7 @@ def _own(module: nn.Module) -> Callable[..., Any] | None:
     """The forward pass that a module has here, if it needs one."""
     # with the file: models loaded from the Hub with code of their own have classes of the same names
     found = _FORWARDS.get(f"{type(module).__module__}.{type(module).__name__}".removeprefix("transformers.models."))
-    if found in WITHOUT_INTERFACE and "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(module).forward).__code__.co_names:
-        return None
-    return found
+    return None if found in WITHOUT_INTERFACE and takes_interface([module]) else found
 
 
 def _holds_blocks(part: nn.Module, modules: Sequence[nn.Module]) -> bool:

@@ -5,8 +5,7 @@ are kept with everything that they depend on. `replay_of` runs a call for which 
 long way, which says what is wrong with bad input. Ranks agree in each call, as on the long way, and with the same records. But launches
 that wait for nothing are queued before the others' records are read.
 
-Calls of many layers get the same layout and mask, and come from the same line: what the latest calls had is compared first, by identity
-before digests.
+Calls of many layers get the same layout and mask, or equal ones, and come from the same line: what the latest calls had is compared first.
 
 Saved for the backward pass are the tensors of the long way, in its order: checkpointing may compute one call by either way.
 """
@@ -25,7 +24,6 @@ from torch._C._functorch import peek_interpreter_stack
 
 from .. import check
 from ..device import local
-from ..digest import Digested
 from ..geometry.layout import Layout
 from ..geometry.mask import Mask
 from ..schedule.schedules import Schedule
@@ -136,9 +134,9 @@ class ReadyCall:
             self._backward = inputs, found
 
 
-def _equal(x: Any, known: Digested | None) -> bool:
-    """Whether two objects are equal values: callers may make the same mask in each call."""
-    return known is not None and type(x) is type(known) and x.digest == known.digest
+def _equal(x: object, known: object) -> bool:
+    """Whether they are equal values: callers may make the same mask in each call. What is no mask, such as an array, is not compared."""
+    return type(x) is type(known) and x == known
 
 
 def _contiguous(forward: Any, addresses: list[int], agree: Agreement | None = None) -> Results:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import re
 from unittest import mock
 
@@ -17,8 +18,9 @@ import ringattn as ra
 from ringattn.integrations import huggingface_call
 from ringattn.integrations.generation import RingCache
 from ringattn.integrations.huggingface import attach
-from ringattn.integrations.huggingface_inputs import cache_name
 
+# transformers 5.24: every model takes its cache by one name
+ONE_NAME = "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters
 VOCAB, WINDOW, EOS = 97, 7, 5
 SIZES = dict(vocab_size=VOCAB, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, bos_token_id=1, eos_token_id=None, pad_token_id=0, initializer_range=0.3)
@@ -287,7 +289,7 @@ def refused(group) -> dict[str, str]:
     tell("no use of it", model.generate, ids, past_key_values=cached(), max_new_tokens=2, use_cache=False)
     tell("gradients", model, ids, past_key_values=cached())
     model.gradient_checkpointing_enable()
-    if cache_name(model) == "cache":
+    if ONE_NAME:
         # without gradients, layers of transformers 5.24 are not checkpointed, and keep their cache
         answers = (state.generate(ids, past_key_values=cached(), max_new_tokens=2) for state in (model.train(), model.eval()))
         assert torch.equal(*answers)
@@ -331,7 +333,7 @@ def test_what_is_refused_is_refused_on_every_rank(gloo):
     for rank in ranks:
         for name, message in rank.items():
             assert re.search(MESSAGES[name], message), (name, message)
-        assert rank.keys() | {"checkpointing"} == MESSAGES.keys()
+        assert rank.keys() == MESSAGES.keys() - ({"checkpointing"} if ONE_NAME else set())
 
 
 def other_group(group) -> str:
@@ -357,10 +359,16 @@ TINY = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_laye
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (
+        pytest.param(
             "GPTJ",
             dict(n_embd=32, n_layer=1, n_head=4, rotary_dim=4),
             "the attention of GPTJForCausalLM has no door for a RingCache",
+            marks=pytest.mark.skipif(ONE_NAME, reason="GPT-J decodes from transformers 5.24 on"),
+        ),
+        (
+            "GPTNeoXJapanese",
+            dict(num_hidden_layers=1, intermediate_multiple_size=1),
+            "the attention of GPTNeoXJapaneseForCausalLM has no door for a RingCache",
         ),
         (
             "Roberta",
