@@ -37,7 +37,7 @@ class Recorder(threading.local):
 
     def note(self, step: Step) -> None:
         """The pass has done this now."""
-        if self.steps is not None:
+        if self.steps is not None and self.explained:
             self.steps.append(step)
 
     def cannot_note(self, what: str) -> None:
@@ -45,6 +45,8 @@ class Recorder(threading.local):
         if self.rehearses:
             raise Unexplained(what)
         self.explained = False
+        if self.steps is not None:
+            self.steps.clear()  # they hold tensors
 
 
 class _Aside:

@@ -2,8 +2,9 @@
 
 A pass over the same kinds of tensors queues the same launches, copies and waits each time, with other addresses. Finding them costs the
 host several times as long as queueing them. So the first call of a kind runs as it is, the second one is recorded, and the others are
-replayed: one allocation for all tensors that live inside the pass, one for each result, and one `Submission`. A pass can be recorded before
-its first call, too: in a rehearsal it gets tensors without memory (`stand_ins.py`), and nothing is queued.
+replayed: one allocation for all tensors that live inside the pass, one for each result, and one `Submission`. Where passes of other kinds
+came again (`repeats.py`), the first call is recorded. A pass can be recorded before its first call, too: in a rehearsal it gets tensors
+without memory (`stand_ins.py`), and nothing is queued.
 
 A recording holds only if it explains all that happened: nothing but allocations, views, and steps that were noted (`recorder.py`), whose
 tensors are inputs, results, allocations of the pass, or tensors that were there before. Otherwise the pass runs as it is for good.
@@ -29,6 +30,7 @@ from .submission import Number, Submission
 
 if TYPE_CHECKING:
     from .recorder import Later, Step
+    from .repeats import Replays
 
 Tensors = tuple[torch.Tensor, ...]
 Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # a tensor's shape, strides and dtype
@@ -45,7 +47,7 @@ _HARMLESS = {*_VIEWS, "promote_types"}
 _is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 
 
-def replay(found: dict[tuple, Any], facts: tuple, inputs: Tensors, work: Callable[..., Tensors]) -> Tensors:
+def replay(found: Replays, facts: tuple, inputs: Tensors, work: Callable[..., Tensors]) -> Tensors:
     """`work(*inputs)`, which computes tensors on the current CUDA stream, or its replay.
 
     found: the recordings of one owner, who gives the same `facts` only to passes that do the same with such tensors.
@@ -61,23 +63,30 @@ def replay(found: dict[tuple, Any], facts: tuple, inputs: Tensors, work: Callabl
     # inputs that begin at one address, such as one tensor given twice, would be taken for one another
     if known is None or len(set(addresses)) < len(addresses):
         return work(*inputs)
+    if known is not _NEW:
+        found.repeats.again()
     if isinstance(known, Recording):
         found[facts] = key, known
         return known(addresses)
     if len(found) >= _KEPT:
         found.clear()
     if known is _NEW:
-        # recording costs as much as it saves in one call: a call that is never repeated goes without it
-        found[key] = _SEEN
-        return work(*inputs)
+        if not found.repeats.expected():
+            # recording costs as much as it saves in one call: a call that is never repeated goes without it
+            found[key] = _SEEN
+            return work(*inputs)
+        results, recording = _record(inputs, addresses, work)
+        # a first call may do what later ones need not
+        found[key] = _SEEN if recording is None else recording
+        return results
     results, found[key] = _record(inputs, addresses, work)
     return results
 
 
 def rehearse(
-    found: dict[tuple, Any], facts: tuple, kinds: Sequence[Kind], device: torch.device, work: Callable[..., Tensors]
+    found: Replays, facts: tuple, kinds: Sequence[Kind], device: torch.device, work: Callable[..., Tensors]
 ) -> tuple[Kind, ...]:
-    """Record what `replay` would record in its second call with aligned tensors of these kinds, and do none of it.
+    """Record what `replay` would record in a call with aligned tensors of these kinds, and do none of it.
 
     Returns the kinds of the pass's results; none for a pass that cannot be recorded this way. What it makes once, such as tables, is made.
     """
@@ -99,7 +108,7 @@ def rehearse(
     return () if known is None else tuple(known.kinds)
 
 
-def recorded(found: dict[tuple, Any], facts: tuple, inputs: Tensors) -> Recording | None:
+def recorded(found: Replays, facts: tuple, inputs: Tensors) -> Recording | None:
     """The recording that `replay` would run now for such inputs, if they begin at different addresses; None if there is none.
 
     It holds while `state()` is the same, for inputs of the same shapes, strides, dtypes and devices, aligned alike.
@@ -255,13 +264,14 @@ def _maker(device: torch.device, kind: Kind) -> Callable[[], torch.Tensor]:
 class _Witness(TorchDispatchMode):
     """Keeps what is allocated, by the address of its memory; says so to the recorder if anything else happens than allocations and views.
 
-    With stand-ins it allocates these.
+    With stand-ins it allocates these. Of a pass that allocates more than `most` bytes it keeps nothing: memory that such a pass lets go of
+    on the way is needed.
     """
 
-    def __init__(self, stand_ins: StandIns | None) -> None:
+    def __init__(self, stand_ins: StandIns | None, most: int) -> None:
         super().__init__()
         self.allocated: dict[int, torch.Tensor] = {}
-        self._stand_ins = stand_ins
+        self._stand_ins, self._room = stand_ins, most
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -275,10 +285,20 @@ class _Witness(TorchDispatchMode):
             return func(*args, **kwargs)
         if name in _ALLOCATIONS:
             result = func(*args, **kwargs) if self._stand_ins is None else self._stand_in(func, args, kwargs)
-            self.allocated[result.untyped_storage().data_ptr()] = result
+            self._keep(result)
             return result
         recorder.cannot_note(name)
         return func(*args, **kwargs)
+
+    def _keep(self, x: torch.Tensor) -> None:
+        if not recorder.explained:
+            return
+        self._room -= x.untyped_storage().nbytes()
+        if self._room < 0:
+            self.allocated.clear()
+            recorder.cannot_note("the pass needs much memory")
+        else:
+            self.allocated[x.untyped_storage().data_ptr()] = x
 
     def _stand_in(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         assert self._stand_ins is not None
@@ -295,7 +315,8 @@ def _record(
         if stand_ins is not None:
             raise Unexplained("nothing can be listed here")
         return work(*inputs), None
-    watch = _Witness(stand_ins)
+    # results take about as much memory as inputs
+    watch = _Witness(stand_ins, _MOST + sum(x.nbytes for x in inputs))
     steps: list[Step] = []
     device = driver.active.get_current_device()
     recorder.steps, recorder.explained, recorder.rehearses = steps, True, stand_ins is not None

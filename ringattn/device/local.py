@@ -9,6 +9,7 @@ import torch
 
 from ringattn_kernels.modifiers import ModifierSums
 from ringattn_kernels.page_table import PageTable
+from ringattn_kernels.repeats import Replays
 from ringattn_kernels.table import TileTable
 
 from ..geometry.rows import Rows
@@ -93,7 +94,7 @@ def settled(state: State, q: torch.Tensor) -> State:
     return blocked.settled(state, dtype, dtype)
 
 
-def replayed(found: dict, facts: tuple, inputs: Tensors, work: Callable[..., Tensors]) -> Tensors:
+def replayed(found: Replays, facts: tuple, inputs: Tensors, work: Callable[..., Tensors]) -> Tensors:
     """`work(*inputs)`, which computes tensors. A GPU replays what it did for tensors of the same kinds and the same `facts`."""
     if inputs[0].is_cuda and inputs[0].numel():
         import ringattn_kernels
@@ -103,9 +104,9 @@ def replayed(found: dict, facts: tuple, inputs: Tensors, work: Callable[..., Ten
 
 
 def rehearsed(
-    found: dict, facts: tuple, kinds: Sequence[Kind], device: torch.device, work: Callable[..., Tensors]
+    found: Replays, facts: tuple, kinds: Sequence[Kind], device: torch.device, work: Callable[..., Tensors]
 ) -> tuple[Kind, ...]:
-    """Record what `replayed` would record in its second call with such tensors, and do none of it, if that is possible on this device.
+    """Record what `replayed` would record in a call with such tensors, and do none of it, if that is possible on this device.
 
     kinds: shapes, strides and dtypes of the inputs. Returns those of what `work` computes, or nothing.
     """
@@ -117,7 +118,7 @@ def rehearsed(
         return ringattn_kernels.recordings.rehearse(found, facts, kinds, device, work)
 
 
-def recorded(found: dict, facts: tuple, inputs: Tensors) -> Recording | None:
+def recorded(found: Replays | None, facts: tuple, inputs: Tensors) -> Recording | None:
     """What `replayed` would run now for such inputs, if they begin at different addresses; None if nothing is recorded."""
     if not found:
         return None

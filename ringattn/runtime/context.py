@@ -9,6 +9,8 @@ from contextlib import nullcontext
 from threading import Lock
 from typing import Any, TypeVar
 
+from ringattn_kernels.repeats import Repeats, Replays
+
 from ..check import SWAPPED
 from ..geometry.layout import Layout, default_layout
 from ..geometry.mask import Mask
@@ -57,6 +59,7 @@ class Context:
         # what is made ahead of a first call; in it the default schedule may depend on what the group's first call finds
         self._prepared: OrderedDict[tuple[_AttentionKey, bool], RankAttention] = OrderedDict()
         self._layouts: OrderedDict[tuple[str, int], Layout] = OrderedDict()
+        self.repeats = Repeats()
         self.ready: dict[tuple, Any] = {}  # of `ready.py`: calls whose passes are recorded, by all that they depend on
         self.latest_ready: list[Any] = []  # what the latest of them were given
         self._warned_of_axes = False
@@ -205,7 +208,8 @@ class Context:
             k_order = k_order if k_exchange is None else k_exchange.own_order(k_order)
         program = compile_program(chosen, plan, self.transport.rank)
         # what is recorded on a GPU takes q, k and v of one layout
-        replays = {} if exchange is None and order is None and keys is None and not program.queries_move else None
+        replayed = exchange is None and order is None and keys is None and not program.queries_move
+        replays = Replays(self.repeats) if replayed else None
         return RankAttention(self.transport, program, order, k_order, exchange, k_exchange, replays, plan.nbytes)
 
 

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from ringattn_kernels.modifiers import ModifierSums
+from ringattn_kernels.repeats import Replays
 
 from ..device import local
 from ..device.streams import Moment
@@ -41,7 +42,7 @@ class RankAttention:
     k_order: Order | None = None
     exchange: HeadExchange | None = None
     k_exchange: HeadExchange | None = None
-    replays: dict | None = None
+    replays: Replays | None = None
     plan_bytes: int = 0
 
     @property

@@ -128,7 +128,7 @@ class ReadyCall:
         given = _given(dout, saved)
         if not self.holds or _watched() or not all(type(x) in check.PLAIN for x in given):
             return
-        found = local.recorded(self.attention.replays or {}, ("backward", self.softmax_scale, self.with_transport), given)
+        found = local.recorded(self.attention.replays, ("backward", self.softmax_scale, self.with_transport), given)
         inputs = None if found is None else _inputs(given)
         if inputs is not None:
             self._backward = inputs, found
@@ -279,6 +279,7 @@ def _known(context: Context, inputs: Tensors, options: Options) -> Known | None:
     ready = None if key is None else context.ready.get(key)
     if key is None or ready is None:
         return None
+    context.repeats.again()
     known = Known(key, options, ready)
     context.latest_ready = [known, *context.latest_ready[: _RECENT - 1]]
     return known

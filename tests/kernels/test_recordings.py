@@ -3,6 +3,7 @@
 import ctypes
 import re
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from ringattn.transport import Peer, SilentTransport
 from ringattn.transport.staged import StagedTransport
 from ringattn_kernels import direct, hopper, launches, native, recordings, stand_ins, submission
 from ringattn_kernels.recorder import recorder
+from ringattn_kernels.repeats import Repeats, Replays
 from ringattn_kernels.table import on_device
 from tests.counting import calls_of
 
@@ -73,7 +75,7 @@ def host(monkeypatch):
         if not recorder.rehearses:
             launch(moving)
 
-    return SimpleNamespace(add=add, passes=0, found={}, device=device)
+    return SimpleNamespace(add=add, passes=0, found=Replays(Repeats()), device=device)
 
 
 def work_of(host, also=lambda inside: None, kept=None):
@@ -105,7 +107,7 @@ def test_a_pass_runs_twice_and_is_replayed_from_then_on(host):
     assert host.passes == 2
     assert all(torch.equal(found, wanted) for found, wanted in results)
     # without what is kept, and with tensors of other strides
-    host.found.clear()
+    host.found = Replays(Repeats())
     for i in range(4):
         assert torch.equal(pass_of(host, torch.full((4,), float(i)), torch.ones(4)), torch.full((4,), 3.0 * i + 2))
     assert host.passes == 4
@@ -115,6 +117,59 @@ def test_a_pass_runs_twice_and_is_replayed_from_then_on(host):
     host.device.number = 1
     pass_of(host, torch.zeros(4), torch.zeros(4))
     assert host.passes == 6
+
+
+def test_where_passes_come_again_the_first_of_a_kind_is_recorded(host):
+    def passes(size, times):
+        before = host.passes
+        for i in range(times):
+            x, y = torch.full((size,), float(i))[:4], torch.arange(4.0)
+            found = recordings.replay(host.found, ("pass", size), (x, y), work_of(host))
+            assert torch.equal(found[0], 3 * x + 2 * y)
+        return host.passes - before
+
+    host.found = Replays(Repeats())
+    assert passes(4, 3) == 2
+    # those of other owners, too
+    host.found = Replays(host.found.repeats)
+    assert passes(5, 3) == 1 and passes(6, 1) == 1 and passes(7, 2) == 1
+    # not where many came once
+    assert [passes(size, 1) for size in range(8, 16)] == [1] * 8
+    assert passes(8, 1) == 0
+    assert [passes(size, 1) for size in range(16, 25)] == [1] * 9
+    assert passes(24, 2) == 1 and passes(25, 2) == 1
+
+
+def test_what_only_a_first_call_does_is_not_held_against_the_second(host):
+    host.found.repeats.again()
+    firsts = [lambda inside: inside.zero_()]
+    for i in range(4):
+        x, y = torch.full((4,), float(i)), torch.ones(4)
+        pass_of(host, x, y, also=lambda inside: firsts.pop()(inside) if firsts else None)
+    assert host.passes == 2
+
+
+def test_a_pass_that_needs_much_memory_is_not_recorded_and_keeps_what_it_lets_go_of_no_longer(host, monkeypatch):
+    monkeypatch.setattr(recordings, "_MOST", 100)
+    kept = []
+
+    def work(x, y):
+        host.passes += 1
+        for _ in range(4):
+            inside = x.new_empty(8)
+            host.add(x, y, inside)
+            kept.append(weakref.ref(inside))
+            del inside
+        out = torch.empty_like(x)
+        host.add(x, y, out)
+        assert kept[-1]() is None
+        return (out,)
+
+    for _ in range(4):
+        x = torch.ones(4)
+        (out,) = recordings.replay(host.found, ("pass",), (x, x + 1), work)
+        assert out.tolist() == [3.0] * 4
+    assert host.passes == 4 and recorder.steps is None
 
 
 def rehearse(host, **options):
