@@ -36,18 +36,19 @@ class Form:
         # the stream comes behind the grid; two sorts of scratch memory, what hooks are told, and two hooks: none
         head = 0, compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None
         self.head: list[Any] = [*head, compiled.packed_metadata, None, None, None]
-        self.kinds: list[str] = []  # Triton's names of the arguments' types
         self.order: list[tuple[str, Any]] = []  # each argument's name, and what is known of its descriptor
         self._describers: dict[tuple, Describer] = {}
         described, signature = iter(metadata), list(compiled.src.signature.values())
+        kinds = list[str]()
         for index, (name, argument) in enumerate(zip(names, arguments, strict=True)):
             about = next(described) if index in indices else None
             self.order.append((name, about))
             if about is None:
-                self.kinds.append(signature[index])
+                kinds.append(signature[index])
             else:
                 dims = len(argument.shape)
-                self.kinds += ["nvTmaDesc", *["i32"] * dims, *["i64"] * dims]
+                kinds += ["nvTmaDesc", *["i32"] * dims, *["i64"] * dims]
+        self.kinds = tuple(kinds)  # Triton's names of the arguments' types
 
     def describer(self, name: str, descriptor: Any, about: Any) -> Describer:
         """What makes the copy engine's descriptor of an argument at any address. Launches share those of tensors of one kind."""

@@ -16,7 +16,7 @@ from triton.runtime import driver
 from .compiled import compiled_for
 from .direct import FIRST, DirectLaunch, describes, hooked, mover
 from .recorder import recorder
-from .submission import Argument, Submission
+from .submission import Number, Submission
 from .table import TileTable, kind
 
 Moving = torch.Tensor | float | int | None
@@ -172,19 +172,17 @@ class RecordedLaunch:
     def __init__(self, direct: DirectLaunch | None, moving: dict[str, Moving], stream: int) -> None:
         self._direct, self._moving, self._stream = direct, moving, stream
 
-    def __call__(self, submission: Submission, find: Callable[[torch.Tensor], Any]) -> None:
+    def __call__(self, submission: Submission, find: Callable[[torch.Tensor], Number | None]) -> None:
         direct = self._direct
         if direct is None or not direct.plain:
             raise ValueError("not every launch can be listed")
-        values, numbers = direct.template(self._moving)[FIRST:], {}
+        numbers = dict[int, Number]()
         for name, place, _ in direct.places:
             x = self._moving[name]
-            if isinstance(x, torch.Tensor):
-                numbers[place - FIRST] = find(x)
-        arguments = [
-            Argument(kind, value, numbers.get(i)) for i, (kind, value) in enumerate(zip(direct.kinds, values, strict=True))
-        ]
-        submission.launch(direct, arguments, self._stream)
+            number = find(x) if isinstance(x, torch.Tensor) else None
+            if number is not None:
+                numbers[place - FIRST] = number
+        submission.launch(direct, direct.template(self._moving)[FIRST:], numbers, self._stream)
 
 
 def parted(names: list[str], arguments: dict[str, Any], moving: dict[str, Moving]) -> tuple[list[Any], list[Gap]]:

@@ -71,13 +71,17 @@ def replay(found: Replays, facts: tuple, inputs: Tensors, work: Callable[..., Te
     if len(found) >= _KEPT:
         found.clear()
     if known is _NEW:
-        if not found.repeats.expected():
+        nbytes = sum(x.nbytes for x in inputs)
+        if not found.repeats.expected(facts, nbytes):
             # recording costs as much as it saves in one call: a call that is never repeated goes without it
             found[key] = _SEEN
             return work(*inputs)
         results, recording = _record(inputs, addresses, work)
-        # a first call may do what later ones need not
-        found[key] = _SEEN if recording is None else recording
+        found[key] = recording
+        if recording is None:
+            # a first call may do what later ones need not
+            found[key] = _SEEN
+            found.repeats.failed(facts, nbytes)
         return results
     results, found[key] = _record(inputs, addresses, work)
     return results
@@ -362,9 +366,10 @@ class _Places:
 
     def find(self, x: torch.Tensor) -> Number | None:
         """The number of a tensor's address, None if the tensor was there before."""
-        begin, address = x.untyped_storage().data_ptr(), x.data_ptr()
+        address = x.data_ptr()
         if address in self._bases:
             return Number(self._bases[address])
+        begin = x.untyped_storage().data_ptr()
         if begin in self._memory:
             return Number(self._inside, self._memory[begin] + address - begin)
         if begin in self._own:

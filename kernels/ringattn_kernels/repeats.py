@@ -8,22 +8,27 @@ _TRIES = 8
 
 
 class Repeats:
-    """Whether it pays to record a pass of a new kind in its first call: that costs the host less than a second call that is not replayed.
+    """Whether it pays to record a pass of a new kind in its first call, which then takes the host less than an unrecorded second call does.
 
     A model's layers make each pass several times, with another batch in each step. A single layer makes each pass once.
     """
 
     def __init__(self) -> None:
         self._new = _TRIES  # passes of new kinds since one came again
+        self._failed: dict[tuple, int] = {}
 
     def again(self) -> None:
         """A pass came again."""
         self._new = 0
 
-    def expected(self) -> bool:
-        """Whether this pass of a new kind will come again: one of the latest _TRIES did."""
+    def failed(self, facts: tuple, nbytes: int) -> None:
+        """A pass with inputs of so many bytes could not be recorded in its first call."""
+        self._failed[facts] = min(nbytes, self._failed.get(facts, nbytes))
+
+    def expected(self, facts: tuple, nbytes: int) -> bool:
+        """Whether this pass of a new kind is to be recorded: one of the latest _TRIES came again, and none as large has failed."""
         self._new += 1
-        return self._new <= _TRIES
+        return self._new <= _TRIES and nbytes < self._failed.get(facts, nbytes + 1)
 
 
 class Replays(dict[tuple, Any]):

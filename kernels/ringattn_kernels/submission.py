@@ -61,14 +61,6 @@ class Functions:
     kept: Any = None
 
 
-class Argument(NamedTuple):
-    """A kernel's argument as its launcher takes it: Triton's name of its type, its value, and the number that replaces its address."""
-
-    kind: str
-    value: Any
-    number: Number | None = None
-
-
 class Submission:
     """A list of driver calls, to which methods add; `begin` and then `finish` queue all of them.
 
@@ -100,22 +92,23 @@ class Submission:
         self.numbers += count
         return [Number(index) for index in range(self.numbers - count, self.numbers)]
 
-    def launch(self, direct: DirectLaunch, arguments: Sequence[Argument], stream: int) -> None:
-        """A kernel. Raises ValueError for arguments of types that are not known here."""
-        block = _parameter_block(tuple([kind for kind, *_ in arguments]))
-        begin, values = self._room(block.format.size, _ALIGNED), []
-        for place, (kind, value, number) in zip(block.places, arguments, strict=True):
-            if place is None:
-                continue
-            if isinstance(value, tuple):
-                raise ValueError(kind)
-            if number is not None:
-                self._patches.extend([place.patch, begin + place.offset, number.index, number.offset])
-            if place.patch == _TENSOR_MAP:
-                values.append(_descriptor(value))
-            else:
-                values.append(0 if value is None or number is not None else value)
-        block.format.pack_into(self._arguments, begin, *values, *_NO_SCRATCH)
+    def launch(self, direct: DirectLaunch, values: Sequence[Any], numbers: dict[int, Number], stream: int) -> None:
+        """A kernel. values: its arguments as the launcher takes them. numbers: those that replace addresses among these, by their places.
+
+        Raises ValueError for arguments that are not known here.
+        """
+        block = _parameter_block(direct.kinds)
+        begin = self._room(block.format.size, _ALIGNED)
+        for place, number in numbers.items():
+            offset, patch = block.places[place]
+            self._patches.extend((patch, begin + offset, number.index, number.offset))
+        given = [0 if (x := values[place]) is None else x for place in block.places]
+        for index, place in block.descriptors:
+            given[index] = _descriptor(values[place])
+        try:
+            block.format.pack_into(self._arguments, begin, *given, *_NO_SCRATCH)
+        except struct.error as error:
+            raise ValueError(str(error)) from error
         first = len(self._parameters)
         self._parameters.extend([begin + offset for offset in block.offsets])
         self._do(stream, _LAUNCH, direct.function, *direct.grid, *direct.sizes, first, len(self._parameters) - first)
@@ -269,11 +262,15 @@ class _ParameterPlace(NamedTuple):
 
 
 class _ParameterBlock(NamedTuple):
-    """The memory of a launch's parameters, with the offset of each. places: of each argument, None for one that is no parameter."""
+    """The memory of a launch's parameters, with the offset of each.
+
+    places: of the parameters, by the places of the arguments; others are constants. descriptors: indices and places of those.
+    """
 
     format: struct.Struct
     offsets: list[int]
-    places: list[_ParameterPlace | None]
+    places: dict[int, _ParameterPlace]
+    descriptors: list[tuple[int, int]]
 
 
 def _refused(call: int, error: int) -> RuntimeError:
@@ -283,10 +280,9 @@ def _refused(call: int, error: int) -> RuntimeError:
 @functools.lru_cache(_KEPT)
 def _parameter_block(kinds: tuple[str, ...]) -> _ParameterBlock:
     """For arguments of these types, by Triton's names. Raises ValueError for one that is not known here."""
-    text, size, places = "=", 0, list[_ParameterPlace | None]()
-    for kind in (*kinds, *["u64" for _ in _NO_SCRATCH]):
+    text, size, offsets, places = "=", 0, list[int](), dict[int, _ParameterPlace]()
+    for place, kind in enumerate((*kinds, *["u64" for _ in _NO_SCRATCH])):
         if kind == "constexpr":
-            places.append(None)
             continue
         form = f"{_MAP_BYTES}s" if kind == "nvTmaDesc" else "Q" if kind.startswith("*") else _FORMATS.get(kind)
         if form is None:
@@ -294,9 +290,12 @@ def _parameter_block(kinds: tuple[str, ...]) -> _ParameterBlock:
         nbytes = struct.calcsize("=" + form)
         offset = -(-size // nbytes) * nbytes
         text, size = f"{text}{offset - size}x{form}", offset + nbytes
-        places.append(_ParameterPlace(offset, _TENSOR_MAP if nbytes == _MAP_BYTES else _HALF_WORD if nbytes == 4 else _WORD))
-    offsets = [place.offset for place in places if place is not None]
-    return _ParameterBlock(struct.Struct(text), offsets, places[: len(kinds)])
+        offsets.append(offset)
+        if place < len(kinds):
+            patch = _TENSOR_MAP if nbytes == _MAP_BYTES else _HALF_WORD if nbytes == 4 else _WORD
+            places[place] = _ParameterPlace(offset, patch)
+    descriptors = [(index, place) for index, (place, (_, patch)) in enumerate(places.items()) if patch == _TENSOR_MAP]
+    return _ParameterBlock(struct.Struct(text), offsets, places, descriptors)
 
 
 def _joined(before: tuple[int, ...], x: Do) -> tuple[int, ...] | None:

@@ -3,12 +3,13 @@
 import ctypes
 import struct
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from ringattn_kernels import native, submission
-from ringattn_kernels.submission import Argument, Functions, Number, Submission
+from ringattn_kernels.submission import Functions, Number, Submission
 
 ADDRESS, INT, SIZE = ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t
 SIGNATURES = {
@@ -19,7 +20,6 @@ SIGNATURES = {
     "copy": (ADDRESS, ADDRESS, ADDRESS, SIZE, ADDRESS, ADDRESS, SIZE, ADDRESS, ADDRESS),
     "replace_address": (ADDRESS, ADDRESS),
 }
-DIRECT = SimpleNamespace(function=5, grid=(6, 1, 2), sizes=(128, 4096))
 
 
 class Driver:
@@ -79,6 +79,18 @@ def listed(driver, numbers):
 def run(calls, numbers, later=()):
     calls.begin(numbers)
     calls.finish([*numbers, *later])
+
+
+class Argument(NamedTuple):
+    kind: str
+    value: Any
+    number: Number | None = None
+
+
+def launch(calls, arguments, stream):
+    direct = SimpleNamespace(function=5, grid=(6, 1, 2), sizes=(128, 4096), kinds=tuple(x.kind for x in arguments))
+    numbers = {place: x.number for place, x in enumerate(arguments) if x.number is not None}
+    calls.launch(direct, [x.value for x in arguments], numbers, stream)
 
 
 def operation(kind, address, value):
@@ -177,7 +189,7 @@ def test_a_launch_has_its_parameters_as_the_kernel_reads_them(driver):
         Argument("*fp32", None),
     ]
     calls = listed(driver, 1)
-    calls.launch(DIRECT, arguments, 7)
+    launch(calls, arguments, 7)
     driver.parameters = 8, 8, 4, 8, 4, 1, 8, 8, 8
     run(calls, [1 << 45])
     values = [struct.pack("Q", 1 << 47), struct.pack("Q", (1 << 45) + 256), struct.pack("i", -5), struct.pack("q", 1 << 40)]
@@ -188,14 +200,14 @@ def test_a_launch_has_its_parameters_as_the_kernel_reads_them(driver):
 def test_a_descriptor_gets_the_address_of_each_run(driver, monkeypatch):
     monkeypatch.setattr(submission, "_descriptor", lambda value: bytes(range(128)))
     calls = listed(driver, 1)
-    calls.launch(DIRECT, [Argument("nvTmaDesc", None, Number(0, 64)), Argument("i32", 3)], 7)
+    launch(calls, [Argument("nvTmaDesc", None, Number(0, 64)), Argument("i32", 3)], 7)
     driver.parameters = 128, 4, 8, 8
     for address in (1 << 45, 1 << 44):
         driver.calls.clear()
         run(calls, [address])
-        replaced, launch = driver.calls
+        replaced, queued = driver.calls
         assert replaced == ("replace_address", address + 64)
-        assert launch[4:6] == (struct.pack("Q", address + 64) + bytes(range(8, 128)), struct.pack("i", 3))
+        assert queued[4:6] == (struct.pack("Q", address + 64) + bytes(range(8, 128)), struct.pack("i", 3))
 
 
 def test_an_object_that_holds_no_descriptor_is_refused():
@@ -206,7 +218,7 @@ def test_an_object_that_holds_no_descriptor_is_refused():
 @pytest.mark.parametrize("argument", [Argument("fp16", 1.0), Argument("i32", (1, 2))], ids=["type", "tuple"])
 def test_arguments_of_unknown_types_are_not_listed(driver, argument):
     with pytest.raises(ValueError):
-        listed(driver, 0).launch(DIRECT, [argument], 7)
+        launch(listed(driver, 0), [argument], 7)
 
 
 def test_launches_that_wait_for_nothing_are_queued_before_anything_else(driver):
@@ -216,14 +228,14 @@ def test_launches_that_wait_for_nothing_are_queued_before_anything_else(driver):
     begun = calls.mark(7)
     calls.after(8, begun)
     calls.copy(8, [(later, 2, 3)])
-    calls.launch(DIRECT, [Argument("*fp32", None, Number(0))], 7)
+    launch(calls, [Argument("*fp32", None, Number(0))], 7)
     halfway = calls.mark(7)
-    calls.launch(DIRECT, [Argument("i32", 5)], 7)
+    launch(calls, [Argument("i32", 5)], 7)
     calls.after(9, halfway)
-    calls.launch(DIRECT, [Argument("i32", 6)], 9)
+    launch(calls, [Argument("i32", 6)], 9)
     come = calls.mark(8)
     calls.after(7, come)
-    calls.launch(DIRECT, [Argument("i32", 7)], 7)
+    launch(calls, [Argument("i32", 7)], 7)
     driver.parameters = (8,)
     calls.begin([1 << 45])
     early = [("mark", 7), ("launch", 7), ("mark", 7), ("launch", 7)]
@@ -250,8 +262,8 @@ def test_a_launch_is_queued_as_soon_as_its_stream_has_what_it_waits_for(driver):
     calls.after(9, begun)
     calls.operate(9, 1, [(128, 1)])
     calls.copy(9, [(4, 5, 6)])
-    calls.launch(DIRECT, [], 7)
-    calls.launch(DIRECT, [], 7)
+    launch(calls, [], 7)
+    launch(calls, [], 7)
     run(calls, [])
     stage = [("mark", 7), ("after", 8), ("copy", 8), ("mark", 8), ("operate", 8)]
     assert names_of(driver) == [*stage, ("after", 7), ("launch", 7), ("launch", 7), ("after", 9), ("operate", 9), ("copy", 9)]
@@ -260,9 +272,9 @@ def test_a_launch_is_queued_as_soon_as_its_stream_has_what_it_waits_for(driver):
 def test_a_launch_whose_numbers_come_later_is_not_early(driver):
     calls = listed(driver, 1)
     (later,) = calls.more_numbers(1)
-    calls.launch(DIRECT, [Argument("*fp32", None, Number(0))], 7)
-    calls.launch(DIRECT, [Argument("*fp32", None, later)], 7)
-    calls.launch(DIRECT, [Argument("*fp32", None, Number(0))], 7)
+    launch(calls, [Argument("*fp32", None, Number(0))], 7)
+    launch(calls, [Argument("*fp32", None, later)], 7)
+    launch(calls, [Argument("*fp32", None, Number(0))], 7)
     driver.parameters = (8,)
     calls.begin([64])
     assert [call[4] for call in driver.calls] == [struct.pack("Q", 64)]
@@ -274,7 +286,7 @@ def test_a_launch_whose_numbers_come_later_is_not_early(driver):
 def test_nothing_is_early_behind_what_the_caller_moves(driver, kind):
     calls = listed(driver, 0)
     calls.operate(7, 1, [(64, 1)]) if kind == "operate" else calls.copy(7, [(1, 2, 3)])
-    calls.launch(DIRECT, [], 7)
+    launch(calls, [], 7)
     calls.begin([])
     assert driver.calls == []
     calls.finish([])
@@ -301,7 +313,7 @@ def test_a_refused_call_is_an_error_and_ends_the_run(driver):
 
 def test_calls_are_counted_from_the_first_part_on(driver):
     calls = listed(driver, 0)
-    calls.launch(DIRECT, [], 7)
+    launch(calls, [], 7)
     calls.copy(8, [(1, 2, 3)])
     driver.failing = "copy"
     with pytest.raises(RuntimeError, match="refused call 1 of"):
