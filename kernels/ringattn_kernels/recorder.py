@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torch._C import _DisableTorchDispatch as _Unwatched
+
 if TYPE_CHECKING:
     import torch
 
@@ -27,13 +29,13 @@ class Recorder(threading.local):
 
     explained: whether all that the pass has done so far is noted.
     rehearses: the pass is given tensors without memory, and nothing it notes is done.
-    aside: what happens now outlives the pass, such as tables, and is not part of it.
+    unwatched: torch shows nobody its operators while this lives; see `aside`.
     """
 
     steps: list[Any] | None = None
     explained = True
     rehearses = False
-    aside = False
+    unwatched: Any = None
 
     def note(self, step: Step) -> None:
         """The pass has done this now."""
@@ -50,14 +52,15 @@ class Recorder(threading.local):
 
 
 class _Aside:
-    """`with aside:` around what a pass makes once, for itself and for others. It is not nested."""
+    """`with aside:` around what a pass makes once, for itself and for others, such as tables: it is no part of the pass. Not nested."""
 
     def __enter__(self) -> None:
-        assert not recorder.aside
-        recorder.aside = True
+        assert recorder.unwatched is None
+        if recorder.steps is not None:
+            recorder.unwatched = _Unwatched()
 
     def __exit__(self, *error: object) -> None:
-        recorder.aside = False
+        recorder.unwatched = None
 
 
 recorder = Recorder()

@@ -139,7 +139,8 @@ class InputKinds:
     """What a recording is for: a state of the device, and inputs of the same classes, shapes, strides, dtypes, devices and alignment, of
     which the same need gradients.
 
-    now: the `state()` of now. questions: what else must be so. Raises ValueError for tensors that have no memory, or no strides.
+    now: the `state()` of now. questions: what else must be so. Raises ValueError for tensors that have no memory, or no strides, and for
+    views that negate.
 
     `addresses(inputs)`: those of other inputs, as a list, if they and the device are now like these, and no two begin at one address;
     else None.
@@ -148,8 +149,11 @@ class InputKinds:
     def __init__(self, now: tuple, inputs: Tensors, questions: tuple[Question, ...] = ()) -> None:
         try:
             self._kinds = tuple([_kind(x) for x in inputs])
+            negated = any(x.is_neg() for x in inputs)
         except (AttributeError, RuntimeError, TypeError) as error:
             raise ValueError("these are no plain tensors") from error
+        if negated:
+            raise ValueError("what lies at the address of a view that negates is not its values")
         self._now, self._hash = now, hash((now, *self._kinds))
         device, stream, deterministic = now
         questions = (
@@ -202,7 +206,6 @@ def same(questions: tuple[Question, ...], kinds: tuple, inputs: Tensors) -> list
     try:
         addresses = [x.data_ptr() for x in inputs]
         found = tuple([_kind(x) for x in inputs])
-        # what lies at the address of a view that negates is not its values
         negated = any(x.is_neg() for x in inputs)
     except (AttributeError, RuntimeError, TypeError):
         return None
@@ -285,7 +288,7 @@ class _Witness(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if recorder.aside or name in _HARMLESS:
+        if name in _HARMLESS:
             return func(*args, **kwargs)
         if name in _ALLOCATIONS:
             result = func(*args, **kwargs) if self._stand_ins is None else self._stand_in(func, args, kwargs)

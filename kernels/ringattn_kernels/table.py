@@ -27,6 +27,7 @@ BEGIN, FULL_BEGIN, FULL_END, END, LO, HI, ROW_BEGIN, ROW_END = range(8)
 BEGIN_OF_KEYS = 2
 # arrays that are copied together begin at multiples of so many numbers, aligned as separate ones are
 _APART = 128
+_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 # added to the ends of queries, keys and band of a tile: a band holds its end
 _LAST_IN_BAND = np.array([0, 0, 1])
 
@@ -188,24 +189,25 @@ _has_fields = functools.cache(is_dataclass)
 
 def on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Arrays of one dtype on a device. A GPU gets all of them in one copy on its current stream, for which the host does not wait."""
-    arrays = [np.ascontiguousarray(x) for x in arrays]
     with aside:
         return _copied(arrays, device)
 
 
 def _copied(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return [torch.from_numpy(x).to(device) for x in arrays]
+        return [torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in arrays]
     begins, end = [], 0
     for x in arrays:
         begins.append(end)
         end += -(-x.size // _APART) * _APART
-    packed = torch.empty(end, dtype=torch.from_numpy(arrays[0]).dtype, pin_memory=True)
-    numbers = packed.numpy()
+    packed = torch.empty(end, dtype=_DTYPES[arrays[0].dtype], pin_memory=True)
+    numbers, strides = packed.numpy(), []
     for x, begin in zip(arrays, begins):
-        numbers[begin : begin + x.size] = x.ravel()
+        part = numbers[begin : begin + x.size].reshape(x.shape)
+        part[...] = x
+        strides.append([stride // part.itemsize for stride in part.strides])
     there = packed.to(device, non_blocking=True)
-    return [there[begin : begin + x.size].view(x.shape) for x, begin in zip(arrays, begins)]
+    return [there.as_strided(x.shape, *place) for x, *place in zip(arrays, strides, begins)]
 
 
 def kind(x: torch.Tensor) -> tuple:

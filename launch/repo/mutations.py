@@ -883,10 +883,24 @@ MUTATIONS = (
         RECORDINGS,
     ),
     Mutation(
-        "kernels/ringattn_kernels/recordings.py",
-        "if recorder.aside or name in _HARMLESS:",
-        "if name in _HARMLESS:",
+        "kernels/ringattn_kernels/recorder.py",
+        "            recorder.unwatched = _Unwatched()\n",
+        "            pass\n",
         "a pass that makes a table is never replayed",
+        RECORDINGS,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/repeats.py",
+        "        self._new = 0\n",
+        "        pass\n",
+        "a model's next batch is recorded in its second call alone",
+        RECORDINGS,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/recordings.py",
+        "            self.allocated.clear()\n",
+        "",
+        "a pass that is too large to be recorded keeps the memory that it lets go of",
         RECORDINGS,
     ),
     Mutation(

@@ -97,13 +97,15 @@ class ReadyCall:
 
     def gradients(self, dout: torch.Tensor | None, drow_sum: torch.Tensor | None, saved: Any) -> tuple[torch.Tensor | None, ...]:
         """dq, dk and dv."""
-        found = None if dout is None or drow_sum is not None or torch.is_grad_enabled() else self._replayed(dout, saved)
+        found = None
+        if dout is not None and drow_sum is None and not torch.is_grad_enabled():
+            found = self._replayed(dout, saved)
+            if found is None and self._learn(dout, saved):
+                found = self._replayed(dout, saved)
         if found is None:
             everything = *saved[:3], *_UNMODIFIED, *saved[3:]
             grads = dout, None, drow_sum
             found = gradients_of(self.call, self.softmax_scale, False, _NOT_ASKED, grads, everything)[:3]
-            if dout is not None and drow_sum is None:
-                self._learn(dout, saved)
         return tuple(found)
 
     def _replayed(self, dout: torch.Tensor, saved: Any) -> tuple[torch.Tensor, ...] | None:
@@ -123,15 +125,17 @@ class ReadyCall:
                 _refuse_threads(ranks)
             return recording(addresses, agreeing_backward(ranks, self.facts, place, self._post))
 
-    def _learn(self, dout: torch.Tensor, saved: Any) -> None:
-        """Keep the recording of a backward pass that has gone the long way."""
+    def _learn(self, dout: torch.Tensor, saved: Any) -> bool:
+        """Keep the recording that a backward pass on the long way would replay; whether there is one."""
         given = _given(dout, saved)
         if not self.holds or _watched() or not all(type(x) in check.PLAIN for x in given):
-            return
+            return False
         found = local.recorded(self.attention.replays, ("backward", self.softmax_scale, self.with_transport), given)
         inputs = None if found is None else _inputs(given)
-        if inputs is not None:
-            self._backward = inputs, found
+        if inputs is None:
+            return False
+        self._backward = inputs, found
+        return True
 
 
 def _equal(x: object, known: object) -> bool:

@@ -219,7 +219,7 @@ def test_tables_are_made_in_a_rehearsal_and_in_a_recording(host):
         made.append(on_device([np.arange(4)], inside.device)[0])
 
     assert rehearse(host, also=also)
-    assert torch.equal(made[0], torch.arange(4)) and not recorder.aside
+    assert torch.equal(made[0], torch.arange(4)) and recorder.unwatched is None
     host.found.clear()
     for _ in range(3):
         pass_of(host, torch.ones(4), torch.ones(4), also=also)
@@ -331,6 +331,8 @@ def test_states_and_answers_are_told_apart(host, monkeypatch):
         recordings.InputKinds(recordings.state(), x, ((lambda: 1 / 0, None, 1),)).addresses(x)
     with pytest.raises(ValueError, match="no plain tensors"):
         recordings.InputKinds(recordings.state(), (torch.empty(2).to_sparse(),))
+    with pytest.raises(ValueError, match="negates"):
+        recordings.InputKinds(recordings.state(), (torch._neg_view(torch.empty(2)),))
 
 
 @pytest.mark.usefixtures("host")
