@@ -63,7 +63,7 @@ def replay(found: Replays, facts: tuple, inputs: Tensors, work: Callable[..., Te
     # inputs that begin at one address, such as one tensor given twice, would be taken for one another
     if known is None or len(set(addresses)) < len(addresses):
         return work(*inputs)
-    if known is not _NEW:
+    if known is _SEEN:
         found.repeats.again()
     if isinstance(known, Recording):
         found[facts] = key, known
