@@ -332,7 +332,7 @@ def _record(
             results = work(*inputs)
         explained = recorder.explained
     finally:
-        recorder.steps, recorder.rehearses = None, False
+        recorder.steps, recorder.explained, recorder.rehearses = None, True, False
     if not explained:
         return results, None
     try:
