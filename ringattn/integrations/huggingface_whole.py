@@ -25,6 +25,7 @@ from ..runtime.agree import Facts, agree, refusing
 from ..training.causal_lm import IGNORE
 from ..training.data import packed_documents, shard_batch
 from .huggingface_attachment import NAME, Attachment, not_compiled
+from .huggingface_inputs import CACHES
 
 # what a fused head of trl returns of each token, (b, s_local)
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
@@ -87,7 +88,7 @@ class WholeCalls:
         """Before the model runs: this rank's rows instead of the whole batch."""
         self._cuts.append(None)
         is_attached = getattr(model, NAME, None) is self.attachment
-        if not is_attached or kwargs.get("layout") is not None or kwargs.get("past_key_values") is not None:
+        if not is_attached or any(kwargs.get(name) is not None for name in ("layout", *CACHES)):
             return None
         ranks = self.attachment.ranks
         with refusing(ranks):

@@ -310,6 +310,7 @@ def called_whole(group):
     """Calls with whole sequences, padded on the left, on the right and on both sides: log-probabilities and gradients, and refusals."""
     from trl.trainer.utils import add_fused_lm_head
 
+    from ringattn.integrations.huggingface_inputs import CACHES
     from ringattn.integrations.huggingface_whole import WholeCalls
 
     model, alone = make_model(), make_model()
@@ -317,7 +318,7 @@ def called_whole(group):
         add_fused_lm_head(one, outputs=("log_probs", "entropy"))
     attach(model, group=group)
     WholeCalls(model, model.ringattn)
-    WholeCalls(model, model.ringattn)  # takes the place of the other
+    calls = WholeCalls(model, model.ringattn)  # takes the place of the other
     size = dist.get_world_size(group)
     for spans, width in [([(0, 19), (3, 17), (7, 19)], 19), ([(1, 3)], 3)]:
         tokens = torch.randint(2, VOCAB, (len(spans), width), generator=torch.Generator().manual_seed(3))
@@ -355,6 +356,9 @@ def called_whole(group):
     for message, call in refused.items():
         with pytest.raises(ValueError, match=message):
             model(**call)
+    for name in CACHES:
+        assert calls._enter(model, (), {"input_ids": tokens, name: object()}) is None
+        calls._leave(model, (), None)
     detach(model)
     return model(input_ids=tokens).logits.shape
 
