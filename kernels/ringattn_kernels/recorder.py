@@ -46,8 +46,8 @@ class Recorder(threading.local):
         """The pass does something now that no step can repeat. Raises `Unexplained` in a rehearsal, where nothing may be done."""
         if self.rehearses:
             raise Unexplained(what)
-        self.explained = False
         if self.steps is not None:
+            self.explained = False
             self.steps.clear()  # they hold tensors
 
 

@@ -77,11 +77,10 @@ def replay(found: Replays, facts: tuple, inputs: Tensors, work: Callable[..., Te
             found[key] = _SEEN
             return work(*inputs)
         results, recording = _record(inputs, addresses, work)
-        found[key] = recording
         if recording is None:
-            # a first call may do what later ones need not
-            found[key] = _SEEN
             found.repeats.failed(facts, nbytes)
+        # a first call may do what later ones need not: the second is tried, too
+        found[key] = recording or _SEEN
         return results
     results, found[key] = _record(inputs, addresses, work)
     return results
