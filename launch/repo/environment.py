@@ -6,9 +6,9 @@ There are two ways; the interpreter that runs this file decides:
   environment that looks into the interpreter's packages, and only absent packages are installed. If none is absent,
   nothing is fetched, so this works offline. Packages in `OPTIONAL` may stay absent.
 - Otherwise `.venv` is an ordinary environment with the package itself (editable) and its `train` and `dev` extras, in the
-  versions of `requirements.lock`, whose hashes pip checks. torch comes after them, within the range of pyproject.toml,
-  because its builds differ by index: a CPU build where pip's configured indexes offer one. What the lock does not know is
-  printed. If the lock does not apply (`TORCH` is set, or an index lacks one of its versions), that is printed too, and all
+  versions of `requirements.lock`, whose hashes pip checks. torch comes after them, within the range of pyproject.toml and
+  of `SMALL_TORCH`, because its builds differ by index: a CPU build where pip's configured indexes offer one. What the lock
+  does not know is printed. If the lock does not apply (`TORCH` is set, or an index lacks one of its versions), that is printed too, and all
   packages come within the ranges of pyproject.toml; but if a package has another hash, nothing is installed.
 
 This file uses only the standard library. Two runs at once are safe, and a second run is instant.
@@ -31,6 +31,8 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 READY = VENV / "ready.json"
 LOCK = ROOT / "launch" / "repo" / "requirements.lock"
+# newer builds bring gigabytes for GPUs along, where some indexes have older ones for CPUs
+SMALL_TORCH = "torch<2.14"
 # a GPU host without network runs the tests without them
 OPTIONAL = {"ruff", "pyright", "hatchling", "deepspeed", "accelerate", "trl", "pytest-xdist"}
 
@@ -96,10 +98,10 @@ def own_environment(fresh: bool) -> None:
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.json"
             # everything is there but torch and the libraries that its build needs
-            run([*pip, "--no-build-isolation", "--report", report, *project])
+            run([*pip, "--no-build-isolation", "--report", report, SMALL_TORCH, *project])
             print_unlocked(json.loads(report.read_text()))
     else:
-        run([*pip, *project])
+        run([*pip, SMALL_TORCH, *project])
 
 
 def install_locked(pip: list) -> bool:

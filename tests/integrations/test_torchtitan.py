@@ -126,7 +126,7 @@ def make_config(parallelism, folder, **options):
         dataloader=Batches.Config(),
         checkpoint=CheckpointManager.Config(enable=False),
         dump_folder=folder,
-        # the backend with which torchtitan 0.3.0 runs on torch 2.13
+        # the backend with which torchtitan 0.3.0 runs on torch 2.13, too
         parallelism=ParallelismConfig(**(dict(spmd_backend="full_dtensor") | (parallelism or {}))),
         override=OverrideConfig(imports=[] if own else [OVERRIDE]),
         training=TrainingConfig(**training),
