@@ -148,10 +148,9 @@ class InputKinds:
     def __init__(self, now: tuple, inputs: Tensors, questions: tuple[Question, ...] = ()) -> None:
         try:
             self._kinds = tuple([_kind(x) for x in inputs])
-            negated = any(x.is_neg() for x in inputs)
         except (AttributeError, RuntimeError, TypeError) as error:
             raise ValueError("these are no plain tensors") from error
-        if negated:
+        if any(x.is_neg() for x in inputs):
             raise ValueError("what lies at the address of a view that negates is not its values")
         self._now, self._hash = now, hash((now, *self._kinds))
         device, stream, deterministic = now
@@ -180,7 +179,7 @@ class InputKinds:
 
 def _kind(x: torch.Tensor) -> tuple:
     """All of a tensor but its values and its address; last, whether that is a multiple of 16."""
-    return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, not x.data_ptr() % 16
+    return type(x), x.is_neg(), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, not x.data_ptr() % 16
 
 
 def _check_of(inputs: Tensors) -> Callable[..., bool] | None:
@@ -205,10 +204,9 @@ def same(questions: tuple[Question, ...], kinds: tuple, inputs: Tensors) -> list
     try:
         addresses = [x.data_ptr() for x in inputs]
         found = tuple([_kind(x) for x in inputs])
-        negated = any(x.is_neg() for x in inputs)
     except (AttributeError, RuntimeError, TypeError):
         return None
-    return addresses if found == kinds and not negated and len(set(addresses)) == len(addresses) else None
+    return addresses if found == kinds and len(set(addresses)) == len(addresses) else None
 
 
 def quick_records() -> Any:
