@@ -88,6 +88,8 @@ def prepare_backward(q: Any, k: Any, v: Any, dout: Any, table: TileTable) -> Non
             hopper.fused.programs_for(table, hopper.fused.CONFIGS[d], b * hk * len(turns), b * hk, h // hk, q.device)
         else:
             hopper.backward.key_blocks_of(table, k.device, how.most, hopper.fused.CONFIGS[d])
+            if hopper.fused.owns_heads(q, k, v, table):
+                hopper.touches.touches_on(table, block, hopper.fused.config_for(d, owned=True).step, k.device)
     elif chosen == Kernels.HOPPER:
         hopper.backward.make_blocks(table, d, q.device)
     else:

@@ -184,6 +184,13 @@ def _fused_backward(
 ) -> None:  # fmt: skip
     """`backward` by the fused kernel, which adds dq to sums in an order of their own."""
     fused, q = hopper.fused, queries.q
+    own = dq.own() if isinstance(dq, QuerySums) else None
+    if own is not None:
+        assert not add and not ordered and modifiers is None
+        prepared, sums = dq.prepared(queries.statistics), fused.own_sums(q, k)
+        outputs = dict(sums=sums, dk=dk, dv=dv, add=False, ordered=False, dq=own)
+        fused.backward(queries, k, v, table, softmax_scale, prepared=prepared, **outputs)
+        return
     block, step = fused.block_and_step(q.shape[3], modifiers)
     how = key_splits(table, block, step, k.shape[0] * k.shape[2], q.shape[2] // k.shape[2], q.device, splits)
     sums = dq.permuted() if isinstance(dq, QuerySums) else fused.zero_sums(q)

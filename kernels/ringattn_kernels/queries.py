@@ -24,7 +24,7 @@ class Queries:
     q: (b, sq, h, d). dout: (b, sq, h, dv), the gradient of the output. row_max, row_sum: (b, h, sq), merged over all launches of the
     forward. delta: (b, h, sq), rowsum(dout * out) less the gradient of the log-sum-exp, if there is one. ready: what
     `query_sums.ready_queries` made for the fused Hopper kernel, if it did: its statistics, zeros to add dq to, and, if these statistics and
-    delta lie in it, the memory of dq.
+    delta lie in it, the memory of dq; or, if the kernel writes dq itself, no zeros, and dq.
     """
 
     q: torch.Tensor
@@ -32,7 +32,7 @@ class Queries:
     row_max: torch.Tensor
     row_sum: torch.Tensor
     delta: torch.Tensor
-    ready: tuple[PaddedStatistics, torch.Tensor, torch.Tensor | None] | None = None
+    ready: tuple[PaddedStatistics, torch.Tensor | None, torch.Tensor | None] | None = None
 
     @property
     def statistics(self) -> Statistics:

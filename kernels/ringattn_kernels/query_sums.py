@@ -16,6 +16,10 @@ from .statistics import launch_rows
 
 if TYPE_CHECKING:
     from .hopper.statistics import PaddedStatistics
+    from .table import TileTable
+
+    # K, V and the table of a launch
+    Alone = tuple[torch.Tensor, torch.Tensor, TileTable]
 
 
 class QuerySums:
@@ -42,9 +46,19 @@ class QuerySums:
         self._prepared: tuple[Statistics, PaddedStatistics] | None = None
         self._zeros: torch.Tensor | None = None  # what becomes `_permuted`, if it is asked for
         self._dq: torch.Tensor | None = None  # memory for what `finish` writes
+        self._owned = False  # whether programs have the sums of whole heads for themselves, and write dq
         if queries is not None and queries.ready is not None:
             padded, self._zeros, self._dq = queries.ready
             self._prepared = queries.statistics, padded
+            self._owned = self._zeros is None
+
+    def own(self) -> torch.Tensor | None:
+        """dq, which the single launch writes itself (see `hopper.fused.owns_heads`), or None. Once it is asked for, it is written."""
+        if not self._owned:
+            return None
+        assert self._rows is None, "one launch alone finds dq"
+        self._rows, self._dq = self._dq, None
+        return self._rows
 
     def rows(self) -> tuple[torch.Tensor, bool]:
         """A tensor like q, and whether to add to it: the first launch has to overwrite all of it."""
@@ -79,12 +93,13 @@ class QuerySums:
 
 def ready_queries(
     q: torch.Tensor, out: torch.Tensor, dout: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor,
-    drow_sum: torch.Tensor | None = None, ready: bool = True, once: bool = False,
+    drow_sum: torch.Tensor | None = None, ready: bool = True, once: bool = False, alone: Alone | None = None,
 ) -> Queries:  # fmt: skip
     """`Queries` of a backward pass, and, if `ready`, what the fused Hopper kernel needs of them where it may run, in one launch.
 
     out, dout: (b, sq, h, dv). drow_sum: (b, h, sq), the gradient of row_sum, if there is one.
     once: a single launch reads them, and nobody after `QuerySums.finish`. Then they lie in the memory that dq will take, if they fit.
+    alone: what that launch gets, if it does not modify scores. Then it may write dq itself (see `hopper.fused.owns_heads`).
     """
     b, sq, h, d = q.shape
     # the gradient of a sum is one number, seen as many
@@ -95,14 +110,17 @@ def ready_queries(
         return Queries(q, dout, row_max, row_sum, delta)
     padded_rows = hopper.statistics.whole_blocks(sq)
     dq = torch.empty_like(q) if once else None
+    owned = once and alone is not None and hopper.fused.owns_heads(q, *alone)
     padded, rows = 2 * b * h * padded_rows, b * h * sq  # numbers
-    if dq is not None and dq.is_contiguous() and dq.nbytes >= 4 * (padded + rows):
+    if owned:
+        room = torch.empty(padded + rows, device=q.device, dtype=torch.float32)
+    elif dq is not None and dq.is_contiguous() and dq.nbytes >= 4 * (padded + rows):
         room = dq.view(-1).view(torch.float32)
     else:
         dq, room = None, torch.empty(padded + rows, device=q.device, dtype=torch.float32)
     pivot, negated = room[:padded].view(2, b * h, padded_rows).unbind()
     delta = room[padded : padded + rows].view(b, h, sq)
-    sums = torch.empty(b * h, padded_rows, d, device=q.device, dtype=torch.float32)
+    sums = None if owned else torch.empty(b * h, padded_rows, d, device=q.device, dtype=torch.float32)
     launch_rows(
         out, dout, delta, padded_rows, row_max=row_max, row_sum=row_sum, drow_sum=drow_sum, pivot=pivot, negated=negated, sums=sums,
         head_dim=d,

@@ -79,9 +79,10 @@ def rows_kernel(
         first = head_index.to(tl.int64) * padded_rows + start
         tl.store(pivot_ptr + first + tl.arange(0, BLOCK_Q), weighted_pivot(row_max, row_sum))
         tl.store(negated_ptr + first + tl.arange(0, BLOCK_Q), -total)
-        offsets = tl.arange(0, BLOCK_Q * BLOCK_D)
-        mask = offsets < BLOCK_Q * HEAD_DIM
-        tl.store(sums_ptr + first * HEAD_DIM + offsets, tl.zeros([BLOCK_Q * BLOCK_D], tl.float32), mask=mask)
+        if sums_ptr is not None:
+            offsets = tl.arange(0, BLOCK_Q * BLOCK_D)
+            mask = offsets < BLOCK_Q * HEAD_DIM
+            tl.store(sums_ptr + first * HEAD_DIM + offsets, tl.zeros([BLOCK_Q * BLOCK_D], tl.float32), mask=mask)
 
 
 @triton.jit

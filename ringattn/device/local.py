@@ -158,16 +158,17 @@ def queries(
     *,
     ready: bool = True,
     once: bool = False,
+    alone: tuple[torch.Tensor, torch.Tensor, TileTable] | None = None,
 ) -> Queries:
     """What a backward pass reads of its rows. drow_sum: (b, h, s), the gradient of row_sum, if there is one.
 
     ready: make what launches will read, too, because they get these very tensors.
-    once: a single launch reads them, and nobody after `QuerySums.finish`.
+    once: a single launch reads them, and nobody after `QuerySums.finish`. alone: K, V and tiles of this launch, if it only scales scores.
     """
     if q.is_cuda and out.numel():
         import ringattn_kernels
 
-        return ringattn_kernels.ready_queries(q, out, dout, row_max, row_sum, drow_sum, ready, once)
+        return ringattn_kernels.ready_queries(q, out, dout, row_max, row_sum, drow_sum, ready, once, alone)
     delta = blocked.delta(out, dout)
     if drow_sum is not None:
         # d lse = d row_sum * row_sum enters dS = P (dP - delta) as P d lse

@@ -165,7 +165,8 @@ class RankAttention:
         once = ready and self.program.backward.alone
         # K and V leave while this rank prepares its queries, for which nothing is let go of again
         began = local.moment(k) if ready and self.k_order is None and drow_sum is None and not self.program.backward.alone else None
-        queries = local.queries(q, out, dout, row_max, row_sum, drow_sum, ready=ready, once=once)
+        alone = (k, v, self.program.backward.launches[0].tiles) if once and score.modifiers is None else None
+        queries = local.queries(q, out, dout, row_max, row_sum, drow_sum, ready=ready, once=once, alone=alone)
         return self.backward(score, queries, k, v, began=began)[:3]
 
     @property

@@ -6,6 +6,7 @@ import inspect
 import io
 import itertools
 import logging
+import math
 import re
 import subprocess
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ TYPES = {
 # which holds most between works
 SPILLS = {("key", 64): 0, ("key", 128): 72, ("query", 64): 0, ("query", 128): 56, ("fused", 64): 152, ("fused", 128): 52}
 SPILLS |= {("fused", 96): 8, ("fused", 192): 188, ("wide key", 256): 0, ("query", 256): 16}
+# behind the loop, and of the partition that loads
+SPILLS |= {("owned", 64): 0, ("owned", 96): 32, ("owned", 128): 164}
 SPILLS |= {("ordered", 64): 168, ("ordered", 96): 16, ("ordered", 128): 128, ("ordered", 192): 320}
 # those whose steps are of 128 rows and not of 64
 LONG_STEPS = {("query", 64), ("query", 128), ("fused", 64), ("ordered", 64)}
@@ -128,6 +131,9 @@ def cpu_arguments(kernel: str, d: int, dtype, add: bool, result_dtype):
     table = rk.TileTable(np.array(dense.causal(256)), 256, 256)
     queries = rk.Queries(q, dout, *torch.empty(3, 1, 4, 256))
     inputs = queries, k, v, table, 0.1, PaddedStatistics(*torch.empty(2, 4, 256))
+    if kernel == "owned":
+        sums, drawn = torch.empty(4, 256, d), torch.empty(3, dtype=torch.int32)
+        return fused.fused_kernel, fused.fused_arguments(*inputs, sums, dk, dv, add, drawn, dq=dq)[1]
     if kernel in ("fused", "ordered"):
         sums, step = torch.empty(4, 256, d), fused.CONFIGS[d].step
         turns = key_turns(table, 128, step, q.device), torch.empty(4 * 256 // step, dtype=torch.int32)
@@ -161,10 +167,10 @@ def test_threads_that_share_a_row_exchange_what_they_store():
 
 def forms():
     """The fused kernel at head dim 128 in one form; all others are thorough."""
-    for kernel in ("key", "query", "fused", "wide key", "ordered"):
+    for kernel in ("key", "query", "fused", "wide key", "ordered", "owned"):
         dims = sorted(d for name, d in SPILLS if name == kernel)
         usual = 128 if 128 in dims else dims[-1]
-        for (at, d), (number, form) in itertools.product(enumerate(dims), enumerate(FORMS)):
+        for (at, d), (number, form) in itertools.product(enumerate(dims), enumerate(FORMS[2 if kernel == "owned" else 0 :])):
             chosen = number == at % len(FORMS) and d == usual and kernel == "fused"
             yield pytest.param(kernel, d, *form, marks=() if chosen else pytest.mark.thorough)
 
@@ -180,7 +186,7 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(kernel
     runs = [name for name, _ in itertools.groupby(operations)]
     # exponentials start with products under way, and end before those are waited for
     exponentials = "".join({"HGMMA": "H", "MUFU.EX2": "E", "WARPGROUP.DEPBAR": "D"}[name] for name in runs)
-    overlapped = r"DEHD" if d == 192 else OVERLAPPED[kernel]
+    overlapped = r"DEHD" if d == 192 else OVERLAPPED["fused" if kernel == "owned" else kernel]
     if (kernel, d) in (("fused", 64), ("ordered", 64)):
         overlapped = r"DE?H(EH)+D"  # 12 of the 64 come before the products
     # one of the two warpgroups of the wide key kernel alone has scores
@@ -189,15 +195,17 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(kernel
     assert operations.count("MUFU.EX2") == warpgroups * (64 if (kernel, d) in LONG_STEPS else 32)
     # the copy engine adds dq, told by each of the two warpgroups, within its loop and behind it, at 192 in two parts; or in turns by the
     # partition that loads, panel by panel
-    assert len(re.findall(r"\bUTMAREDG", sass)) == {"fused": 8 if d == 192 else 4, "ordered": 2 if d in (96, 192) else 1}.get(
-        kernel, 0
-    )
+    times = {"fused": 8 if d == 192 else 4, "ordered": 2 if d in (96, 192) else 1, "owned": 4}
+    assert len(re.findall(r"\bUTMAREDG", sass)) == times.get(kernel, 0)
+    # and stores the first part of a block's sums
+    assert len(re.findall(r"\bUTMASTG", sass)) == (4 if kernel == "owned" else 0)
     if result_dtype != torch.float32 and d <= 128:
         # rows in 16 bits leave 16 bytes at a time; turns are passed on, and the two counters of works are set back, by single numbers
         stores = collections.Counter(re.findall(r"\bSTG\.E\S*", sass))
-        assert stores.keys() - {"STG.E.STRONG.GPU", "STG.E"} == {"STG.E.128"} and stores["STG.E"] <= 4
-    # the ordinary atomics draw a work, and count the programs that draw no more
-    assert len(re.findall(r"\b(?:RED|ATOMG?)\b", sass)) == (2 if kernel in ("fused", "ordered") else 0)
+        wide = "STG.E.EF.128" if kernel == "owned" else "STG.E.128"
+        assert stores.keys() - {"STG.E.STRONG.GPU", "STG.E"} == {wide} and stores["STG.E"] <= (6 if kernel == "owned" else 4)
+    # the ordinary atomics draw a work, in two places where it is a head, and count the programs that draw no more
+    assert len(re.findall(r"\b(?:RED|ATOMG?)\b", sass)) == {"fused": 2, "ordered": 2, "owned": 4}.get(kernel, 0)
 
 
 def test_a_choice_can_be_overridden_and_has_a_reason():
@@ -306,6 +314,41 @@ def test_what_one_launch_reads_of_its_rows_lies_where_dq_comes(rows, d, fit, lau
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(begins))
         inside = dq.data_ptr() <= begins[0][0] and begins[-1][1] <= dq.data_ptr() + dq.nbytes
         assert inside == (once and fit)
+        launches.clear()
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "d", "owned"),
+    [
+        (66, 300, 64, True),
+        (66, 512, 128, True),
+        (66, 640, 128, False),  # 3 blocks of keys meet a block of queries in the mean
+        (66, 1024, 64, False),
+        (80, 300, 64, False),  # 160 heads leave a third of the time of 132 multiprocessors unused
+        (66, 300, 192, False),
+    ],
+)
+def test_programs_have_heads_for_themselves_where_these_are_many_and_short(batch, rows, d, owned, launches, monkeypatch):
+    """They write dq, and zero it before only where no key meets a block of its rows. A few of the rows have no key at all."""
+    monkeypatch.setattr(fused, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(rk.hopper, "obstacle", "")
+    q, dout = (torch.empty(batch, rows, 4, dim, dtype=torch.bfloat16) for dim in (d, V_DIMS.get(d, d)))
+    k, v = q[:, :, :2], dout[:, :, :2]
+    out, statistics = torch.empty_like(dout), torch.empty(2, batch, 4, rows).unbind()
+    for dead in (0, 100):
+        n = rows - dead
+        table = rk.TileTable(np.array([(0, n, 0, n, 0, n)]), rows, rows)
+        queries = rk.ready_queries(q, out, dout, *statistics, once=True, alone=(k, v, table))
+        sums = rk.QuerySums(q, 0.1, q.dtype, queries)
+        rk.backward(queries, k, v, table, softmax_scale=0.1, dq=sums, dk=torch.empty_like(k), dv=torch.empty_like(v), add=False)
+        dq = sums.finish(q.dtype)
+        assert (dq.shape, dq.dtype) == (q.shape, q.dtype)
+        names = [name for name, *_ in launches]
+        if owned:
+            assert names == ["rows_kernel", *(["pair_kernel"] if dead else []), "fused_kernel"]
+            assert launches[-1] == ("fused_kernel", 132)
+        else:
+            assert names == ["rows_kernel", "fused_kernel", "finish_kernel"]
         launches.clear()
 
 
@@ -625,6 +668,53 @@ def test_programs_that_share_works_do_what_one_a_work_does(d, kernels, monkeypat
         tiles = [(0, 300, 0, 300, 0, 300), (280, 990, 310, 700, -50, 400)]
         found.append(gradients_anew(q, k, v, dout, tiles, kernels))
     check_alike(found, kernels)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 96, 128])
+def test_programs_that_have_heads_for_themselves_find_what_others_find(d, monkeypatch):
+    """Random tables of up to 700 rows, in up to 300 heads, so that programs take several."""
+    monkeypatch.setattr(fused, "UNUSED", 1)
+    monkeypatch.setattr(fused, "MET", {d: math.inf})
+    random, generator = np.random.default_rng(d), torch.Generator("cuda").manual_seed(d)
+    for seed in range(40):
+        heads = int(random.choice([1, 2, 4]))
+        b, group, sq, sk = (int(random.integers(1, end)) for end in (300 // heads, 4, 700, 700))
+        tiles = random_tiles(random, sq, sk)
+        table = rk.TileTable(np.array(tiles), sq, sk)
+        dtype = (torch.bfloat16, torch.float16)[seed % 2]
+        shapes = ((sq, heads * group), (sk, heads), (sk, heads), (sq, heads * group))
+        q, k, v, dout = (torch.randn(b, *shape, d, generator=generator, device="cuda", dtype=dtype) for shape in shapes)
+        if seed % 3 == 0:
+            q = q.transpose(1, 2).contiguous().transpose(1, 2)
+        out, *statistics = rk.forward(q, k, v, table, softmax_scale=d**-0.5)
+        found = []
+        for alone in (None, (k, v, table)):
+            queries = rk.ready_queries(q, out.to(dtype), dout, *statistics, once=True, alone=alone)
+            assert (queries.ready[1] is None) == (alone is not None)
+            sums, dk, dv = rk.QuerySums(q, d**-0.5, dtype, queries), torch.full_like(k, math.nan), torch.full_like(v, math.nan)
+            rk.backward(queries, k, v, table, softmax_scale=d**-0.5, dq=sums, dk=dk, dv=dv, add=False)
+            found.append((sums.finish(dtype), dk, dv))
+        (dq, *keys), (own, *own_keys) = found
+        assert all(map(torch.equal, keys, own_keys)), (seed, tiles)
+        # sums in another order may round to the neighbour
+        torch.testing.assert_close(
+            own.float(), dq.float(), rtol=2**-7, atol=2**-7 * dq.float().std().item(), msg=str((seed, tiles))
+        )
+
+
+def random_tiles(random, sq, sk):
+    """Up to nine tiles with bands, at least one of which has a live pair."""
+    while True:
+        rows, keys = (sorted({0, n, *random.integers(0, n + 1, 2).tolist()}) for n in (sq, sk))
+        tiles = []
+        for (q0, q1), (k0, k1) in itertools.product(itertools.pairwise(rows), itertools.pairwise(keys)):
+            lo, hi = sorted(random.integers(-sk, sq + 1, 2).tolist())
+            if random.random() < 0.6:
+                tiles.append((q0, q1, k0, k1, lo, hi + 1))
+        if tiles and len(rk.TileTable(np.array(tiles), sq, sk)):
+            return tiles
 
 
 B = 1 << 20

@@ -3,6 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .language import barrier
+
 
 @gluon.jit
 def advance(index, phase, COUNT: gl.constexpr):
@@ -66,6 +68,14 @@ def wait_for_turn(counter_ptr, item, seen):
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def wait_until_stored(LEFT: gl.constexpr):
+    """Wait until the copy engine has written what this partition gave it, but for the last LEFT times; then all its threads see that."""
+    ASM: gl.constexpr = f"cp.async.bulk.wait_group {LEFT}; // $0"
+    gl.inline_asm_elementwise(ASM, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    barrier()
 
 
 @gluon.jit

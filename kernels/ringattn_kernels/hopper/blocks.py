@@ -56,8 +56,11 @@ def tile(buffer, index, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def write_rows(ptr, stride, value, row0, row_count, ADD: gl.constexpr, WIDE: gl.constexpr = True):
-    """Add a block of rows to a matrix with contiguous columns, or store it. WIDE: in 16 bits, 16 bytes at a time, which takes registers."""
+def write_rows(ptr, stride, value, row0, row_count, ADD: gl.constexpr, WIDE: gl.constexpr = True, STREAM: gl.constexpr = False):
+    """Add a block of rows to a matrix with contiguous columns, or store it. WIDE: in 16 bits, 16 bytes at a time, which takes registers.
+
+    STREAM: they leave the L2 before what else is there.
+    """
     value = value.to(ptr.dtype.element_ty)
     if WIDE and value.dtype.primitive_bitwidth == 16 and value.type.shape[1] <= 128:
         # 4 bytes side by side, as a product leaves them, are half of the least that memory moves
@@ -69,4 +72,4 @@ def write_rows(ptr, stride, value, row0, row_count, ADD: gl.constexpr, WIDE: gl.
     inside = gl.expand_dims(rows < row_count, 1)
     if ADD:
         value += gl.load(pointers, mask=inside, other=0.0)
-    gl.store(pointers, value, mask=inside)
+    gl.store(pointers, value, mask=inside, cache_modifier=".cs" if STREAM else "")

@@ -21,10 +21,14 @@ SUMS = gl.constexpr(256)  # sums of dq in a row of their buffer
 
 
 class Staging(NamedTuple):
-    """What the two warpgroups exchange or leave for the copy engine in shared memory: buffers of dS, and their parts of dQ."""
+    """What the two warpgroups exchange or leave for the copy engine in shared memory: buffers of dS, and their parts of dQ.
+
+    touches: where programs have whole heads for themselves, of the step of each stage (see `owned_dq.touch_of`).
+    """
 
     ds: gl.tensor
     dq: gl.tensor
+    touches: gl.tensor
 
 
 class Handover(NamedTuple):
@@ -97,13 +101,18 @@ def first_row_of_sums(row, HEAD_DIM: gl.constexpr):
 
 
 @gluon.jit
-def stage_dq(place, dq):
-    """Store dq where the copy engine takes it, in the order in which this warpgroup's threads hold it."""
+def in_order_of_sums(dq):
+    """dq [64, columns] in rows of SUMS, in the order in which this warpgroup's threads hold it."""
     COLUMNS: gl.constexpr = dq.type.shape[1]
     # warp, half of its rows, row, group of columns, pair, column: a thread's four sums side by side, no two threads in one bank
     x = gl.reshape(dq, [4, 2, 8, COLUMNS // 8, 4, 2])
-    x = gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [WIDTH * COLUMNS // SUMS, SUMS])
-    place.store(x)
+    return gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [WIDTH * COLUMNS // SUMS, SUMS])
+
+
+@gluon.jit
+def stage_dq(place, dq):
+    """Store dq where the copy engine takes it."""
+    place.store(in_order_of_sums(dq))
     fence_async_shared()
 
 

@@ -12,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .. import launches
 from ..config import architecture, padded
 from ..modifiers import Modifiers, ModifierSums
+from ..pairs import zero_pair
 from ..queries import Queries, Statistics
 from ..score_arguments import biases_count, facts_of, fixed_arguments, moving_arguments, pieces_of_distances
 from ..split_choice import choice
@@ -25,12 +26,13 @@ from .dq_sums import SUMS, WIDTH, dq_part, finish_kernel
 from .fused_kernel import fused_kernel, is_wide
 from .panels import has_rest, main_columns
 from .statistics import PaddedStatistics, whole_blocks
+from .touches import touches, touches_on
 from .turns import Turns, key_turns
 from .work_queue import work_counter
 
 # by head dim; measured on an H200
 CONFIGS = {64: BackwardConfig(128, 2), 96: BackwardConfig(64, 3), 128: BackwardConfig(64, 2), 192: BackwardConfig(64, 2)}
-# where a softcap takes the registers of a longer step
+# where a longer step takes too many registers: beside a softcap, and where programs have whole heads for themselves
 ROOMY = {64: BackwardConfig(64, 3)}
 # (head dim of q and k, head dim of v)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
@@ -45,11 +47,17 @@ ROUNDS = 16
 # long heads of these head dims run one by one: the L2 does not hold the queries, dout and sums that programs of two heads meet
 ONE_BY_ONE = (128, 192)
 
+# programs have whole heads for themselves where these leave no more than this share of the multiprocessors' time unused, ...
+UNUSED = 0.05
+# ... and where so many blocks of keys, by head dim, meet a block of queries in the mean: each block after the first then reads queries that
+# the L2 may have let go of, because all multiprocessors have heads of their own; measured on an H200
+MET = {64: 4.0, 96: 3.25, 128: 2.6}
 
-def config_for(head_dim: int, modifiers: Modifiers | None = None) -> BackwardConfig:
-    """The configuration that runs."""
-    capped = modifiers is not None and modifiers.softcap is not None
-    return (ROOMY if capped and head_dim in ROOMY else CONFIGS)[head_dim]
+
+def config_for(head_dim: int, modifiers: Modifiers | None = None, owned: bool = False) -> BackwardConfig:
+    """The configuration that runs. owned: see `owns_heads`."""
+    roomy = owned or (modifiers is not None and modifiers.softcap is not None)
+    return (ROOMY if roomy and head_dim in ROOMY else CONFIGS)[head_dim]
 
 
 def block_and_step(head_dim: int, modifiers: Modifiers | None = None) -> tuple[int, int]:
@@ -61,6 +69,30 @@ def has_items_for_turns(k: torch.Tensor, table: TileTable) -> bool:
     """Whether there are enough items for turns to be fastest. The items of one head, if they are few, wait for one another."""
     items, _ = table.cut("k", BLOCK.value, 1)
     return k.shape[0] * k.shape[2] * touched_in(items) >= SIDE_BY_SIDE
+
+
+def owns_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable) -> bool:
+    """Whether the programs of a launch that finds all of dq have whole heads, and the sums of their dq, for themselves.
+
+    Then nobody zeroes sums of all heads before, or rounds them after. For heads that are many and short.
+    """
+    (b, _, h, d), (hk, v_dim) = q.shape, v.shape[2:]
+    heads, processors = b * hk, multiprocessors(q.device)
+    if (d, v_dim) not in HEAD_DIMS or is_wide(d, v_dim) or len(table) == 0:
+        return False
+    if heads < (1 - UNUSED) * -(-heads // processors) * processors:
+        return False
+    if min(heads, processors) * (h // hk) * whole_blocks(table.q_rows) * d >= 2**31:
+        return False  # places of sums are int32
+    found = touches(table, BLOCK.value, config_for(d, owned=True).step)
+    return found.steps <= MET[d] * found.touched
+
+
+def own_sums(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Room for the sums of the heads that programs have at work: fp32 (programs * group, sq in whole blocks, d)."""
+    (b, q_rows, h, d), hk = q.shape, k.shape[2]
+    programs = min(b * hk, multiprocessors(q.device))
+    return torch.empty(programs * (h // hk), whole_blocks(q_rows), d, device=q.device, dtype=torch.float32)
 
 
 def may_run(q: torch.Tensor, out: torch.Tensor) -> bool:
@@ -143,6 +175,7 @@ def backward(
     dv: torch.Tensor,
     add: bool,
     ordered: bool,
+    dq: torch.Tensor | None = None,
     modifiers: Modifiers | None = None,
     modifier_sums: ModifierSums | None = None,
 ) -> None:
@@ -150,6 +183,7 @@ def backward(
 
     prepared: what `prepare` made of the statistics, if it has been called.
     ordered: add in a fixed order, so that the same inputs give the same bits.
+    dq: where `owns_heads` says so, dq (b, sq, h, d) itself, which is overwritten; sums are those of `own_sums`.
     """
     q, dout = queries.q, queries.dout
     b, q_rows, h, d = q.shape
@@ -179,6 +213,12 @@ def backward(
         softmax_scale=softmax_scale,
         **score,
     )
+    if dq is not None:
+        moving |= dict(sums_ptr=sums, dq_ptr=dq)
+        if touches(table, BLOCK.value, config_for(d, owned=True).step).untouched:
+            # its strides leave no gaps
+            numbers = dq.as_strided((dq.numel(),), (1,))
+            zero_pair((numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]))
     # second panels, where there are
     if has_rest(d):
         moving |= dict(q_rest=q, k_rest=k, sums_rest=sums)
@@ -187,12 +227,13 @@ def backward(
 
     def make() -> tuple[int, dict]:
         grid, arguments = fused_arguments(
-            queries, k, v, table, softmax_scale, rows, sums, dk, dv, add, drawn, turns, counters, modifiers
+            queries, k, v, table, softmax_scale, rows, sums, dk, dv, add, drawn, turns, counters, modifiers, dq
         )
         return grid, arguments | score
 
     asked = tuple(x is not None for x in found.values())
-    launches.launch(fused_kernel, table, (add, ordered, *asked, *facts_of(modifiers)), moving, make, num_warps=4)
+    facts = add, ordered, dq is not None, *asked, *facts_of(modifiers)
+    launches.launch(fused_kernel, table, facts, moving, make, num_warps=4)
     if modifier_sums is not None and modifiers is not None:
         _add(modifier_sums, *found.values(), modifiers, table)
 
@@ -233,21 +274,34 @@ def pace_of(table: TileTable, step: int, works: int, device: torch.device) -> in
 def fused_arguments(
     queries: Queries, k, v, table: TileTable, softmax_scale: float, rows: PaddedStatistics, sums, dk, dv, add: bool,
     drawn: torch.Tensor, turns: Turns | None = None, counters: torch.Tensor | None = None, modifiers: Modifiers | None = None,
+    dq: torch.Tensor | None = None,
 ) -> tuple[int, dict]:  # fmt: skip
     """The number of programs of `fused_kernel`, and its arguments: those of `key_kernel`, the sums, and how heads run side by side.
 
-    Those for modified scores that move come on top.
+    dq: as in `backward`. Arguments for modified scores that move come on top.
     """
     q, dout = queries.q, queries.dout
     b, q_rows, h, d = q.shape
-    assert sums.shape == (b * h, whole_blocks(q_rows), d) and sums.is_contiguous()
-    config = config_for(d, modifiers)
+    assert dq is not None or sums.shape == (b * h, whole_blocks(q_rows), d)
+    assert sums.is_contiguous()
+    config = config_for(d, modifiers, dq is not None)
     blocks = key_blocks_of(table, k.device, dk.shape[0] // k.shape[0], config) if turns is None else turns
-    grid, arguments = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add, config, blocks=blocks)
+    works, arguments = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add, config, blocks=blocks)
     arguments |= fixed_arguments(modifiers, table, blocks.places) | gradient_sums(None, None, b)
-    items = SIDE_BY_SIDE if turns is None else ORDERED_SIDE_BY_SIDE[d]
-    programs = programs_for(table, config, grid, b * k.shape[2], h // k.shape[2], q.device)
-    step, main = config.step, main_columns(d)
+    step, main, heads = config.step, main_columns(d), b * k.shape[2]
+    if dq is None:
+        programs = programs_for(table, config, works, heads, h // k.shape[2], q.device)
+        pace = pace_of(table, step, works, q.device) if turns is None and programs == works else 0
+        items = SIDE_BY_SIDE if turns is None else ORDERED_SIDE_BY_SIDE[d]
+        chunk = max(1 if turns is None and d in ONE_BY_ONE else 2, items // arguments["item_count"])
+        drawing = dict(count=works, most=-(-works // max(1, programs)), pace=pace, chunk=chunk)
+        own = dict.fromkeys(("sums_ptr", "touches_ptr", "dq_ptr", "stride_dqb", "stride_dqs", "stride_dqh", "q_rows"))
+    else:
+        assert turns is None and modifiers is None and not add and dk.shape[0] == b and dq.shape == q.shape and dq.stride(3) == 1
+        programs = sums.shape[0] // (h // k.shape[2])
+        drawing = dict(count=heads, most=heads, pace=0, chunk=1)
+        own = dict(sums_ptr=sums, touches_ptr=touches_on(table, BLOCK.value, step, q.device), dq_ptr=dq, q_rows=q_rows)
+        own |= launches.strides(dq=dq)
     return programs, arguments | dict(
         q_rest=rest_descriptor(q, step),
         k_rest=rest_descriptor(k, ROWS.value),
@@ -256,13 +310,12 @@ def fused_arguments(
         sums_desc=sums_descriptor(sums, dq_part(d, step, 0, 0)[2] if turns is None else main * step // WIDTH.value),
         sums_rest=sums_descriptor(sums, 32 if turns is None else d - main) if d > main else None,
         V_DIM=v.shape[3],
-        chunk=max(1 if turns is None and d in ONE_BY_ONE else 2, items // arguments["item_count"]),
-        heads=b * k.shape[2],
+        heads=heads,
         successors_ptr=None if turns is None else turns.successors,
         counters_ptr=counters,
         drawn_ptr=drawn,
-        count=grid,
-        most=-(-grid // max(1, programs)),
-        pace=pace_of(table, config.step, grid, q.device) if turns is None and programs == grid else 0,
         ORDERED=turns is not None,
+        OWNED=dq is not None,
+        **drawing,
+        **own,
     )

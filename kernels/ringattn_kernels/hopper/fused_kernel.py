@@ -29,6 +29,7 @@ from .kept_pairs import drop_halves, kept_bits, where_kept
 from .language import wait_for_products
 from .loads import Inputs, allocate_queries, produce_work
 from .ordered_loads import DeviceTurns, load_walk, produce_and_add, walk_back
+from .owned_dq import OwnRows, dq_of, leave_dq, take_touch
 from .panels import join_columns, matrices, panels, some_rows, split_columns, start_each, start_sum, zeros
 from .score_steps import ScoreSteps, load_head, load_places, modified, position
 from .score_sums import SumPointers, add_to_sums, leave_head, no_sums
@@ -83,9 +84,9 @@ def kept_of_step(score, head, place_of_q, place_of_k, start, row0, STEP: gl.cons
 
 @gluon.jit
 def consume_and_add(
-    tiles, staging, barriers, handover, of_works, works, sums, gradients, score, score_sums, padded_rows, k_rows, scale, softmax_scale,
-    HALF: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ADD: gl.constexpr,
-    ORDERED: gl.constexpr, MODIFIED: gl.constexpr,
+    tiles, staging, barriers, handover, of_works, works, sums, own, gradients, score, score_sums, padded_rows, k_rows, scale,
+    softmax_scale, HALF: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr,
+    ADD: gl.constexpr, ORDERED: gl.constexpr, OWNED: gl.constexpr, MODIFIED: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 key rows, and this warpgroup's part of each step's dq.
 
@@ -140,6 +141,9 @@ def consume_and_add(
             found = no_sums(score_sums)
         # there is no step before the first
         last_row = nowhere
+        if OWNED:
+            dq_ptr = dq_of(own, work, works.group)
+            touch = 0
         mbarrier.wait(barriers.kv_full, taken & 1)
         mbarrier.wait(barriers.q_full.index(stage), phase, pred=walk.steps > 0)
         s = start_sum(k, matrices(tiles.q, stage), zero, False)
@@ -150,6 +154,8 @@ def consume_and_add(
             # [STEP, HEAD_DIM] and [STEP, V_DIM], in panels
             q = matrices(tiles.q, stage)
             dout = matrices(tiles.dout, stage)
+            if OWNED:
+                this_touch = take_touch(staging, stage)
             # [ROWS, STEP]
             edge = (start < full_begin) | (start >= full_end)
             if MODIFIED:
@@ -283,6 +289,9 @@ def consume_and_add(
             if not WIDE:
                 if ORDERED:
                     hand_over_dq(staging.dq, handover, dq, handed + n, HALF, STEP, HEAD_DIM, 0, PARTS)
+                elif OWNED:
+                    leave_dq(sums, staging.dq, own, dq_ptr, dq, touch, works.group, HALF, STEP, HEAD_DIM)
+                    touch = this_touch
                 else:
                     add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, 0)
             last_row = this_row
@@ -302,12 +311,15 @@ def consume_and_add(
                     mbarrier.arrive(handover.ds_empty.index(last_buffer), count=1, pred=walk.steps > 0)
             if ORDERED:
                 hand_over_dq(staging.dq, handover, dq, handed + walk.steps, HALF, STEP, HEAD_DIM, part, PARTS)
+            elif OWNED:
+                dq_ptr = dq_of(own, work, works.group)
+                leave_dq(sums, staging.dq, own, dq_ptr, dq, touch, works.group, HALF, STEP, HEAD_DIM)
             else:
                 add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, part)
         row0 = work.block_begin + HALF * ROWS
         dk_ptr, dv_ptr = of_head(gradients, work, works.heads // works.kv_heads)
-        write_panels(dk_ptr, gradients.dk_stride, dk, softmax_scale, row0, k_rows, ADD, MODIFIED)
-        write_panels(dv_ptr, gradients.dv_stride, dv, whole_share if MODIFIED else 1.0, row0, k_rows, ADD, MODIFIED)
+        write_panels(dk_ptr, gradients.dk_stride, dk, softmax_scale, row0, k_rows, ADD, MODIFIED, OWNED)
+        write_panels(dv_ptr, gradients.dv_stride, dv, whole_share if MODIFIED else 1.0, row0, k_rows, ADD, MODIFIED, OWNED)
         if SUMMED:
             # of the last head, which leaves with the last step: what came after it is 0
             found = leave_head(found, score_sums, score, work.head_index * works.group + gl.minimum(member, works.group - 1))
@@ -328,26 +340,28 @@ def of_head(gradients, work, batches):
 
 
 @gluon.jit
-def write_panels(ptr, stride, values, factor, row0, row_count, ADD: gl.constexpr, MODIFIED: gl.constexpr):
+def write_panels(ptr, stride, values, factor, row0, row_count, ADD: gl.constexpr, MODIFIED: gl.constexpr, STREAM: gl.constexpr):
     """`write_rows` of all panels, times a factor."""
     WIDE: gl.constexpr = not MODIFIED
     for i in gl.static_range(len(values)):
-        write_rows(ptr, stride, values[i] * factor, row0, row_count, ADD, WIDE)
+        write_rows(ptr, stride, values[i] * factor, row0, row_count, ADD, WIDE, STREAM)
         ptr += values[i].type.shape[1]
 
 
 @gluon.jit
 def produce(
-    inputs, sums, tiles, staging, barriers, handover, of_works, works, pace, turns, padded_rows,
-    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, ORDERED: gl.constexpr,
+    inputs, sums, tiles, staging, barriers, handover, of_works, works, own, pace, turns, padded_rows,
+    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr, ORDERED: gl.constexpr, OWNED: gl.constexpr,
 ):  # fmt: skip
     """What the partition without products does."""
     taken = 0
     stage = 0
     phase = 0
     handed = 0
-    number = draw(works, taken)
-    while number < works.count:
+    # a program draws single works, or heads of which it then takes all
+    drawn = works.item_count if OWNED else 1
+    number = draw(works, taken) * drawn
+    while number < works.count * drawn:
         work, item = load_key_work(works, number, STEP)
         walk = Walk(works.segments_ptr, work.first_segment, work.last_segment, work.steps)
         if not ORDERED:
@@ -362,18 +376,24 @@ def produce(
             handed += walk.steps + 1
         else:
             stage, phase = produce_work(
-                inputs, tiles, barriers, of_works.keys_empty, walk, work, works.group, padded_rows, taken, stage, phase, STAGES, STEP
+                inputs, tiles, barriers, of_works.keys_empty, own, staging.touches, walk, work, works.group, padded_rows, taken, stage,
+                phase, STAGES, STEP, OWNED,
             )  # fmt: skip
             end_work(works, pace)
         taken += 1
         # now that all copies for this work are asked for: earlier, a program would hold a work that another could begin
-        number = draw(works, taken)
+        if OWNED:
+            number += 1
+            if number % drawn == 0:
+                number = draw(works, taken // drawn) * drawn
+        else:
+            number = draw(works, taken)
     hand_out_end(of_works, taken)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "count", "most", "pace", "item_count", "chunk", "heads", "kv_heads", "group", "padded_rows", "k_rows", *NOT_SPECIALIZED
+        "count", "most", "pace", "item_count", "chunk", "heads", "kv_heads", "group", "padded_rows", "q_rows", "k_rows", *NOT_SPECIALIZED
     ]
 )  # fmt: skip
 def fused_kernel(
@@ -383,8 +403,9 @@ def fused_kernel(
     count, most, item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
     into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high, offset, all_heads,
     first_head, dropped, kept_share, slope_sums_ptr, bias_sums_ptr, pace,
+    sums_ptr, touches_ptr, dq_ptr, stride_dqb, stride_dqs, stride_dqh, q_rows,
     HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
-    REGISTERS: gl.constexpr, ORDERED: gl.constexpr, MODIFIED: gl.constexpr,
+    REGISTERS: gl.constexpr, ORDERED: gl.constexpr, OWNED: gl.constexpr, MODIFIED: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of the works of one program, each over all query heads of its group, and what it adds to their dq."""
     # buffers of dS: one more than stages, so that room for a step's queries means room for its dS. If that does not fit: as many as
@@ -417,6 +438,9 @@ def fused_kernel(
         for i in gl.static_range(BUFFERS):
             mbarrier.init(ds_empty.index(i), count=2)
     places = gl.allocate_shared_memory(gl.int32, [2 * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    touches = places
+    if OWNED:
+        touches = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     keys_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
@@ -425,7 +449,7 @@ def fused_kernel(
     fence_async_shared()
 
     staging, handover, of_works = (
-        Staging(ds_s, dq_s),
+        Staging(ds_s, dq_s, touches),
         Handover(ds_full, ds_empty, staged, taken),
         WorkPlaces(places, full, keys_empty),
     )
@@ -437,14 +461,15 @@ def fused_kernel(
         first_head, dropped, kept_share, heads // kv_heads, kv_heads * group,
     )  # fmt: skip
     score_sums = SumPointers(slope_sums_ptr, bias_sums_ptr)
+    own = OwnRows(sums_ptr, touches_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqs, q_rows, padded_rows, softmax_scale)
     gl.warp_specialize(
         [
-            (produce, (inputs, sums, tiles, staging, barriers, handover, of_works, works, pace, turns, padded_rows,
-                       STAGES, STEP, HEAD_DIM, PARTS, ORDERED)),
-            (consume_and_add, (tiles, staging, barriers, handover, of_works, works, sums, gradients, score, score_sums, padded_rows,
-                               k_rows, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED, MODIFIED)),
-            (consume_and_add, (tiles, staging, barriers, handover, of_works, works, sums, gradients, score, score_sums, padded_rows,
-                               k_rows, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED, MODIFIED)),
+            (produce, (inputs, sums, tiles, staging, barriers, handover, of_works, works, own, pace, turns, padded_rows,
+                       STAGES, STEP, HEAD_DIM, PARTS, ORDERED, OWNED)),
+            (consume_and_add, (tiles, staging, barriers, handover, of_works, works, sums, own, gradients, score, score_sums, padded_rows,
+                               k_rows, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED, OWNED, MODIFIED)),
+            (consume_and_add, (tiles, staging, barriers, handover, of_works, works, sums, own, gradients, score, score_sums, padded_rows,
+                               k_rows, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED, OWNED, MODIFIED)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],

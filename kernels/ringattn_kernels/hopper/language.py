@@ -10,6 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 # the copy engine loads a block of global memory to shared memory (up to 3.7: async_copy_global_to_shared)
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+# and stores it (up to 3.7: async_copy_shared_to_global)
+async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @builtin

@@ -9,8 +9,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from .barriers import advance
 from .blocks import ROWS
 from .language import async_load
+from .owned_dq import touch_of
 from .panels import allocate_panels, load_panels, panel_bytes
 from .tables import END
+from .works import hand_out
 
 
 class Inputs(NamedTuple):
@@ -114,11 +116,13 @@ def produce_queries(
 
 @gluon.jit
 def produce_work(
-    inputs, tiles, barriers, keys_empty, walk, work, group, padded_rows, taken, stage, phase, STAGES: gl.constexpr, STEP: gl.constexpr
+    inputs, tiles, barriers, keys_empty, own, touches, walk, work, group, padded_rows, taken, stage, phase,
+    STAGES: gl.constexpr, STEP: gl.constexpr, OWNED: gl.constexpr,
 ):  # fmt: skip
     """As `produce_queries`, for a work that follows others: its two blocks of K and of V come when there is room for them.
 
-    taken: how many works came before. Returns the stage and the phase that come next.
+    taken: how many works came before. OWNED: with each block of queries comes how its step touches sums (see `owned_dq.touch_of`). Returns
+    the stage and the phase that come next.
     """
     head = work.kv_head * group
     statistics = work.head_index * group * padded_rows
@@ -127,7 +131,11 @@ def produce_work(
     end = gl.load(walk.segments_ptr + segment * 8 + END)
     for n in range(gl.maximum(walk.steps, 1)):
         if n < walk.steps:
+            if OWNED:
+                touch = touch_of(own, segment, head - work.kv_head * group, start, STEP)
             mbarrier.wait(barriers.empty.index(stage), phase ^ 1)
+            if OWNED:
+                hand_out(touches, stage, touch)
             load_queries(inputs, tiles, barriers, stage, work.batch, head, start, statistics)
             stage, phase = advance(stage, phase, STAGES)
             start += STEP
