@@ -60,7 +60,7 @@ MODELS = (
 GRID = tuple(
     Shape(65536 // tokens, tokens, 16, 16, d, torch.float16, tokens // 8 * tail)
     for d in (64, 128)
-    for tokens in (512, 1024, 2048, 4096)
+    for tokens in (128, 256, 512, 1024, 2048, 4096)
     for tail in (0, 1)
 )
 SHAPES = {"models": MODELS, "grid": GRID}
