@@ -810,6 +810,28 @@ MUTATIONS = (
         "a removed check: NaN passes",
         "tests/test_verification.py -k nan_never",
     ),
+    # heads that programs have for themselves
+    Mutation(
+        "kernels/ringattn_kernels/hopper/touches.py",
+        "(last | first[previous])",
+        "last",
+        "a missing wait: dq is added to sums that are not stored yet",
+        "tests/kernels/test_touches.py",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/touches.py",
+        "np.cumsum(~last) - ~last",
+        "np.arange(len(last))",
+        "steps that give the copy engine nothing count as if they did",
+        "tests/kernels/test_touches.py",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/fused.py",
+        "config_for(d, owned=True).step).untouched:",
+        "config_for(d, owned=True).step).steps < 0:",
+        "rows that no key meets keep what was in memory",
+        "tests/kernels/test_hopper_backward.py -k for_themselves",
+    ),
     # modified scores on Hopper
     Mutation(
         "kernels/ringattn_kernels/hopper/kept_pairs.py",
