@@ -9,6 +9,7 @@ that kernels read nothing that is not there: memory holds NaN until it is writte
 
 import importlib
 import itertools
+import math
 import pkgutil
 from dataclasses import dataclass
 
@@ -153,6 +154,26 @@ def test_plain_kernels_leave_nothing_unwritten(form):
 @pytest.mark.parametrize("form", HOPPER, ids=str)
 def test_kernels_for_hopper_leave_nothing_unwritten(form):
     assert all(x.isfinite().all() for x in run_all(form, "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
+@pytest.mark.parametrize("d", [64, 96, 128])
+def test_programs_that_have_heads_for_themselves_leave_nothing_unwritten(d, monkeypatch):
+    monkeypatch.setattr(hopper.fused, "UNUSED", 1)
+    monkeypatch.setattr(hopper.fused, "MET", {d: math.inf})
+    table, softmax_scale = rk.TileTable(TILES, Q_ROWS, K_ROWS), d**-0.5
+    q, k, v, dout = (
+        torch.randn(2, rows, heads, d, device="cuda", dtype=BF16)
+        for rows, heads in ((Q_ROWS, 4), (K_ROWS, 2), (K_ROWS, 2), (Q_ROWS, 4))
+    )
+    with fuzz.memory_of_nan():
+        out, *statistics = rk.forward(q, k, v, table, softmax_scale=softmax_scale)
+        queries = rk.ready_queries(q, out.to(BF16), dout, *statistics, once=True, alone=(k, v, table))
+        assert queries.ready is not None and queries.ready[1] is None
+        dq, dk, dv = rk.QuerySums(q, softmax_scale, BF16, queries), torch.empty_like(k), torch.empty_like(v)
+        rk.backward(queries, k, v, table, softmax_scale=softmax_scale, dq=dq, dk=dk, dv=dv, add=False)
+        assert all(x.isfinite().all() for x in (dq.finish(BF16), dk, dv))
 
 
 def test_the_forms_launch_every_kernel_there_is(monkeypatch):
