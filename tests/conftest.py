@@ -88,8 +88,9 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """How many processes `-n auto` means: a core each (one more took no less time), and no more than an ordinary memory holds."""
-    return min(len(os.sched_getaffinity(0)), 4)
+    """How many processes `-n auto` means: one more than cores, because tests wait for one another's ranks, and 4 GiB of memory for each."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+    return max(1, min(len(os.sched_getaffinity(0)) + 1, 4, memory // 4))
 
 
 @pytest.hookimpl(optionalhook=True)
