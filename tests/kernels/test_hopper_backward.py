@@ -352,6 +352,13 @@ def test_programs_have_heads_for_themselves_where_these_are_many_and_short(batch
         launches.clear()
 
 
+def test_long_sequences_need_no_touches_to_be_told_from_short_ones(hopper, monkeypatch):
+    monkeypatch.setattr(fused, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(fused, "touches", None)
+    q = torch.empty(1, 131072, 128, 64, device="meta", dtype=torch.bfloat16)
+    assert not fused.owns_heads(q, q, q, rk.TileTable(np.array(dense.causal(131072)), 131072, 131072))
+
+
 @pytest.mark.parametrize(
     ("d", "else_"), [(64, Kernels.HOPPER), (96, Kernels.PLAIN), (128, Kernels.HOPPER), (192, Kernels.PLAIN)], ids=str
 )
@@ -681,7 +688,7 @@ def test_programs_that_have_heads_for_themselves_find_what_others_find(d, monkey
     for seed in range(12):
         heads = int(random.choice([1, 2, 4]))
         b, group, sq, sk = (int(random.integers(1, end)) for end in (300 // heads, 4, 700, 700))
-        tiles = random_tiles(random, sq, sk)
+        tiles = dense.random_tiles(random, sq, sk) or dense.full(sq, sk)
         table = rk.TileTable(np.array(tiles), sq, sk)
         dtype = (torch.bfloat16, torch.float16)[seed % 2]
         shapes = ((sq, heads * group), (sk, heads), (sk, heads), (sq, heads * group))
@@ -702,19 +709,6 @@ def test_programs_that_have_heads_for_themselves_find_what_others_find(d, monkey
         torch.testing.assert_close(
             own.float(), dq.float(), rtol=2**-7, atol=2**-7 * dq.float().std().item(), msg=str((seed, tiles))
         )
-
-
-def random_tiles(random, sq, sk):
-    """Up to nine tiles with bands, at least one of which has a live pair."""
-    while True:
-        rows, keys = (sorted({0, n, *random.integers(0, n + 1, 2).tolist()}) for n in (sq, sk))
-        tiles = []
-        for (q0, q1), (k0, k1) in itertools.product(itertools.pairwise(rows), itertools.pairwise(keys)):
-            lo, hi = sorted(random.integers(-sk, sq + 1, 2).tolist())
-            if random.random() < 0.6:
-                tiles.append((q0, q1, k0, k1, lo, hi + 1))
-        if tiles and len(rk.TileTable(np.array(tiles), sq, sk)):
-            return tiles
 
 
 B = 1 << 20

@@ -26,7 +26,7 @@ from .dq_sums import SUMS, WIDTH, dq_part, finish_kernel
 from .fused_kernel import fused_kernel, is_wide
 from .panels import has_rest, main_columns
 from .statistics import PaddedStatistics, whole_blocks
-from .touches import touches, touches_on
+from .touches import step_count, touches, touches_on
 from .turns import Turns, key_turns
 from .work_queue import work_counter
 
@@ -84,7 +84,11 @@ def owns_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTab
         return False
     if min(heads, processors) * (h // hk) * whole_blocks(table.q_rows) * d >= 2**31:
         return False  # places of sums are int32
-    found = touches(table, BLOCK.value, config_for(d, owned=True).step)
+    step = config_for(d, owned=True).step
+    # first by all blocks, because the touches of a long sequence are many
+    if step_count(table, BLOCK.value, step) > MET[d] * -(-table.q_rows // step):
+        return False
+    found = touches(table, BLOCK.value, step)
     return found.steps <= MET[d] * found.touched
 
 

@@ -1,6 +1,6 @@
 """dq of the heads that a program has for itself: from the steps' parts through sums to dq. `touches` says what each step does.
 
-The sums lie as those of `dq_sums`. They are those of the heads that programs have at work, so they stay in the L2.
+The sums lie as those of `dq_sums`, and are those of the heads that programs have at work.
 """
 
 from typing import NamedTuple

@@ -36,8 +36,7 @@ def find_touches(items: np.ndarray, segments: np.ndarray, rows: int, step: int) 
     count = items[:, LAST_SEGMENT] - items[:, FIRST_SEGMENT]
     # the segments of all items, one after another
     order = np.arange(count.sum()) + np.repeat(items[:, FIRST_SEGMENT] - (np.cumsum(count) - count), count)
-    begin = segments[order, BEGIN] // step
-    steps = -(-segments[order, END] // step) - begin
+    begin, steps = segments[order, BEGIN] // step, _steps(segments[order], step)
     before = np.cumsum(steps) - steps
     places = np.zeros(len(segments), dtype=np.int32)
     places[order] = len(segments) + before - begin
@@ -56,6 +55,16 @@ def find_touches(items: np.ndarray, segments: np.ndarray, rows: int, step: int) 
     numbers = STEP + first * FIRST + last * LAST + waits * np.where(since < LATE, NEAR, BEHIND)
     touched = int(np.count_nonzero(first))
     return Touches(np.concatenate([places, numbers.astype(np.int32)]), len(block), touched, touched < -(-rows // step))
+
+
+def _steps(segments: np.ndarray, step: int) -> np.ndarray:
+    """How many blocks of `step` query rows each segment meets."""
+    return -(-segments[:, END] // step) - segments[:, BEGIN] // step
+
+
+def step_count(table: TileTable, block: int, step: int) -> int:
+    """The steps of `touches`, without these."""
+    return int(_steps(table.cut("k", block, 1)[1], step).sum())
 
 
 def touches(table: TileTable, block: int, step: int) -> Touches:
