@@ -41,7 +41,7 @@ models: $(READY)
 lint: $(READY)
 	$(PY) -m ruff check $(ARGS)
 	$(PY) -m ruff format --check
-	$(PY) -m pyright --pythonpath $(PY)
+	$(PY) -m pyrefly check --python-interpreter-path $(PY)
 
 format: $(READY)
 	$(PY) -m ruff check --fix

@@ -175,7 +175,7 @@ def ring_attention(
 
 _signature = inspect.signature(ring_attention)
 # what it takes: the other names are there for the sake of their error
-ring_attention.__signature__ = _signature.replace(parameters=list(_signature.parameters.values())[:-1])  # pyright: ignore[reportFunctionMemberAccess]
+ring_attention.__signature__ = _signature.replace(parameters=list(_signature.parameters.values())[:-1])  # pyrefly: ignore[missing-attribute]
 
 
 def attend(

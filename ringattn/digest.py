@@ -57,5 +57,5 @@ def constant(function: F) -> F:
 
     `torch.compiler.assume_constant_result` sets the same mark, but first imports the compiler, which takes seconds.
     """
-    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    function._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
     return function

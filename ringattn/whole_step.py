@@ -63,16 +63,17 @@ class OwnAttention(TorchFunctionMode):
         self.seed, self.wide = seed, wide
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        replaced = {
+        replaced: dict[Any, Any] = {
             nn.functional.dropout: self._dropout,
             nn.functional.scaled_dot_product_attention: self._attention,
             nn.functional.softmax: self._softmax,
         }
+        named: dict[str, Any] = kwargs or {}
         if self.wide:
             func = torch.Tensor.double if func is torch.Tensor.float else func
             args = tuple(torch.float64 if x is torch.float32 else x for x in args)
-            kwargs = {key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()}
-        return replaced.get(func, func)(*args, **(kwargs or {}))
+            named = {key: torch.float64 if x is torch.float32 else x for key, x in named.items()}
+        return replaced.get(func, func)(*args, **named)
 
     def _softmax(
         self, input: torch.Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None

@@ -9,7 +9,7 @@ There are two ways; the interpreter that runs this file decides:
   versions of `requirements.lock`, whose hashes pip checks. torch comes after them, within the range of pyproject.toml and
   of `SMALL_TORCH`, because its builds differ by index: a CPU build where pip's configured indexes offer one. What the lock
   does not know is printed. If the lock does not apply (`TORCH` is set, or an index lacks one of its versions), that is printed too, and all
-  packages come within the ranges of pyproject.toml; but if a package has another hash, nothing is installed.
+  packages come within the ranges of pyproject.toml; but if a package has another hash, there is no environment.
 
 This file uses only the standard library. Two runs at once are safe, and a second run is instant.
 """
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ LOCK = ROOT / "launch" / "repo" / "requirements.lock"
 # newer builds bring gigabytes for GPUs along, where some indexes have older ones for CPUs
 SMALL_TORCH = "torch<2.14"
 # a GPU host without network runs the tests without them
-OPTIONAL = {"ruff", "pyright", "hatchling", "deepspeed", "accelerate", "trl", "pytest-xdist"}
+OPTIONAL = {"ruff", "pyrefly", "hatchling", "deepspeed", "accelerate", "trl", "pytest-xdist"}
 
 
 def main() -> int:
@@ -111,20 +112,29 @@ def install_locked(pip: list) -> bool:
     """
     locked = {name: block for name, block in lock().items() if not re.match(r"torch$|nvidia-|cuda-", name)}
     # the packages that others are built with come first, so that builds fetch nothing
-    for names in ({"setuptools", "wheel"} & locked.keys(), locked.keys()):
-        with tempfile.TemporaryDirectory() as folder:
-            chosen = Path(folder) / "requirements.txt"
-            chosen.write_text("".join(locked[name] for name in names))
-            command = [*pip, "--require-hashes", "--no-deps", "--no-build-isolation", "--requirement", chosen]
-            done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-        if "DO NOT MATCH THE HASHES" in done.stderr:
-            print(f"{done.stderr}To install other builds without hashes, within the ranges of pyproject.toml: make TORCH=torch")
-            raise subprocess.CalledProcessError(done.returncode, command)
-        if done.returncode:
-            reason = ([line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"])[-1]
+    first = {"setuptools", "wheel"} & locked.keys()
+    others = sorted(locked.keys() - first)
+    # two pips at a time, because each unpacks on one core
+    for parts in ([first], [others[::2], others[1::2]]):
+        with ThreadPoolExecutor() as threads:
+            done = list(threads.map(lambda names: install_hashed(pip, [locked[name] for name in names]), parts))
+        for failed in (each for each in done if "DO NOT MATCH THE HASHES" in each.stderr):
+            print(f"{failed.stderr}To install other builds without hashes, within the ranges of pyproject.toml: make TORCH=torch")
+            failed.check_returncode()
+        for failed in (each for each in done if each.returncode):
+            reason = ([line for line in failed.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"])[-1]
             print(f"{reason} ({LOCK.name}): packages come within the ranges of pyproject.toml, without hashes", flush=True)
             return False
     return True
+
+
+def install_hashed(pip: list, blocks: list[str]) -> subprocess.CompletedProcess[str]:
+    """What came of pip's installing these blocks of the lock."""
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = Path(folder) / "requirements.txt"
+        chosen.write_text("".join(blocks))
+        command = [*pip, "--require-hashes", "--no-deps", "--no-build-isolation", "--requirement", chosen]
+        return subprocess.run(command, stderr=subprocess.PIPE, text=True)
 
 
 def lock() -> dict[str, str]:

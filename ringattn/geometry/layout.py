@@ -84,13 +84,13 @@ class Layout(Digested):
         """The spans of each rank."""
         spans = list(map(Span, *self.table[:, 1:].T.tolist()))
         bounds = self.table[:, 0].searchsorted(np.arange(self.world_size + 1)).tolist()
-        return tuple(tuple(spans[a:b]) for a, b in pairwise(bounds))
+        return tuple(tuple(spans[a:b]) for a, b in pairwise(bounds))  # pyrefly: ignore[bad-argument-type]
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Local tokens of each rank."""
         rank, _, length, _ = self.table.T
-        return tuple(np.bincount(rank, length, self.world_size).astype(np.int64).tolist())
+        return tuple(np.bincount(rank, length, self.world_size).astype(np.int64).tolist())  # pyrefly: ignore[bad-argument-type]
 
     def positions(self, rank: int) -> torch.Tensor:
         """The global position of each local row of a rank: (s_local,) int64, for RoPE and labels."""

@@ -197,7 +197,7 @@ class Plan:
         base = apart * pair
         ranges = joined(np.array([begin + base, end + base]).T, _GAP)
         cuts = ranges[:, 0].searchsorted(apart * np.arange(pairs + 1))
-        return ranges - (ranges[:, :1] // apart) * apart, cuts.tolist()
+        return ranges - (ranges[:, :1] // apart) * apart, cuts.tolist()  # pyrefly: ignore[bad-return]
 
     def _seen_rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(number of a pair, begin, end) of ranges of an owner's rows that a rank sees."""

@@ -130,7 +130,7 @@ class Sights:
 
     def part(self, begin: int, end: int) -> Sights:
         """Those of the query spans [begin, end)."""
-        a, b = self.query.searchsorted((begin, end)).tolist()
+        a, b = self.query.searchsorted((begin, end)).tolist()  # pyrefly: ignore[not-iterable]
         return Sights(self.query[a:b], self.region[a:b], self.k_min[a:b], self.k_max[a:b])
 
 

@@ -113,7 +113,8 @@ def attach(
                 )
         ring, handles = DiffusersRing(_group_of(config), score=score, schedule=schedule), []
     else:
-        plan = getattr(model, "_cp_plan", None) if plan is None else plan
+        own: Any = getattr(model, "_cp_plan", None)
+        plan = own if plan is None else plan
         if plan is None:
             raise ValueError(
                 f"{type(model).__name__} has no plan for context parallelism, its _cp_plan: give plan=, which says what is cut"

@@ -320,4 +320,4 @@ def _switch_attention(model: PreTrainedModel, says_so: bool) -> None:
 def _set_directly(model: nn.Module, name: str) -> None:
     """Set the attention by which models ask for masks, where transformers would not change it."""
     for part in models(model):
-        part.config._attn_implementation = name  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        part.config._attn_implementation = name  # pyrefly: ignore[missing-attribute, bad-argument-type]

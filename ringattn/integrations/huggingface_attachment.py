@@ -262,7 +262,7 @@ def check_layout(layout: object, mask: object, ranks: Ranks) -> None:
 
 def not_compiled(function: _Function) -> _Function:
     """Let torch.compile leave a function alone, at the cost of a graph break."""
-    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
+    return torch.compiler.disable(function)
 
 
 def calling_frame() -> FrameType:

@@ -186,7 +186,8 @@ def _causality_and_window(
             f"the keys have {k.shape[1]} tokens and the queries {q.shape[1]}: key/value caches and "
             "cross-attention are not supported; call the model with use_cache=False"
         )
-    of_mask, of_module = None if mask is None else mask.is_causal, getattr(module, "is_causal", True)
+    of_mask = None if mask is None else mask.is_causal
+    of_module: Any = getattr(module, "is_causal", True)
     sees_past_only = next(known for known in (of_mask, is_causal, of_module) if known is not None)
     limit = _window(module, window, mask, sees_past_only)
     if of_mask and is_causal is None and not of_module and attachment.live.mask is None:

@@ -121,7 +121,7 @@ def _whole_tokens(attachment: Attachment) -> int:
 @not_compiled
 def _enter(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Before an attached model runs: check its input, fill in positions, and note what is live."""
-    attachment: Attachment = model.ringattn  # pyright: ignore[reportAssignmentType]
+    attachment: Attachment = model.ringattn  # pyrefly: ignore[bad-assignment]
     call = running_call()
     # a model that is part of an attached one, whose hook has filled in positions and noted what is live
     is_inner = call is not None and call.holds(model)

@@ -40,7 +40,7 @@ _DELTA_RULE = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
 _KIMI = ("causal_conv1d_fn", "chunk_kimi_delta_attention")
 _MAMBA2 = ("causal_conv1d_fn", "mamba2_chunk_scan")
 _MAMBA = ("causal_conv1d_fn", "mamba_selective_scan")
-_OPTIONAL = {_MAMBA2: ("mamba2_split_conv1d_scan_combined",), _MAMBA: ("mamba_inner_fn",)}
+_OPTIONAL: dict[tuple[str, ...], tuple[str, ...]] = {_MAMBA2: ("mamba2_split_conv1d_scan_combined",), _MAMBA: ("mamba_inner_fn",)}
 _CALLS: dict[str, tuple[str, ...]] = {
     "qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet": _DELTA_RULE,
     "qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet": _DELTA_RULE,

@@ -63,7 +63,7 @@ def first_position(model: nn.Module) -> int:
     """
     found, others = set(), []
     for name, module in model.named_modules():
-        padding = getattr(module, "padding_idx", None)
+        padding: Any = getattr(module, "padding_idx", None)
         if "position_embeddings" in name and isinstance(module, nn.Embedding) and padding is not None:
             found.add(padding + 1)
         elif hasattr(module, "create_position_ids_from_input_ids") and not isinstance(

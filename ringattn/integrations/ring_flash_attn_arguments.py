@@ -246,7 +246,7 @@ def whole_bounds(
                 f"local_k_slice is {keys.start} to {keys.stop}, but this rank's documents go from {begins} to {ends}: use "
                 f"llama3_flash_attn_prepare_cu_seqlens with causal={is_causal} and the bounds of the whole sequence"
             )
-    return tuple(every.tolist())
+    return tuple(every.tolist())  # pyrefly: ignore[bad-argument-type]
 
 
 def _prepared(cu_seqlens_q: Any, cu_seqlens_k: Any) -> Prepared | None:
@@ -255,7 +255,7 @@ def _prepared(cu_seqlens_q: Any, cu_seqlens_k: Any) -> Prepared | None:
     for x, found in zip((cu_seqlens_q, cu_seqlens_k), kept):
         if found is None or found[0] != _version(x):
             return None
-    return kept[0][1] if kept[0][1] is kept[1][1] else None  # pyright: ignore[reportOptionalSubscript]
+    return kept[0][1] if kept[0][1] is kept[1][1] else None  # pyrefly: ignore[unsupported-operation]
 
 
 def _check_prepared(known: Prepared, ranks: Ranks, is_causal: bool, keys: slice) -> None:

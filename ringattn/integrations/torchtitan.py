@@ -120,7 +120,7 @@ def ring_attention_override(cfg: FlexAttention.Config) -> RingInnerConfig:
             out_src_shardings=own,
             local_map=LocalMapConfig(in_grad_placements=(own, own, own)),
         )
-    return RingInnerConfig(param_init=cfg.param_init, sharding_config=sharding)
+    return RingInnerConfig(param_init=cfg.param_init, sharding_config=sharding)  # pyrefly: ignore[unexpected-keyword]
 
 
 class RingTitanTrainer(Trainer):

@@ -160,7 +160,7 @@ class RingTrainer(Trainer):
         collate = _Cut(
             self._get_collator_with_removed_columns(self.data_collator, description=description), attachment, self._layouts
         )
-        options = {**loader_options(self.args, rows), "collate_fn": collate}
+        options: dict[str, Any] = {**loader_options(self.args, rows), "collate_fn": collate}
         index, count = self._replica
         if description != "training":
             return DataLoader(InTurn(dataset, count, index), **options)

@@ -27,8 +27,8 @@ class InTurn(Dataset):
     def __len__(self) -> int:
         return -(-len(self.dataset) // self.count)
 
-    def __getitem__(self, i: int) -> tuple[Any, bool]:
-        at = i * self.count + self.index
+    def __getitem__(self, index: int) -> tuple[Any, bool]:
+        at = index * self.count + self.index
         return self.dataset[min(at, len(self.dataset) - 1)], at < len(self.dataset)
 
 

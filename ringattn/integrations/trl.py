@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -82,9 +82,9 @@ class _OnRing(Trainer):
         policy: Any = self.model
         inner: Any = self.accelerator.unwrap_model(policy)
         WholeCalls(inner, attachment, layouts)
-        reference = getattr(self, "ref_model", None)
+        reference: Any = getattr(self, "ref_model", None)
         if reference is not None:
-            inner = self.accelerator.unwrap_model(reference)
+            inner = cast(Any, self.accelerator.unwrap_model(reference))
             attach(inner, mask=attachment.live.mask, group=attachment.group, ignore=attachment.ignored)
             WholeCalls(inner, getattr(inner, NAME), layouts)
 

@@ -83,7 +83,8 @@ def recommend(predictions: Iterable[Prediction], memory: float) -> Prediction | 
     found = listed("predictions", predictions, "a list of Predictions")
     for each in found:
         instance("predictions", each, Prediction, "make them with predict(...)")
-    return min((p for p in found if p.peak <= memory), key=lambda p: p.total, default=None)
+    fitting = [p for p in found if p.peak <= memory]
+    return min(fitting, key=lambda p: p.total) if fitting else None
 
 
 def held_bytes(work: Workload, gpus: int) -> int:

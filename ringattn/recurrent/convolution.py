@@ -72,7 +72,7 @@ def causal_conv1d(
             "requires_grad": torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors),
         }
         call = agree_on_segments(context, x, layout, mask, name, facts)
-        return _CausalConv1d.apply(call, x, weight, bias)  # pyright: ignore[reportReturnType]
+        return _CausalConv1d.apply(call, x, weight, bias)
 
 
 class _CausalConv1d(torch.autograd.Function):

@@ -181,7 +181,7 @@ def linear_attention(
         if initial_state is not None and not isinstance(mask, Documents):
             initial_state = initial_state[:, None]
         call = _LinearCall(agreed, factor, return_final_state, chosen, needs_grad)
-        out, last = _LinearAttention.apply(call, q, k, v, decay, beta, initial_state)  # pyright: ignore[reportGeneralTypeIssues]
+        out, last = _LinearAttention.apply(call, q, k, v, decay, beta, initial_state)
     if not return_final_state:
         return out
     return out, last if isinstance(mask, Documents) else last.squeeze(1)
@@ -370,7 +370,7 @@ class _Kept:
 
 
 def _leaves(inputs: RecurrenceInputs, wanted: tuple[bool, ...]) -> RecurrenceInputs:
-    return RecurrenceInputs(*leaves_of(inputs, wanted))  # pyright: ignore[reportArgumentType]
+    return RecurrenceInputs(*leaves_of(inputs, wanted))  # pyrefly: ignore[bad-argument-type]
 
 
 def _gradients(
@@ -414,7 +414,7 @@ def _gradients(
         if run.indices:
             live += [(out, rows.rows(run.indices, dout)), (run.finals, of_finals(run.indices))]
     *found, dtails = gradients_of((*kept.leaves, kept.tails.states), live)
-    result = InputGradients(*found)  # pyright: ignore[reportCallIssue]
+    result = InputGradients(*found)
     if pieces.cut:
         assert dtails is not None
         after |= dict(zip(pieces.cut, dtails))
@@ -429,7 +429,7 @@ def _gradients(
 
 def _head_rows(heads: OwnSegments, inputs: RecurrenceInputs) -> RecurrenceInputs:
     rows = (None if x is None else heads.rows(heads.following, heads.by_position(x.detach())) for x in inputs[:5])
-    return RecurrenceInputs(*rows, None)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return RecurrenceInputs(*rows, None)  # pyrefly: ignore[bad-argument-type, bad-argument-count]
 
 
 def _with_rows(heads: OwnSegments, gradients: InputGradients, of_heads: Sequence[torch.Tensor | None]) -> InputGradients:

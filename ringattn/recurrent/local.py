@@ -269,7 +269,7 @@ def _rows_of(
     """q, k, v, and decay and beta in the dtype of states: the rows of some segments, one after the other."""
     q, k, v, decay, beta = (None if x is None else _rows(own, indices, x) for x in inputs[:5])
     factors = (None if x is None else x.to(inputs.dtype) for x in (decay, beta))
-    return q, k, v, *factors  # pyright: ignore[reportReturnType]
+    return q, k, v, *factors  # pyrefly: ignore[bad-return]
 
 
 def _rows(own: OwnSegments, indices: list[int], x: torch.Tensor) -> torch.Tensor:

@@ -28,5 +28,5 @@ def gradients_of(
 
 def saving_is_hooked() -> bool:
     """Whether checkpointing, offloading or the like gets what autograd saves: a graph within a graph would make it compute twice."""
-    autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    autograd = torch._C._autograd
     return autograd._top_saved_tensors_default_hooks(False) is not None

@@ -35,7 +35,7 @@ class Transition(ABC):
 class Decays(Transition):
     """Sums of logarithms of decays: none, one a head, or one for each of d_k rows of the state."""
 
-    numbers: int
+    numbers: int  # pyrefly: ignore[bad-override]
 
     def apply(self, total: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         return total.exp()[..., None] * state if self.numbers else state
@@ -51,7 +51,7 @@ class Matrices(Transition):
     d_k: int
 
     @property
-    def numbers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def numbers(self) -> int:  # pyrefly: ignore[bad-override]
         return self.d_k**2
 
     def apply(self, total: torch.Tensor, state: torch.Tensor) -> torch.Tensor:

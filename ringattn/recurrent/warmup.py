@@ -68,7 +68,8 @@ class RecurrentLayer:
         """One forward and one backward pass of a rank that holds `tokens`: of the convolution and of the recurrence."""
 
         def random(*shape: int, **options: Any) -> torch.Tensor:
-            return torch.randn(1, tokens, *shape, device=device, **{"dtype": dtype, **options})
+            options.setdefault("dtype", dtype)
+            return torch.randn(1, tokens, *shape, device=device, **options)
 
         convolved = random(2 * self.hk * self.d_k + self.h * self.d_v).requires_grad_()
         weight = torch.randn(convolved.shape[2], _WIDTH, device=device, dtype=dtype, requires_grad=True)
@@ -166,7 +167,7 @@ def compiling_only(share: int = 0, of: int = 1) -> Iterator[None]:
                 with contextlib.suppress(OutOfResources, CompileTimeAssertionFailure, PTXASError):
                     tuner.fn.run(*args, **{**options, **config.all_kwargs()})
 
-    JITFunction.run, Autotuner.run = compile_one, compile_share  # pyright: ignore[reportAttributeAccessIssue]
+    JITFunction.run, Autotuner.run = compile_one, compile_share
     try:
         yield
     finally:
@@ -184,7 +185,7 @@ def tuning_briefly() -> Iterator[None]:
     def brief(kernel_call: Any, quantiles: Any) -> Any:
         return do_bench(kernel_call, warmup=1, rep=_TUNING, quantiles=quantiles)
 
-    Autotuner.do_bench = property(lambda tuner: brief)  # pyright: ignore[reportAttributeAccessIssue]
+    Autotuner.do_bench = property(lambda tuner: brief)  # pyrefly: ignore[bad-assignment]
     try:
         yield
     finally:

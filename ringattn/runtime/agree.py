@@ -11,7 +11,7 @@ import hashlib
 import json
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from functools import cached_property, partial
 from types import TracebackType
@@ -46,7 +46,7 @@ class Facts:
     Layouts and masks are compared by their whole digests: equal ones may have different names, and different ones may look alike.
     """
 
-    def __init__(self, facts: dict[str, object]) -> None:
+    def __init__(self, facts: Mapping[str, object]) -> None:
         self._facts = facts
         self.texts = {name: _text(value) for name, value in facts.items()}
         compared = {name: digest or text for name, (text, digest) in self.texts.items()}

@@ -223,7 +223,7 @@ def _key(
     traffic: RowTraffic | None = None,
 ) -> _AttentionKey:
     options = None if schedule is None else schedule.digest, row_bytes, placed
-    return layout.digest, mask.digest, *options, keys and keys.digest, traffic
+    return layout.digest, mask.digest, *options, None if keys is None else keys.digest, traffic
 
 
 def _kept(cache: OrderedDict[K, V], key: K, make: Callable[[], V], most: int = _KEPT) -> V:

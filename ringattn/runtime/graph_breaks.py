@@ -26,5 +26,5 @@ def breaks_graphs(function: _Function) -> _Function:
             disabled.append(torch.compiler.disable(function))
         return (disabled[0] if disabled else function)(*args, **kwargs)
 
-    run._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess, reportAttributeAccessIssue]
-    return run  # pyright: ignore[reportReturnType]
+    run._torchdynamo_disable = True  # pyrefly: ignore[missing-attribute]
+    return run  # pyrefly: ignore[bad-return]

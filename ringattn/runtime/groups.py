@@ -254,7 +254,7 @@ def process_groups(group: Group | None) -> list[dist.ProcessGroup]:
 
 
 def _named_group(name: str) -> dist.ProcessGroup:
-    resolve: Any = dist.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+    resolve: Any = dist.distributed_c10d._resolve_process_group
     return resolve(name)
 
 

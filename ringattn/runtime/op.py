@@ -252,7 +252,7 @@ def gradients_of(
 
 
 # what torch's `apply` calls in the end, after it has looked for the transforms that `seen` knows of
-_apply: Any = super(torch.autograd.Function, _Attention).apply  # pyright: ignore[reportAttributeAccessIssue]
+_apply: Any = super(torch.autograd.Function, _Attention).apply  # pyrefly: ignore[missing-attribute]
 
 
 def _forward_autograd(
@@ -260,7 +260,7 @@ def _forward_autograd(
 ) -> tuple[torch.Tensor, ...]:
     # does what torch.library.register_autograd would, in a third of its time a call
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(slopes, values, sinks)):
-        return _Attention.apply(_below_autograd, q, k, v, slopes, values, sinks, *rest)  # pyright: ignore[reportReturnType]
+        return _Attention.apply(_below_autograd, q, k, v, slopes, values, sinks, *rest)
     return _below_autograd(q, k, v, slopes, values, sinks, *rest)
 
 

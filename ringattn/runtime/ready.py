@@ -170,7 +170,7 @@ class _Replayed(torch.autograd.Function):
 
 
 # what torch's `apply` calls in the end, after it has looked for transforms
-_apply: Any = super(torch.autograd.Function, _Replayed).apply  # pyright: ignore[reportAttributeAccessIssue]
+_apply: Any = super(torch.autograd.Function, _Replayed).apply  # pyrefly: ignore[missing-attribute]
 
 
 class Known:

@@ -203,8 +203,8 @@ def _forward(held: _Held) -> Pass:
     if not any(isinstance(x, Launch) for x in found):
         # nothing is live: one launch writes zeros
         found.insert(next((i for i, x in enumerate(found) if isinstance(x, Wait)), len(found)), held.launch(0))
-    last = max(i for i, x in enumerate(found) if isinstance(x, Launch))
-    found[last] = replace(found[last], last=True)
+    last, launch = [(i, x) for i, x in enumerate(found) if isinstance(x, Launch)][-1]
+    found[last] = replace(launch, last=True)
     return Pass(_reuse_memory(found), held.steps, held.buffer(0))
 
 

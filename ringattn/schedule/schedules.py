@@ -178,7 +178,7 @@ class Waves(Schedule):
             owners = (askers[:, None] - np.arange(1, n)) % n
             count = others[askers[:, None], owners].cumsum(axis=1)
             before = count[np.arange(len(askers)), (askers - rank) % n - 1] - 1
-            number_of = dict(zip(askers.tolist(), before.tolist()))
+            number_of = dict(zip(askers.tolist(), before.tolist()))  # pyrefly: ignore[bad-argument-type]
         found: list[Transfer] = []
         for dst in sorted([rank, *number_of]):
             found += self._into(plan, dst, enumerate(_owners(plan, rank)) if dst == rank else [(number_of[dst], rank)])

@@ -105,8 +105,8 @@ def runs_again_reentrantly() -> bool:
 
     The other kind of checkpointing is known by its hooks on saved tensors, by which `runtime/op.py` compares both runs.
     """
-    autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-    in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
+    autograd = torch._C._autograd
+    in_backward = torch._C._current_graph_task_id() != -1
     return in_backward and autograd._top_saved_tensors_default_hooks(True) is None
 
 
@@ -209,8 +209,8 @@ class _Fetch(TorchDispatchMode):
             x.fetch()
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
         before = self._layer.before()
         for x in [] if before is None else before.inputs:
             x.fetch()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .memory import Addressed, Count, Part, PlacedChunk
@@ -62,7 +62,7 @@ class Channel:
     def place(self, chunk: Chunk, tensors: Sequence[Addressed]) -> PlacedChunk:
         """The next chunk's place."""
         # past the constructor, a function in Python that takes as long as the rest
-        return tuple.__new__(PlacedChunk, (tensors, chunk.parts, self.keeper, *self.next(chunk.nbytes)))
+        return tuple.__new__(PlacedChunk, (tensors, chunk.parts, self.keeper, *self.next(chunk.nbytes)))  # pyrefly: ignore[bad-specialization]
 
     def next(self, nbytes: int) -> tuple[int, int]:
         """The offset of the next chunk, of so many bytes, and what must be read before: see `PlacedChunk`."""
@@ -96,8 +96,8 @@ class Channels:
             )
 
         others = [other for other in range(size) if other != rank]
-        self.out = {dst: pair(dst, True) for dst in others}
-        self.into = {src: pair(src, False) for src in others}
+        self.out: Mapping[int, tuple[Channel, ...]] = {dst: pair(dst, True) for dst in others}
+        self.into: Mapping[int, tuple[Channel, ...]] = {src: pair(src, False) for src in others}
 
 
 def shares(size: int, capacity: int) -> tuple[int, int]:

@@ -99,11 +99,11 @@ def as_group(meeting: Meeting, rank: int, size: int) -> Iterator[str]:
     group = ProcessGroup(store, rank, size)
     # torch's versions look for a group in different places
     _SymmetricMemory.set_group_info(name, rank, size, store)
-    _register_process_group(name, group)  # pyright: ignore[reportArgumentType]
+    _register_process_group(name, group)  # pyrefly: ignore[bad-argument-type]
     try:
         yield name
     finally:
-        _unregister_process_group(name)  # pyright: ignore[reportArgumentType]
+        _unregister_process_group(name)  # pyrefly: ignore[bad-argument-type]
 
 
 def unmap_kept() -> None:

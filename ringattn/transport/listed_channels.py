@@ -60,7 +60,7 @@ class _ListedChannel(Channel):
 
     def place(self, chunk: Chunk, tensors: Sequence[Addressed]) -> PlacedChunk:
         offset, must_be_read, count = self._submission.more_numbers(3)
-        self.count: Any = count
+        self.count: Any = count  # pyrefly: ignore[bad-assignment]
         self._placed.append((self._channel, chunk))
         numbers: Any = offset, must_be_read
         return PlacedChunk(tensors, chunk.parts, self.keeper, *numbers)

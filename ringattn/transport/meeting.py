@@ -78,10 +78,10 @@ class MeetingStore(Store):
         self._meeting = meeting
         self._values: list[bytes] = []
 
-    def set(self, key: str, value: bytes) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def set(self, key: str, value: bytes) -> None:  # pyrefly: ignore[bad-override]
         self._values = self._meeting.gather(value)
 
-    def wait(self, keys: list[str], timeout: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def wait(self, keys: list[str], timeout: object = None) -> None:
         pass
 
     def get(self, key: str) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.dlpack import from_dlpack, to_dlpack  # pyright: ignore[reportPrivateImportUsage]
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from .base import Done, Handle, Peer, Transport
 from .host_channel import HostChannel

@@ -20,7 +20,7 @@ from .roster import Roster
 
 T = TypeVar("T")
 
-_TCP: Any = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+_TCP: Any = dist.TCPStore
 _SHORTEST, _LONGEST = 0.001, 0.05  # seconds between looks into the store
 _CHECK_EVERY = 0.25  # seconds between checks of who has come, and who has ended
 _CHECK_UNKNOWN_EVERY = 1.0  # seconds between checks of ranks that have not come yet
@@ -117,7 +117,7 @@ class RollCall:
             elif hasattr(job, "clone"):  # torch 2.8 has none
                 job = job.clone()
             self._store = dist.distributed_c10d.PrefixStore(generation, job)
-        self._store.set(key, value)
+        self._store.set(key, value)  # pyrefly: ignore[bad-argument-type]
 
     def _reach(self, use: Callable[[], None]) -> None:
         """Use the store. Raises RuntimeError if it is lost or cannot be connected to."""

@@ -140,4 +140,4 @@ def test_compiled_calls_give_the_same():
 
 def test_the_block_checks_its_arguments():
     with pytest.raises(ValueError, match="layout is 3, but must be a Layout"):
-        ring_sdpa(layout=3)  # pyright: ignore[reportArgumentType]
+        ring_sdpa(layout=3)

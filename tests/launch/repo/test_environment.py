@@ -30,9 +30,9 @@ def environment(tmp_path, monkeypatch):
 
 def test_requirements_are_those_of_the_project(environment):
     names = set(environment.requirements())
-    assert {"torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "pytest", "ruff", "pyright"} <= names
+    assert {"torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "pytest", "ruff", "pyrefly"} <= names
     assert "deepspeed" in names
-    assert environment.requirements()["pyright"].startswith("pyright[nodejs]")
+    assert environment.requirements()["pyrefly"].startswith("pyrefly>=")
     assert names >= environment.OPTIONAL
 
 
@@ -89,7 +89,7 @@ class Pip:
     """Stands in for all commands: keeps them, and answers those that install the lock."""
 
     def __init__(self, returncode=0, stderr=""):
-        self.commands, self.answer = [], (returncode, stderr)
+        self.commands, self.installed, self.answer = [], [], (returncode, stderr)
 
     def run(self, command, **options):
         command = [str(part) for part in command]
@@ -100,6 +100,8 @@ class Pip:
                 "download_info": {"archive_info": {"hashes": {"sha256": "0" * 64}}},
             }
             Path(command[command.index("--report") + 1]).write_text(json.dumps({"install": [found]}))
+        if "--require-hashes" in command:
+            self.installed += re.findall(r"^[a-z].*", Path(command[-1]).read_text(), re.MULTILINE)
         return subprocess.CompletedProcess(
             command, *((*self.answer[:1], "", self.answer[1]) if "--require-hashes" in command else (0,))
         )
@@ -119,8 +121,10 @@ def pip(environment, monkeypatch):
 def test_an_environment_is_made_of_the_locks_packages_and_what_it_lacks_is_named(environment, pip, capsys):
     found = pip()
     environment.own_environment(fresh=True)
-    *_, tools, locked, project = found.commands
-    assert all({"--require-hashes", "--no-deps", "--no-build-isolation"} <= set(command) for command in (tools, locked))
+    *_, tools, one, other, project = found.commands
+    assert all({"--require-hashes", "--no-deps", "--no-build-isolation"} <= set(command) for command in (tools, one, other))
+    versions = re.findall(r"^(?!torch=|nvidia-|cuda-)[a-z].*", environment.LOCK.read_text(), re.MULTILINE)
+    assert sorted(found.installed) == sorted(versions)
     assert "--editable" in project and environment.SMALL_TORCH in project
     assert "not in requirements.lock: torch 2.6.0+cpu, sha256 000" in capsys.readouterr().out
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = {
     "linter": ["ruff", "check"],
     "formatter": ["ruff", "format", "--check"],
-    "type checker": ["pyright", "--pythonpath", sys.executable],
+    "type checker": ["pyrefly", "check", "--python-interpreter-path", sys.executable],
 }
 
 
