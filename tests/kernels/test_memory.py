@@ -162,6 +162,8 @@ def test_kernels_for_hopper_leave_nothing_unwritten(form):
 def test_programs_that_have_heads_for_themselves_leave_nothing_unwritten(d, monkeypatch):
     monkeypatch.setattr(hopper.fused, "UNUSED", 1)
     monkeypatch.setattr(hopper.fused, "MET", {d: math.inf})
+    # memory is filled in torch's deterministic mode, in which no program has heads for itself
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     table, softmax_scale = rk.TileTable(TILES, Q_ROWS, K_ROWS), d**-0.5
     q, k, v, dout = (
         torch.randn(2, rows, heads, d, device="cuda", dtype=BF16)
