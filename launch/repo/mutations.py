@@ -1076,8 +1076,8 @@ MUTATIONS = (
     # predictions
     Mutation(
         "ringattn/predict/planner.py",
-        "return min((p for p in found if p.peak <= memory)",
-        "return min((p for p in found)",
+        "fitting = [p for p in found if p.peak <= memory]",
+        "fitting = [*found]",
         "schedules that do not fit the memory are recommended",
         "tests/predict/test_planner.py -k 'memory or recommend or fastest'",
     ),
