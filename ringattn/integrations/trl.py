@@ -82,7 +82,7 @@ class _OnRing(Trainer):
         policy: Any = self.model
         inner: Any = self.accelerator.unwrap_model(policy)
         WholeCalls(inner, attachment, layouts)
-        reference: Any = getattr(self, "ref_model", None)
+        reference = getattr(self, "ref_model", None)
         if reference is not None:
             inner = cast(Any, self.accelerator.unwrap_model(reference))
             attach(inner, mask=attachment.live.mask, group=attachment.group, ignore=attachment.ignored)
