@@ -132,7 +132,7 @@ def _compute(operation: str, x: list[np.ndarray]) -> np.ndarray:
         return (x[0] & LOW) * (x[1] & LOW)
     if operation == "mad.wide.s32":
         return (signed(x[0]) * signed(x[1]) + x[2].astype(np.int64)).astype(np.uint64)
-    compare = {"ge": np.greater_equal, "gt": np.greater, "le": np.less_equal, "eq": np.equal}
+    compare = {"ge": np.greater_equal, "gt": np.greater, "le": np.less_equal, "eq": np.equal, "ne": np.not_equal}
     if name == "setp":
         y = x[:2] if kinds[-1] == "u32" else [signed(y) for y in x[:2]]
         found = compare[kinds[0]](*y)
@@ -176,6 +176,11 @@ def _on_bits(operation: str, x: list[np.ndarray]) -> np.ndarray:
             byte = np.where(nibble & np.uint64(8), (byte >> np.uint64(7)) * np.uint64(255), byte)
             found |= byte << np.uint64(8 * i)
         return found
+    if operation == "shr.s32":
+        return (signed(x[0]) >> x[1].astype(np.int64)).astype(np.uint64) & LOW
+    if name == "shl":
+        # nothing is left of a register beyond 31
+        x = [np.where(x[1] > np.uint64(31), np.uint64(0), x[0]), np.minimum(x[1], np.uint64(31))]
     operations = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "shl": np.left_shift, "shr": np.right_shift}
     return operations[name](x[0] & LOW, x[1] & LOW) & LOW
 

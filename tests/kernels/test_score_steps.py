@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ringattn.device.philox import kept, philox
-from ringattn_kernels.hopper import forward_softcap, kept_pairs, score_steps, score_sums
+from ringattn_kernels.hopper import forward_softcap, forward_softmax, kept_pairs, score_steps, score_sums
 from ringattn_kernels.modifiers import Dropout
 from tests.kernels import ptx
 
@@ -206,3 +206,19 @@ def test_the_gradient_of_a_bias_is_the_sum_over_its_pairs(away, count):
     sums[-1] += sum(x.sum(dtype=np.float64) for x in found[2:])
     np.testing.assert_allclose(sums, wanted, rtol=1e-4, atol=1e-3)
     assert np.isnan(memory[:8]).all() and np.isnan(memory[8 + count :]).all()
+
+
+@pytest.mark.parametrize("up_to", [True, False], ids=["past the last column", "up to it"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_scores_are_masked_by_a_column_of_their_row(width, up_to):
+    random = np.random.default_rng(0)
+    scores = random.standard_normal((64, width)).astype(np.float32)
+    ends = [np.full(64, x) for x in (-(1 << 30), -9, -8, -7, -1, width - 1, width, 1 << 30)]
+    for last in [*ends, *random.integers(-20, width + 20, (20, 64))]:
+        live = (np.arange(width) <= last[:, None]) == up_to
+        count = width // 2
+        operands = [*held(scores)] * 2 + [(last[rows(i)] % (1 << 32)).astype(np.uint64) for i in range(count)]
+        for got, exact in zip(
+            ptx.run(forward_softmax.mask_assembly(count, up_to), operands), held(np.where(live, scores, -np.inf))
+        ):
+            assert np.array_equal(got, exact)

@@ -71,6 +71,8 @@ def launch(
         counter_ptr=counter,
         **score,
     )
+    if stores_by_copy(q, out, config):
+        moving["out_desc"] = out
     facts = state is None, touched_only, splits, config, programs, part, late, *facts_of(modifiers)
     launches.launch(hopper_forward_kernel, table, facts, moving, make, num_warps=4, maxnreg=config.maxnreg)
 
@@ -103,6 +105,7 @@ def kernel_arguments(
         q_desc=descriptor(q, WARPGROUP_ROWS, chunks(q.shape[3])),
         k_desc=descriptor(k, config.step, chunks(q.shape[3])),
         v_desc=descriptor(v, config.step, panels=panels(q.shape[3], v.shape[3])),
+        out_desc=descriptor(out, WARPGROUP_ROWS) if stores_by_copy(q, out, config) else None,
         out_ptr=out,
         state_ptr=out if state is None else state[0],
         row_max_ptr=row_max,
@@ -129,6 +132,12 @@ def kernel_arguments(
         REGISTERS=config.registers,
         LATE_CAP=False,
     )
+
+
+def stores_by_copy(q: torch.Tensor, out: torch.Tensor, config: ForwardConfig) -> bool:
+    """Whether the copy engine stores out, from the place of its queries."""
+    fits = config.q_stages > 1 and out.dtype == q.dtype and block_dim(out.shape[3]) == block_dim(q.shape[3])
+    return fits and out.shape[3] % 8 == 0 and out.data_ptr() % 16 == 0
 
 
 def descriptor(x: torch.Tensor, rows: int, chunks: int = 1, panels: int = 1) -> TensorDescriptor:

@@ -57,25 +57,25 @@ class ForwardConfig:
 # have much to do and works are long
 CONFIGS = {
     (64, 64): (
-        ForwardConfig(step=128, stages=4, warpgroups=3, q_stages=2, turns=True, step_time=1.42, work_time=2.9),
+        ForwardConfig(step=128, stages=4, warpgroups=3, q_stages=3, turns=True, step_time=1.42, work_time=2.9),
         # where works are short, one program works while the other begins or ends
         ForwardConfig(
-            step=64, stages=4, warpgroups=2, q_stages=2, turns=False, paired=False, programs=2, step_time=1.14, work_time=2.0
+            step=64, stages=4, warpgroups=2, q_stages=3, turns=False, paired=False, programs=2, step_time=1.14, work_time=2.0
         ),
     ),
     (96, 96): (
-        ForwardConfig(step=128, stages=2, warpgroups=3, q_stages=1, turns=True, paired=False, step_time=1.77, work_time=4.1),
-        ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=2, turns=False, step_time=1.59, work_time=2.5),
+        ForwardConfig(step=128, stages=2, warpgroups=3, q_stages=1, turns=True, paired=False, step_time=2.15, work_time=3.0),
+        ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=3, turns=False, step_time=1.92, work_time=0.5),
     ),
     (128, 128): (
-        ForwardConfig(step=128, stages=2, warpgroups=3, q_stages=1, turns=True, paired=False, step_time=2.12, work_time=3.6),
-        ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=2, turns=False, step_time=1.56, work_time=2.5),
+        ForwardConfig(step=128, stages=2, warpgroups=3, q_stages=1, turns=True, paired=False, step_time=2.62, work_time=3.15),
+        ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=3, turns=False, step_time=1.86, work_time=2.25),
     ),
     (192, 128): (ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=1, turns=False),),
     (256, 256): (ForwardConfig(step=64, stages=2, warpgroups=2, q_stages=1, turns=False),),
 }
 # where more registers are needed than any entry of CONFIGS has
-ROOMY = {(64, 64): (ForwardConfig(step=128, stages=4, warpgroups=2, q_stages=2, turns=True),)}
+ROOMY = {(64, 64): (ForwardConfig(step=128, stages=4, warpgroups=2, q_stages=3, turns=True),)}
 # with so many blocks for each multiprocessor the last round does not matter, nor do a block's start and end with so many steps
 MANY, LONG = 16, 16
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from ..score_arguments import NOT_SPECIALIZED
 from ..units import to_base2, to_natural
@@ -24,16 +24,23 @@ from .forward_output import load_state, store_out
 from .forward_softcap import capped_softmax_step
 from .forward_softmax import as_column, divided, mask_edge, rescale, scaled, softmax_step, unpack
 from .kept_pairs import drop_drawn
-from .language import async_load, barrier, reinterpret, wait_for_products
+from .language import async_load, async_store, barrier, reinterpret, wait_for_products
 from .panels import part_panels, start_each, start_sum, zero_block, zeros
 from .score_steps import ScoreSteps, load_head, load_places, modified, position
-from .tables import AFTER, BEFORE, END, load_idle, load_segment, load_work
-from .threads import THREADS_OF_ROWS, layout_to_store
-from .works import hand_out, take
+from .tables import AFTER, BEFORE, END, WORK_COLUMNS, idle_of, load_segment
+from .threads import THREADS_OF_ROWS
+from .works import put, take
+
+# so many steps before its copies begin a program draws a work: earlier, it would hold one that another could begin; later, it would wait
+# for its numbers
+DRAWN_AHEAD = gl.constexpr(3)
+
+# numbers of so many works are in shared memory at a time
+WORK_PLACES = gl.constexpr(3)
 
 
 class Blocks(NamedTuple):
-    """Shared memory: blocks of Q, K and V, as the copy engine fills them or as matrices, and the indices of two works."""
+    """Shared memory: blocks of Q, K and V, as the copy engine fills them or as matrices, and the numbers of works."""
 
     q: gl.tensor
     k: gl.tensor
@@ -52,8 +59,9 @@ class ForwardBarriers(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Where the kernel writes out and the statistics, and where it reads a state."""
+    """Where the kernel writes out and the statistics, and where it reads a state. out_desc: of out, where the copy engine stores it."""
 
+    out_desc: gl.tensor
     out_ptr: gl.tensor
     state_ptr: gl.tensor
     row_max_ptr: gl.tensor
@@ -68,6 +76,55 @@ class DeviceWorkQueue(NamedTuple):
     work_count: gl.tensor
 
 
+class RowWork(NamedTuple):
+    """A work's numbers, as in `WorkQueue`. There is no more work where steps are 0."""
+
+    head_index: gl.tensor
+    block_begin: gl.tensor
+    segment: gl.tensor
+    steps: gl.tensor
+    before: gl.tensor
+    after: gl.tensor
+
+
+@gluon.jit
+def draw(queue, counter_ptr):
+    """(the number of the next work, the work)."""
+    number = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    more = number < queue.work_count
+    ptr = queue.works_ptr + number * WORK_COLUMNS
+    work = ()
+    for i in gl.static_range(WORK_COLUMNS):
+        # without a work there are no steps to wait for, nor idle ones
+        work += (gl.load(ptr + i, mask=more, other=0),)
+    return number, RowWork(work[0], work[1], work[2], work[3], work[BEFORE], work[AFTER])
+
+
+@gluon.jit
+def hand_out_queries(
+    q_desc, blocks, barriers, work, taken, batches, heads,
+    CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Give the warpgroups their next work and have its Q copied, or tell them that there is none."""
+    ROWS: gl.constexpr = q_desc.block_type.shape[1]
+    COLUMNS: gl.constexpr = q_desc.block_type.shape[3]
+    batch, head = work.head_index // heads % batches, work.head_index % heads
+    for i in gl.static_range(WARPGROUPS):
+        mbarrier.wait(barriers.q_empty.index(taken % Q_STAGES * WARPGROUPS + i), ((taken // Q_STAGES) & 1) ^ 1)
+    for i in gl.static_range(WORK_COLUMNS):
+        put(blocks.work, taken % WORK_PLACES * WORK_COLUMNS + i, work[i])
+    barrier()
+    for i in gl.static_range(WARPGROUPS):
+        place = taken % Q_STAGES * WARPGROUPS + i
+        if work.steps > 0:
+            mbarrier.expect(barriers.q_full.index(place), CHUNKS * q_desc.block_type.nbytes)
+            for c in gl.static_range(CHUNKS):
+                corner = [batch, work.block_begin + i * ROWS, head, c * COLUMNS]
+                async_load(q_desc, corner, barriers.q_full.index(place), blocks.q.index(place * CHUNKS + c))
+        else:
+            mbarrier.arrive(barriers.q_full.index(place), count=1)
+
+
 @gluon.jit
 def load_copies(
     q_desc, k_desc, v_desc, blocks, barriers, queue, counter_ptr, batches, heads, group,
@@ -75,25 +132,14 @@ def load_copies(
 ):  # fmt: skip
     """The partition that takes works and asks the copy engine for Q once a work and for K and V once a step, as soon as there is room."""
     BLOCK_K: gl.constexpr = k_desc.block_type.shape[1]
-    ROWS: gl.constexpr = q_desc.block_type.shape[1]
     COLUMNS: gl.constexpr = k_desc.block_type.shape[3]
     block = 0
     taken = 0
-    work = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    while work < queue.work_count:
-        head_index, block_begin, segment, steps = load_work(queue.works_ptr, work)
-        batch = head_index // heads % batches
-        head = head_index % heads
-        kv_head = head // group
-        for i in gl.static_range(WARPGROUPS):
-            mbarrier.wait(barriers.q_empty.index(taken % Q_STAGES * WARPGROUPS + i), ((taken // Q_STAGES) & 1) ^ 1)
-        hand_out(blocks.work, taken % 2, work)
-        for i in gl.static_range(WARPGROUPS):
-            place = taken % Q_STAGES * WARPGROUPS + i
-            mbarrier.expect(barriers.q_full.index(place), CHUNKS * q_desc.block_type.nbytes)
-            for c in gl.static_range(CHUNKS):
-                corner = [batch, block_begin + i * ROWS, head, c * COLUMNS]
-                async_load(q_desc, corner, barriers.q_full.index(place), blocks.q.index(place * CHUNKS + c))
+    number, work = draw(queue, counter_ptr)
+    hand_out_queries(q_desc, blocks, barriers, work, taken, batches, heads, CHUNKS, WARPGROUPS, Q_STAGES)
+    while work.steps > 0:
+        batch, kv_head = work.head_index // heads % batches, work.head_index % heads // group
+        segment, steps = work.segment, work.steps
         start = gl.load(queue.segments_ptr + segment * 8)
         end = gl.load(queue.segments_ptr + segment * 8 + END)
         for step in range(steps):
@@ -107,22 +153,21 @@ def load_copies(
             for c in gl.static_range(CHUNKS):
                 corner = [batch, start, kv_head, c * COLUMNS]
                 async_load(k_desc, corner, barriers.k_full.index(stage), blocks.k.index(stage * CHUNKS + c))
-            if step == steps - 1:
-                # earlier, a program would hold a work that another could begin; later, its copies would pause
-                work = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+            if step == gl.maximum(steps - DRAWN_AHEAD, 0):
+                number, work = draw(queue, counter_ptr)
+            if Q_STAGES > 1 and step == steps - 1:
+                hand_out_queries(q_desc, blocks, barriers, work, taken + 1, batches, heads, CHUNKS, WARPGROUPS, Q_STAGES)
             mbarrier.wait(barriers.kv_empty.index((block + 1) % STAGES), (((block + 1) // STAGES) & 1) ^ 1)
             mbarrier.expect(barriers.v_full.index(stage), v_desc.block_type.nbytes)
             async_load(v_desc, [batch, start, kv_head, 0], barriers.v_full.index(stage), blocks.v.index(stage))
             start += BLOCK_K
             block += 1
         taken += 1
-    for i in gl.static_range(WARPGROUPS):
-        mbarrier.wait(barriers.q_empty.index(taken % Q_STAGES * WARPGROUPS + i), ((taken // Q_STAGES) & 1) ^ 1)
-    hand_out(blocks.work, taken % 2, work)
-    for i in gl.static_range(WARPGROUPS):
-        mbarrier.arrive(barriers.q_full.index(taken % Q_STAGES * WARPGROUPS + i), count=1)
+        if Q_STAGES == 1:
+            # the place of Q is empty only when these steps are nearly done
+            hand_out_queries(q_desc, blocks, barriers, work, taken, batches, heads, CHUNKS, WARPGROUPS, Q_STAGES)
     # each program draws one number too many; whoever draws the last one sets the counter back for the next launch
-    if work == queue.work_count + gl.num_programs(0) - 1:
+    if number == queue.work_count + gl.num_programs(0) - 1:
         gl.store(counter_ptr, 0)
 
 
@@ -176,6 +221,14 @@ def start_values(pairs, v_smem, v_full, acc, block, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def take_rows(blocks, taken, WARPGROUP: gl.constexpr):
+    """The work that was handed out, with the idle steps of this warpgroup."""
+    p, first = blocks.work, taken % WORK_PLACES * WORK_COLUMNS
+    before, after = idle_of(take(p, first + BEFORE), WARPGROUP), idle_of(take(p, first + AFTER), WARPGROUP)
+    return RowWork(take(p, first), take(p, first + 1), take(p, first + 2), take(p, first + 3), before, after)
+
+
+@gluon.jit
 def attend_rows(
     blocks, barriers, result, queue, score, heads, q_rows, scale, WARPGROUP: gl.constexpr, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr, TURNS: gl.constexpr,
@@ -187,10 +240,8 @@ def attend_rows(
     BLOCK_DV: gl.constexpr = blocks.v.shape[2]
     SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
     NEXT: gl.constexpr = (WARPGROUP + 1) % WARPGROUPS
-    # rows of 16 bits leave through the place of their queries, if no other copy waits for that place
-    STAGED: gl.constexpr = (
-        result.out_ptr.dtype.element_ty.primitive_bitwidth == 16 and Q_STAGES > 1 and blocks.q.shape[2] == BLOCK_DV
-    )
+    # out leaves through the place of its queries
+    STAGED: gl.constexpr = result.out_desc is not None
     dtype: gl.constexpr = blocks.v.dtype
     DROPPED: gl.constexpr = MODIFIED and score.dropped is not None
     # one of the two changes scores before masks, the other in the softmax
@@ -198,19 +249,18 @@ def attend_rows(
     if TURNS and WARPGROUP == WARPGROUPS - 1:
         named_barrier("arrive", NEXT)
     taken = 0
-    mbarrier.wait(barriers.q_full.index(WARPGROUP), 0)
-    work = take(blocks.work, 0)
-    more = work < queue.work_count
-    before = load_idle(queue.works_ptr, work, more, BEFORE, WARPGROUP)
-    block = pass_by(barriers, gl.to_tensor(-1), before, WARPGROUP, NEXT, TURNS, STAGES, 0) + 1
+    q_place = taken + WARPGROUP
+    mbarrier.wait(barriers.q_full.index(q_place), 0)
+    work = take_rows(blocks, taken, WARPGROUP)
+    block = pass_by(barriers, gl.to_tensor(-1), work.before, WARPGROUP, NEXT, TURNS, STAGES, 0) + 1
     no_scores = zero_block(ROWS, BLOCK_K)
-    s = scores_product(blocks.q, WARPGROUP, blocks.k, barriers.k_full, no_scores, block, more, CHUNKS, PANELS, STAGES)
+    s = scores_product(blocks.q, q_place, blocks.k, barriers.k_full, no_scores, block, work.steps > 0, CHUNKS, PANELS, STAGES)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(barriers.kv_empty.index(block % STAGES), count=1)
     # at the top of the loop the scores of the first block of a work are there in which these rows have a live pair
-    while work < queue.work_count:
-        head_index, block_begin, segment, steps = load_work(queue.works_ptr, work)
-        first_row = block_begin + WARPGROUP * ROWS
+    while work.steps > 0:
+        head_index, segment = work.head_index, work.segment
+        first_row = work.block_begin + WARPGROUP * ROWS
         if HAS_STATE:
             # [ROWS]
             rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
@@ -235,10 +285,8 @@ def attend_rows(
                 state += (load_state(result.state_ptr, acc[panel], old_sum, first_row, head_index, heads, q_rows, V_DIM, panel),)
             acc = state
 
-        before = load_idle(queue.works_ptr, work, True, BEFORE, WARPGROUP)
-        steps -= before + load_idle(queue.works_ptr, work, True, AFTER, WARPGROUP)
         start, full_begin, full_end, end = load_segment(queue.segments_ptr, segment)
-        for _step in range(before):
+        for _step in range(work.before):
             start += BLOCK_K
             if start >= end:
                 segment += 1
@@ -261,8 +309,9 @@ def attend_rows(
         if HAS_STATE:
             # pinned: LLVM would merge this product with the one in the loop, and move it between the loop's matrix products
             acc = [pin(scaled(x, alpha)) for x in acc]
-        q_place = taken % Q_STAGES * WARPGROUPS + WARPGROUP
-        for _step in range(1, steps):
+        # read again rather than held in registers until here, and below through the loop
+        work = take_rows(blocks, taken, WARPGROUP)
+        for _step in range(1, work.steps - work.before - work.after):
             start += BLOCK_K
             if start >= end:
                 segment += 1
@@ -308,67 +357,72 @@ def attend_rows(
             if DROPPED:
                 pairs = drop_drawn(pairs, (head.stream_low, head.stream_high), score.dropped, q_position, k_position)
             acc = [rescale(x, alpha) for x in acc]
-        q_stored = q_place
+        # once Q may go, the place may get another work
+        work = take_rows(blocks, taken, WARPGROUP)
+        head_index, first_row = work.head_index, work.block_begin + WARPGROUP * ROWS
         if not STAGED:
             mbarrier.arrive(barriers.q_empty.index(q_place), count=1)
         acc_token = start_values(pairs, blocks.v, barriers.v_full, acc, block, STAGES)
-        after = load_idle(queue.works_ptr, work, True, AFTER, WARPGROUP)
-        if TURNS and after > 0:
+        if TURNS and work.after > 0:
             take_turn(WARPGROUP, NEXT)
         acc = wait_for_products(0, acc_token)
         pairs = pin(pairs)
-        block = pass_by(barriers, block, after, WARPGROUP, NEXT, TURNS, STAGES, 1)
+        block = pass_by(barriers, block, work.after, WARPGROUP, NEXT, TURNS, STAGES, 1)
 
         # the first scores of the next work run while this work is written out; after the last work nobody uses them
         taken += 1
+        q_stored = q_place
         q_place = taken % Q_STAGES * WARPGROUPS + WARPGROUP
         mbarrier.wait(barriers.q_full.index(q_place), (taken // Q_STAGES) & 1)
-        next_work = take(blocks.work, taken % 2)
+        work = take_rows(blocks, taken, WARPGROUP)
+        block = pass_by(barriers, block, work.before, WARPGROUP, NEXT, TURNS, STAGES, 0) + 1
         next_scores = s if PAIRED else no_scores
-        more = next_work < queue.work_count
-        before = load_idle(queue.works_ptr, next_work, more, BEFORE, WARPGROUP)
-        block = pass_by(barriers, block, before, WARPGROUP, NEXT, TURNS, STAGES, 0) + 1
-        s_token = scores_product(blocks.q, q_place, blocks.k, barriers.k_full, next_scores, block, more, CHUNKS, PANELS, STAGES)
+        s_token = scores_product(
+            blocks.q, q_place, blocks.k, barriers.k_full, next_scores, block, work.steps > 0, CHUNKS, PANELS, STAGES
+        )
+        # this wait is over, and ends a basic block: the compiler would start the last products behind the instructions that follow
+        mbarrier.wait(barriers.q_full.index(q_place), (taken // Q_STAGES) & 1)
         total = gl.convert_layout(gl.sum(row_sum, axis=1), SCORE_ROWS, assert_trivial=True)
         divisor = total
         if DROPPED:
             divisor *= score.kept_share
         out = [divided(x, divisor, result.out_ptr.dtype.element_ty) for x in acc]
-        s = warpgroup_mma_wait(0, deps=[s_token])
-        # the last values of this work, and the next one's first keys
-        mbarrier.arrive(barriers.kv_empty.index(block % STAGES), count=1)
-
-        # read again rather than held in registers through the loop
-        head_index, block_begin, segment, steps = load_work(queue.works_ptr, work)
-        first_row = block_begin + WARPGROUP * ROWS
         if STAGED:
+            # the place of the work before is empty once the copy engine has read it
+            tma.store_wait(0)
+            mbarrier.arrive(
+                barriers.q_empty.index((taken + Q_STAGES - 2) % Q_STAGES * WARPGROUPS + WARPGROUP), count=1, pred=taken > 1
+            )
             staging = part_panels(blocks.q.index(q_stored), PANELS)
             for panel in gl.static_range(PANELS):
                 staging[panel].store(out[panel])
-            out = [x.load(layout_to_store(x.shape[1])) for x in staging]
-        for panel in gl.static_range(PANELS):
-            store_out(result.out_ptr, out[panel], first_row, head_index, heads, q_rows, V_DIM, STAGED, panel)
-        if STAGED:
             fence_async_shared()
             barrier()
-            mbarrier.arrive(barriers.q_empty.index(q_stored), count=1)
+            place = reinterpret(blocks.q.index(q_stored), dtype, [1, ROWS, 1, BLOCK_DV], result.out_desc.layout)
+            async_store(result.out_desc, [head_index // heads, first_row, head_index % heads, 0], place)
+        else:
+            for panel in gl.static_range(PANELS):
+                store_out(result.out_ptr, out[panel], first_row, head_index, heads, q_rows, V_DIM, panel)
         total = gl.where(total == 0, 0.0, total * gl.exp2(pivot - row_max))
         row_max, total = to_natural(row_max, total)
         rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
         statistics = head_index.to(gl.int64) * q_rows + rows
         gl.store(result.row_max_ptr + statistics, row_max, mask=rows < q_rows)
         gl.store(result.row_sum_ptr + statistics, total, mask=rows < q_rows)
-        work = next_work
+        s = warpgroup_mma_wait(0, deps=[s_token])
+        # the last values of this work, and the next one's first keys
+        mbarrier.arrive(barriers.kv_empty.index(block % STAGES), count=1)
+    if STAGED:
+        tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["work_count", "batches", "heads", "group", "q_rows", *NOT_SPECIALIZED])
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, counter_ptr, work_count, batches, heads,
-    group, q_rows, scale, into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, counter_ptr, work_count,
+    batches, heads, group, q_rows, scale, into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride,
     seed_low, seed_high, offset, all_heads, first_head, dropped, kept_share, CHUNKS: gl.constexpr, PANELS: gl.constexpr,
     WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr,
-    TURNS: gl.constexpr, PAIRED: gl.constexpr, REGISTERS: gl.constexpr, MODIFIED: gl.constexpr,
-    LATE_CAP: gl.constexpr,
+    TURNS: gl.constexpr, PAIRED: gl.constexpr, REGISTERS: gl.constexpr, MODIFIED: gl.constexpr, LATE_CAP: gl.constexpr,
 ):  # fmt: skip
     """out, row_max, row_sum of the works of one program; see the module."""
     dtype: gl.constexpr = q_desc.dtype
@@ -386,8 +440,8 @@ def hopper_forward_kernel(
     q_matrices = reinterpret(q_smem, dtype, [Q_STAGES * WARPGROUPS * CHUNKS, ROWS, BLOCK_D], Q)
     k_matrices = reinterpret(k_smem, dtype, [STAGES * CHUNKS, BLOCK_K, BLOCK_D], K)
     v_matrices = reinterpret(v_smem, dtype, [STAGES, BLOCK_K, BLOCK_DV], V)
-    # the work at hand and the one after it
-    work_smem = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # the numbers of works whose Q is here
+    work_smem = gl.allocate_shared_memory(gl.int32, [WORK_PLACES * WORK_COLUMNS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * WARPGROUPS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * WARPGROUPS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -404,7 +458,7 @@ def hopper_forward_kernel(
     fence_async_shared()
     blocks, matrices = Blocks(q_smem, k_smem, v_smem, work_smem), Blocks(q_matrices, k_matrices, v_matrices, work_smem)
     barriers = ForwardBarriers(q_full, q_empty, k_full, v_full, kv_empty)
-    result = Result(out_ptr, state_ptr, row_max_ptr, row_sum_ptr)
+    result = Result(out_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr)
     queue = DeviceWorkQueue(works_ptr, segments_ptr, work_count)
     score = ScoreSteps(
         into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high,

@@ -22,12 +22,12 @@ def out_place(
 
 
 @gluon.jit
-def store_out(out_ptr, out, first_row, head_index, heads, q_rows, V_DIM: gl.constexpr, STAGED: gl.constexpr, PANEL: gl.constexpr):
+def store_out(out_ptr, out, first_row, head_index, heads, q_rows, V_DIM: gl.constexpr, PANEL: gl.constexpr):
     """Store rows of a panel of out. In 16 bits a product leaves a thread 4 bytes side by side, half of the least that memory moves.
     At d = 256 there is no room to rearrange them."""
     ROWS: gl.constexpr = out.shape[0]
     COLUMNS: gl.constexpr = out.shape[1]
-    if out.dtype.primitive_bitwidth == 16 and COLUMNS <= 128 and not STAGED:
+    if out.dtype.primitive_bitwidth == 16 and COLUMNS <= 128:
         out = wide_rows(out)
     LAYOUT: gl.constexpr = out.type.layout
     offsets, mask = out_place(first_row, head_index, heads, q_rows, V_DIM, ROWS, COLUMNS, LAYOUT, PANEL)

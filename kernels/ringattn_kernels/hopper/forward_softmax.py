@@ -34,43 +34,51 @@ def unpack(pairs, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.constexpr_function
-def mask_assembly(count):
-    """-inf for scores whose column is not in [first, last] of their row, as one thread holds them: two columns of two rows, then again
-    from 8 columns on. In one piece, so that the columns are constants and take no registers."""
-    lines = ["{ .reg .pred p; .reg .b32 t, f<2>, l<2>;", FIRST_COLUMN]
-    lines.extend(f"sub.s32 f{row}, ${2 * count + 2 * row}, t; sub.s32 l{row}, ${3 * count + 2 * row}, t;" for row in range(2))
-    for i in range(count):
-        row, column = i // 2 % 2, i % 2 + i // 4 * 8
+def mask_assembly(count, up_to):
+    """-inf for scores past the last column of their row or, if not `up_to`, up to that column. A thread holds two columns of two rows, then
+    again from 8 columns on. A bit says for each column of a row whether it is live; those of one row become predicates seven at a time."""
+    lines = ["{ .reg .pred p; .reg .b32 t, n, live<2>;", FIRST_COLUMN]
+    for row in range(2):
+        # how many of the thread's columns there are until the last: of those at 0, 8, 16 and so on, and of those one further
         lines.append(
-            f"setp.le.s32 p, f{row}, {column}; setp.ge.and.s32 p, l{row}, {column}, p; selp.f32 ${i}, ${i}, 0fFF800000, p;"
+            f"sub.s32 live{row}, ${2 * count + 2 * row}, t; add.s32 n, live{row}, 7; shr.s32 n, n, 3; add.s32 live{row}, live{row}, 8;"
         )
+        lines.append(f"shr.s32 live{row}, live{row}, 3; add.s32 live{row}, live{row}, n; max.s32 live{row}, live{row}, 0;")
+        lines.append(f"shl.b32 live{row}, 1, live{row}; sub.s32 live{row}, {f'live{row}, 1' if up_to else f'0, live{row}'};")
+    for i in sorted(range(count), key=lambda i: i // 2 % 2):
+        row, bit = i // 2 % 2, 1 << (i % 2 + i // 4 * 2)
+        lines.append(f"and.b32 t, live{row}, {bit:#x}; setp.ne.u32 p, t, 0; selp.f32 ${i}, ${i}, 0fFF800000, p;")
     return " ".join([*lines, "}"])
+
+
+@gluon.jit
+def mask_columns(scores, last, UP_TO: gl.constexpr):
+    """-inf for scores past column `last` [rows] or, if not UP_TO, up to it."""
+    COUNT: gl.constexpr = scores.shape[0] * scores.shape[1] // 128
+    ASM: gl.constexpr = mask_assembly(COUNT, UP_TO)
+    CONSTRAINTS: gl.constexpr = in_place(COUNT, "r")
+    last = gl.expand_dims(last, 1).broadcast_to(scores.shape)
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [scores, last], dtype=gl.float32, is_pure=True, pack=COUNT)
 
 
 @gluon.jit
 def mask_edge(scores, start, end, segments_ptr, segment, first_row):
     """-inf for pairs of an edge block that are not live."""
     ROWS: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
-    COUNT: gl.constexpr = scores.shape[0] * scores.shape[1] // 128
-    ASM: gl.constexpr = mask_assembly(COUNT)
-    CONSTRAINTS: gl.constexpr = in_place(COUNT, "rr")
     ptr = segments_ptr + segment * 8
     # rows and columns relative to the block's first ones
     shift = first_row - start
     begin, stop = shift - gl.load(ptr + HI), shift - gl.load(ptr + LO)
     row_begin, row_end = gl.load(ptr + ROW_BEGIN) - first_row, gl.load(ptr + ROW_END) - first_row
     stop_all = end - 1 - start
+    rows = gl.arange(0, scores.shape[0], ROWS)
     # an edge of the query block need not be one of this warpgroup's rows
-    whole = (begin + scores.shape[0] <= 1) & (gl.minimum(stop, stop_all) >= scores.shape[1] - 1)
-    whole &= (row_begin <= 0) & (row_end >= scores.shape[0])
-    if not whole:
-        rows = gl.arange(0, scores.shape[0], ROWS)
-        first = rows + begin
+    if (gl.minimum(stop, stop_all) < scores.shape[1] - 1) | (row_begin > 0) | (row_end < scores.shape[0]):
         last = gl.minimum(rows + stop, stop_all)
         last = gl.where((rows >= row_begin) & (rows < row_end), last, -1)
-        first = gl.expand_dims(first, 1).broadcast_to(scores.shape)
-        last = gl.expand_dims(last, 1).broadcast_to(scores.shape)
-        scores = gl.inline_asm_elementwise(ASM, CONSTRAINTS, [scores, first, last], dtype=gl.float32, is_pure=True, pack=COUNT)
+        scores = mask_columns(scores, last, True)
+    if begin + scores.shape[0] > 1:
+        scores = mask_columns(scores, rows + (begin - 1), False)
     return scores
 
 

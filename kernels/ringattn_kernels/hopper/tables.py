@@ -25,16 +25,8 @@ def load_segment(segments_ptr, segment):
 
 
 @gluon.jit
-def load_work(works_ptr, work):
-    """((split * b + batch) * h + head, first row of the query block, first segment, number of steps)."""
-    ptr = works_ptr + work * WORK_COLUMNS
-    return gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2), gl.load(ptr + 3)
-
-
-@gluon.jit
-def load_idle(works_ptr, work, more, COLUMN: gl.constexpr, WARPGROUP: gl.constexpr):
-    """How many of a work's steps are BEFORE or AFTER those in which a warpgroup has a live pair; 0 if there is no such work."""
-    found = gl.load(works_ptr + work * WORK_COLUMNS + COLUMN, mask=more, other=0)
+def idle_of(found, WARPGROUP: gl.constexpr):
+    """How many of a work's steps BEFORE or AFTER the others are idle for a warpgroup, as it has no live pair there."""
     return (found >> (IDLE_BITS * WARPGROUP)) & ((1 << IDLE_BITS) - 1)
 
 
