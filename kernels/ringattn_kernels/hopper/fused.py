@@ -21,7 +21,7 @@ from ..table import TileTable, steps_of, touched_in
 from . import statistics
 from .backward import BackwardConfig, key_arguments, key_blocks_of
 from .blocks import BLOCK, ROWS
-from .descriptors import described, plain_layout, rest_descriptor
+from .descriptors import described, main_descriptor, plain_layout, rest_descriptor
 from .dq_sums import SUMS, WIDTH, dq_part, finish_kernel
 from .fused_kernel import fused_kernel, is_wide
 from .panels import has_rest, main_columns
@@ -228,6 +228,8 @@ def backward(
         moving |= dict(q_rest=q, k_rest=k, sums_rest=sums)
     if has_rest(v.shape[3]):
         moving |= dict(v_rest=v, dout_rest=dout)
+    if not ordered and stores_by_copy(q, dk, dv, add, modifiers):
+        moving |= dict(dk_desc=dk, dv_desc=dv)
 
     def make() -> tuple[int, dict]:
         grid, arguments = fused_arguments(
@@ -240,6 +242,18 @@ def backward(
     launches.launch(fused_kernel, table, facts, moving, make, num_warps=4)
     if modifier_sums is not None and modifiers is not None:
         _add(modifier_sums, *found.values(), modifiers, table)
+
+
+def stores_by_copy(q: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, add: bool, modifiers: Modifiers | None) -> bool:
+    """Whether the copy engine stores dk and dv where there are no turns: rows in 16 bits, of one panel.
+
+    It is no faster with two panels, and where scores are modified, threads lack registers for it.
+    """
+    d = q.shape[3]
+    fits = not add and modifiers is None and d == dv.shape[3] == main_columns(d)
+    return fits and all(
+        x.dtype == q.dtype and x.data_ptr() % 16 == 0 and not any(stride % 8 for stride in x.stride()[:3]) for x in (dk, dv)
+    )
 
 
 def _add(
@@ -306,7 +320,10 @@ def fused_arguments(
         drawing = dict(count=heads, most=heads, pace=0, chunk=1)
         own = dict(sums_ptr=sums, touches_ptr=touches_on(table, BLOCK.value, step, q.device), dq_ptr=dq, q_rows=q_rows)
         own |= launches.strides(dq=dq)
+    copied = turns is None and stores_by_copy(q, dk, dv, add, modifiers)
     return programs, arguments | dict(
+        dk_desc=main_descriptor(dk, ROWS.value) if copied else None,
+        dv_desc=main_descriptor(dv, ROWS.value) if copied else None,
         q_rest=rest_descriptor(q, step),
         k_rest=rest_descriptor(k, ROWS.value),
         v_rest=rest_descriptor(v, ROWS.value),

@@ -14,17 +14,16 @@ one, and its keys, are on their way.
 Shapes: as in `attention.backward`.
 """
 
-from typing import NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from ..score_arguments import NOT_SPECIALIZED
 from .barriers import advance
-from .blocks import BLOCK, ROWS, drop_dead, mask_scores, write_rows
+from .blocks import BLOCK, ROWS, drop_dead, mask_scores
 from .dq_sums import SUMS, WIDTH, Handover, Staging, add_dq, allocate_staging, hand_over_dq, start_dq
 from .fences import hide_uniform, pin_pairs
+from .gradient_rows import GradientRows, write_gradients
 from .kept_pairs import drop_halves, kept_bits, where_kept
 from .language import wait_for_products
 from .loads import Inputs, allocate_queries, produce_work
@@ -41,19 +40,6 @@ from .works import NUMBERS, KeyWorks, WorkPlaces, draw, end_work, hand_out_end, 
 def is_wide(head_dim, v_dim):
     """Whether 64 rows of dk and dv take more than 128 registers of each of a warpgroup's threads."""
     return head_dim + v_dim > 256
-
-
-class GradientRows(NamedTuple):
-    """dk and dv, and the strides of their batches, heads and rows."""
-
-    dk_ptr: gl.tensor
-    dv_ptr: gl.tensor
-    dk_batch: gl.tensor
-    dk_head: gl.tensor
-    dk_stride: gl.tensor
-    dv_batch: gl.tensor
-    dv_head: gl.tensor
-    dv_stride: gl.tensor
 
 
 @gluon.jit
@@ -316,10 +302,12 @@ def consume_and_add(
                 leave_dq(sums, staging.dq, own, dq_ptr, dq, touch, works.group, HALF, STEP, HEAD_DIM)
             else:
                 add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, part)
-        row0 = work.block_begin + HALF * ROWS
-        dk_ptr, dv_ptr = of_head(gradients, work, works.heads // works.kv_heads)
-        write_panels(dk_ptr, gradients.dk_stride, dk, softmax_scale, row0, k_rows, ADD, MODIFIED, OWNED)
-        write_panels(dv_ptr, gradients.dv_stride, dv, whole_share if MODIFIED else 1.0, row0, k_rows, ADD, MODIFIED, OWNED)
+        batches = works.heads // works.kv_heads
+        dv_factor = whole_share if MODIFIED else 1.0
+        room = None if ORDERED else staging.dq.index(HALF)
+        write_gradients(
+            gradients, room, work, batches, k_rows, dk, dv, softmax_scale, dv_factor, HALF, ADD, not MODIFIED, OWNED
+        )  # fmt: skip
         if SUMMED:
             # of the last head, which leaves with the last step: what came after it is 0
             found = leave_head(found, score_sums, score, work.head_index * works.group + gl.minimum(member, works.group - 1))
@@ -329,23 +317,6 @@ def consume_and_add(
         work = take_work(of_works, taken)
     if not ORDERED:
         tma.store_wait(0)
-
-
-@gluon.jit
-def of_head(gradients, work, batches):
-    """Where dk and dv of a work's head begin. The partials of a split are stored as further batches."""
-    place, head = (work.split * batches + work.batch).to(gl.int64), work.kv_head.to(gl.int64)
-    dk_ptr = gradients.dk_ptr + (place * gradients.dk_batch + head * gradients.dk_head)
-    return dk_ptr, gradients.dv_ptr + (place * gradients.dv_batch + head * gradients.dv_head)
-
-
-@gluon.jit
-def write_panels(ptr, stride, values, factor, row0, row_count, ADD: gl.constexpr, MODIFIED: gl.constexpr, STREAM: gl.constexpr):
-    """`write_rows` of all panels, times a factor."""
-    WIDE: gl.constexpr = not MODIFIED
-    for i in gl.static_range(len(values)):
-        write_rows(ptr, stride, values[i] * factor, row0, row_count, ADD, WIDE, STREAM)
-        ptr += values[i].type.shape[1]
 
 
 @gluon.jit
@@ -398,7 +369,7 @@ def produce(
 )  # fmt: skip
 def fused_kernel(
     q_desc, k_desc, v_desc, dout_desc, q_rest, k_rest, v_rest, dout_rest, pivot_desc, delta_desc, sums_desc, sums_rest,
-    dk_ptr, dv_ptr, items_ptr, segments_ptr, successors_ptr, counters_ptr, drawn_ptr,
+    dk_desc, dv_desc, dk_ptr, dv_ptr, items_ptr, segments_ptr, successors_ptr, counters_ptr, drawn_ptr,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     count, most, item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
     into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high, offset, all_heads,
@@ -454,7 +425,9 @@ def fused_kernel(
         WorkPlaces(places, full, keys_empty),
     )
     works = KeyWorks(items_ptr, segments_ptr, drawn_ptr, count, most, item_count, chunk, heads, kv_heads, group)
-    gradients = GradientRows(dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs)
+    gradients = GradientRows(
+        dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs
+    )  # fmt: skip
     turns = DeviceTurns(successors_ptr, counters_ptr)
     score = ScoreSteps(
         into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high, offset, all_heads,
