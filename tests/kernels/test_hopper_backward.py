@@ -325,7 +325,8 @@ def test_what_one_launch_reads_of_its_rows_lies_where_dq_comes(rows, d, fit, lau
         (66, 300, 64, True),
         (66, 512, 128, True),
         (66, 640, 128, False),  # 3 blocks of keys meet a block of queries in the mean
-        (66, 1024, 64, False),
+        (66, 1024, 64, True),
+        (66, 1152, 64, False),
         (80, 300, 64, False),  # 160 heads leave a third of the time of 132 multiprocessors unused
         (66, 300, 192, False),
     ],
