@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -64,10 +64,12 @@ GRID = tuple(
     for tail in (0, 1)
 )
 SHAPES = {"models": MODELS, "grid": GRID}
+NAMES = ("cuDNN", "FlashAttention-2", "eager")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["models"], help="(default: models)")
+    parser.add_argument("--contestants", nargs="+", choices=NAMES, default=NAMES, help="who takes part beside ours (default: all)")
     parser.add_argument("--calls", type=int, default=40, help="calls of each kind (default: %(default)s)")
 
 
@@ -77,7 +79,7 @@ def main(arguments: argparse.Namespace) -> None:
     print("host forward and both in microseconds; one by one and in a stream in milliseconds; peak in MiB")
     for shape in [shape for name in arguments.shapes for shape in SHAPES[name]]:
         print(shape)
-        for name, (call, leaves, dout) in contestants(shape).items():
+        for name, (call, leaves, dout) in contestants(shape, names=arguments.contestants).items():
             both = lambda call=call, leaves=leaves, dout=dout: torch.autograd.grad(call(), leaves, dout)  # noqa: E731
             peak = peak_of(both)
             hosts = host(call, arguments.calls), host(both, arguments.calls)
@@ -88,8 +90,11 @@ def main(arguments: argparse.Namespace) -> None:
 Contestant = tuple[Callable[[], torch.Tensor], list[torch.Tensor], torch.Tensor]
 
 
-def contestants(shape: Shape, device: str = "cuda") -> dict[str, Contestant]:
-    """By name: a call, its leaves, and the gradient of its result. Results are compared first, on the live rows."""
+def contestants(shape: Shape, device: str = "cuda", names: Sequence[str] = NAMES) -> dict[str, Contestant]:
+    """By name: a call, its leaves, and the gradient of its result. Results are compared first, on the live rows.
+
+    names: who takes part beside ours. cuDNN and FlashAttention-2 need a GPU.
+    """
     torch.manual_seed(0)
     b, s, h, hk, d, live = shape.batch, shape.tokens, shape.heads, shape.kv_heads, shape.head_dim, shape.live
     leaves = [torch.randn(b, s, heads, d, device=device, dtype=shape.dtype, requires_grad=True) for heads in (h, hk, hk)]
@@ -117,8 +122,11 @@ def contestants(shape: Shape, device: str = "cuda") -> dict[str, Contestant]:
     calls = {"ringattn": lambda: ra.ring_attention(*leaves, mask=mask)}
     if device == "cuda":
         calls |= {"cuDNN": torch_by(SDPBackend.CUDNN_ATTENTION), "FlashAttention-2": torch_by(SDPBackend.FLASH_ATTENTION)}
+    calls["eager"] = eager
     found: dict[str, Contestant] = {}
-    for name, call in (calls | {"eager": eager}).items():
+    for name, call in calls.items():
+        if name not in ("ringattn", *names):
+            continue
         try:
             out = call().detach()
         except torch.OutOfMemoryError:

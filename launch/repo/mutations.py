@@ -810,6 +810,28 @@ MUTATIONS = (
         "a removed check: NaN passes",
         "tests/test_verification.py -k nan_never",
     ),
+    # masks and stores on Hopper
+    Mutation(
+        "kernels/ringattn_kernels/hopper/forward_softmax.py",
+        "add.s32 n, live{row}, 7;",
+        "add.s32 n, live{row}, 8;",
+        "a row sees the key behind its last one",
+        STEPS,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/forward.py",
+        " and out.data_ptr() % 16 == 0",
+        "",
+        "the copy engine is given an address that it refuses",
+        "tests/kernels/test_hopper_forward.py -k copy_engine_stores",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/fused.py",
+        "x.dtype == q.dtype and ",
+        "",
+        "the copy engine rounds partial sums of dk and dv to 16 bits",
+        "tests/kernels/test_hopper_backward.py -k copy_engine_stores",
+    ),
     # heads that programs have for themselves
     Mutation(
         "kernels/ringattn_kernels/hopper/touches.py",

@@ -29,6 +29,7 @@ from ringattn_kernels.hopper.panels import main_columns
 from ringattn_kernels.hopper.statistics import PaddedStatistics
 from ringattn_kernels.hopper.turns import key_turns
 from ringattn_kernels.launches import parted
+from ringattn_kernels.modifiers import Modifiers
 from tests.kernels import dense, fuzz, ptx
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -317,6 +318,24 @@ def test_what_one_launch_reads_of_its_rows_lies_where_dq_comes(rows, d, fit, lau
         inside = dq.data_ptr() <= begins[0][0] and begins[-1][1] <= dq.data_ptr() + dq.nbytes
         assert inside == (once and fit)
         launches.clear()
+
+
+def test_the_copy_engine_stores_dk_and_dv_where_it_can():
+    def stores(q, dk, dv, add=False, modifiers=None):
+        return fused.stores_by_copy(q, dk, dv, add, modifiers)
+
+    for d in (64, 96, 128, 192):
+        q, v = (torch.empty(1, 256, 2, dim, dtype=torch.bfloat16) for dim in (d, V_DIMS.get(d, d)))
+        assert stores(q, q, v) == (d in (64, 128))
+    q = torch.empty(1, 256, 2, 64, dtype=torch.bfloat16)
+    sums = q.float()
+    # columns of q, k and v side by side, as some models keep their gradients, and the same off the addresses that it takes
+    side_by_side, off = q.new_empty(1, 256, 2, 192)[..., 64:128], q.new_empty(1, 256, 2, 196)[..., 64:128]
+    odd = q.new_empty(q.numel() + 1)[1:].view(q.shape)
+    assert stores(q, side_by_side, q)
+    assert not any(stores(q, *pair) for x in (sums, off, odd) for pair in ((x, q), (q, x)))
+    assert not stores(q, sums, sums, add=True)
+    assert not stores(q, q, q, modifiers=Modifiers(softcap=30.0))
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,22 @@ def test_short_problems_are_launched_in_splits_and_merged_with_the_state(recorde
     assert merge["blocks_ptr"].tolist() == [[0, count], [128, count]]
 
 
+def test_the_copy_engine_stores_out_where_it_can():
+    q = torch.empty(1, 256, 2, 64, dtype=torch.bfloat16)
+    several, single = forward_config.CONFIGS[64, 64][0], forward_config.CONFIGS[128, 128][0]
+    assert several.q_stages > 1 == single.q_stages
+    assert hopper.forward.stores_by_copy(q, torch.empty_like(q), several)
+    obstacles = {
+        "one place for queries": (torch.empty_like(q), single),
+        "a state": (q.float(), several),
+        "a place of queries of another size": (q.new_empty(1, 256, 2, 128), several),
+        "rows that are no multiple of 16 bytes": (q.new_empty(1, 256, 2, 60), several),
+        "an address that is none": (q.new_empty(q.numel() + 1)[1:].view(q.shape), several),
+    }
+    for why, (out, config) in obstacles.items():
+        assert not hopper.forward.stores_by_copy(q, out, config), why
+
+
 def test_blocks_are_as_large_as_multiprocessors_have_many(recorded):
     """The larger are faster, but where there are few works, more of the smaller ones fill the last round."""
 

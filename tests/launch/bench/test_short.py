@@ -24,6 +24,7 @@ def test_contestants_compute_the_same(tail, name, short, monkeypatch):
     found = short.contestants(shape, "cpu")
     gradients = [torch.autograd.grad(call(), leaves, dout) for call, leaves, dout in found.values()]
     assert list(found) == ["ringattn", "eager"]
+    assert list(short.contestants(shape, "cpu", ["cuDNN"])) == ["ringattn"]
     assert all(torch.allclose(x, y, atol=1e-4) for x, y in zip(*gradients))
     assert str(shape) == f"{name}, heads 4:2, D 16, float32"
     monkeypatch.setattr(short.ra, "ring_attention", lambda q, k, v, mask: q + v.repeat_interleave(2, 2))
