@@ -53,9 +53,16 @@ LONG_STEPS = {("query", 64), ("query", 128), ("fused", 64), ("ordered", 64)}
 OVERLAPPED = {"key": r"DH(EH)+D", "query": r"HDED", "fused": r"DH(EH)+D", "ordered": r"DH(EH)+D", "wide key": r"DEH+D"}
 # and those of later versions of Triton that spill more; 3.9 takes a newer ptxas and asks it for less effort in allocating registers
 MORE_SPILLS = {
-    (3, 7): {("query", 128): 64, ("fused", 128): 56},
-    (3, 8): {("fused", 64): 184, ("fused", 192): 220},
-    (3, 9): {("key", 128): 172, ("query", 128): 104, ("fused", 64): 560, ("fused", 128): 68, ("fused", 192): 496},
+    (3, 7): {("query", 128): 64, ("fused", 128): 64, ("fused", 192): 212, ("owned", 96): 48, ("owned", 128): 244},
+    (3, 8): {("fused", 64): 184, ("fused", 128): 72, ("fused", 192): 220, ("owned", 128): 248},
+    (3, 9): {
+        ("key", 128): 172,
+        ("query", 128): 104,
+        ("fused", 64): 592,
+        ("fused", 128): 68,
+        ("fused", 192): 540,
+        ("owned", 96): 96,
+    },
 }
 MORE_SPILLS[3, 7] |= {("ordered", 64): 220, ("ordered", 96): 160, ("ordered", 128): 376, ("ordered", 192): 1072}
 MORE_SPILLS[3, 8] |= {("ordered", 128): 280, ("ordered", 192): 740}
@@ -207,8 +214,10 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(kernel
         stores = collections.Counter(re.findall(r"\bSTG\.E\S*", sass))
         wide = {"STG.E.EF.128"} if kernel == "owned" else set() if copied else {"STG.E.128"}
         assert stores.keys() - {"STG.E.STRONG.GPU", "STG.E"} == wide and stores["STG.E"] <= (6 if kernel == "owned" else 4)
-    # the ordinary atomics draw a work, in two places where it is a head, and count the programs that draw no more
-    assert len(re.findall(r"\b(?:RED|ATOMG?)\b", sass)) == {"fused": 2, "ordered": 2, "owned": 4}.get(kernel, 0)
+    # the ordinary atomics draw a work, in two places where it is a head (later versions of Triton merge these), and count the programs that
+    # draw no more
+    atomics = {"fused": 2, "ordered": 2, "owned": 4 if RELEASE < (3, 8) else 2}
+    assert len(re.findall(r"\b(?:RED|ATOMG?)\b", sass)) == atomics.get(kernel, 0)
 
 
 def test_a_choice_can_be_overridden_and_has_a_reason():
@@ -321,8 +330,8 @@ def test_what_one_launch_reads_of_its_rows_lies_where_dq_comes(rows, d, fit, lau
 
 
 def test_the_copy_engine_stores_dk_and_dv_where_it_can():
-    def stores(q, dk, dv, add=False, modifiers=None):
-        return fused.stores_by_copy(q, dk, dv, add, modifiers)
+    def stores(q, dk, dv, add=False, modifiers=None, rows=256):
+        return fused.stores_by_copy(q, dk, dv, rk.TileTable(np.array(dense.causal(rows)), rows, rows), add, modifiers)
 
     for d in (64, 96, 128, 192):
         q, v = (torch.empty(1, 256, 2, dim, dtype=torch.bfloat16) for dim in (d, V_DIMS.get(d, d)))
@@ -336,6 +345,12 @@ def test_the_copy_engine_stores_dk_and_dv_where_it_can():
     assert not any(stores(q, *pair) for x in (sums, off, odd) for pair in ((x, q), (q, x)))
     assert not stores(q, sums, sums, add=True)
     assert not stores(q, q, q, modifiers=Modifiers(softcap=30.0))
+    # works of 17, 33 and 65 steps in the mean, and of twice as many where two query heads share keys
+    expected = {(64, 1): [True, True, True], (128, 1): [True, False, False], (128, 2): [False, False, False]}
+    for (d, group), copied in expected.items():
+        heads = torch.empty(1, 1, 4, d, dtype=torch.bfloat16)
+        keys = heads[:, :, : 4 // group]
+        assert [stores(heads, keys, keys, rows=n) for n in (2048, 4096, 8192)] == copied
 
 
 @pytest.mark.parametrize(

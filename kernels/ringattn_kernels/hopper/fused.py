@@ -53,6 +53,9 @@ UNUSED = 0.05
 # the L2 may have let go of, because all multiprocessors have heads of their own; measured on an H200
 MET = {64: 4.5, 96: 3.25, 128: 2.6}
 
+# the copy engine stores dk and dv, by head dim, where works have at most so many steps in the mean; with others it was slower on an H200
+LONG = {128: 32}
+
 
 def config_for(head_dim: int, modifiers: Modifiers | None = None, owned: bool = False) -> BackwardConfig:
     """The configuration that runs. owned: see `owns_heads`."""
@@ -228,7 +231,7 @@ def backward(
         moving |= dict(q_rest=q, k_rest=k, sums_rest=sums)
     if has_rest(v.shape[3]):
         moving |= dict(v_rest=v, dout_rest=dout)
-    if not ordered and stores_by_copy(q, dk, dv, add, modifiers):
+    if not ordered and stores_by_copy(q, dk, dv, table, add, modifiers):
         moving |= dict(dk_desc=dk, dv_desc=dv)
 
     def make() -> tuple[int, dict]:
@@ -244,16 +247,25 @@ def backward(
         _add(modifier_sums, *found.values(), modifiers, table)
 
 
-def stores_by_copy(q: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, add: bool, modifiers: Modifiers | None) -> bool:
-    """Whether the copy engine stores dk and dv where there are no turns: rows in 16 bits, of one panel.
+def stores_by_copy(
+    q: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, table: TileTable, add: bool, modifiers: Modifiers | None
+) -> bool:
+    """Whether the copy engine stores dk and dv where there are no turns: rows in 16 bits, of one panel, of works that are not `LONG`.
 
     It is no faster with two panels, and where scores are modified, threads lack registers for it.
     """
     d = q.shape[3]
     fits = not add and modifiers is None and d == dv.shape[3] == main_columns(d)
-    return fits and all(
+    fits = fits and all(
         x.dtype == q.dtype and x.data_ptr() % 16 == 0 and not any(stride % 8 for stride in x.stride()[:3]) for x in (dk, dv)
     )
+    if not fits or d not in LONG:
+        return fits
+    step = CONFIGS[d].step
+    steps = table.derived(
+        ("mean steps", BLOCK.value, step), lambda: step_count(table, BLOCK.value, step) * BLOCK.value / table.k_rows
+    )
+    return steps * (q.shape[2] // dk.shape[2]) <= LONG[d]
 
 
 def _add(
@@ -320,7 +332,7 @@ def fused_arguments(
         drawing = dict(count=heads, most=heads, pace=0, chunk=1)
         own = dict(sums_ptr=sums, touches_ptr=touches_on(table, BLOCK.value, step, q.device), dq_ptr=dq, q_rows=q_rows)
         own |= launches.strides(dq=dq)
-    copied = turns is None and stores_by_copy(q, dk, dv, add, modifiers)
+    copied = turns is None and stores_by_copy(q, dk, dv, table, add, modifiers)
     return programs, arguments | dict(
         dk_desc=main_descriptor(dk, ROWS.value) if copied else None,
         dv_desc=main_descriptor(dv, ROWS.value) if copied else None,
