@@ -21,6 +21,7 @@ ROUNDING = "tests/test_attention.py -k 'errors_are_those_of_dense and bfloat16'"
 CROSS = "tests/distributed/test_cross.py"
 STAGED = "tests/transport/test_staged.py"
 STEPS = "tests/kernels/test_score_steps.py"
+PLAYED = "tests/kernels/test_hopper_played.py"
 MODIFIED = "tests/kernels/test_hopper_modified.py -k 'where_they_can or cannot_be_met'"
 BLOCKED = "tests/device/test_blocked.py"
 SCORES = "tests/test_scores.py -x"
@@ -831,6 +832,28 @@ MUTATIONS = (
         "",
         "the copy engine rounds partial sums of dk and dv to 16 bits",
         "tests/kernels/test_hopper_backward.py -k copy_engine_stores",
+    ),
+    # the Hopper forward's partitions
+    Mutation(
+        "kernels/ringattn_kernels/hopper/forward_kernel.py",
+        "(taken + Q_STAGES - 2) % Q_STAGES",
+        "(taken + Q_STAGES - 1) % Q_STAGES",
+        "queries come to a place from which out is still stored",
+        PLAYED,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/forward_kernel.py",
+        "gl.maximum(steps - DRAWN_AHEAD, 0)",
+        "steps - DRAWN_AHEAD",
+        "a program with a short work never draws the next one",
+        PLAYED,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/forward_kernel.py",
+        "block = pass_by(barriers, block, work.after, WARPGROUP, NEXT, TURNS, STAGES, 1)",
+        "block += work.after",
+        "a warpgroup goes by blocks of keys, and nobody learns that their room is empty",
+        PLAYED,
     ),
     # heads that programs have for themselves
     Mutation(

@@ -1,0 +1,410 @@
+"""Plays the partitions of a Gluon kernel on a CPU: their own source runs, in threads that take turns at random, with numbers left out.
+
+Gluon has no interpreter. What can be found without one is whether partitions wait for one another for ever, and whether a block of shared
+memory is overwritten that somebody still reads. Barriers are counted as the hardware does. A copy ends at any time after it was asked for.
+A product reads its blocks from its start until a warpgroup has waited for it. Values are replaced by what they were made of: a block is
+the corner that was copied to it, scores are the corners of Q and K, and out is the list of all keys that went into it.
+"""
+
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+from triton.experimental.gluon import language as gl
+from triton.runtime.jit import JITFunction
+
+_MOST_TURNS = 100_000
+
+
+class Nothing:
+    """A value that does not matter: whatever is done with it gives nothing."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def _nothing(self, *_, **__):
+        return self
+
+    __call__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __lt__ = __ge__ = __and__ = __getitem__ = _nothing
+
+    def __eq__(self, other):
+        return self
+
+    __hash__ = None
+
+
+NOTHING = Nothing()
+
+
+class Number(int):
+    """An integer of a kernel."""
+
+    def to(self, _dtype):
+        return self
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """Into an array of integers."""
+
+    array: np.ndarray
+    offset: int = 0
+
+    def __add__(self, count):
+        return Pointer(self.array, self.offset + count)
+
+
+class Stopped(BaseException):
+    """Ends the thread of a partition after another one has failed."""
+
+
+@dataclass
+class Partition:
+    """A thread that goes on when the machine lets it."""
+
+    name: str
+    ready: Callable[[], bool] = lambda: True
+    done: bool = False
+    may_go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    products: list = field(default_factory=list)  # under way
+    stores: int = 0  # that have not read yet
+    unchecked: bool = False  # the next product is of blocks that nobody waited for
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all bytes are there."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.pending, self.bytes, self.phase = count, count, 0, 0
+
+    def arrive(self, count: int, more_bytes: int = 0) -> None:
+        self.pending -= count
+        self.bytes += more_bytes
+        assert self.pending >= 0, "more arrived than a barrier counts"
+        if self.pending == self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.count
+
+
+@dataclass
+class Block:
+    """A block of shared memory. content: what was copied or stored there last."""
+
+    name: str
+    content: Any = None
+    readers: int = 0
+    filling: bool = False
+
+    def fill(self, content) -> None:
+        assert not self.readers and not self.filling, f"{self.name} is overwritten while it is read or filled"
+        self.content = content
+
+    def read(self) -> Any:
+        assert not self.filling and self.content is not None, f"{self.name} is read before it is full"
+        self.readers += 1
+        return self.content
+
+    store = fill
+    type = NOTHING
+
+
+class Blocks(list):
+    """Blocks or barriers of one allocation."""
+
+    dtype = NOTHING
+    shape: tuple[int, ...] = ()
+
+    def index(self, number):
+        return self[number]
+
+
+def blocks(name: str, count: int, *shape: int) -> Blocks:
+    """Empty blocks of this shape."""
+    found = Blocks(Block(f"{name}[{i}]") for i in range(count))
+    found.shape = (count, *shape)
+    return found
+
+
+def barriers(count: int, arrivals: int = 1) -> Blocks:
+    """Barriers that count so many arrivals."""
+    return Blocks(Barrier(arrivals) for _ in range(count))
+
+
+@dataclass
+class Product:
+    """A product under way, of what it reads."""
+
+    blocks: list
+    result: Any
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class Sum:
+    """An accumulator: the pairs of blocks that went into it."""
+
+    parts: tuple = ()
+    type = NOTHING
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """Of blocks that the copy engine moves."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype = layout = NOTHING
+
+    @property
+    def block_type(self):
+        return SimpleNamespace(shape=self.shape, nbytes=2 * int(np.prod(self.shape)))
+
+
+class Machine:
+    """Runs partitions until all are done. Asserts that they end, and that blocks are full when read and stay so until then.
+
+    stored: (corner, content) of all that the copy engine stored.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._partitions: list[Partition] = []
+        self._threads: list[threading.Thread] = []
+        self._events: list[Callable[[], None]] = []  # of the copy engine, that may happen now
+        self._turn = threading.Semaphore(0)
+        self._here = threading.local()
+        self._failure: BaseException | None = None
+        self._named: dict[Any, list[int]] = {}
+        self.stored: list[tuple] = []
+
+    # what runs
+
+    def add(self, name: str, program: int, function: Callable, *arguments, **constants) -> None:
+        """A partition that calls the function."""
+        partition = Partition(name)
+
+        def run() -> None:
+            self._here.partition, self._here.program = partition, program
+            partition.may_go.acquire()
+            try:
+                if self._failure is None:
+                    function(*arguments, **constants)
+                    assert not partition.products, "a product is still under way at the end"
+            except Stopped:
+                pass
+            except BaseException as failure:
+                self._failure = self._failure or failure
+            partition.done = True
+            self._turn.release()
+
+        self._partitions.append(partition)
+        self._threads.append(threading.Thread(target=run, daemon=True))
+
+    def run(self) -> None:
+        for thread in self._threads:
+            thread.start()
+        try:
+            for turns in itertools.count():
+                if self._failure is not None or all(x.done for x in self._partitions):
+                    break
+                assert turns < _MOST_TURNS, "no end"
+                able = [x for x in self._partitions if not x.done and x.ready()]
+                number = len(able) + len(self._events)
+                assert number, "deadlock: " + ", ".join(x.name for x in self._partitions if not x.done)
+                chosen = int(self._random.integers(number))
+                if chosen < len(able):
+                    self._let_go(able[chosen])
+                else:
+                    self._events.pop(chosen - len(able))()
+        except AssertionError as failure:
+            self._failure = failure
+        self._failure, failure = self._failure or Stopped(), self._failure
+        for partition in self._partitions:
+            if not partition.done:
+                self._let_go(partition)
+        for thread in self._threads:
+            thread.join()
+        if failure is not None:
+            raise failure
+        assert not self._events, "copies were asked for that nobody waited for"
+
+    def _let_go(self, partition: Partition) -> None:
+        partition.may_go.release()
+        self._turn.acquire()
+
+    def pause(self, ready: Callable[[], bool] = lambda: True) -> None:
+        """Let others go on, at least until `ready`."""
+        here = self._here.partition
+        here.ready = ready
+        self._turn.release()
+        here.may_go.acquire()
+        if self._failure is not None:
+            raise Stopped
+
+    # barriers
+
+    def wait(self, barrier: Barrier, parity: int, pred: bool = True) -> None:
+        if pred:
+            self.pause(lambda: barrier.phase & 1 != parity)
+        else:
+            self._here.partition.unchecked = True
+
+    def arrive(self, barrier: Barrier, count: int = 1, pred: bool = True) -> None:
+        if pred:
+            self.pause()
+            barrier.arrive(count)
+
+    def expect(self, barrier: Barrier, count: int) -> None:
+        barrier.arrive(1, count)
+
+    def named_barrier(self, kind: str, index: int) -> None:
+        """`bar.sync` or `bar.arrive` of two warpgroups."""
+        barrier = self._named.setdefault((self._here.program, index), Barrier(2))
+        phase = barrier.phase
+        barrier.arrive(1)
+        if kind == "sync":
+            self.pause(lambda: barrier.phase != phase)
+
+    # the copy engine
+
+    def async_load(self, descriptor: Descriptor, corner: list[int], barrier: Barrier, block: Block) -> None:
+        self.pause()
+        block.fill(None)
+        block.filling = True
+
+        def end() -> None:
+            block.filling = False
+            block.fill((descriptor.name, *corner))
+            barrier.arrive(0, -descriptor.block_type.nbytes)
+
+        self._events.append(end)
+
+    def async_store(self, descriptor: Descriptor, corner: list[int], block: Block) -> None:
+        here, content = self._here.partition, block.read()
+        here.stores += 1
+
+        def end() -> None:
+            block.readers -= 1
+            here.stores -= 1
+            self.stored.append((tuple(corner), content))
+
+        self._events.append(end)
+        self.pause()
+
+    def store_wait(self, pending: int) -> None:
+        here = self._here.partition
+        self.pause(lambda: here.stores <= pending)
+
+    # products
+
+    def start_sum(self, left, right, acc, add: bool) -> Product:
+        """Scores of the corners of Q and K."""
+        here = self._here.partition
+        if here.unchecked or (add and acc.result is NOTHING):
+            # after the last work nobody uses them
+            here.unchecked = False
+            product = Product([], NOTHING)
+        else:
+            q, k = [block.read() for block in left], [block.read() for block in right]
+            product = Product([*left, *right], (q[0], k[0]))
+            # of the next columns of the same rows
+            assert not add or [x[:-1] for x in acc.result] == [x[:-1] for x in product.result]
+        here.products.append(product)
+        return product
+
+    def start_each(self, pairs, right, accumulators) -> tuple:
+        """Scores times the values of the same keys."""
+        products = []
+        for block, acc in zip(right, accumulators):
+            (_, *corner), (_, *keys) = block.read(), pairs[1]
+            assert corner[:3] == keys[:3], f"values of {corner} for scores of {keys}"
+            products.append(Product([block], Sum((*acc.parts, pairs))))
+        self._here.partition.products += products
+        return tuple(products)
+
+    def wait_for_products(self, outstanding: int, products) -> tuple:
+        self.pause()
+        here = self._here.partition
+        while len(here.products) > outstanding:
+            product = here.products.pop(0)
+            product.done = True
+            for block in product.blocks:
+                block.readers -= 1
+        assert all(product.done for product in products), "a product is used that nobody waited for"
+        return tuple(product.result for product in products)
+
+    # memory
+
+    def load(self, pointer, mask: bool = True, other=0):
+        if not isinstance(pointer, Pointer):
+            return NOTHING
+        return Number(pointer.array.flat[pointer.offset]) if mask else Number(other)
+
+    def store(self, pointer, value, mask=True) -> None:
+        if isinstance(pointer, Pointer):
+            pointer.array.flat[pointer.offset] = value
+
+    def atomic_add(self, pointer: Pointer, value: int, sem: str):
+        self.pause()
+        old = Number(pointer.array.flat[pointer.offset])
+        pointer.array.flat[pointer.offset] += value
+        return old
+
+    def names(self, programs: int) -> dict[str, Any]:
+        """What a kernel's source calls, as it is played here."""
+
+        class Language(Nothing):
+            load, store, atomic_add = self.load, self.store, self.atomic_add
+            static_range, maximum, minimum = range, max, min
+
+            def arange(self, begin, _end, *_):
+                return begin
+
+            def to_tensor(self, x):
+                return x
+
+            def num_programs(self, _axis):
+                return programs
+
+        return dict(
+            gl=Language(),
+            mbarrier=SimpleNamespace(wait=self.wait, arrive=self.arrive, expect=self.expect),
+            tma=SimpleNamespace(store_wait=self.store_wait),
+            named_barrier=self.named_barrier,
+            async_load=self.async_load,
+            async_store=self.async_store,
+            start_sum=self.start_sum,
+            start_each=self.start_each,
+            warpgroup_mma_wait=lambda outstanding, deps: self.wait_for_products(outstanding, deps)[0],
+            wait_for_products=self.wait_for_products,
+            barrier=self.pause,
+            fence_async_shared=lambda: None,
+            put=lambda places, place, number: places.__setitem__(place, number),
+            take=lambda places, place: places[place],
+            part_panels=lambda block, count: (block,) * count,
+            reinterpret=lambda block, *_: block,
+            pin=lambda x: x,
+        )
+
+
+def source(module: ModuleType, names: dict[str, Any]) -> SimpleNamespace:
+    """The functions of a module of kernels, to be called on a CPU: what they call is `names`, else the other functions' source."""
+    found: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if name in names:
+            found[name] = names[name]
+        elif isinstance(value, gl.constexpr):
+            found[name] = value.value
+        elif isinstance(value, JITFunction) and value.fn.__module__ == module.__name__:
+            found[name] = FunctionType(value.fn.__code__, found, name, value.fn.__defaults__)
+        elif isinstance(value, JITFunction):
+            other = __import__(value.fn.__module__, fromlist=[value.fn.__name__])
+            found[name] = getattr(source(other, names), value.fn.__name__)
+        else:
+            found[name] = value
+    return SimpleNamespace(**found)

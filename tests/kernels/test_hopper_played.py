@@ -1,0 +1,114 @@
+"""The Hopper forward's partitions, played on a CPU: they end, overwrite nothing that is read, and meet each live pair once."""
+
+import numpy as np
+import pytest
+
+from ringattn_kernels.hopper import forward_config, forward_kernel
+from ringattn_kernels.hopper.forward_config import ForwardConfig
+from ringattn_kernels.hopper.work_queue import WORK_COLUMNS, order_works
+from ringattn_kernels.table import cut
+from tests.kernels import dense, played
+from tests.kernels.played import NOTHING, Descriptor, Machine, Pointer, Sum
+
+ROWS, HEADS, KV_HEADS = 64, 2, 1
+CONFIGS = {
+    f"{d}-{how.programs} of {how.block} rows": (d, how)
+    for (d, dv), found in forward_config.CONFIGS.items()
+    if d == dv
+    for how in found
+}
+
+
+def mask_edge(scores, start, _end, _segments, _segment, first_row):
+    (_, _, row, *_), (_, _, key, *_) = scores
+    assert (row, key) == (first_row, start), "a mask of another block"
+    return scores
+
+
+# what changes numbers alone
+NUMBERS = dict(
+    mask_edge=mask_edge,
+    softmax_step=lambda scores, *_: (scores, *[NOTHING] * 4),
+    unpack=lambda pairs, *_: pairs,
+    rescale=lambda x, _: x,
+    scaled=lambda x, _: x,
+    divided=lambda x, *_: x,
+    load_state=lambda *_: Sum(),
+    zeros=lambda _rows, blocks: (Sum(),) * len(blocks),
+    zero_block=lambda *_: NOTHING,
+    as_column=lambda *_: NOTHING,
+    to_base2=lambda *_: (NOTHING,) * 2,
+    to_natural=lambda *_: (NOTHING,) * 2,
+)
+
+
+def play(d: int, how: ForwardConfig, works, segments, rows: int, seed: int, programs: int, state: bool) -> list[tuple]:
+    """(corner of out, its sum) of each warpgroup's rows and panel, from a launch over these works of one batch."""
+    by_threads = []
+
+    def store_out(_ptr, out, first_row, head_index, heads, _rows, _dim, _panel):
+        by_threads.append(((head_index // heads, first_row, head_index % heads, 0), out))
+
+    machine = Machine(seed)
+    kernel = played.source(forward_kernel, machine.names(programs) | NUMBERS | dict(store_out=store_out))
+    counter = np.zeros(1, dtype=np.int64)
+    queue = forward_kernel.DeviceWorkQueue(Pointer(works), Pointer(segments), len(works))
+    chunks = 1 if d <= 128 else d // 64
+    shapes = (ROWS, d // chunks), (how.step, d // chunks), (how.step, d)
+    q, k, v = (Descriptor(name, (1, n, 1, columns)) for name, (n, columns) in zip("QKV", shapes))
+    by_copy = how.q_stages > 1 and not state
+    result = forward_kernel.Result(Descriptor("out", (1, ROWS, 1, d)) if by_copy else None, *[NOTHING] * 4)
+    sizes = dict(CHUNKS=chunks, WARPGROUPS=how.warpgroups, Q_STAGES=how.q_stages, STAGES=how.stages)
+    ways = dict(
+        V_DIM=d, HAS_STATE=state, TURNS=how.turns, PAIRED=how.paired, PANELS=2 if d == 96 else 1, MODIFIED=False, LATE_CAP=False
+    )
+    for program in range(programs):
+        queries = how.q_stages * how.warpgroups
+        counts = queries * chunks, how.stages * chunks, how.stages
+        shared = [played.blocks(name, count, *shape) for name, count, shape in zip("QKV", counts, shapes)]
+        blocks = forward_kernel.Blocks(*shared, [None] * (kernel.WORK_PLACES * WORK_COLUMNS))
+        full = [played.barriers(count) for count in (queries, queries, how.stages, how.stages)]
+        barriers = forward_kernel.ForwardBarriers(*full, played.barriers(how.stages, how.warpgroups))
+        loading = q, k, v, blocks, barriers, queue, Pointer(counter), 1, HEADS, HEADS // KV_HEADS
+        machine.add(f"loads of {program}", program, kernel.load_copies, *loading, **sizes)
+        rest = blocks, barriers, result, queue, NOTHING, HEADS, rows, NOTHING
+        for number in range(how.warpgroups):
+            machine.add(f"warpgroup {number} of {program}", program, kernel.attend_rows, *rest, number, **sizes, **ways)
+    machine.run()
+    assert counter == 0, "the next launch would begin elsewhere"
+    assert not (by_threads if by_copy else machine.stored)
+    return machine.stored + by_threads
+
+
+def check(results: list[tuple], how: ForwardConfig, works, tiles, rows: int) -> None:
+    """Each warpgroup's rows leave once, and have met all blocks of keys in which they have a live pair."""
+    live = dense.live_pairs(tiles, rows, rows).numpy()
+    expected = {(0, row + ROWS * i, head, 0) for head, row, *_ in works.tolist() for i in range(how.warpgroups)}
+    panels = len(results) // len(expected)
+    assert sorted(corner for corner, _ in results) == sorted([*expected] * panels)
+    for (_, row, head, _), total in results:
+        met = []
+        for (_, _, q_row, q_head, _), (_, _, key, kv_head, _) in total.parts:
+            assert (q_row, q_head, kv_head) == (row, head, head * KV_HEADS // HEADS), "queries or keys of another work"
+            met.append(key)
+        seen = np.zeros(rows + how.step, dtype=bool)
+        for key in met:
+            seen[key : key + how.step] = True
+        assert seen[:rows][live[row : row + ROWS].any(0)].all(), "keys are left out"
+        assert len(met) == len(set(met)) or len(tiles) > 1, "keys are met twice"
+
+
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 60), marks=pytest.mark.thorough)], ids=["few", "many"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_partitions_end_and_meet_each_live_pair(name, seeds):
+    """Works of a few steps, some idle for a warpgroup, in random turns of all partitions; some begin with a state."""
+    d, how = CONFIGS[name]
+    for seed in seeds:
+        random = np.random.default_rng(seed)
+        rows = int(random.integers(1, 900))
+        later = [(0, rows, 0, rows, -rows, 0)]
+        tiles = (dense.causal(rows), later, dense.window(rows, 90, 40), dense.random_tiles(random, rows, rows))[seed % 4]
+        found = cut(np.array(tiles), rows, how.block, how.step)
+        works, segments = order_works(*found, how.step, how.warpgroups, HEADS, HEADS, False, 4)
+        results = play(d, how, works, segments, rows, seed, programs=1 + seed % 2, state=seed % 3 == 0)
+        check(results, how, works, tiles, rows)
