@@ -21,7 +21,7 @@ ROUNDING = "tests/test_attention.py -k 'errors_are_those_of_dense and bfloat16'"
 CROSS = "tests/distributed/test_cross.py"
 STAGED = "tests/transport/test_staged.py"
 STEPS = "tests/kernels/test_score_steps.py"
-PLAYED = "tests/kernels/test_hopper_played.py"
+PLAYED = "tests/kernels/test_played_forward.py tests/kernels/test_played_backward.py"
 MODIFIED = "tests/kernels/test_hopper_modified.py -k 'where_they_can or cannot_be_met'"
 BLOCKED = "tests/device/test_blocked.py"
 SCORES = "tests/test_scores.py -x"
@@ -833,7 +833,7 @@ MUTATIONS = (
         "the copy engine rounds partial sums of dk and dv to 16 bits",
         "tests/kernels/test_hopper_backward.py -k copy_engine_stores",
     ),
-    # the Hopper forward's partitions
+    # partitions of the Hopper kernels
     Mutation(
         "kernels/ringattn_kernels/hopper/forward_kernel.py",
         "(taken + Q_STAGES - 2) % Q_STAGES",
@@ -853,6 +853,20 @@ MUTATIONS = (
         "block = pass_by(barriers, block, work.after, WARPGROUP, NEXT, TURNS, STAGES, 1)",
         "block += work.after",
         "a warpgroup goes by blocks of keys, and nobody learns that their room is empty",
+        PLAYED,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/gradient_rows.py",
+        "    tma.store_wait(0)\n",
+        "",
+        "dk comes to a place from which dv is still stored",
+        PLAYED,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/fused_kernel.py",
+        "last_row = this_row",
+        "last_row = head_row + start",
+        "dq of a step is added to the rows of the next one",
         PLAYED,
     ),
     # heads that programs have for themselves

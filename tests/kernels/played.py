@@ -3,7 +3,7 @@
 Gluon has no interpreter. What can be found without one is whether partitions wait for one another for ever, and whether a block of shared
 memory is overwritten that somebody still reads. Barriers are counted as the hardware does. A copy ends at any time after it was asked for.
 A product reads its blocks from its start until a warpgroup has waited for it. Values are replaced by what they were made of: a block is
-the corner that was copied to it, scores are the corners of Q and K, and out is the list of all keys that went into it.
+the corner that was copied to it, scores are the corners of two blocks, and a sum is the list of all scores that went into it.
 """
 
 import itertools
@@ -32,6 +32,7 @@ class Nothing:
         return self
 
     __call__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __lt__ = __ge__ = __and__ = __getitem__ = _nothing
+    __rfloordiv__ = _nothing
 
     def __eq__(self, other):
         return self
@@ -47,6 +48,24 @@ class Number(int):
 
     def to(self, _dtype):
         return self
+
+    def __add__(self, other):
+        return number(super().__add__(other))
+
+    def __mul__(self, other):
+        return number(super().__mul__(other))
+
+    def __floordiv__(self, other):
+        return number(super().__floordiv__(other))
+
+    def __mod__(self, other):
+        return number(super().__mod__(other))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+def number(x):
+    return Number(x) if isinstance(x, int) else x
 
 
 @dataclass(frozen=True)
@@ -104,6 +123,17 @@ class Block:
         assert not self.readers and not self.filling, f"{self.name} is overwritten while it is read or filled"
         self.content = content
 
+    def load(self, *_) -> Any:
+        self.read()
+        self.readers -= 1
+        return NOTHING
+
+    def index(self, _):
+        return self
+
+    def slice(self, *_, **__):
+        return self
+
     def read(self) -> Any:
         assert not self.filling and self.content is not None, f"{self.name} is read before it is full"
         self.readers += 1
@@ -118,6 +148,10 @@ class Blocks(list):
 
     dtype = NOTHING
     shape: tuple[int, ...] = ()
+
+    @property
+    def type(self):
+        return SimpleNamespace(shape=self.shape)
 
     def index(self, number):
         return self[number]
@@ -144,12 +178,39 @@ class Product:
     done: bool = False
 
 
+class Value:
+    """What numbers leave as it is."""
+
+    type = NOTHING
+
+    def _same(self, *_):
+        return self
+
+    to = __add__ = __sub__ = _same
+
+
 @dataclass(frozen=True)
-class Sum:
-    """An accumulator: the pairs of blocks that went into it."""
+class Scores(Value):
+    """Of two blocks, each the name of what it is of and a corner (batch, row, head, column)."""
+
+    left: tuple
+    right: tuple
+
+    def __mul__(self, other):
+        if isinstance(other, Scores):
+            for (_, *mine), (_, *others) in zip((self.left, self.right), (other.left, other.right)):
+                assert mine[:2] == others[:2], f"{self} meets {other}"
+        return self
+
+
+@dataclass(frozen=True)
+class Sum(Value):
+    """An accumulator: the scores whose products with further blocks went into it."""
 
     parts: tuple = ()
-    type = NOTHING
+
+    def __mul__(self, _):
+        return self
 
 
 @dataclass(frozen=True)
@@ -168,7 +229,7 @@ class Descriptor:
 class Machine:
     """Runs partitions until all are done. Asserts that they end, and that blocks are full when read and stay so until then.
 
-    stored: (corner, content) of all that the copy engine stored.
+    stored: (name, corner, content) of all that the copy engine stored, or added.
     """
 
     def __init__(self, seed: int) -> None:
@@ -291,7 +352,7 @@ class Machine:
         def end() -> None:
             block.readers -= 1
             here.stores -= 1
-            self.stored.append((tuple(corner), content))
+            self.stored.append((descriptor.name, tuple(corner), content))
 
         self._events.append(end)
         self.pause()
@@ -300,32 +361,44 @@ class Machine:
         here = self._here.partition
         self.pause(lambda: here.stores <= pending)
 
-    # products
+    # products; those of blocks that nobody waited for are used by nobody
 
     def start_sum(self, left, right, acc, add: bool) -> Product:
-        """Scores of the corners of Q and K."""
+        """Scores of blocks, panel by panel."""
         here = self._here.partition
-        if here.unchecked or (add and acc.result is NOTHING):
-            # after the last work nobody uses them
+        # a sum over the columns goes on with the next ones of the same rows
+        before = acc.result if isinstance(acc, Product) else None
+        if here.unchecked or before is NOTHING:
             here.unchecked = False
             product = Product([], NOTHING)
         else:
-            q, k = [block.read() for block in left], [block.read() for block in right]
-            product = Product([*left, *right], (q[0], k[0]))
-            # of the next columns of the same rows
-            assert not add or [x[:-1] for x in acc.result] == [x[:-1] for x in product.result]
+            found = [[block.read() for block in blocks] for blocks in (left, right)]
+            product = Product([*left, *right], Scores(*(blocks[0] for blocks in found)))
+            for first, *rest in [(before or product.result).left, *found[0]], [(before or product.result).right, *found[1]]:
+                assert all(first[:4] == other[:4] for other in rest), "columns of different rows are multiplied"
         here.products.append(product)
         return product
 
-    def start_each(self, pairs, right, accumulators) -> tuple:
-        """Scores times the values of the same keys."""
+    def start_each(self, scores, right, accumulators) -> tuple:
+        """Scores times the rows of their right block."""
         products = []
         for block, acc in zip(right, accumulators):
-            (_, *corner), (_, *keys) = block.read(), pairs[1]
-            assert corner[:3] == keys[:3], f"values of {corner} for scores of {keys}"
-            products.append(Product([block], Sum((*acc.parts, pairs))))
+            corner = block.read()
+            assert corner[1:4] == scores.right[1:4], f"{corner} for scores of {scores.right}"
+            products.append(Product([block], Sum((*acc.parts, scores))))
         self._here.partition.products += products
         return tuple(products)
+
+    def start_over(self, blocks: list[Block], result: Callable[..., Any]) -> Product:
+        """Whatever a product makes of what lies in these blocks."""
+        here = self._here.partition
+        if here.unchecked:
+            here.unchecked = False
+            product = Product([], NOTHING)
+        else:
+            product = Product(blocks, result(*(block.read() for block in blocks)))
+        here.products.append(product)
+        return product
 
     def wait_for_products(self, outstanding: int, products) -> tuple:
         self.pause()
@@ -368,6 +441,18 @@ class Machine:
             def to_tensor(self, x):
                 return x
 
+            def where(self, condition, x, y):
+                return NOTHING if condition is NOTHING else x if condition else y
+
+            def cdiv(self, x, y):
+                return -(-x // y)
+
+            def exp2(self, x):
+                return x
+
+            def convert_layout(self, x, *_, **__):
+                return x
+
             def num_programs(self, _axis):
                 return programs
 
@@ -378,6 +463,7 @@ class Machine:
             named_barrier=self.named_barrier,
             async_load=self.async_load,
             async_store=self.async_store,
+            async_add_shared_to_global=self.async_store,
             start_sum=self.start_sum,
             start_each=self.start_each,
             warpgroup_mma_wait=lambda outstanding, deps: self.wait_for_products(outstanding, deps)[0],
@@ -389,6 +475,8 @@ class Machine:
             part_panels=lambda block, count: (block,) * count,
             reinterpret=lambda block, *_: block,
             pin=lambda x: x,
+            pin_pairs=lambda x: x,
+            hide_uniform=lambda x, _: x,
         )
 
 

@@ -20,8 +20,7 @@ CONFIGS = {
 
 
 def mask_edge(scores, start, _end, _segments, _segment, first_row):
-    (_, _, row, *_), (_, _, key, *_) = scores
-    assert (row, key) == (first_row, start), "a mask of another block"
+    assert (scores.left[2], scores.right[2]) == (first_row, start), "a mask of another block"
     return scores
 
 
@@ -43,11 +42,11 @@ NUMBERS = dict(
 
 
 def play(d: int, how: ForwardConfig, works, segments, rows: int, seed: int, programs: int, state: bool) -> list[tuple]:
-    """(corner of out, its sum) of each warpgroup's rows and panel, from a launch over these works of one batch."""
+    """(name, corner of out, its sum) of each warpgroup's rows and panel, from a launch over these works of one batch."""
     by_threads = []
 
     def store_out(_ptr, out, first_row, head_index, heads, _rows, _dim, _panel):
-        by_threads.append(((head_index // heads, first_row, head_index % heads, 0), out))
+        by_threads.append(("out", (head_index // heads, first_row, head_index % heads, 0), out))
 
     machine = Machine(seed)
     kernel = played.source(forward_kernel, machine.names(programs) | NUMBERS | dict(store_out=store_out))
@@ -85,10 +84,11 @@ def check(results: list[tuple], how: ForwardConfig, works, tiles, rows: int) -> 
     live = dense.live_pairs(tiles, rows, rows).numpy()
     expected = {(0, row + ROWS * i, head, 0) for head, row, *_ in works.tolist() for i in range(how.warpgroups)}
     panels = len(results) // len(expected)
-    assert sorted(corner for corner, _ in results) == sorted([*expected] * panels)
-    for (_, row, head, _), total in results:
+    assert sorted(corner for _, corner, _ in results) == sorted([*expected] * panels)
+    for _, (_, row, head, _), total in results:
         met = []
-        for (_, _, q_row, q_head, _), (_, _, key, kv_head, _) in total.parts:
+        for scores in total.parts:
+            (_, _, q_row, q_head, _), (_, _, key, kv_head, _) = scores.left, scores.right
             assert (q_row, q_head, kv_head) == (row, head, head * KV_HEADS // HEADS), "queries or keys of another work"
             met.append(key)
         seen = np.zeros(rows + how.step, dtype=bool)
