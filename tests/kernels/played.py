@@ -18,6 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
 _MOST_TURNS = 100_000
+# how far the copy engine is with a store
+_ASKED, _READ, _WRITTEN = range(3)
 
 
 class Nothing:
@@ -61,6 +63,9 @@ class Number(int):
     def __mod__(self, other):
         return number(super().__mod__(other))
 
+    def __sub__(self, other):
+        return number(super().__sub__(other))
+
     __radd__, __rmul__ = __add__, __mul__
 
 
@@ -92,7 +97,7 @@ class Partition:
     done: bool = False
     may_go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     products: list = field(default_factory=list)  # under way
-    stores: int = 0  # that have not read yet
+    stores: list = field(default_factory=list)  # how far the copy engine is with each
     unchecked: bool = False  # the next product is of blocks that nobody waited for
 
 
@@ -229,19 +234,23 @@ class Descriptor:
 class Machine:
     """Runs partitions until all are done. Asserts that they end, and that blocks are full when read and stay so until then.
 
-    stored: (name, corner, content) of all that the copy engine stored, or added.
+    memory: by name and corner, what the copy engine stored there, with what it added.
     """
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
+        # of the copy engine, which is fast in some runs, and late in others, with what others see of its writes last of all
+        self._haste = self._random.choice([0.01, 0.1, 0.5])
         self._partitions: list[Partition] = []
         self._threads: list[threading.Thread] = []
-        self._events: list[Callable[[], None]] = []  # of the copy engine, that may happen now
+        self._events: list[Callable[[], None]] = []  # of the copy engine, that may happen now: reads, ...
+        self._writes: list[Callable[[], None]] = []  # ... and writes to global memory
+        self._filling: list[str] = []
         self._turn = threading.Semaphore(0)
         self._here = threading.local()
         self._failure: BaseException | None = None
-        self._named: dict[Any, list[int]] = {}
-        self.stored: list[tuple] = []
+        self._named: dict[Any, Barrier] = {}
+        self.memory: dict[tuple, Sum] = {}
 
     # what runs
 
@@ -256,6 +265,7 @@ class Machine:
                 if self._failure is None:
                     function(*arguments, **constants)
                     assert not partition.products, "a product is still under way at the end"
+                    assert _ASKED not in partition.stores, "a store may read after the end"
             except Stopped:
                 pass
             except BaseException as failure:
@@ -274,14 +284,7 @@ class Machine:
                 if self._failure is not None or all(x.done for x in self._partitions):
                     break
                 assert turns < _MOST_TURNS, "no end"
-                able = [x for x in self._partitions if not x.done and x.ready()]
-                number = len(able) + len(self._events)
-                assert number, "deadlock: " + ", ".join(x.name for x in self._partitions if not x.done)
-                chosen = int(self._random.integers(number))
-                if chosen < len(able):
-                    self._let_go(able[chosen])
-                else:
-                    self._events.pop(chosen - len(able))()
+                self._go_on()
         except AssertionError as failure:
             self._failure = failure
         self._failure, failure = self._failure or Stopped(), self._failure
@@ -292,7 +295,21 @@ class Machine:
             thread.join()
         if failure is not None:
             raise failure
-        assert not self._events, "copies were asked for that nobody waited for"
+        assert not self._filling, f"nobody waited for {self._filling}"
+        # a kernel ends when all its stores have
+        while self._writes:
+            self._writes.pop()()
+
+    def _go_on(self) -> None:
+        """One turn of a partition or of the copy engine."""
+        able = [x for x in self._partitions if not x.done and x.ready()]
+        soon, seen = self._random.random(2) < self._haste
+        copies = next(filter(None, (self._writes, self._events) if seen else (self._events, self._writes)), None)
+        if copies and (soon or not able):
+            copies.pop(int(self._random.integers(len(copies))))()
+        else:
+            assert able, "deadlock: " + ", ".join(x.name for x in self._partitions if not x.done)
+            self._let_go(able[int(self._random.integers(len(able)))])
 
     def _let_go(self, partition: Partition) -> None:
         partition.may_go.release()
@@ -337,29 +354,48 @@ class Machine:
         self.pause()
         block.fill(None)
         block.filling = True
+        self._filling.append(block.name)
 
         def end() -> None:
             block.filling = False
+            self._filling.remove(block.name)
             block.fill((descriptor.name, *corner))
             barrier.arrive(0, -descriptor.block_type.nbytes)
 
         self._events.append(end)
 
-    def async_store(self, descriptor: Descriptor, corner: list[int], block: Block) -> None:
-        here, content = self._here.partition, block.read()
-        here.stores += 1
+    def async_store(self, descriptor: Descriptor, corner: list[int], block: Block, add: bool = False) -> None:
+        stores, number, content = self._here.partition.stores, len(self._here.partition.stores), block.read()
+        place = descriptor.name, tuple(corner)
 
-        def end() -> None:
+        def read() -> None:
             block.readers -= 1
-            here.stores -= 1
-            self.stored.append((descriptor.name, tuple(corner), content))
+            stores[number] = _READ
+            self._writes.append(write)
 
-        self._events.append(end)
+        def write() -> None:
+            stores[number] = _WRITTEN
+            before = self.memory.get(place, Sum()) if add else Sum()
+            self.memory[place] = before if content is NOTHING else Sum((*before.parts, *content.parts))
+
+        stores.append(_ASKED)
+        self._events.append(read)
         self.pause()
 
+    def async_add(self, descriptor: Descriptor, corner: list[int], block: Block) -> None:
+        self.async_store(descriptor, corner, block, add=True)
+
     def store_wait(self, pending: int) -> None:
-        here = self._here.partition
-        self.pause(lambda: here.stores <= pending)
+        self._wait_for_stores(pending, _READ)
+
+    def wait_until_stored(self, pending: int) -> None:
+        self._wait_for_stores(pending, _WRITTEN)
+
+    def _wait_for_stores(self, pending: int, far: int) -> None:
+        """Until the copy engine is so far with all but the last of them."""
+        stores = self._here.partition.stores
+        first = len(stores) - pending
+        self.pause(lambda: all(x >= far for x in stores[: max(0, first)]))
 
     # products; those of blocks that nobody waited for are used by nobody
 
@@ -431,6 +467,8 @@ class Machine:
     def names(self, programs: int) -> dict[str, Any]:
         """What a kernel's source calls, as it is played here."""
 
+        here = self._here
+
         class Language(Nothing):
             load, store, atomic_add = self.load, self.store, self.atomic_add
             static_range, maximum, minimum = range, max, min
@@ -456,6 +494,9 @@ class Machine:
             def num_programs(self, _axis):
                 return programs
 
+            def program_id(self, _axis):
+                return here.program
+
         return dict(
             gl=Language(),
             mbarrier=SimpleNamespace(wait=self.wait, arrive=self.arrive, expect=self.expect),
@@ -463,7 +504,8 @@ class Machine:
             named_barrier=self.named_barrier,
             async_load=self.async_load,
             async_store=self.async_store,
-            async_add_shared_to_global=self.async_store,
+            async_add_shared_to_global=self.async_add,
+            wait_until_stored=self.wait_until_stored,
             start_sum=self.start_sum,
             start_each=self.start_each,
             warpgroup_mma_wait=lambda outstanding, deps: self.wait_for_products(outstanding, deps)[0],

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 import ringattn_kernels as rk
-from ringattn_kernels.hopper import blocks, dq_sums, fused, fused_kernel, gradient_rows, loads, works
+from ringattn_kernels.hopper import blocks, dq_sums, fused, fused_kernel, gradient_rows, loads, owned_dq, works
 from ringattn_kernels.hopper.panels import has_rest, main_columns
 from ringattn_kernels.hopper.score_sums import SumPointers
 from ringattn_kernels.hopper.statistics import whole_blocks
+from ringattn_kernels.hopper.touches import find_touches
 from tests.kernels import dense, played
 from tests.kernels.played import NOTHING, Descriptor, Machine, Pointer, Scores, Sum
 
@@ -36,10 +37,17 @@ def mask_scores(p, _segments, _segment, row0, start):
     return p
 
 
-def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool) -> list[tuple]:
-    """(name, place, sum) of all that is stored, or added to dq, in a launch over a table."""
-    machine, config = Machine(seed), fused.CONFIGS[d]
+def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, owned: bool) -> list[tuple]:
+    """(name, place, sum) of all rows and sums that a launch over a table leaves. owned: programs have heads for themselves."""
+    machine, config = Machine(seed), fused.config_for(d, owned=owned)
     by_threads, step = [], config.step
+
+    def total_of_dq(sums, dq, some):
+        found = machine.memory[("sums", (sums.offset // SUMS, 0))].parts if some else ()
+        return Sum((*found, *dq.parts))
+
+    def write_rows(place, _stride, total, first, *_, **__):
+        by_threads.append((place.name, (first,), total))
 
     def start_dq(keys, ds, buffer, *_):
         """Both halves of dS times both halves of K, which all panels hold alike."""
@@ -60,24 +68,28 @@ def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool) -
         zeros=lambda _rows, panels: (Sum(),) * len(panels),
         in_order_of_sums=lambda dq: dq,
         start_dq=start_dq,
-        write_panels=lambda place, _stride, values, _factor, row, *_: by_threads.extend((place.name, row, x) for x in values),
+        total_of_dq=total_of_dq,
+        write_rows=write_rows,
+        write_panels=lambda place, _stride, values, _factor, row, *_: by_threads.extend((place.name, (row,), x) for x in values),
     )
     kernel = played.source(fused_kernel, names)
     keys = table.key_blocks(BLOCK, 1, torch.device("cpu"), 1)
     items, segments = keys.items.numpy(), keys.segments.numpy()
-    drawn, count = np.zeros(3, dtype=np.int64), len(items) * KV_HEADS
-    queue = works.KeyWorks(
-        Pointer(items), Pointer(segments), Pointer(drawn), count, -(-count // programs), len(items), 2, KV_HEADS, KV_HEADS, GROUP
-    )  # fmt: skip
+    drawn, count = np.zeros(3, dtype=np.int64), KV_HEADS if owned else len(items) * KV_HEADS
+    most, chunk = (count, 1) if owned else (-(-count // programs), 2)
+    pointers = Pointer(items), Pointer(segments), Pointer(drawn)
+    queue = works.KeyWorks(*pointers, count, most, len(items), chunk, KV_HEADS, KV_HEADS, GROUP)
     widths = [main_columns(d), d - main_columns(d)][: panels_of(d)]
     rows = dict(Q=step, K=ROWS, V=ROWS, dout=step)
     loaded = [tuple(Descriptor(name, (1, count, 1, columns)) for columns in widths) for name, count in rows.items()]
     inputs = loads.Inputs(*loaded, Descriptor("pivot", (step,)), Descriptor("delta", (step,)))
-    sums = tuple(Descriptor("dq", (1, SUMS)) for _ in widths)
+    sums = tuple(Descriptor("sums", (1, SUMS)) for _ in widths)
     stored = [Descriptor(name, (1, ROWS, 1, d)) if by_copy else None for name in ("dk", "dv")]
     gradients = gradient_rows.GradientRows(*stored, Place("dk"), Place("dv"), *[NOTHING] * 6)
     padded, stages = whole_blocks(table.q_rows), config.stages
-    sizes = dict(STAGES=stages, STEP=step, HEAD_DIM=d, ORDERED=False, OWNED=False)
+    touches = Pointer(find_touches(items, segments, table.q_rows, step).numbers)
+    own = owned_dq.OwnRows(Pointer(np.zeros(0)), touches, Place("dq"), NOTHING, NOTHING, NOTHING, table.q_rows, padded, 1)
+    sizes = dict(STAGES=stages, STEP=step, HEAD_DIM=d, ORDERED=False, OWNED=owned)
     ways = dict(V_DIM=d, ADD=False, MODIFIED=False)
     for program in range(programs):
         counts = dict(Q=stages, K=2, V=2, dout=stages)
@@ -85,31 +97,31 @@ def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool) -
         tiles = loads.LoadedTiles(*panels, played.blocks("pivot", stages), played.blocks("delta", stages))
         barriers = loads.Barriers(played.Barrier(1), *(played.barriers(stages, count) for count in (1, 1, 2)))
         buffers = stages + 1
-        staging = dq_sums.Staging(played.blocks("dS", 2 * buffers, ROWS, step), played.blocks("dQ", 2), None)
+        staging = dq_sums.Staging(played.blocks("dS", 2 * buffers, ROWS, step), played.blocks("dQ", 2), [None] * stages)
         handover = dq_sums.Handover(played.barriers(buffers, 2), None, None, None)
         of_works = works.WorkPlaces([None] * (2 * kernel.NUMBERS), played.barriers(2), played.Barrier(2))
-        loading = inputs, sums, tiles, staging, barriers, handover, of_works, queue, None, 0, None, padded
+        loading = inputs, sums, tiles, staging, barriers, handover, of_works, queue, own, 0, None, padded
         machine.add(f"loads of {program}", program, kernel.produce, *loading, PARTS=1, **sizes)
-        rest = tiles, staging, barriers, handover, of_works, queue, sums, None, gradients, NOTHING, SumPointers(None, None), padded
+        rest = tiles, staging, barriers, handover, of_works, queue, sums, own, gradients, NOTHING, SumPointers(None, None), padded
         for half in range(2):
             name = f"warpgroup {half} of {program}"
             machine.add(name, program, kernel.consume_and_add, *rest, table.k_rows, NOTHING, NOTHING, half, **sizes, **ways)
     machine.run()
     assert not drawn.any(), "the next launch would begin elsewhere"
-    return machine.stored + by_threads
+    return [(*place, total) for place, total in machine.memory.items()] + by_threads
 
 
-def check(results: list[tuple], table: rk.TileTable, tiles, d: int) -> None:
+def check(results: list[tuple], table: rk.TileTable, tiles, d: int, step: int, owned: bool) -> None:
     """dk, dv and dq have met each live pair of their rows; with a single tile, each step once."""
     live = dense.live_pairs(tiles, table.q_rows, table.k_rows).numpy()
-    padded, step = whole_blocks(table.q_rows), fused.CONFIGS[d].step
+    padded = whole_blocks(table.q_rows)
     steps = {name: [scores for found, _, total in results if found == name for scores in total.parts] for name in ("dk", "dv")}
     steps["dq"] = []
     for name, place, total in results:
-        if name == "dq" and total is not NOTHING:
-            (scores,) = total.parts
-            begin = (scores.right[3] * padded + scores.right[2]) * d // SUMS
-            assert begin <= place[0] < begin + step * d // SUMS, "dq is added to other rows"
+        for scores in total.parts if name == ("dq" if owned else "sums") else ():
+            row, head = scores.right[2:4]
+            begin = row if owned else (head * padded + row) * d // SUMS
+            assert begin <= place[0] < begin + (1 if owned else step * d // SUMS), "dq of other rows"
             # of both warpgroups' keys
             keys = [(*scores.left[:2], scores.left[2] + ROWS * i, *scores.left[3:]) for i in range(2)]
             steps["dq"] += [Scores(left, scores.right) for left in keys]
@@ -120,20 +132,21 @@ def check(results: list[tuple], table: rk.TileTable, tiles, d: int) -> None:
             assert kv_head == head // GROUP
             seen[head, q_row : q_row + step, k_row : k_row + ROWS] = True
         assert seen[:, : table.q_rows, : table.k_rows][:, live].all(), f"{name} lacks pairs"
-        parts = len(met) // len(set(met))
-        assert len(met) == parts * len(set(met)) or len(tiles) > 1, f"{name} has a step twice"
         # each warpgroup has half of each dq; dk and dv are as many as there are panels
-        assert parts == (2 if name == "dq" else panels_of(d)) or len(tiles) > 1, f"{name} has a step twice"
+        parts = 2 if name == "dq" else panels_of(d)
+        assert len(met) == parts * len(set(met)) or len(tiles) > 1, f"{name} has a step twice"
 
 
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 40), marks=pytest.mark.thorough)], ids=["few", "many"])
+@pytest.mark.parametrize("owned", [False, True], ids=["", "own heads"])
 @pytest.mark.parametrize("d", [64, 96, 128])
-def test_partitions_end_and_meet_each_live_pair(d, seeds):
+def test_partitions_end_and_meet_each_live_pair(d, owned, seeds):
     for seed in seeds:
         random = np.random.default_rng(seed)
         rows = int(random.integers(1, 700))
         later = [(0, rows, 0, rows, -rows, 0)]
         tiles = (dense.causal(rows), dense.window(rows, 90, 40), dense.random_tiles(random, rows, rows), later)[seed % 4]
         table = rk.TileTable(np.array(tiles), rows, rows)
-        results = play(d, table, seed, programs=1 + seed % 3, by_copy=d != 96 and seed % 4 > 0)
-        check(results, table, tiles, d)
+        programs = 1 + seed % (KV_HEADS if owned else 3)
+        results = play(d, table, seed, programs, by_copy=d != 96 and seed % 4 > 0, owned=owned)
+        check(results, table, tiles, d, fused.config_for(d, owned=owned).step, owned)

@@ -75,8 +75,8 @@ def play(d: int, how: ForwardConfig, works, segments, rows: int, seed: int, prog
             machine.add(f"warpgroup {number} of {program}", program, kernel.attend_rows, *rest, number, **sizes, **ways)
     machine.run()
     assert counter == 0, "the next launch would begin elsewhere"
-    assert not (by_threads if by_copy else machine.stored)
-    return machine.stored + by_threads
+    assert not (by_threads if by_copy else machine.memory)
+    return [(*place, out) for place, out in machine.memory.items()] + by_threads
 
 
 def check(results: list[tuple], how: ForwardConfig, works, tiles, rows: int) -> None:
