@@ -869,6 +869,20 @@ MUTATIONS = (
         "dq of a step is added to the rows of the next one",
         PLAYED,
     ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/ordered_loads.py",
+        "            wait_for_turn(counter_ptr, item, seen)\n",
+        "",
+        "dq is added in the order in which it comes",
+        PLAYED,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/owned_dq.py",
+        "wait_until_stored(0)",
+        "tma.store_wait(0)",
+        "a total is read that the copy engine has not added up yet",
+        PLAYED,
+    ),
     # heads that programs have for themselves
     Mutation(
         "kernels/ringattn_kernels/hopper/touches.py",

@@ -1,17 +1,21 @@
 """The fused backward's partitions, played on a CPU: they end, overwrite nothing that is read, and meet each live pair once."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 import ringattn_kernels as rk
 from ringattn_kernels.hopper import blocks, dq_sums, fused, fused_kernel, gradient_rows, loads, owned_dq, works
+from ringattn_kernels.hopper.ordered_loads import DeviceTurns
 from ringattn_kernels.hopper.panels import has_rest, main_columns
 from ringattn_kernels.hopper.score_sums import SumPointers
 from ringattn_kernels.hopper.statistics import whole_blocks
 from ringattn_kernels.hopper.touches import find_touches
+from ringattn_kernels.hopper.turns import key_turns
 from tests.kernels import dense, played
-from tests.kernels.played import NOTHING, Descriptor, Machine, Pointer, Scores, Sum
+from tests.kernels.played import NOTHING, Block, Descriptor, Machine, Pointer, Scores, Sum
 
 HEADS, KV_HEADS = 4, 2
 GROUP = HEADS // KV_HEADS
@@ -28,6 +32,29 @@ class Place:
         return self
 
 
+class Room:
+    """Shared memory for a panel of dq, of which each warpgroup fills a part."""
+
+    def __init__(self, name: str, rows: int) -> None:
+        self.type = SimpleNamespace(shape=(rows, SUMS))
+        self._name, self._parts = name, dict[int, Block]()
+
+    def slice(self, first: int, *_, **__) -> Block:
+        return self._parts.setdefault(first, Block(f"{self._name} from {first}"))
+
+    def read(self) -> Sum:
+        return Sum(tuple(scores for part in self._parts.values() for scores in part.read().parts))
+
+    @property
+    def readers(self) -> int:
+        return 1
+
+    @readers.setter
+    def readers(self, _) -> None:
+        for part in self._parts.values():
+            part.readers -= 1
+
+
 def panels_of(d: int) -> int:
     return 1 + has_rest(d)
 
@@ -37,8 +64,9 @@ def mask_scores(p, _segments, _segment, row0, start):
     return p
 
 
-def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, owned: bool) -> list[tuple]:
-    """(name, place, sum) of all rows and sums that a launch over a table leaves. owned: programs have heads for themselves."""
+def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, way: str) -> list[tuple]:
+    """(name, place, sum) of all rows and sums that a launch over a table leaves."""
+    owned, ordered = way == "own heads", way == "in turns"
     machine, config = Machine(seed), fused.config_for(d, owned=owned)
     by_threads, step = [], config.step
 
@@ -61,7 +89,18 @@ def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, o
 
         return machine.start_over(read, result)
 
+    def turn_of(pointer):
+        return pointer.array[pointer.offset]
+
+    def pass_turn(pointer, successor):
+        machine.wait_until_stored(0)
+        pointer.array[pointer.offset] = successor
+
     names = machine.names(programs) | dict(
+        look=turn_of,
+        wait_for_turn=lambda pointer, item, _: machine.pause(lambda: turn_of(pointer) == item),
+        pass_turn=pass_turn,
+        drop_dead=lambda dp, _: dp,
         mask_scores=mask_scores,
         matrices=lambda buffers, index: tuple(buffer[index] for buffer in buffers),
         matrix=lambda buffer, index: buffer.index(index),
@@ -73,7 +112,8 @@ def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, o
         write_panels=lambda place, _stride, values, _factor, row, *_: by_threads.extend((place.name, (row,), x) for x in values),
     )
     kernel = played.source(fused_kernel, names)
-    keys = table.key_blocks(BLOCK, 1, torch.device("cpu"), 1)
+    cpu, padded = torch.device("cpu"), whole_blocks(table.q_rows)
+    keys = key_turns(table, BLOCK, step, cpu) if ordered else table.key_blocks(BLOCK, 1, cpu, 1)
     items, segments = keys.items.numpy(), keys.segments.numpy()
     drawn, count = np.zeros(3, dtype=np.int64), KV_HEADS if owned else len(items) * KV_HEADS
     most, chunk = (count, 1) if owned else (-(-count // programs), 2)
@@ -86,10 +126,13 @@ def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, o
     sums = tuple(Descriptor("sums", (1, SUMS)) for _ in widths)
     stored = [Descriptor(name, (1, ROWS, 1, d)) if by_copy else None for name in ("dk", "dv")]
     gradients = gradient_rows.GradientRows(*stored, Place("dk"), Place("dv"), *[NOTHING] * 6)
-    padded, stages = whole_blocks(table.q_rows), config.stages
+    stages, turns = config.stages, None
+    if ordered:
+        # the first turns, of the blocks of each query head
+        turns = DeviceTurns(Pointer(keys.successors.numpy()), Pointer(np.tile(keys.first.numpy()[: padded // step], HEADS)))
     touches = Pointer(find_touches(items, segments, table.q_rows, step).numbers)
     own = owned_dq.OwnRows(Pointer(np.zeros(0)), touches, Place("dq"), NOTHING, NOTHING, NOTHING, table.q_rows, padded, 1)
-    sizes = dict(STAGES=stages, STEP=step, HEAD_DIM=d, ORDERED=False, OWNED=owned)
+    sizes = dict(STAGES=stages, STEP=step, HEAD_DIM=d, ORDERED=ordered, OWNED=owned)
     ways = dict(V_DIM=d, ADD=False, MODIFIED=False)
     for program in range(programs):
         counts = dict(Q=stages, K=2, V=2, dout=stages)
@@ -97,10 +140,11 @@ def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, o
         tiles = loads.LoadedTiles(*panels, played.blocks("pivot", stages), played.blocks("delta", stages))
         barriers = loads.Barriers(played.Barrier(1), *(played.barriers(stages, count) for count in (1, 1, 2)))
         buffers = stages + 1
-        staging = dq_sums.Staging(played.blocks("dS", 2 * buffers, ROWS, step), played.blocks("dQ", 2), [None] * stages)
-        handover = dq_sums.Handover(played.barriers(buffers, 2), None, None, None)
+        rooms = tuple(Room(f"dQ {columns}", step * columns // SUMS) for columns in widths) if ordered else played.blocks("dQ", 2)
+        staging = dq_sums.Staging(played.blocks("dS", 2 * buffers, ROWS, step), rooms, [None] * stages)
+        handover = dq_sums.Handover(played.barriers(buffers, 2), None, played.Barrier(2), played.Barrier(1))
         of_works = works.WorkPlaces([None] * (2 * kernel.NUMBERS), played.barriers(2), played.Barrier(2))
-        loading = inputs, sums, tiles, staging, barriers, handover, of_works, queue, own, 0, None, padded
+        loading = inputs, sums, tiles, staging, barriers, handover, of_works, queue, own, 0, turns, padded
         machine.add(f"loads of {program}", program, kernel.produce, *loading, PARTS=1, **sizes)
         rest = tiles, staging, barriers, handover, of_works, queue, sums, own, gradients, NOTHING, SumPointers(None, None), padded
         for half in range(2):
@@ -137,16 +181,25 @@ def check(results: list[tuple], table: rk.TileTable, tiles, d: int, step: int, o
         assert len(met) == parts * len(set(met)) or len(tiles) > 1, f"{name} has a step twice"
 
 
-@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 40), marks=pytest.mark.thorough)], ids=["few", "many"])
-@pytest.mark.parametrize("owned", [False, True], ids=["", "own heads"])
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 40), marks=pytest.mark.thorough)], ids=["few", "many"])
+@pytest.mark.parametrize("way", ["as they come", "in turns", "own heads"])
 @pytest.mark.parametrize("d", [64, 96, 128])
-def test_partitions_end_and_meet_each_live_pair(d, owned, seeds):
+def test_partitions_end_and_meet_each_live_pair(d, way, seeds):
+    """Programs add to dq as they come, or in turns, which give the same order every time, or have heads for themselves."""
+    owned = way == "own heads"
     for seed in seeds:
         random = np.random.default_rng(seed)
         rows = int(random.integers(1, 700))
         later = [(0, rows, 0, rows, -rows, 0)]
-        tiles = (dense.causal(rows), dense.window(rows, 90, 40), dense.random_tiles(random, rows, rows), later)[seed % 4]
+        tiles = (dense.causal(rows), dense.window(rows, 90, 40), dense.random_tiles(random, rows, rows), later)[
+            (seed + d // 32) % 4
+        ]
         table = rk.TileTable(np.array(tiles), rows, rows)
         programs = 1 + seed % (KV_HEADS if owned else 3)
-        results = play(d, table, seed, programs, by_copy=d != 96 and seed % 4 > 0, owned=owned)
+        by_copy = d != 96 and (seed + d // 32) % 4 > 0 and way != "in turns"
+        results = play(d, table, seed, programs, by_copy, way)
         check(results, table, tiles, d, fused.config_for(d, owned=owned).step, owned)
+        if way == "in turns":
+            again = play(d, table, seed + 1000, 3, by_copy, way)
+            orders = [{place: total.parts for name, place, total in found if name == "sums"} for found in (results, again)]
+            assert orders[0] == orders[1]
