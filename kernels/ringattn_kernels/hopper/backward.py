@@ -15,7 +15,7 @@ from ..table import BlockTable, TileTable
 from ..units import LOG2_E
 from . import statistics
 from .blocks import BLOCK, ROWS
-from .descriptors import main_descriptor, row_descriptor
+from .descriptors import is_aligned, main_descriptor, row_descriptor
 from .key_kernel import key_kernel
 from .query_kernel import query_kernel
 from .statistics import PaddedStatistics
@@ -51,7 +51,7 @@ def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tens
     b, _, h, _ = q.shape
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{q.dtype} is not a 16-bit type"
-    if not all(x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:3]) for x in (q, k, v, dout)):
+    if not all(is_aligned(x) for x in (q, k, v, dout)):
         return "rows are not aligned to 16 bytes"
     if b * h * (table.q_rows + BLOCK.value) >= 2**31:
         return "too many rows for 32-bit coordinates"

@@ -30,6 +30,11 @@ def plain_layout(rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
 
 
+def is_aligned(x: torch.Tensor) -> bool:
+    """Whether rows of x (b, s, h, d), in 16 bits, lie at multiples of 16 bytes, as the copy engine needs them."""
+    return x.data_ptr() % 16 == 0 and not any(stride % 8 for stride in x.stride()[:3])
+
+
 def described(
     x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], layout: gl.NVMMASharedLayout
 ) -> TensorDescriptor:

@@ -13,7 +13,7 @@ from ..score_arguments import ALIGNED, facts_of, fixed_arguments, moving_argumen
 from ..splits import multiprocessors
 from ..table import ROW, ROW_END, TileTable, on_device
 from ..units import LOG2_E
-from .descriptors import described, halves_layout, swizzled_layout
+from .descriptors import described, halves_layout, is_aligned, swizzled_layout
 from .forward_config import WARPGROUP_ROWS, ForwardConfig, block_dim, chunks, panels
 from .forward_kernel import hopper_forward_kernel
 from .forward_softcap import caps_late
@@ -137,7 +137,7 @@ def kernel_arguments(
 def stores_by_copy(q: torch.Tensor, out: torch.Tensor, config: ForwardConfig) -> bool:
     """Whether the copy engine stores out, from the place of its queries."""
     fits = config.q_stages > 1 and out.dtype == q.dtype and block_dim(out.shape[3]) == block_dim(q.shape[3])
-    return fits and out.shape[3] % 8 == 0 and out.data_ptr() % 16 == 0
+    return fits and is_aligned(out)
 
 
 def descriptor(x: torch.Tensor, rows: int, chunks: int = 1, panels: int = 1) -> TensorDescriptor:

@@ -21,7 +21,7 @@ from ..table import TileTable, steps_of, touched_in
 from . import statistics
 from .backward import BackwardConfig, key_arguments, key_blocks_of
 from .blocks import BLOCK, ROWS
-from .descriptors import described, main_descriptor, plain_layout, rest_descriptor
+from .descriptors import described, is_aligned, main_descriptor, plain_layout, rest_descriptor
 from .dq_sums import SUMS, WIDTH, dq_part, finish_kernel
 from .fused_kernel import fused_kernel, is_wide
 from .panels import has_rest, main_columns
@@ -256,9 +256,7 @@ def stores_by_copy(
     """
     d = q.shape[3]
     fits = not add and modifiers is None and d == dv.shape[3] == main_columns(d)
-    fits = fits and all(
-        x.dtype == q.dtype and x.data_ptr() % 16 == 0 and not any(stride % 8 for stride in x.stride()[:3]) for x in (dk, dv)
-    )
+    fits = fits and all(x.dtype == q.dtype and is_aligned(x) for x in (dk, dv))
     if not fits or d not in LONG:
         return fits
     step = CONFIGS[d].step
