@@ -55,6 +55,11 @@ def causal(n: int):
     return [(0, n, 0, n, 0, n)]
 
 
+def later(n: int):
+    """Each query and the keys from its own on."""
+    return [(0, n, 0, n, -n, 0)]
+
+
 def full(sq: int, sk: int):
     return [(0, sq, 0, sk, -sk, sq)]
 

@@ -7,6 +7,7 @@ the corner that was copied to it, scores are the corners of two blocks, and a su
 """
 
 import itertools
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -128,9 +129,12 @@ class Block:
         assert not self.readers and not self.filling, f"{self.name} is overwritten while it is read or filled"
         self.content = content
 
+    def release(self) -> None:
+        self.readers -= 1
+
     def load(self, *_) -> Any:
         self.read()
-        self.readers -= 1
+        self.release()
         return NOTHING
 
     def index(self, _):
@@ -369,7 +373,7 @@ class Machine:
         place = descriptor.name, tuple(corner)
 
         def read() -> None:
-            block.readers -= 1
+            block.release()
             stores[number] = _READ
             self._writes.append(write)
 
@@ -443,7 +447,7 @@ class Machine:
             product = here.products.pop(0)
             product.done = True
             for block in product.blocks:
-                block.readers -= 1
+                block.release()
         assert all(product.done for product in products), "a product is used that nobody waited for"
         return tuple(product.result for product in products)
 
@@ -524,17 +528,22 @@ class Machine:
 
 def source(module: ModuleType, names: dict[str, Any]) -> SimpleNamespace:
     """The functions of a module of kernels, to be called on a CPU: what they call is `names`, else the other functions' source."""
-    found: dict[str, Any] = {}
-    for name, value in vars(module).items():
-        if name in names:
-            found[name] = names[name]
-        elif isinstance(value, gl.constexpr):
-            found[name] = value.value
-        elif isinstance(value, JITFunction) and value.fn.__module__ == module.__name__:
-            found[name] = FunctionType(value.fn.__code__, found, name, value.fn.__defaults__)
-        elif isinstance(value, JITFunction):
-            other = __import__(value.fn.__module__, fromlist=[value.fn.__name__])
-            found[name] = getattr(source(other, names), value.fn.__name__)
-        else:
-            found[name] = value
-    return SimpleNamespace(**found)
+    return SimpleNamespace(**_globals(module, names, {}))
+
+
+def _globals(module: ModuleType, names: dict[str, Any], made: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Those of the source's functions. made: of modules, by name."""
+    if module.__name__ not in made:
+        found = made[module.__name__] = dict[str, Any]()
+        for name, value in vars(module).items():
+            if name in names:
+                found[name] = names[name]
+            elif isinstance(value, gl.constexpr):
+                found[name] = value.value
+            elif isinstance(value, JITFunction) and value.fn.__module__ == module.__name__:
+                found[name] = FunctionType(value.fn.__code__, found, name, value.fn.__defaults__)
+            elif isinstance(value, JITFunction):
+                found[name] = _globals(sys.modules[value.fn.__module__], names, made)[value.fn.__name__]
+            else:
+                found[name] = value
+    return made[module.__name__]

@@ -45,14 +45,9 @@ class Room:
     def read(self) -> Sum:
         return Sum(tuple(scores for part in self._parts.values() for scores in part.read().parts))
 
-    @property
-    def readers(self) -> int:
-        return 1
-
-    @readers.setter
-    def readers(self, _) -> None:
+    def release(self) -> None:
         for part in self._parts.values():
-            part.readers -= 1
+            part.release()
 
 
 def panels_of(d: int) -> int:
@@ -190,13 +185,12 @@ def test_partitions_end_and_meet_each_live_pair(d, way, seeds):
     for seed in seeds:
         random = np.random.default_rng(seed)
         rows = int(random.integers(1, 700))
-        later = [(0, rows, 0, rows, -rows, 0)]
-        tiles = (dense.causal(rows), dense.window(rows, 90, 40), dense.random_tiles(random, rows, rows), later)[
-            (seed + d // 32) % 4
-        ]
+        tables = dense.causal(rows), dense.window(rows, 90, 40), dense.random_tiles(random, rows, rows), dense.later(rows)
+        number = (seed + d // 32) % 4
+        tiles = tables[number]
         table = rk.TileTable(np.array(tiles), rows, rows)
         programs = 1 + seed % (KV_HEADS if owned else 3)
-        by_copy = d != 96 and (seed + d // 32) % 4 > 0 and way != "in turns"
+        by_copy = d != 96 and number > 0 and way != "in turns"
         results = play(d, table, seed, programs, by_copy, way)
         check(results, table, tiles, d, fused.config_for(d, owned=owned).step, owned)
         if way == "in turns":

@@ -106,8 +106,9 @@ def test_partitions_end_and_meet_each_live_pair(name, seeds):
     for seed in seeds:
         random = np.random.default_rng(seed)
         rows = int(random.integers(1, 900))
-        later = [(0, rows, 0, rows, -rows, 0)]
-        tiles = (dense.causal(rows), later, dense.window(rows, 90, 40), dense.random_tiles(random, rows, rows))[seed % 4]
+        tiles = (dense.causal(rows), dense.later(rows), dense.window(rows, 90, 40), dense.random_tiles(random, rows, rows))[
+            seed % 4
+        ]
         found = cut(np.array(tiles), rows, how.block, how.step)
         works, segments = order_works(*found, how.step, how.warpgroups, HEADS, HEADS, False, 4)
         results = play(d, how, works, segments, rows, seed, programs=1 + seed % 2, state=seed % 3 == 0)
