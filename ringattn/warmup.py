@@ -6,6 +6,7 @@ Without it, the first forward and backward of a process on a new machine wait fo
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable
 
@@ -17,9 +18,10 @@ from .geometry.layout import zigzag
 from .schedule.schedules import Schedule, gather, ring
 from .transport import Alone, SilentTransport, Transport
 
-# (tokens, query heads, K/V heads): programs that share blocks, programs for which there is just enough to do, and much to do for each
-_SHAPES = ((768, 2, 1), (12288, 2, 1), (12288, 96, 16))
-_RANKS = 3  # of a ring with a first, a middle and a last launch
+# (batch size, tokens, query heads, K/V heads): programs that share blocks, programs for which there is just enough to do, much to do for
+# each; short sequences of many heads, and so many heads that the programs of any GPU have whole ones for themselves
+_SHAPES = ((2, 768, 2, 1), (1, 12288, 2, 1), (1, 12288, 128, 16), (1, 1024, 64, 64), (1, 128, 4096, 4096))
+_RANKS = (3, 4)  # of rings with a first, a middle and a last launch, and with gradients of two and of three other ranks
 
 
 def warm(
@@ -52,11 +54,11 @@ def warm(
         for head_dim in dims:
             for ordered in (False, True):
                 torch.use_deterministic_algorithms(ordered, warn_only=True)
-                for tokens, heads, kv_heads in _SHAPES:
-                    shapes = (tokens, heads, head_dim), (tokens, kv_heads, head_dim), (tokens, kv_heads, v_head_dim or head_dim)
-                    _attend(Alone(), None, shapes, dtype, device)
-                    for schedule in (ring(), gather()):
-                        _attend(SilentTransport(0, _RANKS), schedule, shapes, dtype, device)
+                for batch, tokens, heads, kv_heads in _SHAPES:
+                    heads_and_dims = (heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim or head_dim)
+                    _attend(Alone(), None, (batch, tokens), heads_and_dims, dtype, device)
+                    for ranks, schedule in itertools.product(_RANKS, (ring(), gather())):
+                        _attend(SilentTransport(0, ranks), schedule, (batch, tokens), heads_and_dims, dtype, device)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     if on_gpu:
@@ -65,10 +67,12 @@ def warm(
 
 
 def _attend(
-    group: Transport, schedule: Schedule | None, shapes: tuple[tuple[int, int, int], ...], dtype: torch.dtype, device: str
-) -> None:
-    """One forward and one backward of a rank. shapes: (tokens of all ranks, heads, head dim) of q, k and v."""
-    layout = zigzag(shapes[0][0], group.size)
-    held = layout.lengths[group.rank]
-    q, k, v = (torch.zeros(1, held, *shape[1:], dtype=dtype, device=device, requires_grad=True) for shape in shapes)
+    group: Transport, schedule: Schedule | None, sequences: tuple[int, int], heads_and_dims: Iterable[tuple[int, int]],
+    dtype: torch.dtype, device: str,
+) -> None:  # fmt: skip
+    """One forward and one backward of a rank. sequences: batch size, and tokens of all ranks. heads_and_dims: of q, k and v."""
+    batch, tokens = sequences
+    layout = zigzag(tokens, group.size)
+    shapes = ((batch, layout.lengths[group.rank], *each) for each in heads_and_dims)
+    q, k, v = (torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
     ring_attention(q, k, v, layout=layout, schedule=schedule, group=group).sum().backward()

@@ -1,5 +1,6 @@
-"""Kernels compiled ahead of time: what `warm` calls, its errors, and on a GPU that nothing is left to compile afterwards."""
+"""Kernels compiled ahead of time: what `warm` calls, its errors, and that nothing is left to compile afterwards."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -10,10 +11,18 @@ import torch
 
 import ringattn as ra
 from ringattn import __main__, warmup
+from ringattn.device import local
+from ringattn.device.streams import InOrder
+from ringattn.transport import SilentTransport
+from tests.kernels.as_hopper import launched_forms
 
-FIRST_CALLS = """
+# (batch size, tokens, query heads, K/V heads)
+SHAPES = (
+    (1, 1024, 8, 2), (2, 2048, 16, 16), (1, 4096, 32, 8), (1, 16384, 8, 1), (1, 16384, 32, 8), (64, 1024, 16, 16), (128, 512, 16, 16),
+)  # fmt: skip
+FIRST_CALLS = f"""
 import torch, ringattn as ra
-for batch, tokens, heads, kv_heads in ((1, 1024, 8, 2), (2, 2048, 16, 16), (1, 4096, 32, 8), (1, 16384, 8, 1), (1, 16384, 32, 8)):
+for batch, tokens, heads, kv_heads in {SHAPES}:
     q, k, v = (torch.randn(batch, tokens, h, 128, device="cuda", dtype=torch.bfloat16) for h in (heads, kv_heads, kv_heads))
     for mask in (ra.causal(), ra.full(), ra.sliding_window(200)):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -23,7 +32,7 @@ torch.cuda.synchronize()
 
 
 def test_each_call_is_made_alone_and_in_rings(monkeypatch):
-    monkeypatch.setattr(warmup, "_SHAPES", ((24, 2, 1),))
+    monkeypatch.setattr(warmup, "_SHAPES", ((2, 24, 2, 1),))
     made = []
     real = warmup.ring_attention
     monkeypatch.setattr(
@@ -31,8 +40,30 @@ def test_each_call_is_made_alone_and_in_rings(monkeypatch):
     )
     assert ra.warm([8, 16], v_head_dim=4, dtype=torch.float32, device="cpu") > 0
     assert {shape[3] for shape, _ in made} == {8, 16}
-    assert {size for _, size in made} == {1, 3}
+    assert {size for _, size in made} == {1, 3, 4}
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_later_calls_need_no_kernel_that_was_not_compiled(monkeypatch):
+    forms = launched_forms(monkeypatch)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(local, "replayed", lambda found, facts, inputs, work: work(*inputs))
+    monkeypatch.setattr(local, "moment", lambda x: None)
+    monkeypatch.setattr(local, "streams", lambda *arguments: InOrder())
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    ra.warm([128], device="cpu")
+    compiled = set(forms)
+    for (batch, tokens, heads, kv_heads), ranks in itertools.product(SHAPES, (1, 2, 8)):
+        if ranks > 1 and batch > 1:
+            continue  # kernels that gather rows of batches are compiled for the number of heads
+        shapes = [(batch, tokens // ranks, h, 128) for h in (heads, kv_heads, kv_heads)]
+        q, k, v = (torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+        for mask in (ra.causal(), ra.full()):
+            group = SilentTransport(ranks // 2, ranks) if ranks > 1 else None
+            out = ra.ring_attention(q, k, v, mask=mask, layout=ra.zigzag(tokens, ranks), group=group)
+            torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+    assert {form[0] for form in compiled} >= {"hopper_forward_kernel", "fused_kernel", "rows_kernel"}
+    assert forms == compiled, {form[0] for form in forms - compiled}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

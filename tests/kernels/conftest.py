@@ -18,15 +18,12 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch):
     """(forward, merge): their launches on an H200."""
-    from ringattn_kernels import dispatch, hopper, splits
+    from ringattn_kernels import hopper, splits
     from ringattn_kernels import launches as kernel_launches
-    from ringattn_kernels.hopper import forward_config
+    from tests.kernels.as_hopper import choose_as_on_hopper
     from tests.kernels.test_hopper_backward import launch_anew
 
-    monkeypatch.setattr(dispatch, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(hopper.forward, "work_counter", lambda device: None)
-    for module in (splits, hopper.forward, forward_config):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    choose_as_on_hopper(monkeypatch)
     monkeypatch.setattr(kernel_launches, "launch", launch_anew)
     kernels = Recorded(), Recorded()
     monkeypatch.setattr(hopper.forward, "hopper_forward_kernel", kernels[0])

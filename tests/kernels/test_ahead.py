@@ -6,9 +6,7 @@ import torch
 
 import ringattn_kernels as rk
 from ringattn_kernels import (
-    ahead,
     attention,
-    dispatch,
     hopper,
     launches,
     plain_backward,
@@ -19,6 +17,7 @@ from ringattn_kernels import (
 )
 from ringattn_kernels.ahead import TensorKind
 from ringattn_kernels.continued import RowPart
+from tests.kernels.as_hopper import choose_as_on_hopper
 
 CPU = torch.device("cpu")
 # causal documents of 300 queries and 700 keys
@@ -37,13 +36,8 @@ SHAPES = {
 @pytest.fixture
 def gpu_of(monkeypatch):
     """The CPU as a Hopper GPU that launches nothing."""
-    for module in (dispatch, attention, ahead, hopper.fused):
-        monkeypatch.setattr(module, "architecture", lambda device: "sm_90")
-    for module in (splits, hopper.forward, hopper.forward_config, hopper.fused):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    choose_as_on_hopper(monkeypatch)
     monkeypatch.setattr(launches, "launch", lambda kernel, table, facts, moving, make, **options: make())
-    for module in (hopper.forward, hopper.fused):
-        monkeypatch.setattr(module, "work_counter", lambda device: torch.zeros(3, dtype=torch.int32))
     padded = hopper.statistics.PaddedStatistics
     monkeypatch.setattr(hopper.statistics, "prepare", lambda rows, *_: padded(*torch.empty(2, rows[0].shape[1] * 2, 384)))
     monkeypatch.setattr(hopper.fused, "zero_sums", lambda q: torch.zeros(2 * q.shape[2], 384, q.shape[3]))
@@ -51,8 +45,6 @@ def gpu_of(monkeypatch):
     monkeypatch.setattr(attention, "merge", lambda *_: None)
     for name in ("key_kernel", "wide_key_kernel", "query_kernel"):
         monkeypatch.setattr(hopper.backward, name, Silent())
-    monkeypatch.setattr(plain_forward, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(plain_backward, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(plain_forward, "forward_kernel", Silent())
     for name in ("dkdv_kernel", "dq_kernel"):
         monkeypatch.setattr(plain_backward, name, Silent())
