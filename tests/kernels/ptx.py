@@ -27,6 +27,14 @@ def bits(x: np.ndarray) -> np.ndarray:
     return x.view(np.uint32).astype(np.uint64) if x.dtype == np.float32 else x
 
 
+def rounded(x: np.ndarray, to: str) -> np.ndarray:
+    """The 16 bits of fp32 numbers, rounded to even."""
+    if to == "f16x2":
+        return x.astype(np.float16).view(np.uint16).astype(np.uint64)
+    whole = x.view(np.uint32).astype(np.uint64)
+    return (whole + np.uint64(0x7FFF) + (whole >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)
+
+
 def signed(x: np.ndarray) -> np.ndarray:
     return (x & LOW).astype(np.uint32).view(np.int32).astype(np.int64)
 
@@ -128,6 +136,9 @@ def _compute(operation: str, x: list[np.ndarray]) -> np.ndarray:
         return _on_floats(name, kinds, [floats(y) for y in x] if name != "setp" else x)
     if operation == "cvt.rn.f32.u32":
         return x[0].astype(np.float32)
+    if name == "cvt" and kinds[1] in ("bf16x2", "f16x2"):
+        upper, lower = (rounded(floats(y), kinds[1]) for y in x)
+        return lower | upper << np.uint64(16)
     if operation == "mul.wide.u32":
         return (x[0] & LOW) * (x[1] & LOW)
     if operation == "mad.wide.s32":

@@ -71,6 +71,9 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
     # (which newer versions of Triton let begin a little earlier)
     loop, behind = "H10E" if how.paired else "H0H0E", "H0H(E0|0E)E?" if RELEASE == (3, 6) else "H0[HE]+0E?"
     assert re.fullmatch(f"(H0E{loop}{behind}){{{how.warpgroups}}}", order), order
+    # exponentials that wait for no maximum begin among its first instructions, of more than 60
+    begins = [len(re.findall("FMNMX", step.partition("MUFU.EX2")[0])) for step in sass.split(some)[1:]]
+    assert not how.ahead or (len(begins) == how.warpgroups and max(begins) < 10), begins
     in_loop = re.search(r"10(E+)" if how.paired else r"0H+0(E+)", "".join(letters[name] for name in operations))[1]
     assert len(in_loop) >= how.step // 2
     # descriptors stay in uniform registers: ptxas is sure that warps do not diverge; beyond d = 128 Q's, of two registers each, may not fit
@@ -341,6 +344,26 @@ def test_random_tables_against_dense_attention(d, dv, how):
         assert (out.double() - exact.out).norm() <= 2 * (same.out.double() - exact.out).norm() + 1e-6 * exact.out.norm(), case
         torch.testing.assert_close(row_max.double(), exact.row_max, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(row_sum.double(), exact.row_sum, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize(("d", "dv", "how"), LAUNCHES, ids=NAMES)
+def test_maxima_that_rise_from_step_to_step(d, dv, how):
+    """The pivots of every second row move in each step, by 2^8 and more; those of the others hardly do."""
+    n, dtype = 900, torch.bfloat16
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, heads, dim, device="cuda").to(dtype) for heads, dim in ((4, d), (2, d), (2, dv)))
+    # in base-2 units, after scaling, from 0 to 120 along the keys
+    q[..., 0] = (torch.arange(n, device="cuda") % 2 * 8 * d**0.5)[None, :, None]
+    k[..., 0] = (torch.arange(n, device="cuda") / n * 15 * np.log(2))[None, :, None]
+    tiles, dout = dense.full(n, n), torch.zeros(1, n, 4, dv, device="cuda", dtype=dtype)
+    exact = dense.attention(q, k, v, dout, dense.live_pairs(tiles, n, n).cuda(), d**-0.5, torch.float64)
+    out, row_max, row_sum = attend(q, k, v, [rk.TileTable(np.array(tiles), n, n)], d**-0.5, how)
+    # weights and out are rounded to 16 bits
+    assert (out.double() - exact.out).norm() <= 5e-3 * exact.out.norm()
+    torch.testing.assert_close(row_max.double(), exact.row_max, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(row_sum.double(), exact.row_sum, rtol=2e-4, atol=1e-6)
 
 
 @pytest.mark.gpu

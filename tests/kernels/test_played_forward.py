@@ -12,9 +12,8 @@ from tests.kernels.played import NOTHING, Descriptor, Machine, Pointer, Sum
 
 ROWS, HEADS, KV_HEADS = 64, 2, 1
 CONFIGS = {
-    f"{d}-{how.programs} of {how.block} rows": (d, how)
+    f"{d}-{dv}-{how.programs} of {how.block} rows": (d, dv, how)
     for (d, dv), found in forward_config.CONFIGS.items()
-    if d == dv
     for how in found
 }
 
@@ -28,6 +27,7 @@ def mask_edge(scores, start, _end, _segments, _segment, first_row):
 NUMBERS = dict(
     mask_edge=mask_edge,
     softmax_step=lambda scores, *_: (scores, *[NOTHING] * 4),
+    softmax_step_ahead=lambda scores, *_: (scores, *[NOTHING] * 4),
     unpack=lambda pairs, *_: pairs,
     rescale=lambda x, _: x,
     scaled=lambda x, _: x,
@@ -41,7 +41,16 @@ NUMBERS = dict(
 )
 
 
-def play(d: int, how: ForwardConfig, works, segments, rows: int, seed: int, programs: int, state: bool) -> list[tuple]:
+def kept_queries(block, kept, _layout):
+    """Columns in registers stay when the block gets others."""
+    if not kept:
+        return ()
+    columns = played.Block(f"columns of {block.name}", block.read())
+    block.release()
+    return (columns,)
+
+
+def play(d: int, dv: int, how: ForwardConfig, works, segments, rows: int, seed: int, programs: int, state: bool) -> list[tuple]:
     """(name, corner of out, its sum) of each warpgroup's rows and panel, from a launch over these works of one batch."""
     by_threads = []
 
@@ -49,18 +58,18 @@ def play(d: int, how: ForwardConfig, works, segments, rows: int, seed: int, prog
         by_threads.append(("out", (head_index // heads, first_row, head_index % heads, 0), out))
 
     machine = Machine(seed)
-    kernel = played.source(forward_kernel, machine.names(programs) | NUMBERS | dict(store_out=store_out))
+    parts = dict(kept_queries=kept_queries, later_columns=lambda block, _: (block,))
+    kernel = played.source(forward_kernel, machine.names(programs) | NUMBERS | parts | dict(store_out=store_out))
     counter = np.zeros(1, dtype=np.int64)
     queue = forward_kernel.DeviceWorkQueue(Pointer(works), Pointer(segments), len(works))
-    chunks = 1 if d <= 128 else d // 64
-    shapes = (ROWS, d // chunks), (how.step, d // chunks), (how.step, d)
+    chunks = forward_config.chunks(d)
+    shapes = (ROWS, d // chunks), (how.step, d // chunks), (how.step, dv)
     q, k, v = (Descriptor(name, (1, n, 1, columns)) for name, (n, columns) in zip("QKV", shapes))
     by_copy = how.q_stages > 1 and not state
-    result = forward_kernel.Result(Descriptor("out", (1, ROWS, 1, d)) if by_copy else None, *[NOTHING] * 4)
+    result = forward_kernel.Result(Descriptor("out", (1, ROWS, 1, dv)) if by_copy else None, *[NOTHING] * 4)
     sizes = dict(CHUNKS=chunks, WARPGROUPS=how.warpgroups, Q_STAGES=how.q_stages, STAGES=how.stages)
-    ways = dict(
-        V_DIM=d, HAS_STATE=state, TURNS=how.turns, PAIRED=how.paired, PANELS=2 if d == 96 else 1, MODIFIED=False, LATE_CAP=False
-    )
+    ways = dict(V_DIM=dv, HAS_STATE=state, TURNS=how.turns, PAIRED=how.paired, PANELS=2 if d == 96 else 1)
+    ways |= dict(KEPT=how.kept, AHEAD=how.ahead, MODIFIED=False, LATE_CAP=False)
     for program in range(programs):
         queries = how.q_stages * how.warpgroups
         counts = queries * chunks, how.stages * chunks, how.stages
@@ -102,7 +111,7 @@ def check(results: list[tuple], how: ForwardConfig, works, tiles, rows: int) -> 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_partitions_end_and_meet_each_live_pair(name, seeds):
     """Works of a few steps, some idle for a warpgroup, in random turns of all partitions; some begin with a state."""
-    d, how = CONFIGS[name]
+    d, dv, how = CONFIGS[name]
     for seed in seeds:
         random = np.random.default_rng(seed)
         rows = int(random.integers(1, 900))
@@ -111,5 +120,5 @@ def test_partitions_end_and_meet_each_live_pair(name, seeds):
         ]
         found = cut(np.array(tiles), rows, how.block, how.step)
         works, segments = order_works(*found, how.step, how.warpgroups, HEADS, HEADS, False, 4)
-        results = play(d, how, works, segments, rows, seed, programs=1 + seed % 2, state=seed % 3 == 0)
+        results = play(d, dv, how, works, segments, rows, seed, programs=1 + seed % 2, state=seed % 3 == 0)
         check(results, how, works, tiles, rows)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from triton.experimental.gluon import language as gl
 
 from ringattn.device.philox import kept, philox
 from ringattn_kernels.hopper import forward_softcap, forward_softmax, kept_pairs, score_steps, score_sums
@@ -222,3 +223,33 @@ def test_scores_are_masked_by_a_column_of_their_row(width, up_to):
             ptx.run(forward_softmax.mask_assembly(count, up_to), operands), held(np.where(live, scores, -np.inf))
         ):
             assert np.array_equal(got, exact)
+
+
+@pytest.mark.parametrize("dtype", ["bf16x2", "f16x2"])
+@pytest.mark.parametrize("moved", [False, True], ids=["pivots stay", "a row of each warp moves"])
+def test_weights_are_renewed_where_a_pivot_has_moved(moved, dtype):
+    count, scale = 16, np.float32(0.18)
+    random = np.random.default_rng(0)
+    even, odd = (40 * random.standard_normal((2, count, 128))).astype(np.float32)
+    before = random.uniform(10, 20, (2, 128)).astype(np.float32)
+    now = before.copy()
+    if moved:
+        # a row is of four threads, the first or the second of theirs
+        for row in range(2):
+            now[row, (row == WARP % 2) & (LANE // 4 == 3)] += 30
+    # before, these hold what does not come from the scores
+    old = [everywhere(7 + i) for i in range(count)], [everywhere(i, np.float32) for i in range(count)]
+    pivots = [[x[i % 2] for i in range(count)] for x in (before, now)]
+    operands = [*old[0], *old[1], *old[0], *old[1], *even, *odd, *pivots[0], *pivots[1], *[everywhere(scale, np.float32)] * count]
+    assembly = forward_softmax.renewal_assembly(count, gl.bfloat16 if dtype == "bf16x2" else gl.float16)
+    found = ptx.run(assembly, operands)
+    weights = [
+        [np.exp2((x[i].astype(np.float64) * scale - now[i % 2]).astype(np.float32)) for i in range(count)] for x in (even, odd)
+    ]
+    pairs = [ptx.rounded(x, dtype) | ptx.rounded(y, dtype) << np.uint64(16) for x, y in zip(*weights)]
+    sums = [x + y for x, y in zip(*weights)]
+    for got, exact in zip(found, [*pairs, *sums] if moved else [*old[0], *old[1]]):
+        assert np.array_equal(got, exact)
+    constraints = str(forward_softmax.renewal_constraints(count)).split(",")
+    assert len(constraints) == len(operands)
+    assert constraints[2 * count : 4 * count] == [str(i) for i in range(2 * count)], "what changes is given, too"

@@ -129,6 +129,8 @@ def kernel_arguments(
         HAS_STATE=state is not None,
         TURNS=config.turns,
         PAIRED=config.paired,
+        KEPT=config.kept,
+        AHEAD=config.ahead,
         REGISTERS=config.registers,
         LATE_CAP=False,
     )

@@ -24,6 +24,7 @@ class ForwardConfig:
 
     q_stages: query blocks in shared memory. turns: warpgroups start their products one after another, in a fixed order.
     paired: a warpgroup runs the next scores and the values before them at once; else it waits for the values first.
+    kept: columns of Q that a warpgroup keeps in registers. ahead: exponentials begin before the maximum is known.
     programs: of a multiprocessor, side by side. step_time, work_time: microseconds of an H200 for a step, and of a work beside its steps.
     """
 
@@ -34,6 +35,8 @@ class ForwardConfig:
     turns: bool
     paired: bool = True
     programs: int = 1
+    kept: int = 0
+    ahead: bool = False
     step_time: float = 1.0
     work_time: float = 0.0
 
@@ -57,7 +60,7 @@ class ForwardConfig:
 # have much to do and works are long
 CONFIGS = {
     (64, 64): (
-        ForwardConfig(step=128, stages=4, warpgroups=3, q_stages=3, turns=True, step_time=1.42, work_time=2.9),
+        ForwardConfig(step=128, stages=4, warpgroups=3, q_stages=3, turns=True, ahead=True, step_time=1.42, work_time=2.9),
         # where works are short, one program works while the other begins or ends
         ForwardConfig(
             step=64, stages=4, warpgroups=2, q_stages=3, turns=False, paired=False, programs=2, step_time=1.14, work_time=2.0
@@ -72,7 +75,7 @@ CONFIGS = {
         ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=3, turns=False, step_time=1.86, work_time=2.25),
     ),
     (192, 128): (ForwardConfig(step=128, stages=2, warpgroups=2, q_stages=1, turns=False),),
-    (256, 256): (ForwardConfig(step=64, stages=2, warpgroups=2, q_stages=1, turns=False),),
+    (256, 256): (ForwardConfig(step=64, stages=2, warpgroups=2, q_stages=1, turns=False, kept=64),),
 }
 # where more registers are needed than any entry of CONFIGS has
 ROOMY = {(64, 64): (ForwardConfig(step=128, stages=4, warpgroups=2, q_stages=3, turns=True),)}

@@ -22,7 +22,7 @@ from .barriers import named_barrier
 from .fences import pin
 from .forward_output import load_state, store_out
 from .forward_softcap import capped_softmax_step
-from .forward_softmax import as_column, divided, mask_edge, rescale, scaled, softmax_step, unpack
+from .forward_softmax import as_column, divided, mask_edge, rescale, scaled, softmax_step, softmax_step_ahead, unpack
 from .kept_pairs import drop_drawn
 from .language import async_load, async_store, barrier, reinterpret, wait_for_products
 from .panels import part_panels, start_each, start_sum, zero_block, zeros
@@ -199,15 +199,39 @@ def pass_by(
 
 
 @gluon.jit
+def kept_queries(q, KEPT: gl.constexpr, SCORES: gl.constexpr):
+    """The first KEPT columns of a block of queries in registers: as left operands they read no shared memory. A part, or none."""
+    parts = ()
+    if KEPT > 0:
+        parts += (q.slice(0, KEPT, dim=1).load(gl.DotOperandLayout(0, SCORES, 2)),)
+    return parts
+
+
+@gluon.jit
+def later_columns(x, FIRST: gl.constexpr):
+    """The columns of a block from FIRST on, in parts of FIRST columns, twice as many, and so on."""
+    parts = ()
+    for i in gl.static_range((x.type.shape[1] // FIRST).bit_length() - 1):
+        parts += (x.slice(FIRST << i, FIRST << i, dim=1),)
+    return parts
+
+
+@gluon.jit
 def scores_product(
-    q_smem, q_place, k_smem, k_full, s, block, more, CHUNKS: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr
+    q_smem, q_place, q_kept, k_smem, k_full, s, block, more, CHUNKS: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """Start the raw scores of a block of keys, once the block is there."""
     stage = block % STAGES
     mbarrier.wait(k_full.index(stage), (block // STAGES) & 1, pred=more)
-    for chunk in gl.static_range(CHUNKS):
-        k = part_panels(k_smem.index(stage * CHUNKS + chunk), PANELS)
-        s = start_sum(part_panels(q_smem.index(q_place * CHUNKS + chunk), PANELS), k, s, chunk > 0)
+    if len(q_kept) == 0:
+        for chunk in gl.static_range(CHUNKS):
+            k = part_panels(k_smem.index(stage * CHUNKS + chunk), PANELS)
+            s = start_sum(part_panels(q_smem.index(q_place * CHUNKS + chunk), PANELS), k, s, chunk > 0)
+    else:
+        KEPT: gl.constexpr = q_kept[0].type.shape[1]
+        q, k = q_smem.index(q_place), k_smem.index(stage)
+        s = start_sum(q_kept, (k.slice(0, KEPT, dim=1),), s, False)
+        s = start_sum(later_columns(q, KEPT), later_columns(k, KEPT), s, True)
     return s
 
 
@@ -232,13 +256,14 @@ def take_rows(blocks, taken, WARPGROUP: gl.constexpr):
 def attend_rows(
     blocks, barriers, result, queue, score, heads, q_rows, scale, WARPGROUP: gl.constexpr, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr, TURNS: gl.constexpr,
-    PAIRED: gl.constexpr, PANELS: gl.constexpr, MODIFIED: gl.constexpr, LATE_CAP: gl.constexpr,
+    PAIRED: gl.constexpr, PANELS: gl.constexpr, KEPT: gl.constexpr, AHEAD: gl.constexpr, MODIFIED: gl.constexpr, LATE_CAP: gl.constexpr,
 ):  # fmt: skip
     """The partition of one warpgroup: out, row_max and row_sum of its 64 rows of each query block."""
     ROWS: gl.constexpr = blocks.q.shape[1]
     BLOCK_K: gl.constexpr = blocks.k.shape[1]
     BLOCK_DV: gl.constexpr = blocks.v.shape[2]
-    SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     NEXT: gl.constexpr = (WARPGROUP + 1) % WARPGROUPS
     # out leaves through the place of its queries
     STAGED: gl.constexpr = result.out_desc is not None
@@ -254,7 +279,10 @@ def attend_rows(
     work = take_rows(blocks, taken, WARPGROUP)
     block = pass_by(barriers, gl.to_tensor(-1), work.before, WARPGROUP, NEXT, TURNS, STAGES, 0) + 1
     no_scores = zero_block(ROWS, BLOCK_K)
-    s = scores_product(blocks.q, q_place, blocks.k, barriers.k_full, no_scores, block, work.steps > 0, CHUNKS, PANELS, STAGES)
+    q_kept = kept_queries(blocks.q.index(q_place), KEPT, SCORES)
+    s = scores_product(
+        blocks.q, q_place, q_kept, blocks.k, barriers.k_full, no_scores, block, work.steps > 0, CHUNKS, PANELS, STAGES
+    )
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(barriers.kv_empty.index(block % STAGES), count=1)
     # at the top of the loop the scores of the first block of a work are there in which these rows have a live pair
@@ -325,7 +353,9 @@ def attend_rows(
             if TURNS:
                 named_barrier("sync", WARPGROUP)
             if PAIRED:
-                s_token = scores_product(blocks.q, q_place, blocks.k, barriers.k_full, s, block + 1, True, CHUNKS, PANELS, STAGES)
+                s_token = scores_product(
+                    blocks.q, q_place, q_kept, blocks.k, barriers.k_full, s, block + 1, True, CHUNKS, PANELS, STAGES
+                )
             acc_token = start_values(pairs, blocks.v, barriers.v_full, acc, block, STAGES)
             if TURNS:
                 named_barrier("arrive", NEXT)
@@ -336,7 +366,7 @@ def attend_rows(
                 acc = wait_for_products(0, acc_token)
                 pairs = pin(pairs)
                 s_token = scores_product(
-                    blocks.q, q_place, blocks.k, barriers.k_full, no_scores, block + 1, True, CHUNKS, PANELS, STAGES
+                    blocks.q, q_place, q_kept, blocks.k, barriers.k_full, no_scores, block + 1, True, CHUNKS, PANELS, STAGES
                 )
                 s = warpgroup_mma_wait(0, deps=[s_token])
             if CHANGED:
@@ -352,6 +382,8 @@ def attend_rows(
                 pairs, alpha, pivot, row_sum, row_max = capped_softmax_step(
                     s, pivot, row_sum, row_max, scale, score.into_cap, dtype
                 )
+            elif AHEAD and not MODIFIED:
+                pairs, alpha, pivot, row_sum, row_max = softmax_step_ahead(s, pivot, row_sum, row_max, scale, dtype)
             else:
                 pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
             if DROPPED:
@@ -377,8 +409,9 @@ def attend_rows(
         work = take_rows(blocks, taken, WARPGROUP)
         block = pass_by(barriers, block, work.before, WARPGROUP, NEXT, TURNS, STAGES, 0) + 1
         next_scores = s if PAIRED else no_scores
+        q_kept = kept_queries(blocks.q.index(q_place), KEPT, SCORES)
         s_token = scores_product(
-            blocks.q, q_place, blocks.k, barriers.k_full, next_scores, block, work.steps > 0, CHUNKS, PANELS, STAGES
+            blocks.q, q_place, q_kept, blocks.k, barriers.k_full, next_scores, block, work.steps > 0, CHUNKS, PANELS, STAGES
         )
         # this wait is over, and ends a basic block: the compiler would start the last products behind the instructions that follow
         mbarrier.wait(barriers.q_full.index(q_place), (taken // Q_STAGES) & 1)
@@ -422,9 +455,11 @@ def hopper_forward_kernel(
     batches, heads, group, q_rows, scale, into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride,
     seed_low, seed_high, offset, all_heads, first_head, dropped, kept_share, CHUNKS: gl.constexpr, PANELS: gl.constexpr,
     WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr,
-    TURNS: gl.constexpr, PAIRED: gl.constexpr, REGISTERS: gl.constexpr, MODIFIED: gl.constexpr, LATE_CAP: gl.constexpr,
+    TURNS: gl.constexpr, PAIRED: gl.constexpr, KEPT: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
+    MODIFIED: gl.constexpr, LATE_CAP: gl.constexpr,
 ):  # fmt: skip
     """out, row_max, row_sum of the works of one program; see the module."""
+    gl.static_assert(KEPT == 0 or (CHUNKS == 1 and PANELS == 1), "columns are kept of a single block")
     dtype: gl.constexpr = q_desc.dtype
     ROWS: gl.constexpr = q_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = k_desc.block_type.shape[1]
@@ -470,18 +505,18 @@ def hopper_forward_kernel(
             (load_copies, (q_desc, k_desc, v_desc, blocks, barriers, queue, counter_ptr, batches, heads, group,
                            CHUNKS, WARPGROUPS, Q_STAGES, STAGES)),
             (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
-                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED, LATE_CAP)),
+                           HAS_STATE, TURNS, PAIRED, PANELS, KEPT, AHEAD, MODIFIED, LATE_CAP)),
             (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
-                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED, LATE_CAP)),
+                           HAS_STATE, TURNS, PAIRED, PANELS, KEPT, AHEAD, MODIFIED, LATE_CAP)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (load_copies, (q_desc, k_desc, v_desc, blocks, barriers, queue, counter_ptr, batches, heads, group,
                            CHUNKS, WARPGROUPS, Q_STAGES, STAGES)),
             (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
-                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED, LATE_CAP)),
+                           HAS_STATE, TURNS, PAIRED, PANELS, KEPT, AHEAD, MODIFIED, LATE_CAP)),
             (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
-                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED, LATE_CAP)),
+                           HAS_STATE, TURNS, PAIRED, PANELS, KEPT, AHEAD, MODIFIED, LATE_CAP)),
             (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 2, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
-                           HAS_STATE, TURNS, PAIRED, PANELS, MODIFIED, LATE_CAP)),
+                           HAS_STATE, TURNS, PAIRED, PANELS, KEPT, AHEAD, MODIFIED, LATE_CAP)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

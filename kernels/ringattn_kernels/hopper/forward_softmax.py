@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .panels import split_columns
 from .tables import HI, LO, ROW_BEGIN, ROW_END
 from .threads import FIRST_COLUMN
 
@@ -112,6 +113,98 @@ def softmax_step(scores, pivot, row_sum, row_max, scale, dtype: gl.constexpr):
     SUMS: gl.constexpr = row_sum.type.layout
     row_sum = row_sum * as_column(alpha, SUMS) + part
     return pack(even, odd, dtype), alpha, new_pivot, row_sum, row_max
+
+
+@gluon.jit
+def softmax_step_ahead(scores, pivot, row_sum, row_max, scale, dtype: gl.constexpr):
+    """As `softmax_step`, and the same bits, but exponentials do not wait for the maximum, which takes a chain of instructions as long.
+
+    The pivot moves in few steps. So the left half of the columns is computed with the pivot that there is, and once more if it has moved.
+    The two share no functions: the compiler would order the other one's instructions anew.
+    """
+    ROWS: gl.constexpr = scores.shape[0]
+    COLUMNS: gl.constexpr = scores.shape[1]
+    SUMS: gl.constexpr = row_sum.type.layout
+    left, right = split_columns(scores)
+    before = gl.where(pivot == float("-inf"), 0.0, pivot)
+    even, odd = weights(left, before, scale)
+    left_sums, left_pairs = even + odd, pack(even, odd, dtype)
+    block_max = maxima(scores) * scale
+    row_max = gl.maximum(row_max, block_max)
+    new_pivot = gl.where(block_max > pivot + LAG, block_max, pivot)
+    now = gl.where(new_pivot == float("-inf"), 0.0, new_pivot)
+    alpha = gl.exp2(pivot - now)
+    left_pairs, left_sums = renew(left_pairs, left_sums, left, before, now, scale, dtype)
+    even, odd = weights(right, now, scale)
+    right_sums, right_pairs = even + odd, pack(even, odd, dtype)
+    # in the layout that `softmax_step` gives them
+    like, _ = gl.split(scores.reshape([ROWS, COLUMNS // 2, 2]))
+    PAIRS: gl.constexpr = like.type.layout
+    pairs = side_by_side(left_pairs, right_pairs, PAIRS)
+    sums = side_by_side(left_sums, right_sums, PAIRS)
+    part = gl.convert_layout(gl.sum(sums.reshape([ROWS, COLUMNS // 8, 4]), axis=1), SUMS, assert_trivial=True)
+    row_sum = row_sum * as_column(alpha, SUMS) + part
+    return pairs, alpha, new_pivot, row_sum, row_max
+
+
+@gluon.jit
+def weights(scores, pivot, scale):
+    """2^(scores * scale - pivot [rows]), those of even and those of odd columns."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    p = gl.exp2(scores * scale - gl.expand_dims(gl.convert_layout(pivot, ROWS, assert_trivial=True), 1))
+    return gl.split(p.reshape([p.shape[0], p.shape[1] // 2, 2]))
+
+
+@gluon.jit
+def maxima(scores):
+    """The maximum of each row, of pairs of pairs first: the chain is a quarter as long."""
+    ROWS: gl.constexpr = scores.shape[0]
+    COLUMNS: gl.constexpr = scores.shape[1]
+    even, odd = gl.split(scores.reshape([ROWS, COLUMNS // 2, 2]))
+    # four threads share a row, each with every fourth pair
+    even, odd = gl.split(gl.maximum(even, odd).reshape([ROWS, COLUMNS // 16, 2, 4]).permute((0, 1, 3, 2)))
+    found = gl.max(gl.maximum(even, odd).reshape([ROWS, COLUMNS // 4]), axis=1)
+    return gl.convert_layout(found, gl.SliceLayout(1, scores.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def side_by_side(left, right, LAYOUT: gl.constexpr):
+    """The columns of both."""
+    both = gl.join(left, right).permute((0, 2, 1)).reshape([left.shape[0], 2 * left.shape[1]])
+    return gl.convert_layout(both, LAYOUT, assert_trivial=True)
+
+
+@gluon.constexpr_function
+def renewal_assembly(count, dtype):
+    """Weights of `count` pairs of scores, packed, and their sums, once more, in warps where a pivot has moved. A thread has pairs of two
+    rows by turns. Operands: pairs and sums, twice, then scores of even and of odd columns, pivots before and now, and the scale."""
+    convert = "cvt.rn.bf16x2.f32" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32"
+    pair, total, _, _, even, odd, before, now, scale = ([f"${kind * count + i}" for i in range(count)] for kind in range(9))
+    lines = ["{ .reg .pred p; .reg .f32 a, b, n<2>;"]
+    lines.append(f"setp.neu.f32 p, {before[0]}, {now[0]}; setp.neu.or.f32 p, {before[1]}, {now[1]}, p;")
+    lines.append(f"vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; neg.f32 n0, {now[0]}; neg.f32 n1, {now[1]};")
+    for i in range(count):
+        lines.append(f"fma.rn.f32 a, {even[i]}, {scale[i]}, n{i % 2}; fma.rn.f32 b, {odd[i]}, {scale[i]}, n{i % 2};")
+        lines.append(f"ex2.approx.ftz.f32 a, a; ex2.approx.ftz.f32 b, b; {convert} {pair[i]}, b, a; add.f32 {total[i]}, a, b;")
+    return " ".join([*lines, "DONE: }"])
+
+
+@gluon.constexpr_function
+def renewal_constraints(count):
+    return ",".join(["=r"] * count + ["=f"] * count + [str(i) for i in range(2 * count)] + ["f"] * (5 * count))
+
+
+@gluon.jit
+def renew(pairs, sums, scores, before, now, scale, dtype: gl.constexpr):
+    """Weights as packed pairs, and the sums of pairs, of raw scores, found by the pivots [rows] before: by those of now."""
+    PAIRS: gl.constexpr = pairs.type.layout
+    COUNT: gl.constexpr = pairs.shape[0] * pairs.shape[1] // 128
+    ASM: gl.constexpr = renewal_assembly(COUNT, dtype)
+    CONSTRAINTS: gl.constexpr = renewal_constraints(COUNT)
+    even, odd = gl.split(scores.reshape([pairs.shape[0], pairs.shape[1], 2]))
+    before, now = as_column(before, PAIRS).broadcast_to(pairs.shape), as_column(now, PAIRS).broadcast_to(pairs.shape)
+    given = [pairs, sums, even, odd, before, now, gl.full(pairs.shape, scale, gl.float32, PAIRS)]
+    return gl.inline_asm_elementwise(ASM, CONSTRAINTS, given, dtype=(gl.int32, gl.float32), is_pure=False, pack=COUNT)
 
 
 @gluon.constexpr_function
