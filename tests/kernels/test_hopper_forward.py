@@ -71,9 +71,9 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
     # (which newer versions of Triton let begin a little earlier)
     loop, behind = "H10E" if how.paired else "H0H0E", "H0H(E0|0E)E?" if RELEASE == (3, 6) else "H0[HE]+0E?"
     assert re.fullmatch(f"(H0E{loop}{behind}){{{how.warpgroups}}}", order), order
-    # exponentials that wait for no maximum begin among its first instructions, of more than 60
+    # exponentials that wait for no maximum begin among its first instructions, of more than 60; with a state, the compiler may choose
     begins = [len(re.findall("FMNMX", step.partition("MUFU.EX2")[0])) for step in sass.split(some)[1:]]
-    assert not how.ahead or (len(begins) == how.warpgroups and max(begins) < 10), begins
+    assert not how.ahead or has_state or (len(begins) == how.warpgroups and max(begins) < 10), begins
     in_loop = re.search(r"10(E+)" if how.paired else r"0H+0(E+)", "".join(letters[name] for name in operations))[1]
     assert len(in_loop) >= how.step // 2
     # descriptors stay in uniform registers: ptxas is sure that warps do not diverge; beyond d = 128 Q's, of two registers each, may not fit
@@ -81,7 +81,7 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
     _, _, wait = itertools.islice(re.finditer("WARPGROUP.DEPBAR", sass), 3)
     products = sass[: wait.start()].rpartition("MUFU.EX2")[2]
     assert products.count("R2UR") <= (36 if d > 128 else 16)
-    assert sass.count("VOTE.ANY") == how.warpgroups * panels
+    assert sass.count("VOTE.ANY") == how.warpgroups * (panels + how.ahead)
     # three times scores, by 16 columns, and twice values, by 16 keys: no columns but those of the head dims
     assert operations.count("HGMMA") == how.warpgroups * (3 * d // 16 + 2 * panels * how.step // 16)
     assert set(re.findall(r"HGMMA\.64x(\d+)x16", sass)) == {str(how.step), *(("64", "32") if panels == 2 else [str(dv)])}
