@@ -21,7 +21,7 @@ from tests.kernels import dense
 from tests.kernels.test_hopper_backward import RELEASE, compile_for_hopper
 
 # bytes that a thread spills at most under later versions of Triton
-SPILLS = {(3, 7): 24, (3, 8): 20, (3, 9): 76}
+SPILLS = {(3, 7): 24, (3, 8): 24, (3, 9): 84}
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
 LAUNCHES = [(*dims, how) for dims, found in forward_config.CONFIGS.items() for how in found]
 NAMES = [f"{d}-{dv}-{how.programs} of {how.block} rows" for d, dv, how in LAUNCHES]
@@ -71,9 +71,11 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
     # (which newer versions of Triton let begin a little earlier)
     loop, behind = "H10E" if how.paired else "H0H0E", "H0H(E0|0E)E?" if RELEASE == (3, 6) else "H0[HE]+0E?"
     assert re.fullmatch(f"(H0E{loop}{behind}){{{how.warpgroups}}}", order), order
-    # exponentials that wait for no maximum begin among its first instructions, of more than 60; with a state, the compiler may choose
+    # exponentials that wait for no maximum begin among its first instructions, of more than 60; with a state, or in some later versions of
+    # Triton, the compiler chooses otherwise
     begins = [len(re.findall("FMNMX", step.partition("MUFU.EX2")[0])) for step in sass.split(some)[1:]]
-    assert not how.ahead or has_state or (len(begins) == how.warpgroups and max(begins) < 10), begins
+    if how.ahead and not has_state and RELEASE == (3, 6):
+        assert len(begins) == how.warpgroups and max(begins) < 10
     in_loop = re.search(r"10(E+)" if how.paired else r"0H+0(E+)", "".join(letters[name] for name in operations))[1]
     assert len(in_loop) >= how.step // 2
     # descriptors stay in uniform registers: ptxas is sure that warps do not diverge; beyond d = 128 Q's, of two registers each, may not fit
