@@ -814,6 +814,27 @@ MUTATIONS = (
     # masks and stores on Hopper
     Mutation(
         "kernels/ringattn_kernels/hopper/forward_softmax.py",
+        "setp.neu.or.f32 p, {before[1]}, {now[1]}, p;",
+        "",
+        "weights of half of the rows stay those of the pivot before",
+        f"{STEPS} -k renewed",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/forward_kernel.py",
+        "q_kept = kept_queries(blocks.q.index(q_place), KEPT, SCORES)\n        s_token",
+        "s_token",
+        "the columns that stay in registers are those of the first work's queries",
+        PLAYED,
+    ),
+    Mutation(
+        "ringattn/warmup.py",
+        "(1, 1024, 64, 64), ",
+        "",
+        "a first call with short sequences compiles a kernel that `warm` left out",
+        "tests/test_warmup.py -k later_calls",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/forward_softmax.py",
         "add.s32 n, live{row}, 7;",
         "add.s32 n, live{row}, 8;",
         "a row sees the key behind its last one",
