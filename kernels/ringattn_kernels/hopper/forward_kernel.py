@@ -29,7 +29,7 @@ from .panels import part_panels, start_each, start_sum, zero_block, zeros
 from .score_steps import ScoreSteps, load_head, load_places, modified, position
 from .tables import AFTER, BEFORE, END, WORK_COLUMNS, idle_of, load_segment
 from .threads import THREADS_OF_ROWS
-from .works import put, take
+from .works import hand_out_all, take
 
 # so many steps before its copies begin a program draws a work: earlier, it would hold one that another could begin; later, it would wait
 # for its numbers
@@ -111,9 +111,7 @@ def hand_out_queries(
     batch, head = work.head_index // heads % batches, work.head_index % heads
     for i in gl.static_range(WARPGROUPS):
         mbarrier.wait(barriers.q_empty.index(taken % Q_STAGES * WARPGROUPS + i), ((taken // Q_STAGES) & 1) ^ 1)
-    for i in gl.static_range(WORK_COLUMNS):
-        put(blocks.work, taken % WORK_PLACES * WORK_COLUMNS + i, work[i])
-    barrier()
+    hand_out_all(blocks.work, taken % WORK_PLACES * WORK_COLUMNS, work, WORK_COLUMNS)
     for i in gl.static_range(WARPGROUPS):
         place = taken % Q_STAGES * WARPGROUPS + i
         if work.steps > 0:

@@ -120,7 +120,7 @@ def softmax_step_ahead(scores, pivot, row_sum, row_max, scale, dtype: gl.constex
     """As `softmax_step`, and the same bits, but exponentials do not wait for the maximum, which takes a chain of instructions as long.
 
     The pivot moves in few steps. So the left half of the columns is computed with the pivot that there is, and once more if it has moved.
-    The two share no functions: the compiler would order the other one's instructions anew.
+    What both do is written twice: in a shared function, the compiler would order the other one's instructions anew.
     """
     ROWS: gl.constexpr = scores.shape[0]
     COLUMNS: gl.constexpr = scores.shape[1]
@@ -191,6 +191,7 @@ def renewal_assembly(count, dtype):
 
 @gluon.constexpr_function
 def renewal_constraints(count):
+    """Of those operands: pairs and sums are given in the registers that they leave in."""
     return ",".join(["=r"] * count + ["=f"] * count + [str(i) for i in range(2 * count)] + ["f"] * (5 * count))
 
 

@@ -28,6 +28,14 @@ def hand_out(places, place, number):
 
 
 @gluon.jit
+def hand_out_all(places, first, numbers, COUNT: gl.constexpr):
+    """The same for the first COUNT of some numbers, side by side."""
+    for i in gl.static_range(COUNT):
+        put(places, first + i, numbers[i])
+    barrier()
+
+
+@gluon.jit
 def take(places, place):
     """The number that was stored there."""
     return gl.max(places.index(place).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
@@ -119,9 +127,7 @@ def end_work(works, pace):
 @gluon.jit
 def hand_out_work(of_works, work, taken):
     """Give the warpgroups their next work."""
-    for i in gl.static_range(NUMBERS):
-        put(of_works.places, taken % 2 * NUMBERS + i, work[i])
-    barrier()
+    hand_out_all(of_works.places, taken % 2 * NUMBERS, work, NUMBERS)
     mbarrier.arrive(of_works.full.index(taken % 2), count=1)
 
 
