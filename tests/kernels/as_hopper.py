@@ -7,16 +7,28 @@ from typing import Any
 import torch
 import triton
 
-from ringattn_kernels import ahead, attention, compiled, config, dispatch, hopper, launches, plain_backward, plain_forward, splits
+from ringattn_kernels import (
+    ahead,
+    attention,
+    compiled,
+    config,
+    dispatch,
+    hopper,
+    launches,
+    paged,
+    plain_backward,
+    plain_forward,
+    splits,
+)
 
 PROCESSORS = 132  # of an H200
 
 
 def choose_as_on_hopper(monkeypatch) -> None:
     """Launches on CPU tensors choose kernels, configurations and splits as on an H200."""
-    for module in (ahead, attention, config, dispatch, hopper.fused, plain_backward, plain_forward):
+    for module in (ahead, attention, config, dispatch, hopper.fused, paged, plain_backward, plain_forward):
         monkeypatch.setattr(module, "architecture", lambda device: "sm_90")
-    for module in (splits, hopper.forward, hopper.forward_config, hopper.fused):
+    for module in (splits, hopper.forward, hopper.forward_config, hopper.fused, paged):
         monkeypatch.setattr(module, "multiprocessors", lambda device: PROCESSORS)
     for module in (hopper.forward, hopper.fused):
         monkeypatch.setattr(module, "work_counter", lambda device: torch.zeros(3, dtype=torch.int32))

@@ -6,6 +6,7 @@ Registers are arrays of one number a thread: uint64 for whole numbers, float32 f
 import re
 
 import numpy as np
+import torch
 
 THREADS = np.arange(128)
 LOW = np.uint64(0xFFFFFFFF)
@@ -28,11 +29,9 @@ def bits(x: np.ndarray) -> np.ndarray:
 
 
 def rounded(x: np.ndarray, to: str) -> np.ndarray:
-    """The 16 bits of fp32 numbers, rounded to even."""
-    if to == "f16x2":
-        return x.astype(np.float16).view(np.uint16).astype(np.uint64)
-    whole = x.view(np.uint32).astype(np.uint64)
-    return (whole + np.uint64(0x7FFF) + (whole >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)
+    """The 16 bits of fp32 numbers."""
+    dtype = {"f16x2": torch.float16, "bf16x2": torch.bfloat16}[to]
+    return torch.from_numpy(x).to(dtype).view(torch.int16).numpy().view(np.uint16).astype(np.uint64)
 
 
 def signed(x: np.ndarray) -> np.ndarray:
@@ -136,7 +135,7 @@ def _compute(operation: str, x: list[np.ndarray]) -> np.ndarray:
         return _on_floats(name, kinds, [floats(y) for y in x] if name != "setp" else x)
     if operation == "cvt.rn.f32.u32":
         return x[0].astype(np.float32)
-    if name == "cvt" and kinds[1] in ("bf16x2", "f16x2"):
+    if name == "cvt":
         upper, lower = (rounded(floats(y), kinds[1]) for y in x)
         return lower | upper << np.uint64(16)
     if operation == "mul.wide.u32":

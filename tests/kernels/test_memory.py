@@ -19,11 +19,12 @@ import torch
 import triton
 
 import ringattn_kernels as rk
-from ringattn_kernels import attention, dispatch, hopper, mailbox, paged, plain_backward, plain_forward
+from ringattn_kernels import hopper, mailbox
 from ringattn_kernels import launches as kernel_launches
 from ringattn_kernels.dispatch import Kernels
 from ringattn_kernels.modifiers import Modifiers
 from tests.kernels import fuzz
+from tests.kernels.as_hopper import choose_as_on_hopper
 from tests.kernels.test_hopper_backward import launch_anew
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -186,10 +187,7 @@ def test_the_forms_launch_every_kernel_there_is(monkeypatch):
 
     monkeypatch.setattr(triton.JITFunction, "run", launch)
     monkeypatch.setattr(kernel_launches, "launch", launch_anew)
-    for module in (hopper.forward, hopper.fused):
-        monkeypatch.setattr(module, "work_counter", lambda device: torch.zeros(3, dtype=torch.int32))
-    for module in (attention, dispatch, paged, plain_backward, plain_forward):
-        monkeypatch.setattr(module, "architecture", lambda device: "sm_90")
+    choose_as_on_hopper(monkeypatch)
     for form in PLAIN + HOPPER:
         run(form, launches=3, splits=3, sums=True, device="cpu")
     run_paged(*PAGED[0], "cpu")

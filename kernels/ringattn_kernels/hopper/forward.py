@@ -34,8 +34,7 @@ def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: f
     for x in (q, k, v):
         if x.numel() == 0:
             return "the copy engine takes no empty tensor"
-        strides = [stride * x.element_size() for stride in x.stride()[:3]]
-        if x.data_ptr() % 16 or any(stride <= 0 or stride % 16 for stride in strides):
+        if not is_aligned(x) or min(x.stride()[:3]) <= 0:
             return "the copy engine needs rows at positive multiples of 16 bytes"
     return ""
 
