@@ -32,6 +32,7 @@ COMMANDS = (
     "short",
     "steady",
     "sweep",
+    "versions",
 )
 
 

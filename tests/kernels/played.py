@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
 _MOST_TURNS = 100_000
+_CHANGE = 0.02  # how often another partition, or none, comes late
 # how far the copy engine is with a store
 _ASKED, _READ, _WRITTEN = range(3)
 
@@ -253,6 +254,7 @@ class Machine:
         self._turn = threading.Semaphore(0)
         self._here = threading.local()
         self._failure: BaseException | None = None
+        self._late: Partition | None = None  # goes on only where no other one can
         self._named: dict[Any, Barrier] = {}
         self.memory: dict[tuple, Sum] = {}
 
@@ -307,6 +309,9 @@ class Machine:
     def _go_on(self) -> None:
         """One turn of a partition or of the copy engine."""
         able = [x for x in self._partitions if not x.done and x.ready()]
+        if self._random.random() < _CHANGE:
+            self._late = ([None, *self._partitions])[int(self._random.integers(len(self._partitions) + 1))]
+        able = [x for x in able if x is not self._late] or able
         soon, seen = self._random.random(2) < self._haste
         copies = next(filter(None, (self._writes, self._events) if seen else (self._events, self._writes)), None)
         if copies and (soon or not able):
@@ -344,8 +349,11 @@ class Machine:
     def expect(self, barrier: Barrier, count: int) -> None:
         barrier.arrive(1, count)
 
-    def named_barrier(self, kind: str, index: int) -> None:
+    def named_barrier(self, kind: str, index: int, some: int = 1) -> None:
         """`bar.sync` or `bar.arrive` of two warpgroups."""
+        if not some:
+            self._here.partition.unchecked = True
+            return
         barrier = self._named.setdefault((self._here.program, index), Barrier(2))
         phase = barrier.phase
         barrier.arrive(1)
@@ -429,16 +437,17 @@ class Machine:
         self._here.partition.products += products
         return tuple(products)
 
-    def start_over(self, blocks: list[Block], result: Callable[..., Any]) -> Product:
-        """Whatever a product makes of what lies in these blocks."""
+    def start_over(self, blocks: list[Block], result: Callable[..., Any], count: int = 1) -> Product:
+        """Whatever so many products, which take the blocks in turns, make of what lies there: the last of them."""
         here = self._here.partition
         if here.unchecked:
             here.unchecked = False
-            product = Product([], NOTHING)
+            started = [Product([], NOTHING) for _ in range(count)]
         else:
-            product = Product(blocks, result(*(block.read() for block in blocks)))
-        here.products.append(product)
-        return product
+            total = result(*(block.read() for block in blocks))
+            started = [Product(blocks[i::count], total) for i in range(count)]
+        here.products += started
+        return started[-1]
 
     def wait_for_products(self, outstanding: int, products) -> tuple:
         self.pause()

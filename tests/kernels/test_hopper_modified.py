@@ -61,7 +61,7 @@ SPILLS = {
     ("fused", 128, ("dropout",)): 164,
     ("ordered", 128, ("softcap",)): 124,
     ("learned", 128, ("alibi",)): 316,
-    ("learned", 128, ("bias",)): 404,
+    ("learned", 128, ("bias",)): 432,
     ("learned", 64, ("alibi", "bias", "dropout")): 1116,
 }
 

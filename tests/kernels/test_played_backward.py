@@ -82,7 +82,7 @@ def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, w
             assert first.right == second.right, "halves of dS of different steps"
             return Sum((first,))
 
-        return machine.start_over(read, result)
+        return machine.start_over(read, result, dq_sums.DQ_PRODUCTS.value)
 
     def turn_of(pointer):
         return pointer.array[pointer.offset]
@@ -128,7 +128,7 @@ def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, w
     touches = Pointer(find_touches(items, segments, table.q_rows, step).numbers)
     own = owned_dq.OwnRows(Pointer(np.zeros(0)), touches, Place("dq"), NOTHING, NOTHING, NOTHING, table.q_rows, padded, 1)
     sizes = dict(STAGES=stages, STEP=step, HEAD_DIM=d, ORDERED=ordered, OWNED=owned)
-    ways = dict(V_DIM=d, ADD=False, MODIFIED=False)
+    ways = dict(V_DIM=d, OVERLAP=config.overlap, ADD=False, MODIFIED=False)
     for program in range(programs):
         counts = dict(Q=stages, K=2, V=2, dout=stages)
         panels = [tuple(played.blocks(f"{name} {columns}", count) for columns in widths) for name, count in counts.items()]

@@ -28,12 +28,15 @@ class BackwardConfig:
     """How a backward kernel steps.
 
     step: rows of a step. stages: steps that are loaded ahead. v_stages: the same for V in `query_kernel`, if not `stages`.
+    overlap: of the kernel in one pass, what begins before a step's dq is done: 0 nothing, 1 loads to the place of its queries, 2 also the
+    next scores.
     registers: of a thread that multiplies.
     """
 
     step: int
     stages: int
     v_stages: int | None = None
+    overlap: int = 0
     registers: int = 240
 
 

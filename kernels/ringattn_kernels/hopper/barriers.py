@@ -17,10 +17,28 @@ def advance(index, phase, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def named_barrier(KIND: gl.constexpr, INDEX: gl.constexpr):
-    """KIND sync: wait until another warpgroup has arrived; arrive: arrive without waiting. Triton uses the barriers below 8."""
-    ASM: gl.constexpr = f"bar.{KIND} {8 + INDEX}, 256; mov.b32 $0, $1;"
-    gl.inline_asm_elementwise(ASM, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
+def named_barrier(KIND: gl.constexpr, index, some=1):
+    """KIND sync: wait until another warpgroup has arrived; arrive: arrive without waiting. Where `some` is 0, do nothing.
+
+    index: up to 7. Triton uses the multiprocessor's first eight barriers, this one the others.
+    """
+    gl.inline_asm_elementwise(
+        f"""
+        {{
+            .reg .pred %p;
+            .reg .b32 %number;
+            setp.ne.b32 %p, $2, 0;
+            add.u32 %number, $1, 8;
+            @%p bar.{KIND} %number, 256;
+            mov.b32 $0, 0;
+        }}
+        """,
+        "=r,r,r",
+        [index, some],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit

@@ -18,6 +18,7 @@ from .panels import main_columns, matrix, zero_block
 
 WIDTH = gl.constexpr(64)  # rows and columns of the part of dq that a warpgroup computes
 SUMS = gl.constexpr(256)  # sums of dq in a row of their buffer
+DQ_PRODUCTS = gl.constexpr(2)  # that make a part of dq: one for the keys of each warpgroup
 
 
 class Staging(NamedTuple):
@@ -80,13 +81,12 @@ def start_dq(
     """Start a part of this warpgroup's half of dS K."""
     WHERE: gl.constexpr = dq_part(HEAD_DIM, STEP, HALF, PART)
     dq = zero_block(WIDTH, WHERE[2])
-    if STEP == 64:
-        buffer = hide_uniform(buffer, size)
-    for half in gl.static_range(2):
+    buffer = hide_uniform(buffer, size)
+    for half in gl.static_range(DQ_PRODUCTS):
         ds = ds_s.index(buffer * 2 + half)
         if STEP == 128:
             ds = ds.slice(HALF * WIDTH, WIDTH, dim=1)
-        k = matrix(k_s[WHERE[0]], hide_uniform(half, size) if STEP == 64 else half)
+        k = matrix(k_s[WHERE[0]], hide_uniform(half, size))
         if k.type.shape[1] > WHERE[2]:
             k = k.slice(WHERE[1], WHERE[2], dim=1)
         dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=half > 0, is_async=True)

@@ -31,9 +31,14 @@ from .turns import Turns, key_turns
 from .work_queue import work_counter
 
 # by head dim; measured on an H200
-CONFIGS = {64: BackwardConfig(128, 2), 96: BackwardConfig(64, 3), 128: BackwardConfig(64, 2), 192: BackwardConfig(64, 2)}
+CONFIGS = {
+    64: BackwardConfig(128, 2, overlap=2),
+    96: BackwardConfig(64, 3, overlap=1),
+    128: BackwardConfig(64, 2),
+    192: BackwardConfig(64, 2),
+}
 # where a longer step takes too many registers: beside a softcap, and where programs have whole heads for themselves
-ROOMY = {64: BackwardConfig(64, 3)}
+ROOMY = {64: BackwardConfig(64, 3, overlap=2)}
 # (head dim of q and k, head dim of v)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
 # heads run side by side until together they have at least so many programs; measured on an H200
@@ -341,6 +346,7 @@ def fused_arguments(
         sums_desc=sums_descriptor(sums, dq_part(d, step, 0, 0)[2] if turns is None else main * step // WIDTH.value),
         sums_rest=sums_descriptor(sums, 32 if turns is None else d - main) if d > main else None,
         V_DIM=v.shape[3],
+        OVERLAP=config.overlap if turns is None else 0,  # in turns it was slower on an H200
         heads=heads,
         successors_ptr=None if turns is None else turns.successors,
         counters_ptr=counters,

@@ -19,9 +19,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from ..score_arguments import NOT_SPECIALIZED
-from .barriers import advance
+from .barriers import advance, named_barrier
 from .blocks import BLOCK, ROWS, drop_dead, mask_scores
-from .dq_sums import SUMS, WIDTH, Handover, Staging, add_dq, allocate_staging, hand_over_dq, start_dq
+from .dq_sums import DQ_PRODUCTS, SUMS, WIDTH, Handover, Staging, add_dq, allocate_staging, hand_over_dq, start_dq
 from .fences import hide_uniform, pin_pairs
 from .gradient_rows import GradientRows, write_gradients
 from .kept_pairs import drop_halves, kept_bits, where_kept
@@ -40,6 +40,15 @@ from .works import NUMBERS, KeyWorks, WorkPlaces, draw, end_work, hand_out_end, 
 def is_wide(head_dim, v_dim):
     """Whether 64 rows of dk and dv take more than 128 registers of each of a warpgroup's threads."""
     return head_dim + v_dim > 256
+
+
+@gluon.constexpr_function
+def meets_at_named_barriers(head_dim, v_dim, ordered, capped):
+    """Whether the warpgroups exchange dS at the multiprocessor's named barriers: fewer instructions than barriers in shared memory take.
+
+    But they take a register more, which the softcap does not leave, and are slower where programs take turns.
+    """
+    return not ordered and not (capped and head_dim + v_dim > 192)
 
 
 @gluon.jit
@@ -72,7 +81,7 @@ def kept_of_step(score, head, place_of_q, place_of_k, start, row0, STEP: gl.cons
 def consume_and_add(
     tiles, staging, barriers, handover, of_works, works, sums, own, gradients, score, score_sums, padded_rows, k_rows, scale,
     softmax_scale, HALF: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr,
-    ADD: gl.constexpr, ORDERED: gl.constexpr, OWNED: gl.constexpr, MODIFIED: gl.constexpr,
+    OVERLAP: gl.constexpr, ADD: gl.constexpr, ORDERED: gl.constexpr, OWNED: gl.constexpr, MODIFIED: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 key rows, and this warpgroup's part of each step's dq.
 
@@ -85,6 +94,7 @@ def consume_and_add(
     PARTS: gl.constexpr = 2 if WIDE else 1
     DROPPED: gl.constexpr = MODIFIED and score.dropped is not None
     CAPPED: gl.constexpr = MODIFIED and score.into_cap is not None
+    NAMED: gl.constexpr = meets_at_named_barriers(HEAD_DIM, V_DIM, ORDERED, CAPPED)
     SUMMED: gl.constexpr = score_sums.slopes is not None or score_sums.biases is not None
     BUFFERS: gl.constexpr = staging.ds.type.shape[0] // 2
     dtype: gl.constexpr = tiles.q[0].dtype
@@ -95,8 +105,6 @@ def consume_and_add(
     whole_share = 1.0
     if DROPPED:
         whole_share = 1.0 / score.kept_share
-    # past the end of the sums, where the copy engine adds nothing
-    nowhere = works.heads * works.group * padded_rows
     stage = 0
     phase = 0
     buffer = 0
@@ -125,8 +133,8 @@ def consume_and_add(
             place_of_q, place_of_k = load_places(score, segment)
         if SUMMED:
             found = no_sums(score_sums)
-        # there is no step before the first
-        last_row = nowhere
+        # a work without steps has none; past the end of the sums, the copy engine adds nothing
+        last_row = works.heads * works.group * padded_rows
         if OWNED:
             dq_ptr = dq_of(own, work, works.group)
             touch = 0
@@ -208,9 +216,15 @@ def consume_and_add(
             dk_next = start_each(ds, q, dk)
             if WIDE:
                 mbarrier.wait(handover.ds_empty.index(buffer), turn ^ 1)
+            elif NAMED:
+                # before dS is stored: then the other warpgroup is done with the dq of three steps before, whose dS lay there
+                named_barrier("sync", last_buffer * 2 + 1 - HALF, n)
             staging.ds.index(buffer * 2 + HALF).store(shared_ds)
             fence_async_shared()
-            mbarrier.arrive(handover.ds_full.index(buffer), count=1)
+            if NAMED:
+                named_barrier("arrive", buffer * 2 + HALF)
+            else:
+                mbarrier.arrive(handover.ds_full.index(buffer), count=1)
             if WIDE:
                 products = wait_for_products(0, dv_next + dk_next)
                 p_left = pin_pairs(p_left)
@@ -218,7 +232,10 @@ def consume_and_add(
                 ds = pin_pairs(ds)
                 mbarrier.arrive(barriers.empty.index(done), count=1)
             # dq of the step before, so that neither warpgroup waits for the other
-            mbarrier.wait(handover.ds_full.index(last_buffer), last_turn, pred=n > 0)
+            if not NAMED:
+                mbarrier.wait(handover.ds_full.index(last_buffer), last_turn, pred=n > 0)
+            elif WIDE:
+                named_barrier("sync", last_buffer * 2 + 1 - HALF, n)
             dq = start_dq(tiles.k, staging.ds, last_buffer, k_rows, HALF, STEP, HEAD_DIM, 0)
             if WIDE:
                 dq_rest = start_dq(tiles.k, staging.ds, last_buffer, k_rows, HALF, STEP, HEAD_DIM, 1)
@@ -255,11 +272,16 @@ def consume_and_add(
                 dq, dq_rest = warpgroup_mma_wait(0, deps=[dq, dq_rest])
                 mbarrier.arrive(handover.ds_empty.index(freed), count=1, pred=n > 0)
             else:
-                products = wait_for_products(0, dv_next + dk_next + (dq,))
-                dq = products[len(products) - 1]
+                if OVERLAP > 0:
+                    products = wait_for_products(DQ_PRODUCTS, dv_next + dk_next)
+                else:
+                    products = wait_for_products(0, dv_next + dk_next + (dq,))
+                    dq = products[len(products) - 1]
                 p16 = pin_pairs(p16)
                 ds = pin_pairs(ds)
                 mbarrier.arrive(barriers.empty.index(done), count=1)
+                if OVERLAP == 1:
+                    dq = warpgroup_mma_wait(0, deps=[dq])
             dv = products[: len(dv)]
             dk = products[len(dv) : len(dv) + len(dk)]
             mbarrier.wait(barriers.q_full.index(stage), phase, pred=(n + 1) < walk.steps)
@@ -273,12 +295,15 @@ def consume_and_add(
             k_next = matrices(tiles.k, hide_uniform(HALF, k_rows)) if STEP == 64 else k
             s_next = start_sum(k_next, matrices(tiles.q, stage), zero, False)
             if not WIDE:
+                if OVERLAP == 2:
+                    dq = warpgroup_mma_wait(len(k), deps=[dq])
                 if ORDERED:
                     hand_over_dq(staging.dq, handover, dq, handed + n, HALF, STEP, HEAD_DIM, 0, PARTS)
                 elif OWNED:
                     leave_dq(sums, staging.dq, own, dq_ptr, dq, touch, works.group, HALF, STEP, HEAD_DIM)
                     touch = this_touch
-                else:
+                elif not NAMED or n > 0:
+                    # in a basic block of its own: else the compiler moves the sums' address about among the scores' products
                     add_dq(sums, staging.dq, dq, last_row, HALF, STEP, HEAD_DIM, 0)
             last_row = this_row
             if DROPPED:
@@ -287,7 +312,10 @@ def consume_and_add(
             s = warpgroup_mma_wait(0, deps=[s_next])
         # read again rather than held in registers through the loop; once K may go, the place may get another work
         work = take_work(of_works, taken)
-        mbarrier.wait(handover.ds_full.index(last_buffer), last_turn, pred=walk.steps > 0)
+        if NAMED:
+            named_barrier("sync", last_buffer * 2 + 1 - HALF, walk.steps)
+        else:
+            mbarrier.wait(handover.ds_full.index(last_buffer), last_turn, pred=walk.steps > 0)
         for part in gl.static_range(PARTS):
             dq = start_dq(tiles.k, staging.ds, last_buffer, k_rows, HALF, STEP, HEAD_DIM, part)
             dq = warpgroup_mma_wait(0, deps=[dq])
@@ -376,7 +404,7 @@ def fused_kernel(
     first_head, dropped, kept_share, slope_sums_ptr, bias_sums_ptr, pace,
     sums_ptr, touches_ptr, dq_ptr, stride_dqb, stride_dqs, stride_dqh, q_rows,
     HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
-    REGISTERS: gl.constexpr, ORDERED: gl.constexpr, OWNED: gl.constexpr, MODIFIED: gl.constexpr,
+    REGISTERS: gl.constexpr, OVERLAP: gl.constexpr, ORDERED: gl.constexpr, OWNED: gl.constexpr, MODIFIED: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of the works of one program, each over all query heads of its group, and what it adds to their dq."""
     # buffers of dS: one more than stages, so that room for a step's queries means room for its dS. If that does not fit: as many as
@@ -400,10 +428,12 @@ def fused_kernel(
         mbarrier.init(taken, count=1)
     else:
         dq_s = gl.allocate_shared_memory(gl.float32, [2, WIDTH * WIDTH // SUMS, SUMS], sums_desc.layout)
-    ds_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(BUFFERS):
-        mbarrier.init(ds_full.index(i), count=2)
-    ds_empty = ds_full
+    ds_full = barriers.kv_full
+    if not meets_at_named_barriers(HEAD_DIM, V_DIM, ORDERED, into_cap is not None):
+        ds_full = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(BUFFERS):
+            mbarrier.init(ds_full.index(i), count=2)
+    ds_empty = barriers.kv_full
     if BUFFERS == STAGES:
         ds_empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(BUFFERS):
@@ -440,9 +470,9 @@ def fused_kernel(
             (produce, (inputs, sums, tiles, staging, barriers, handover, of_works, works, own, pace, turns, padded_rows,
                        STAGES, STEP, HEAD_DIM, PARTS, ORDERED, OWNED)),
             (consume_and_add, (tiles, staging, barriers, handover, of_works, works, sums, own, gradients, score, score_sums, padded_rows,
-                               k_rows, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED, OWNED, MODIFIED)),
+                               k_rows, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, OVERLAP, ADD, ORDERED, OWNED, MODIFIED)),
             (consume_and_add, (tiles, staging, barriers, handover, of_works, works, sums, own, gradients, score, score_sums, padded_rows,
-                               k_rows, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM, ADD, ORDERED, OWNED, MODIFIED)),
+                               k_rows, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM, OVERLAP, ADD, ORDERED, OWNED, MODIFIED)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
