@@ -891,6 +891,42 @@ MUTATIONS = (
         PLAYED,
     ),
     Mutation(
+        "kernels/ringattn_kernels/hopper/fused_kernel.py",
+        """                named_barrier("sync", last_buffer * 2 + 1 - HALF, n)
+            staging.ds.index(buffer * 2 + HALF).store(shared_ds)
+""",
+        """                pass
+            staging.ds.index(buffer * 2 + HALF).store(shared_ds)
+            if NAMED and not WIDE:
+                named_barrier("sync", last_buffer * 2 + 1 - HALF, n)
+""",
+        "a warpgroup stores dS over one that the other still multiplies",
+        PLAYED,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/fused_kernel.py",
+        """                named_barrier("sync", last_buffer * 2 + 1 - HALF, n)
+            staging""",
+        """                named_barrier("sync", buffer * 2 + 1 - HALF, n)
+            staging""",
+        "warpgroups wait for each other's dS of this step, and neither stores its own",
+        PLAYED,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/fused_kernel.py",
+        "wait_for_products(DQ_PRODUCTS, dv_next + dk_next)",
+        "wait_for_products(DQ_PRODUCTS + 1, dv_next + dk_next)",
+        "queries come to the place of those that dk still reads",
+        PLAYED,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/fused_kernel.py",
+        "                elif not NAMED or n > 0:\n",
+        "                else:\n",
+        "the compiler moves the sums' address about among the products of the scores",
+        "tests/kernels/test_hopper_backward.py",
+    ),
+    Mutation(
         "kernels/ringattn_kernels/hopper/ordered_loads.py",
         "            wait_for_turn(counter_ptr, item, seen)\n",
         "",

@@ -407,8 +407,8 @@ def fused_kernel(
     REGISTERS: gl.constexpr, OVERLAP: gl.constexpr, ORDERED: gl.constexpr, OWNED: gl.constexpr, MODIFIED: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of the works of one program, each over all query heads of its group, and what it adds to their dq."""
-    # buffers of dS: one more than stages, so that room for a step's queries means room for its dS. If that does not fit: as many as
-    # stages, and a barrier
+    # buffers of dS: one more than stages, at least three. Room for a step's queries then means room for its dS, or the other warpgroup's
+    # dS of the step before does. If that does not fit: as many as stages, and a barrier
     BUFFERS: gl.constexpr = STAGES if is_wide(HEAD_DIM, V_DIM) else STAGES + 1
     PARTS: gl.constexpr = 2 if is_wide(HEAD_DIM, V_DIM) else 1
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, STEP], q_desc.dtype)
