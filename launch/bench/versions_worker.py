@@ -24,17 +24,16 @@ def serve(
     lines: Iterable[str], answers: TextIO, make: Callable[[dict], Passes], clock: Callable[[Callable[[], object], int], float]
 ) -> None:
     """make: both passes of a case. clock: microseconds a call."""
-    held: tuple[dict | None, Passes] = None, {}
+    held: dict | None = None
+    passes: Passes = {}
     for line in lines:
         message = json.loads(line)
-        if held[0] != message["case"]:
-            held = None, {}  # frees memory first
-            held = message["case"], make(message["case"])
-        passes = held[1]
+        if held != message["case"]:
+            passes = {}  # what they hold goes before more comes
+            held, passes = message["case"], make(message["case"])
         if message["do"] == "compile":
             result: Any = [len(passes[direction]()) for direction in ("forward", "backward")]
-            held = None, {}
-            del passes
+            held, passes = None, {}
         elif message["do"] == "sum":
             result = [x.double().abs().sum().item() for x in passes[message["direction"]]()]
         else:
