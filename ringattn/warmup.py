@@ -34,8 +34,6 @@ def warm(
         dtype: of q, k and v.
         device: a GPU of the kind that will run them.
 
-    The kernel that gathers the rows of batches in rings is left out: it is compiled for the number of heads.
-
     Returns the seconds that it took. Raises ValueError for what `ring_attention` refuses, and where there is no GPU.
 
     >>> ra.warm([64, 128])  # doctest: +SKIP

@@ -59,17 +59,16 @@ def _launch_rows(pair: Pair, results: Pair, index: torch.Tensor | None, *, add: 
     rows, b = (pair if add else results)[0].shape[:2]
     widths = [x.shape[2] * x.shape[3] for x in pair]
     assert all(x.stride(3) == 1 for x in pair)
-    block = min(_BLOCK // 2, triton.next_power_of_2(max(widths)))
     names = ("x1_ptr", "x2_ptr", "out1_ptr", "out2_ptr", "index_ptr")
     moving = dict(zip(names, (*pair, *results, index)))
 
     def make() -> tuple[tuple[int, int, int], dict]:
         strides = {f"stride_{axis}{number}": x.stride(dim) for number, x in enumerate(pair, 1) for dim, axis in enumerate("sbh")}
-        sizes = dict(WIDTH1=widths[0], WIDTH2=widths[1], DIM1=pair[0].shape[3], DIM2=pair[1].shape[3])
-        return (rows, b, 2), moving | strides | sizes | dict(ADD=add, BLOCK=block)
+        sizes = dict(width1=widths[0], width2=widths[1], DIM1=pair[0].shape[3], DIM2=pair[1].shape[3])
+        return (rows, b, 2), moving | strides | sizes | dict(ADD=add, BLOCK=_BLOCK // 2)
 
     if rows * b > 0:
-        launches.launch(row_kernel, None, (add, block), moving, make, num_warps=4)
+        launches.launch(row_kernel, None, (add,), moving, make, num_warps=4)
 
 
 def _launch(first: tuple[torch.Tensor | None, torch.Tensor | None], more: Sequence[More], results: Pair) -> None:
@@ -130,8 +129,8 @@ def _added(total, more_ptr, block, begin, end):
 
 @triton.jit
 def row_kernel(
-    x1_ptr, x2_ptr, out1_ptr, out2_ptr, index_ptr, stride_s1, stride_b1, stride_h1, stride_s2, stride_b2, stride_h2,
-    WIDTH1: tl.constexpr, WIDTH2: tl.constexpr, DIM1: tl.constexpr, DIM2: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    x1_ptr, x2_ptr, out1_ptr, out2_ptr, index_ptr, stride_s1, stride_b1, stride_h1, stride_s2, stride_b2, stride_h2, width1, width2,
+    DIM1: tl.constexpr, DIM2: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row of one batch of the first or second tensor: out[i] = x[index[i]], or with ADD out[index[i]] += x[i].
 
@@ -147,16 +146,16 @@ def row_kernel(
     batch = tl.program_id(1).to(tl.int64)
     target = target * tl.num_programs(1) + batch
     if tl.program_id(2) == 0:
-        _move_row(x1_ptr + source * stride_s1 + batch * stride_b1, stride_h1, out1_ptr + target * WIDTH1, WIDTH1, DIM1, ADD, BLOCK)
+        _move_row(x1_ptr + source * stride_s1 + batch * stride_b1, stride_h1, out1_ptr + target * width1, width1, DIM1, ADD, BLOCK)
     else:
-        _move_row(x2_ptr + source * stride_s2 + batch * stride_b2, stride_h2, out2_ptr + target * WIDTH2, WIDTH2, DIM2, ADD, BLOCK)
+        _move_row(x2_ptr + source * stride_s2 + batch * stride_b2, stride_h2, out2_ptr + target * width2, width2, DIM2, ADD, BLOCK)
 
 
 @triton.jit
-def _move_row(x_ptr, stride_h, out_ptr, WIDTH: tl.constexpr, DIM: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    for begin in range(0, WIDTH, BLOCK):
+def _move_row(x_ptr, stride_h, out_ptr, width, DIM: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    for begin in range(0, width, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
-        mask = columns < WIDTH
+        mask = columns < width
         x = tl.load(x_ptr + (columns // DIM).to(tl.int64) * stride_h + columns % DIM, mask=mask)
         if ADD:
             x += tl.load(out_ptr + columns, mask=mask)

@@ -151,7 +151,8 @@ def workers(trees: dict[str, Path]) -> Iterator[dict[str, Ask]]:
 
     try:
         for name, folder in [*trees.items(), (CUDNN, Path.cwd())]:
-            places = "" if name == CUDNN else os.pathsep.join(map(str, (folder, folder / "kernels")))
+            own = () if name == CUDNN else (str(folder), str(folder / "kernels"))
+            places = os.pathsep.join(filter(None, (*own, os.environ.get("PYTHONPATH"))))
             command = [sys.executable, str(WORKER), *([CUDNN] if name == CUDNN else [])]
             pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             processes[name] = subprocess.Popen(command, cwd=folder, env=os.environ | dict(PYTHONPATH=places), **pipes)

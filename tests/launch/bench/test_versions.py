@@ -106,10 +106,11 @@ def test_processes_answer_at_the_same_time_and_their_end_is_told(versions, tmp_p
         "    print(json.dumps([os.getcwd(), os.environ['PYTHONPATH'], sys.argv[1:]]), flush=True)\n"
     )
     monkeypatch.setattr(versions, "WORKER", program)
+    monkeypatch.setenv("PYTHONPATH", "more")
     with versions.workers({"old": tmp_path}) as found:
         told = versions.ask_all(found, dict(do="compile", case={}))
-        assert told["old"] == [str(tmp_path), f"{tmp_path}:{tmp_path / 'kernels'}", []]
-        assert told[versions.CUDNN][1:] == ["", [versions.CUDNN]]
+        assert told["old"] == [str(tmp_path), f"{tmp_path}:{tmp_path / 'kernels'}:more", []]
+        assert told[versions.CUDNN][1:] == ["more", [versions.CUDNN]]
         with pytest.raises(SystemExit, match=r"old ended .*; it was asked to time"):
             found["old"](dict(do="time", case={}))()
 
