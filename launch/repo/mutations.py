@@ -914,6 +914,13 @@ MUTATIONS = (
     ),
     Mutation(
         "kernels/ringattn_kernels/hopper/fused_kernel.py",
+        "                mbarrier.wait(handover.ds_empty.index(buffer), turn ^ 1)\n",
+        "                pass\n",
+        "at head dims 192 and 128 a warpgroup stores dS where the other may still read the one before the last",
+        PLAYED,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/fused_kernel.py",
         "wait_for_products(DQ_PRODUCTS, dv_next + dk_next)",
         "wait_for_products(DQ_PRODUCTS + 1, dv_next + dk_next)",
         "queries come to the place of those that dk still reads",

@@ -100,7 +100,7 @@ class Partition:
     may_go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     products: list = field(default_factory=list)  # under way
     stores: list = field(default_factory=list)  # how far the copy engine is with each
-    unchecked: bool = False  # the next product is of blocks that nobody waited for
+    unchecked: bool = False  # products are of blocks that nobody waited for, until the next wait
 
 
 class Barrier:
@@ -336,10 +336,9 @@ class Machine:
     # barriers
 
     def wait(self, barrier: Barrier, parity: int, pred: bool = True) -> None:
+        self._here.partition.unchecked = not pred
         if pred:
             self.pause(lambda: barrier.phase & 1 != parity)
-        else:
-            self._here.partition.unchecked = True
 
     def arrive(self, barrier: Barrier, count: int = 1, pred: bool = True) -> None:
         if pred:
@@ -351,8 +350,9 @@ class Machine:
 
     def named_barrier(self, kind: str, index: int, some: int = 1) -> None:
         """`bar.sync` or `bar.arrive` of two warpgroups."""
+        if kind == "sync":
+            self._here.partition.unchecked = not some
         if not some:
-            self._here.partition.unchecked = True
             return
         barrier = self._named.setdefault((self._here.program, index), Barrier(2))
         phase = barrier.phase
@@ -417,7 +417,6 @@ class Machine:
         # a sum over the columns goes on with the next ones of the same rows
         before = acc.result if isinstance(acc, Product) else None
         if here.unchecked or before is NOTHING:
-            here.unchecked = False
             product = Product([], NOTHING)
         else:
             found = [[block.read() for block in blocks] for blocks in (left, right)]
@@ -441,7 +440,6 @@ class Machine:
         """Whatever so many products, which take the blocks in turns, make of what lies there: the last of them."""
         here = self._here.partition
         if here.unchecked:
-            here.unchecked = False
             started = [Product([], NOTHING) for _ in range(count)]
         else:
             total = result(*(block.read() for block in blocks))
@@ -459,6 +457,11 @@ class Machine:
                 block.release()
         assert all(product.done for product in products), "a product is used that nobody waited for"
         return tuple(product.result for product in products)
+
+    def wait_for(self, outstanding: int, deps) -> Any:
+        """What products come to; of a single one, not a tuple."""
+        results = self.wait_for_products(outstanding, deps)
+        return results if len(results) > 1 else results[0]
 
     # memory
 
@@ -521,7 +524,7 @@ class Machine:
             wait_until_stored=self.wait_until_stored,
             start_sum=self.start_sum,
             start_each=self.start_each,
-            warpgroup_mma_wait=lambda outstanding, deps: self.wait_for_products(outstanding, deps)[0],
+            warpgroup_mma_wait=self.wait_for,
             wait_for_products=self.wait_for_products,
             barrier=self.pause,
             fence_async_shared=lambda: None,

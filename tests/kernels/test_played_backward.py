@@ -1,5 +1,6 @@
 """The fused backward's partitions, played on a CPU: they end, overwrite nothing that is read, and meet each live pair once."""
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ from ringattn_kernels.hopper.statistics import whole_blocks
 from ringattn_kernels.hopper.touches import find_touches
 from ringattn_kernels.hopper.turns import key_turns
 from tests.kernels import dense, played
-from tests.kernels.played import NOTHING, Block, Descriptor, Machine, Pointer, Scores, Sum
+from tests.kernels.played import NOTHING, Block, Descriptor, Machine, Pointer, Product, Scores, Sum
 
 HEADS, KV_HEADS = 4, 2
 GROUP = HEADS // KV_HEADS
@@ -50,8 +51,16 @@ class Room:
             part.release()
 
 
+class Rest(Scores):
+    """The right half of the columns of scores, whose products are counted with those of the left."""
+
+
 def panels_of(d: int) -> int:
     return 1 + has_rest(d)
+
+
+def v_dim(d: int) -> int:
+    return dict(fused.HEAD_DIMS)[d]
 
 
 def mask_scores(p, _segments, _segment, row0, start):
@@ -63,7 +72,7 @@ def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, w
     """(name, place, sum) of all rows and sums that a launch over a table leaves."""
     owned, ordered = way == "own heads", way == "in turns"
     machine, config = Machine(seed), fused.config_for(d, owned=owned)
-    by_threads, step = [], config.step
+    by_threads, step, wide = [], config.step, fused_kernel.is_wide(d, v_dim(d))
 
     def total_of_dq(sums, dq, some):
         found = machine.memory[("sums", (sums.offset // SUMS, 0))].parts if some else ()
@@ -72,9 +81,23 @@ def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, w
     def write_rows(place, _stride, total, first, *_, **__):
         by_threads.append((place.name, (first,), total))
 
-    def start_dq(keys, ds, buffer, *_):
-        """Both halves of dS times both halves of K, which all panels hold alike."""
-        read = [ds[2 * buffer], ds[2 * buffer + 1], keys[0][0], keys[0][1]]
+    def weights(scores, pivots, _scale, edge, segments, segment, row0, start, _dtype):
+        """The right half of a step's columns begins at its middle."""
+        pivots.load()
+        return mask_scores(scores, segments, segment, row0, start - isinstance(scores, Rest) * step // 2) if edge else scores
+
+    def start_each(scores, right, accumulators):
+        before = tuple(x.result if isinstance(x, Product) else x for x in accumulators)
+        products = machine.start_each(scores, right, before)
+        if isinstance(scores, Rest):
+            for product, total in zip(products, before):
+                product.result = total
+        return products
+
+    def start_dq(keys, ds, buffer, *places):
+        """Both halves of dS times both halves of K, of which all panels but those of parts hold the same."""
+        panel = keys[places[-1]] if wide else keys[0]
+        read = [ds[2 * buffer], ds[2 * buffer + 1], panel[0], panel[1]]
 
         def result(first, second, *halves):
             for scores, (_, *corner) in zip((first, second), halves):
@@ -101,6 +124,12 @@ def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, w
         matrix=lambda buffer, index: buffer.index(index),
         zeros=lambda _rows, panels: (Sum(),) * len(panels),
         in_order_of_sums=lambda dq: dq,
+        split_columns=lambda scores: (scores, Rest(scores.left, scores.right)),
+        join_columns=lambda left, _: left,
+        some_rows=lambda panels, *_: panels,
+        score_gradient=lambda p, dp, *_: p * dp,
+        weights=weights,
+        start_each=start_each,
         start_dq=start_dq,
         total_of_dq=total_of_dq,
         write_rows=write_rows,
@@ -114,11 +143,12 @@ def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, w
     most, chunk = (count, 1) if owned else (-(-count // programs), 2)
     pointers = Pointer(items), Pointer(segments), Pointer(drawn)
     queue = works.KeyWorks(*pointers, count, most, len(items), chunk, KV_HEADS, KV_HEADS, GROUP)
-    widths = [main_columns(d), d - main_columns(d)][: panels_of(d)]
+    widths = {dim: [main_columns(dim), dim - main_columns(dim)][: panels_of(dim)] for dim in (d, v_dim(d))}
+    dims = dict(Q=d, K=d, V=v_dim(d), dout=v_dim(d))
     rows = dict(Q=step, K=ROWS, V=ROWS, dout=step)
-    loaded = [tuple(Descriptor(name, (1, count, 1, columns)) for columns in widths) for name, count in rows.items()]
+    loaded = [tuple(Descriptor(name, (1, count, 1, columns)) for columns in widths[dims[name]]) for name, count in rows.items()]
     inputs = loads.Inputs(*loaded, Descriptor("pivot", (step,)), Descriptor("delta", (step,)))
-    sums = tuple(Descriptor("sums", (1, SUMS)) for _ in widths)
+    sums = tuple(Descriptor("sums", (1, SUMS)) for _ in widths[d])
     stored = [Descriptor(name, (1, ROWS, 1, d)) if by_copy else None for name in ("dk", "dv")]
     gradients = gradient_rows.GradientRows(*stored, Place("dk"), Place("dv"), *[NOTHING] * 6)
     stages, turns = config.stages, None
@@ -128,16 +158,19 @@ def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, w
     touches = Pointer(find_touches(items, segments, table.q_rows, step).numbers)
     own = owned_dq.OwnRows(Pointer(np.zeros(0)), touches, Place("dq"), NOTHING, NOTHING, NOTHING, table.q_rows, padded, 1)
     sizes = dict(STAGES=stages, STEP=step, HEAD_DIM=d, ORDERED=ordered, OWNED=owned)
-    ways = dict(V_DIM=d, OVERLAP=config.overlap, ADD=False, MODIFIED=False)
+    ways = dict(V_DIM=v_dim(d), OVERLAP=config.overlap, ADD=False, MODIFIED=False)
     for program in range(programs):
         counts = dict(Q=stages, K=2, V=2, dout=stages)
-        panels = [tuple(played.blocks(f"{name} {columns}", count) for columns in widths) for name, count in counts.items()]
+        panels = [
+            tuple(played.blocks(f"{name} {columns}", count) for columns in widths[dims[name]]) for name, count in counts.items()
+        ]
         tiles = loads.LoadedTiles(*panels, played.blocks("pivot", stages), played.blocks("delta", stages))
         barriers = loads.Barriers(played.Barrier(1), *(played.barriers(stages, count) for count in (1, 1, 2)))
-        buffers = stages + 1
-        rooms = tuple(Room(f"dQ {columns}", step * columns // SUMS) for columns in widths) if ordered else played.blocks("dQ", 2)
+        buffers = stages if wide else stages + 1
+        rooms = tuple(Room(f"dQ {columns}", step * columns // SUMS) for columns in widths[d]) if ordered else played.blocks("dQ", 2)
         staging = dq_sums.Staging(played.blocks("dS", 2 * buffers, ROWS, step), rooms, [None] * stages)
-        handover = dq_sums.Handover(played.barriers(buffers, 2), None, played.Barrier(2), played.Barrier(1))
+        ds_full, ds_empty = (played.barriers(buffers, 2) for _ in range(2))
+        handover = dq_sums.Handover(ds_full, ds_empty, played.Barrier(2), played.Barrier(1))
         of_works = works.WorkPlaces([None] * (2 * kernel.NUMBERS), played.barriers(2), played.Barrier(2))
         loading = inputs, sums, tiles, staging, barriers, handover, of_works, queue, own, 0, turns, padded
         machine.add(f"loads of {program}", program, kernel.produce, *loading, PARTS=1, **sizes)
@@ -171,14 +204,15 @@ def check(results: list[tuple], table: rk.TileTable, tiles, d: int, step: int, o
             assert kv_head == head // GROUP
             seen[head, q_row : q_row + step, k_row : k_row + ROWS] = True
         assert seen[:, : table.q_rows, : table.k_rows][:, live].all(), f"{name} lacks pairs"
-        # each warpgroup has half of each dq; dk and dv are as many as there are panels
-        parts = 2 if name == "dq" else panels_of(d)
+        # each warpgroup has half of each dq, or of both its parts; dk and dv are as many as there are panels
+        parts = 2 * (1 + fused_kernel.is_wide(d, v_dim(d))) if name == "dq" else panels_of(v_dim(d) if name == "dv" else d)
         assert len(met) == parts * len(set(met)) or len(tiles) > 1, f"{name} has a step twice"
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 40), marks=pytest.mark.thorough)], ids=["few", "many"])
-@pytest.mark.parametrize("way", ["as they come", "in turns", "own heads"])
-@pytest.mark.parametrize("d", [64, 96, 128])
+@pytest.mark.parametrize(
+    ("d", "way"), [*itertools.product((64, 96, 128), ("as they come", "in turns", "own heads")), (192, "as they come")]
+)
 def test_partitions_end_and_meet_each_live_pair(d, way, seeds):
     """Programs add to dq as they come, or in turns, which give the same order every time, or have heads for themselves."""
     owned = way == "own heads"
@@ -190,7 +224,7 @@ def test_partitions_end_and_meet_each_live_pair(d, way, seeds):
         tiles = tables[number]
         table = rk.TileTable(np.array(tiles), rows, rows)
         programs = 1 + seed % (KV_HEADS if owned else 3)
-        by_copy = d != 96 and number > 0 and way != "in turns"
+        by_copy = d in (64, 128) and number > 0 and way != "in turns"
         results = play(d, table, seed, programs, by_copy, way)
         check(results, table, tiles, d, fused.config_for(d, owned=owned).step, owned)
         if way == "in turns":
