@@ -95,7 +95,7 @@ def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, w
         return products
 
     def start_dq(keys, ds, buffer, *places):
-        """Both halves of dS times both halves of K, of which all panels but those of parts hold the same."""
+        """Both halves of dS times both halves of K: of the panel of a part, if dq has two parts. Else panels hold the same."""
         panel = keys[places[-1]] if wide else keys[0]
         read = [ds[2 * buffer], ds[2 * buffer + 1], panel[0], panel[1]]
 
