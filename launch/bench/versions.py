@@ -20,6 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+import torch
+
+from .shared.cases import log_normal_lengths
+
 WORKER = Path(__file__).with_name("versions_worker.py")
 CUDNN = "cuDNN"
 _BURST = 60_000  # microseconds of calls in a turn
@@ -30,7 +34,7 @@ _SAME = 2e-3  # sums of absolute values of results may differ by so much of them
 class Case:
     """A call: `batch` sequences of `tokens`, query heads, K/V heads, the head dims, a mask and what modifies the scores, both by name.
 
-    deterministic: asks torch for deterministic algorithms.
+    deterministic: asks torch for deterministic algorithms. lengths: of documents.
     """
 
     batch: int
@@ -42,6 +46,7 @@ class Case:
     mask: str = "causal"
     score: str = ""
     deterministic: bool = False
+    lengths: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         dims = f"D{self.head_dim}" if self.head_dim == self.v_dim else f"D{self.head_dim}/{self.v_dim}"
@@ -57,7 +62,8 @@ class Case:
 def cases(head_dim: int, kinds: list[str]) -> list[Case]:
     """The cases of a head dim (192: with values of 128)."""
     dims = head_dim, 128 if head_dim == 192 else head_dim
-    long, batch = (1, 16384, 32, 8, *dims), (1, 16384, 16, 16, *dims)
+    long, ungrouped = (1, 16384, 32, 8, *dims), (1, 16384, 16, 16, *dims)
+    lengths = tuple(log_normal_lengths(2048, 1.0, 65536, 0))
     found = {
         "plain": [
             Case(*long),
@@ -67,8 +73,8 @@ def cases(head_dim: int, kinds: list[str]) -> list[Case]:
             Case(64, 1024, 16, 16, *dims),
         ],
         "deterministic": [Case(*long, deterministic=True)],
-        "masks": [Case(*long, "window"), Case(1, 65536, 32, 8, *dims, "documents")],
-        "scores": [Case(*batch, score=score) for score in ("softcap", "alibi", "dropout")],
+        "masks": [Case(*long, "window"), Case(1, 65536, 32, 8, *dims, "documents", lengths=lengths)],
+        "scores": [Case(*ungrouped, score=score) for score in ("softcap", "alibi", "dropout")],
     }
     return [case for kind in kinds for case in found[kind]]
 
@@ -89,8 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    import torch
-
     if not torch.cuda.is_available():
         raise SystemExit("versions are timed on a GPU, and there is none here")
     chosen = [case for head_dim in arguments.head_dims for case in cases(head_dim, arguments.kinds)]

@@ -9,7 +9,6 @@ The version is whatever `ringattn` its path leads to; with cuDNN as the argument
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -80,7 +79,7 @@ def ours(case: dict, device: str = "cuda") -> Passes:
         causal=ra.causal,
         full=ra.full,
         window=lambda: ra.sliding_window(max(1, tokens // 16)),
-        documents=lambda: ra.documents(lengths=document_lengths(tokens)),
+        documents=lambda: ra.documents(lengths=case["lengths"]),
     )
     scores = dict(
         softcap=lambda: ra.score(softcap=30.0),
@@ -90,16 +89,6 @@ def ours(case: dict, device: str = "cuda") -> Passes:
     options = dict(score=scores[case["score"]]()) if case["score"] else {}
     mask = masks[case["mask"]]()
     return passes_of(lambda: ra.ring_attention(*leaves, mask=mask, **options), leaves, dout, case["deterministic"])
-
-
-def document_lengths(tokens: int) -> list[int]:
-    """Of 512 to 4,096 tokens; the last one is what is left."""
-    found: list[int] = []
-    for length in itertools.cycle((512, 4096, 1024, 512, 2048)):
-        if sum(found) == tokens:
-            return found
-        found.append(min(length, tokens - sum(found)))
-    raise AssertionError
 
 
 def cudnn(case: dict) -> Passes:

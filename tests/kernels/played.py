@@ -310,7 +310,7 @@ class Machine:
         """One turn of a partition or of the copy engine."""
         able = [x for x in self._partitions if not x.done and x.ready()]
         if self._random.random() < _CHANGE:
-            self._late = ([None, *self._partitions])[int(self._random.integers(len(self._partitions) + 1))]
+            self._late = self._one_of([None, *self._partitions])
         able = [x for x in able if x is not self._late] or able
         soon, seen = self._random.random(2) < self._haste
         copies = next(filter(None, (self._writes, self._events) if seen else (self._events, self._writes)), None)
@@ -318,7 +318,10 @@ class Machine:
             copies.pop(int(self._random.integers(len(copies))))()
         else:
             assert able, "deadlock: " + ", ".join(x.name for x in self._partitions if not x.done)
-            self._let_go(able[int(self._random.integers(len(able)))])
+            self._let_go(self._one_of(able))
+
+    def _one_of(self, found: list) -> Any:
+        return found[int(self._random.integers(len(found)))]
 
     def _let_go(self, partition: Partition) -> None:
         partition.may_go.release()

@@ -38,11 +38,10 @@ def answers(worker, messages, make, clock=lambda function, calls: calls):
 
 
 @pytest.mark.parametrize("kinds", [["plain", "deterministic"], ["masks", "scores"]])
-def test_a_worker_computes_each_case(kinds, versions, worker, monkeypatch):
+def test_a_worker_computes_each_case(kinds, versions, worker):
     """Each mask, score and head dim, with few tokens."""
-    monkeypatch.setattr(worker, "document_lengths", lambda tokens: [tokens // 4, tokens - tokens // 4])
     for case in versions.cases(64, kinds):
-        case = asdict(case) | dict(batch=min(case.batch, 2), tokens=16, heads=2, kv_heads=1, head_dim=16, v_dim=8)
+        case = asdict(case) | dict(batch=min(case.batch, 2), tokens=16, heads=2, kv_heads=1, head_dim=16, v_dim=8, lengths=(4, 12))
         messages = [dict(case=case, do="sum", direction=direction) for direction in ("forward", "backward")]
         forward, backward = answers(worker, messages, lambda case: worker.ours(case, "cpu"))
         assert len(forward) == 1 and len(backward) == 3
@@ -64,10 +63,6 @@ def test_a_worker_makes_a_case_once_and_holds_one_at_a_time(worker):
     messages += [dict(do="time", direction="backward", case=dict(name=name), calls=7) for name in "ab"]
     assert answers(worker, messages, make) == [[1, 2], [3.0], [3.0], 7, 7]
     assert made == ["a", "a", "b"]
-
-
-def test_documents_fill_a_sequence(worker):
-    assert worker.document_lengths(6000) == [512, 4096, 1024, 368]
 
 
 def test_versions_take_turns_and_the_median_counts(versions):
@@ -121,6 +116,11 @@ def test_folders_are_versions_with_names_of_their_own(versions, tmp_path):
         versions.versions([str(tmp_path)])
     with pytest.raises(SystemExit, match="would be shown as new, which another one is"):
         versions.versions([f"new={ROOT}", f"new={ROOT}"])
+
+
+def test_documents_fill_their_sequence(versions):
+    _, documents = versions.cases(64, ["masks"])
+    assert sum(documents.lengths) == documents.tokens and len(documents.lengths) > 1
 
 
 def test_cudnn_takes_part_where_it_computes_the_same(versions):
