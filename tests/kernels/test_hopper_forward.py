@@ -101,6 +101,19 @@ def test_head_dims_from_65_to_96_are_multiplied_as_96_where_both_are():
     assert forward_config.configs_for(64, 64) == forward_config.CONFIGS[64, 64]
 
 
+def test_columns_of_queries_stay_in_registers_where_one_block_holds_the_head_dim():
+    """The kernel takes no other launch, whichever head dims meet."""
+    queue, counter = WorkQueue(*torch.empty(2, 6, dtype=torch.int32)), torch.empty(1, dtype=torch.int32)
+    kept = {}
+    for d, dv in itertools.product(range(8, 257, 8), repeat=2):
+        q, v = (torch.empty(1, 1, 1, dim, dtype=torch.bfloat16) for dim in (d, dv))
+        for how in forward_config.configs_for(d, dv):
+            arguments = hopper.forward.kernel_arguments(q, q, v, v, v, v, queue, counter, 0.1, None, how)
+            assert arguments["KEPT"] == 0 or arguments["CHUNKS"] == arguments["PANELS"] == 1
+            kept[d, dv] = arguments["KEPT"]
+    assert kept[256, 256] == kept[200, 192] == 64 and kept[160, 192] == kept[192, 256] == 0
+
+
 @pytest.mark.parametrize("tiles", [dense.causal(5000), dense.full(5000, 5000), dense.documents(1, 2999, 1000, 999)], ids=len)
 @pytest.mark.parametrize("heads", [1, 6])
 @pytest.mark.parametrize("config", forward_config.CONFIGS[128, 128], ids=lambda how: f"{how.block} rows")

@@ -128,7 +128,7 @@ def kernel_arguments(
         HAS_STATE=state is not None,
         TURNS=config.turns,
         PAIRED=config.paired,
-        KEPT=config.kept,
+        KEPT=config.kept if chunks(q.shape[3]) == 1 else 0,
         AHEAD=config.ahead,
         REGISTERS=config.registers,
         LATE_CAP=False,

@@ -24,7 +24,8 @@ class ForwardConfig:
 
     q_stages: query blocks in shared memory. turns: warpgroups start their products one after another, in a fixed order.
     paired: a warpgroup runs the next scores and the values before them at once; else it waits for the values first.
-    kept: columns of Q that a warpgroup keeps in registers. ahead: exponentials begin before the maximum is known.
+    kept: columns of Q that a warpgroup keeps in registers, if one block holds Q's head dim. ahead: exponentials begin before the maximum
+    is known.
     programs: of a multiprocessor, side by side. step_time, work_time: microseconds of an H200 for a step, and of a work beside its steps.
     """
 
