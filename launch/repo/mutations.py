@@ -821,8 +821,8 @@ MUTATIONS = (
     ),
     Mutation(
         "kernels/ringattn_kernels/hopper/forward_kernel.py",
-        "q_kept = kept_queries(blocks.q.index(q_place), KEPT, SCORES)\n        s_token",
-        "s_token",
+        "if not EARLY:\n            work, block, q_place, q_kept, s_token",
+        "if not EARLY:\n            work, block, q_place, _, s_token",
         "the columns that stay in registers are those of the first work's queries",
         PLAYED,
     ),
@@ -860,6 +860,27 @@ MUTATIONS = (
         "(taken + Q_STAGES - 2) % Q_STAGES",
         "(taken + Q_STAGES - 1) % Q_STAGES",
         "queries come to a place from which out is still stored",
+        PLAYED,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/forward_kernel.py",
+        "(step < steps - 1) | (work.steps > 0)",
+        "work.steps > 0",
+        "a program's last work gets no more keys once no next work was drawn",
+        PLAYED,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/forward_kernel.py",
+        "(step < steps - 1) | (work.steps > 0)",
+        "step < steps - 1",
+        "a work's first keys never come",
+        PLAYED,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/forward_kernel.py",
+        "work.head_index % heads // group, work.segment, start, end)",
+        "work.head_index % heads, work.segment, start, end)",
+        "heads of a group read keys of other groups",
         PLAYED,
     ),
     Mutation(

@@ -50,6 +50,22 @@ def kept_queries(block, kept, _layout):
     return (columns,)
 
 
+def add_loads(machine: Machine, program: int, kernel, d: int, dv: int, how: ForwardConfig, queue, counter) -> tuple:
+    """Add a program's loading partition. Returns the blocks that it fills, and the barriers."""
+    chunks, queries = forward_config.chunks(d), how.q_stages * how.warpgroups
+    shapes = (ROWS, d // chunks), (how.step, d // chunks), (how.step, dv)
+    copied = [Descriptor(name, (1, n, 1, columns)) for name, (n, columns) in zip("QKV", shapes)]
+    counts = queries * chunks, how.stages * chunks, how.stages
+    shared = [played.blocks(name, count, *shape) for name, count, shape in zip("QKV", counts, shapes)]
+    blocks = forward_kernel.Blocks(*shared, [None] * (kernel.WORK_PLACES * WORK_COLUMNS))
+    full = [played.barriers(count) for count in (queries, queries, how.stages, how.stages)]
+    barriers = forward_kernel.ForwardBarriers(*full, played.barriers(how.stages, how.warpgroups))
+    loading = *copied, blocks, barriers, queue, Pointer(counter), 1, HEADS, HEADS // KV_HEADS
+    sizes = dict(CHUNKS=chunks, WARPGROUPS=how.warpgroups, Q_STAGES=how.q_stages, STAGES=how.stages)
+    machine.add(f"loads of {program}", program, kernel.load_copies, *loading, **sizes)
+    return blocks, barriers
+
+
 def play(d: int, dv: int, how: ForwardConfig, works, segments, rows: int, seed: int, programs: int, state: bool) -> list[tuple]:
     """(name, corner of out, its sum) of each warpgroup's rows and panel, from a launch over these works of one batch."""
     by_threads = []
@@ -63,22 +79,13 @@ def play(d: int, dv: int, how: ForwardConfig, works, segments, rows: int, seed: 
     counter = np.zeros(1, dtype=np.int64)
     queue = forward_kernel.DeviceWorkQueue(Pointer(works), Pointer(segments), len(works))
     chunks = forward_config.chunks(d)
-    shapes = (ROWS, d // chunks), (how.step, d // chunks), (how.step, dv)
-    q, k, v = (Descriptor(name, (1, n, 1, columns)) for name, (n, columns) in zip("QKV", shapes))
     by_copy = how.q_stages > 1 and not state
     result = forward_kernel.Result(Descriptor("out", (1, ROWS, 1, dv)) if by_copy else None, *[NOTHING] * 4)
-    sizes = dict(CHUNKS=chunks, WARPGROUPS=how.warpgroups, Q_STAGES=how.q_stages, STAGES=how.stages)
     ways = dict(V_DIM=dv, HAS_STATE=state, TURNS=how.turns, PAIRED=how.paired, PANELS=2 if d == 96 else 1)
     ways |= dict(KEPT=how.kept, AHEAD=how.ahead, MODIFIED=False, LATE_CAP=False)
+    sizes = dict(CHUNKS=chunks, WARPGROUPS=how.warpgroups, Q_STAGES=how.q_stages, STAGES=how.stages)
     for program in range(programs):
-        queries = how.q_stages * how.warpgroups
-        counts = queries * chunks, how.stages * chunks, how.stages
-        shared = [played.blocks(name, count, *shape) for name, count, shape in zip("QKV", counts, shapes)]
-        blocks = forward_kernel.Blocks(*shared, [None] * (kernel.WORK_PLACES * WORK_COLUMNS))
-        full = [played.barriers(count) for count in (queries, queries, how.stages, how.stages)]
-        barriers = forward_kernel.ForwardBarriers(*full, played.barriers(how.stages, how.warpgroups))
-        loading = q, k, v, blocks, barriers, queue, Pointer(counter), 1, HEADS, HEADS // KV_HEADS
-        machine.add(f"loads of {program}", program, kernel.load_copies, *loading, **sizes)
+        blocks, barriers = add_loads(machine, program, kernel, d, dv, how, queue, counter)
         rest = blocks, barriers, result, queue, NOTHING, HEADS, rows, NOTHING
         for number in range(how.warpgroups):
             machine.add(f"warpgroup {number} of {program}", program, kernel.attend_rows, *rest, number, **sizes, **ways)
@@ -122,3 +129,46 @@ def test_partitions_end_and_meet_each_live_pair(name, seeds):
         works, segments = order_works(*found, how.step, how.warpgroups, HEADS, HEADS, False, 4)
         results = play(d, dv, how, works, segments, rows, seed, programs=1 + seed % 2, state=seed % 3 == 0)
         check(results, how, works, tiles, rows)
+
+
+@pytest.mark.parametrize("name", [name for name, (*_, how) in CONFIGS.items() if how.q_stages == 1])
+def test_the_next_works_first_keys_come_while_there_is_no_room_for_its_queries(name):
+    """Else a program would wait for one after the other."""
+    d, dv, how = CONFIGS[name]
+    machine, counter, steps = Machine(0), np.zeros(1, dtype=np.int64), (3, 1, 2)
+    # (head, first row, segment, steps, idle before, idle after), and segments of as many keys
+    works = np.array([(0, 0, i, n, 0, 0) for i, n in enumerate(steps)])
+    segments = np.array([(0, 0, 0, n * how.step, 0, 0, 0, 0) for n in steps])
+    queue = forward_kernel.DeviceWorkQueue(Pointer(works), Pointer(segments), len(works))
+    kernel = played.source(forward_kernel, machine.names(1) | NUMBERS)
+    blocks, barriers = add_loads(machine, 0, kernel, d, dv, how, queue, counter)
+    came = []
+
+    def wait(places, number):
+        machine.wait(places[number % how.stages], (number // how.stages) & 1)
+
+    def take_queries(taken):
+        for empty in barriers.q_empty:
+            machine.arrive(empty, pred=taken > 0)
+        for full in barriers.q_full:
+            machine.wait(full, taken & 1)
+
+    def multiply():
+        block = 0
+        for taken, n in enumerate(steps):
+            for step in range(n):
+                wait(barriers.k_full, block)
+                came.append(blocks.k[block % how.stages * forward_config.chunks(d)].content[2])
+                if block > 0:
+                    wait(barriers.v_full, block - 1)
+                if step == 0:
+                    # only now is there room for these queries
+                    take_queries(taken)
+                machine.arrive(barriers.kv_empty[block % how.stages], how.warpgroups)
+                block += 1
+        wait(barriers.v_full, block - 1)
+        take_queries(len(steps))
+
+    machine.add("products", 0, multiply)
+    machine.run()
+    assert came == [step * how.step for n in steps for step in range(n)]

@@ -123,6 +123,51 @@ def hand_out_queries(
             mbarrier.arrive(barriers.q_full.index(place), count=1)
 
 
+class Keys(NamedTuple):
+    """Where a block of keys lies, and where its segment ends."""
+
+    batch: gl.tensor
+    kv_head: gl.tensor
+    segment: gl.tensor
+    start: gl.tensor
+    end: gl.tensor
+
+
+@gluon.jit
+def load_range(queue, segment):
+    """(start, end) of a segment's keys."""
+    return gl.load(queue.segments_ptr + segment * 8), gl.load(queue.segments_ptr + segment * 8 + END)
+
+
+@gluon.jit
+def first_keys(queue, work, batches, heads, group):
+    """The first block of a work's keys; of any one where there is no work."""
+    start, end = load_range(queue, work.segment)
+    return Keys(work.head_index // heads % batches, work.head_index % heads // group, work.segment, start, end)
+
+
+@gluon.jit
+def following(queue, keys, BLOCK_K: gl.constexpr):
+    """The block of keys after one, of the same work."""
+    segment, start, end = keys.segment, keys.start + BLOCK_K, keys.end
+    if start >= end:
+        segment += 1
+        start, end = load_range(queue, segment)
+    return Keys(keys.batch, keys.kv_head, segment, start, end)
+
+
+@gluon.jit
+def load_keys(k_desc, blocks, barriers, keys, block, more, CHUNKS: gl.constexpr, STAGES: gl.constexpr):
+    """If there are more, ask for a block of K. Its room has been empty since the V of the block before was asked for."""
+    COLUMNS: gl.constexpr = k_desc.block_type.shape[3]
+    stage = block % STAGES
+    if more:
+        mbarrier.expect(barriers.k_full.index(stage), CHUNKS * k_desc.block_type.nbytes)
+        for c in gl.static_range(CHUNKS):
+            corner = [keys.batch, keys.start, keys.kv_head, c * COLUMNS]
+            async_load(k_desc, corner, barriers.k_full.index(stage), blocks.k.index(stage * CHUNKS + c))
+
+
 @gluon.jit
 def load_copies(
     q_desc, k_desc, v_desc, blocks, barriers, queue, counter_ptr, batches, heads, group,
@@ -130,36 +175,32 @@ def load_copies(
 ):  # fmt: skip
     """The partition that takes works and asks the copy engine for Q once a work and for K and V once a step, as soon as there is room."""
     BLOCK_K: gl.constexpr = k_desc.block_type.shape[1]
-    COLUMNS: gl.constexpr = k_desc.block_type.shape[3]
     block = 0
     taken = 0
     number, work = draw(queue, counter_ptr)
     hand_out_queries(q_desc, blocks, barriers, work, taken, batches, heads, CHUNKS, WARPGROUPS, Q_STAGES)
+    keys = first_keys(queue, work, batches, heads, group)
+    load_keys(k_desc, blocks, barriers, keys, block, work.steps > 0, CHUNKS, STAGES)
     while work.steps > 0:
-        batch, kv_head = work.head_index // heads % batches, work.head_index % heads // group
-        segment, steps = work.segment, work.steps
-        start = gl.load(queue.segments_ptr + segment * 8)
-        end = gl.load(queue.segments_ptr + segment * 8 + END)
+        steps = work.steps
         for step in range(steps):
-            if start >= end:
-                segment += 1
-                start = gl.load(queue.segments_ptr + segment * 8)
-                end = gl.load(queue.segments_ptr + segment * 8 + END)
-            stage = block % STAGES
-            # the room of K has been empty since the V of the block before was asked for
-            mbarrier.expect(barriers.k_full.index(stage), CHUNKS * k_desc.block_type.nbytes)
-            for c in gl.static_range(CHUNKS):
-                corner = [batch, start, kv_head, c * COLUMNS]
-                async_load(k_desc, corner, barriers.k_full.index(stage), blocks.k.index(stage * CHUNKS + c))
             if step == gl.maximum(steps - DRAWN_AHEAD, 0):
                 number, work = draw(queue, counter_ptr)
-            if Q_STAGES > 1 and step == steps - 1:
-                hand_out_queries(q_desc, blocks, barriers, work, taken + 1, batches, heads, CHUNKS, WARPGROUPS, Q_STAGES)
+            next_keys = keys
+            if step < steps - 1:
+                next_keys = following(queue, keys, BLOCK_K)
+            else:
+                next_keys = first_keys(queue, work, batches, heads, group)
+                if Q_STAGES > 1:
+                    hand_out_queries(q_desc, blocks, barriers, work, taken + 1, batches, heads, CHUNKS, WARPGROUPS, Q_STAGES)
+            stage = block % STAGES
             mbarrier.wait(barriers.kv_empty.index((block + 1) % STAGES), (((block + 1) // STAGES) & 1) ^ 1)
             mbarrier.expect(barriers.v_full.index(stage), v_desc.block_type.nbytes)
-            async_load(v_desc, [batch, start, kv_head, 0], barriers.v_full.index(stage), blocks.v.index(stage))
-            start += BLOCK_K
+            async_load(v_desc, [keys.batch, keys.start, keys.kv_head, 0], barriers.v_full.index(stage), blocks.v.index(stage))
             block += 1
+            keys = next_keys
+            # the next work's, too, before room for its queries is waited for
+            load_keys(k_desc, blocks, barriers, keys, block, (step < steps - 1) | (work.steps > 0), CHUNKS, STAGES)
         taken += 1
         if Q_STAGES == 1:
             # the place of Q is empty only when these steps are nearly done
@@ -251,6 +292,25 @@ def take_rows(blocks, taken, WARPGROUP: gl.constexpr):
 
 
 @gluon.jit
+def start_work(
+    blocks, barriers, scores, block, taken, WARPGROUP: gl.constexpr, NEXT: gl.constexpr, WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, CHUNKS: gl.constexpr, PANELS: gl.constexpr, KEPT: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """Take a work once its queries are there, let blocks after `block` go by, and start the scores of the next one, if there is a work.
+
+    Returns the work, the block, the place of its queries, those that are kept in registers, and the product, in place of `scores`.
+    """
+    q_place = taken % Q_STAGES * WARPGROUPS + WARPGROUP
+    mbarrier.wait(barriers.q_full.index(q_place), (taken // Q_STAGES) & 1)
+    work = take_rows(blocks, taken, WARPGROUP)
+    block = pass_by(barriers, block, work.before, WARPGROUP, NEXT, TURNS, STAGES, 0) + 1
+    SCORES: gl.constexpr = scores.type.layout
+    q_kept = kept_queries(blocks.q.index(q_place), KEPT, SCORES)
+    s = scores_product(blocks.q, q_place, q_kept, blocks.k, barriers.k_full, scores, block, work.steps > 0, CHUNKS, PANELS, STAGES)
+    return work, block, q_place, q_kept, s
+
+
+@gluon.jit
 def attend_rows(
     blocks, barriers, result, queue, score, heads, q_rows, scale, WARPGROUP: gl.constexpr, CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr,
     Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr, TURNS: gl.constexpr,
@@ -265,6 +325,9 @@ def attend_rows(
     NEXT: gl.constexpr = (WARPGROUP + 1) % WARPGROUPS
     # out leaves through the place of its queries
     STAGED: gl.constexpr = result.out_desc is not None
+    # the next work's scores begin before this one is written out, unless its queries come only meanwhile; three warpgroups, which compute in
+    # turns, have no registers to wait
+    EARLY: gl.constexpr = Q_STAGES > 1 or TURNS
     dtype: gl.constexpr = blocks.v.dtype
     DROPPED: gl.constexpr = MODIFIED and score.dropped is not None
     # one of the two changes scores before masks, the other in the softmax
@@ -272,15 +335,10 @@ def attend_rows(
     if TURNS and WARPGROUP == WARPGROUPS - 1:
         named_barrier("arrive", NEXT)
     taken = 0
-    q_place = taken + WARPGROUP
-    mbarrier.wait(barriers.q_full.index(q_place), 0)
-    work = take_rows(blocks, taken, WARPGROUP)
-    block = pass_by(barriers, gl.to_tensor(-1), work.before, WARPGROUP, NEXT, TURNS, STAGES, 0) + 1
     no_scores = zero_block(ROWS, BLOCK_K)
-    q_kept = kept_queries(blocks.q.index(q_place), KEPT, SCORES)
-    s = scores_product(
-        blocks.q, q_place, q_kept, blocks.k, barriers.k_full, no_scores, block, work.steps > 0, CHUNKS, PANELS, STAGES
-    )
+    work, block, q_place, q_kept, s = start_work(
+        blocks, barriers, no_scores, gl.to_tensor(-1), taken, WARPGROUP, NEXT, WARPGROUPS, Q_STAGES, STAGES, CHUNKS, PANELS, KEPT, TURNS
+    )  # fmt: skip
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(barriers.kv_empty.index(block % STAGES), count=1)
     # at the top of the loop the scores of the first block of a work are there in which these rows have a live pair
@@ -399,20 +457,16 @@ def attend_rows(
         pairs = pin(pairs)
         block = pass_by(barriers, block, work.after, WARPGROUP, NEXT, TURNS, STAGES, 1)
 
-        # the first scores of the next work run while this work is written out; after the last work nobody uses them
+        # after the last work nobody uses the scores of the next one
         taken += 1
         q_stored = q_place
-        q_place = taken % Q_STAGES * WARPGROUPS + WARPGROUP
-        mbarrier.wait(barriers.q_full.index(q_place), (taken // Q_STAGES) & 1)
-        work = take_rows(blocks, taken, WARPGROUP)
-        block = pass_by(barriers, block, work.before, WARPGROUP, NEXT, TURNS, STAGES, 0) + 1
         next_scores = s if PAIRED else no_scores
-        q_kept = kept_queries(blocks.q.index(q_place), KEPT, SCORES)
-        s_token = scores_product(
-            blocks.q, q_place, q_kept, blocks.k, barriers.k_full, next_scores, block, work.steps > 0, CHUNKS, PANELS, STAGES
-        )
-        # this wait is over, and ends a basic block: the compiler would start the last products behind the instructions that follow
-        mbarrier.wait(barriers.q_full.index(q_place), (taken // Q_STAGES) & 1)
+        if EARLY:
+            work, block, q_place, q_kept, s_token = start_work(
+                blocks, barriers, next_scores, block, taken, WARPGROUP, NEXT, WARPGROUPS, Q_STAGES, STAGES, CHUNKS, PANELS, KEPT, TURNS
+            )  # fmt: skip
+            # this wait is over, and ends a basic block: the compiler would start the last products behind the instructions that follow
+            mbarrier.wait(barriers.q_full.index(q_place), (taken // Q_STAGES) & 1)
         total = gl.convert_layout(gl.sum(row_sum, axis=1), SCORE_ROWS, assert_trivial=True)
         divisor = total
         if DROPPED:
@@ -440,6 +494,10 @@ def attend_rows(
         statistics = head_index.to(gl.int64) * q_rows + rows
         gl.store(result.row_max_ptr + statistics, row_max, mask=rows < q_rows)
         gl.store(result.row_sum_ptr + statistics, total, mask=rows < q_rows)
+        if not EARLY:
+            work, block, q_place, q_kept, s_token = start_work(
+                blocks, barriers, next_scores, block, taken, WARPGROUP, NEXT, WARPGROUPS, Q_STAGES, STAGES, CHUNKS, PANELS, KEPT, TURNS
+            )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=[s_token])
         # the last values of this work, and the next one's first keys
         mbarrier.arrive(barriers.kv_empty.index(block % STAGES), count=1)
