@@ -325,8 +325,8 @@ def attend_rows(
     NEXT: gl.constexpr = (WARPGROUP + 1) % WARPGROUPS
     # out leaves through the place of its queries
     STAGED: gl.constexpr = result.out_desc is not None
-    # the next work's scores begin before this one is written out, unless its queries come only meanwhile; three warpgroups, which compute in
-    # turns, have no registers to wait
+    # the next work's scores begin before this one is written out, unless its queries come only meanwhile; three warpgroups, which take
+    # turns, have no registers for that
     EARLY: gl.constexpr = Q_STAGES > 1 or TURNS
     dtype: gl.constexpr = blocks.v.dtype
     DROPPED: gl.constexpr = MODIFIED and score.dropped is not None
