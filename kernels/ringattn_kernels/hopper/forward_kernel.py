@@ -186,7 +186,6 @@ def load_copies(
         for step in range(steps):
             if step == gl.maximum(steps - DRAWN_AHEAD, 0):
                 number, work = draw(queue, counter_ptr)
-            next_keys = keys
             if step < steps - 1:
                 next_keys = following(queue, keys, BLOCK_K)
             else:
