@@ -123,7 +123,7 @@ def hand_out_queries(
             mbarrier.arrive(barriers.q_full.index(place), count=1)
 
 
-class Keys(NamedTuple):
+class KeyBlock(NamedTuple):
     """Where a block of keys lies, and where its segment ends."""
 
     batch: gl.tensor
@@ -143,7 +143,7 @@ def load_range(queue, segment):
 def first_keys(queue, work, batches, heads, group):
     """The first block of a work's keys; of any one where there is no work."""
     start, end = load_range(queue, work.segment)
-    return Keys(work.head_index // heads % batches, work.head_index % heads // group, work.segment, start, end)
+    return KeyBlock(work.head_index // heads % batches, work.head_index % heads // group, work.segment, start, end)
 
 
 @gluon.jit
@@ -153,7 +153,7 @@ def following(queue, keys, BLOCK_K: gl.constexpr):
     if start >= end:
         segment += 1
         start, end = load_range(queue, segment)
-    return Keys(keys.batch, keys.kv_head, segment, start, end)
+    return KeyBlock(keys.batch, keys.kv_head, segment, start, end)
 
 
 @gluon.jit
