@@ -50,6 +50,12 @@ def kept_queries(block, kept, _layout):
     return (columns,)
 
 
+def sizes_of(d: int, how: ForwardConfig) -> dict[str, int]:
+    """What all partitions have to know."""
+    chunks = forward_config.chunks(d)
+    return dict(CHUNKS=chunks, WARPGROUPS=how.warpgroups, Q_STAGES=how.q_stages, STAGES=how.stages)
+
+
 def add_loads(machine: Machine, program: int, kernel, d: int, dv: int, how: ForwardConfig, queue, counter) -> tuple:
     """Add a program's loading partition. Returns the blocks that it fills, and the barriers."""
     chunks, queries = forward_config.chunks(d), how.q_stages * how.warpgroups
@@ -61,8 +67,7 @@ def add_loads(machine: Machine, program: int, kernel, d: int, dv: int, how: Forw
     full = [played.barriers(count) for count in (queries, queries, how.stages, how.stages)]
     barriers = forward_kernel.ForwardBarriers(*full, played.barriers(how.stages, how.warpgroups))
     loading = *copied, blocks, barriers, queue, Pointer(counter), 1, HEADS, HEADS // KV_HEADS
-    sizes = dict(CHUNKS=chunks, WARPGROUPS=how.warpgroups, Q_STAGES=how.q_stages, STAGES=how.stages)
-    machine.add(f"loads of {program}", program, kernel.load_copies, *loading, **sizes)
+    machine.add(f"loads of {program}", program, kernel.load_copies, *loading, **sizes_of(d, how))
     return blocks, barriers
 
 
@@ -78,17 +83,15 @@ def play(d: int, dv: int, how: ForwardConfig, works, segments, rows: int, seed: 
     kernel = played.source(forward_kernel, machine.names(programs) | NUMBERS | parts | dict(store_out=store_out))
     counter = np.zeros(1, dtype=np.int64)
     queue = forward_kernel.DeviceWorkQueue(Pointer(works), Pointer(segments), len(works))
-    chunks = forward_config.chunks(d)
     by_copy = how.q_stages > 1 and not state
     result = forward_kernel.Result(Descriptor("out", (1, ROWS, 1, dv)) if by_copy else None, *[NOTHING] * 4)
     ways = dict(V_DIM=dv, HAS_STATE=state, TURNS=how.turns, PAIRED=how.paired, PANELS=2 if d == 96 else 1)
     ways |= dict(KEPT=how.kept, AHEAD=how.ahead, MODIFIED=False, LATE_CAP=False)
-    sizes = dict(CHUNKS=chunks, WARPGROUPS=how.warpgroups, Q_STAGES=how.q_stages, STAGES=how.stages)
     for program in range(programs):
         blocks, barriers = add_loads(machine, program, kernel, d, dv, how, queue, counter)
         rest = blocks, barriers, result, queue, NOTHING, HEADS, rows, NOTHING
         for number in range(how.warpgroups):
-            machine.add(f"warpgroup {number} of {program}", program, kernel.attend_rows, *rest, number, **sizes, **ways)
+            machine.add(f"warpgroup {number} of {program}", program, kernel.attend_rows, *rest, number, **sizes_of(d, how), **ways)
     machine.run()
     assert counter == 0, "the next launch would begin elsewhere"
     assert not (by_threads if by_copy else machine.memory)
