@@ -27,7 +27,7 @@ from .kept_pairs import drop_drawn
 from .language import async_load, async_store, barrier, reinterpret, wait_for_products
 from .panels import part_panels, start_each, start_sum, zero_block, zeros
 from .score_steps import ScoreSteps, load_head, load_places, modified, position
-from .tables import AFTER, BEFORE, END, WORK_COLUMNS, idle_of, load_segment
+from .tables import AFTER, BEFORE, WORK_COLUMNS, idle_of, load_segment
 from .threads import THREADS_OF_ROWS
 from .works import hand_out_all, take
 
@@ -134,15 +134,9 @@ class KeyBlock(NamedTuple):
 
 
 @gluon.jit
-def load_range(queue, segment):
-    """(start, end) of a segment's keys."""
-    return gl.load(queue.segments_ptr + segment * 8), gl.load(queue.segments_ptr + segment * 8 + END)
-
-
-@gluon.jit
 def first_keys(queue, work, batches, heads, group):
     """The first block of a work's keys; of any one where there is no work."""
-    start, end = load_range(queue, work.segment)
+    start, _, _, end = load_segment(queue.segments_ptr, work.segment)
     return KeyBlock(work.head_index // heads % batches, work.head_index % heads // group, work.segment, start, end)
 
 
@@ -152,7 +146,7 @@ def following(queue, keys, BLOCK_K: gl.constexpr):
     segment, start, end = keys.segment, keys.start + BLOCK_K, keys.end
     if start >= end:
         segment += 1
-        start, end = load_range(queue, segment)
+        start, _, _, end = load_segment(queue.segments_ptr, segment)
     return KeyBlock(keys.batch, keys.kv_head, segment, start, end)
 
 
@@ -324,8 +318,8 @@ def attend_rows(
     NEXT: gl.constexpr = (WARPGROUP + 1) % WARPGROUPS
     # out leaves through the place of its queries
     STAGED: gl.constexpr = result.out_desc is not None
-    # the next work's scores begin before this one is written out, unless its queries come only meanwhile; three warpgroups, which take
-    # turns, have no registers for that
+    # whether the next work's scores begin before this one is written out. Not where its queries come only meanwhile; but three warpgroups,
+    # which take turns, would spill
     EARLY: gl.constexpr = Q_STAGES > 1 or TURNS
     dtype: gl.constexpr = blocks.v.dtype
     DROPPED: gl.constexpr = MODIFIED and score.dropped is not None
