@@ -81,17 +81,18 @@ def prepare_backward(q: Any, k: Any, v: Any, dout: Any, table: TileTable) -> Non
     (b, _, h, d), hk = q.shape, k.shape[2]
     if chosen in (Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED):
         ordered = chosen == Kernels.HOPPER_ORDERED
-        block, step = hopper.fused.block_and_step(d)
+        block, step = hopper.fused.block_and_step(d, v.shape[3])
+        config = hopper.fused.CONFIGS[hopper.head_dims.chosen(hopper.head_dims.in_one(d, v.shape[3]))[0]]
         how = key_splits(table, block, step, b * hk, h // hk, q.device, 1 if ordered else None)
         if ordered:
             turns = hopper.turns.key_turns(table, block, step, q.device)
-            hopper.fused.programs_for(table, hopper.fused.CONFIGS[d], b * hk * len(turns), b * hk, h // hk, q.device)
+            hopper.fused.programs_for(table, config, b * hk * len(turns), b * hk, h // hk, q.device)
         else:
-            hopper.backward.key_blocks_of(table, k.device, how.most, hopper.fused.CONFIGS[d])
+            hopper.backward.key_blocks_of(table, k.device, how.most, config)
             if hopper.fused.owns_heads(q, k, v, table):
                 hopper.touches.touches_on(table, block, hopper.fused.config_for(d, owned=True).step, k.device)
     elif chosen == Kernels.HOPPER:
-        hopper.backward.make_blocks(table, d, q.device)
+        hopper.backward.make_blocks(table, d, v.shape[3], q.device)
     else:
         arch, head_dim = architecture(q.device), max(d, v.shape[3])
         config = launch_for("dkdv", arch, head_dim, q.dtype)

@@ -191,9 +191,9 @@ def _fused_backward(
         outputs = dict(sums=sums, dk=dk, dv=dv, add=False, ordered=False, dq=own)
         fused.backward(queries, k, v, table, softmax_scale, prepared=prepared, **outputs)
         return
-    block, step = fused.block_and_step(q.shape[3], modifiers)
+    block, step = fused.block_and_step(q.shape[3], v.shape[3], modifiers)
     how = key_splits(table, block, step, k.shape[0] * k.shape[2], q.shape[2] // k.shape[2], q.device, splits)
-    sums = dq.permuted() if isinstance(dq, QuerySums) else fused.zero_sums(q)
+    sums = dq.permuted(v.shape[3]) if isinstance(dq, QuerySums) else fused.zero_sums(q, v.shape[3])
     prepared = dq.prepared(queries.statistics) if isinstance(dq, QuerySums) and not ordered else None
     add_kv, parts = partial_gradients(how, add, dk, dv)
     outputs = dict(sums=sums, dk=parts[0], dv=parts[1], add=add_kv)

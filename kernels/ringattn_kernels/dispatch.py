@@ -155,13 +155,13 @@ def backward_kernels(
 
 @functools.cache
 def _made_for(d: int, v_dim: int, deterministic: bool) -> tuple[Kernels, ...]:
-    """The Hopper kernels for head dims d of q and k, and v_dim of v, the fastest first."""
-    head_dims = {
-        Kernels.HOPPER_FUSED: () if deterministic else hopper.fused.HEAD_DIMS,
-        Kernels.HOPPER_ORDERED: hopper.fused.HEAD_DIMS,
-        Kernels.HOPPER: hopper.backward.HEAD_DIMS,
+    """The Hopper kernels that compute head dims d of q and k, and v_dim of v, the fastest first."""
+    made = {
+        Kernels.HOPPER_FUSED: None if deterministic else hopper.head_dims.in_one(d, v_dim),
+        Kernels.HOPPER_ORDERED: hopper.head_dims.in_one(d, v_dim),
+        Kernels.HOPPER: hopper.head_dims.in_two(d, v_dim),
     }
-    return tuple(kernels for kernels, dims in head_dims.items() if (d, v_dim) in dims)
+    return tuple(kernels for kernels, dims in made.items() if dims is not None)
 
 
 def _check_wish(kernels: Kernels | None, modified: str | None) -> None:

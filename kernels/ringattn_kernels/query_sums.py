@@ -67,10 +67,10 @@ class QuerySums:
             self._rows = torch.empty_like(self.q, dtype=self.rows_dtype)
         return self._rows, add
 
-    def permuted(self) -> torch.Tensor:
-        """The sums to which the fused kernel adds."""
+    def permuted(self, v_dim: int) -> torch.Tensor:
+        """The sums to which the fused kernel adds. v_dim: the head dim of v."""
         if self._permuted is None:
-            self._permuted = hopper.fused.zero_sums(self.q) if self._zeros is None else self._zeros
+            self._permuted = hopper.fused.zero_sums(self.q, v_dim) if self._zeros is None else self._zeros
         return self._permuted
 
     def prepared(self, statistics: Statistics) -> PaddedStatistics:
@@ -101,7 +101,7 @@ def ready_queries(
     once: a single launch reads them, and nobody after `QuerySums.finish`. Then they lie in the memory that dq will take, if they fit.
     alone: what that launch gets, if it does not modify scores. Then it may write dq itself (see `hopper.fused.owns_heads`).
     """
-    b, sq, h, d = q.shape
+    b, sq, h, _ = q.shape
     # the gradient of a sum is one number, seen as many
     drow_sum = None if drow_sum is None else drow_sum.contiguous()
     if not ready or hopper.obstacle or not hopper.fused.may_run(q, out):
@@ -120,9 +120,10 @@ def ready_queries(
         dq, room = None, torch.empty(padded + rows, device=q.device, dtype=torch.float32)
     pivot, negated = room[:padded].view(2, b * h, padded_rows).unbind()
     delta = room[padded : padded + rows].view(b, h, sq)
-    sums = None if owned else torch.empty(b * h, padded_rows, d, device=q.device, dtype=torch.float32)
+    shape = hopper.fused.shape_of_sums(q, out.shape[3])
+    sums = None if owned else torch.empty(shape, device=q.device, dtype=torch.float32)
     launch_rows(
         out, dout, delta, padded_rows, row_max=row_max, row_sum=row_sum, drow_sum=drow_sum, pivot=pivot, negated=negated, sums=sums,
-        head_dim=d,
+        head_dim=shape[2],
     )  # fmt: skip
     return Queries(q, dout, row_max, row_sum, delta, (hopper.statistics.PaddedStatistics(pivot, negated), sums, dq))

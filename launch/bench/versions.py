@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--directions", nargs="+", choices=("forward", "backward"), default=["backward"], help="(default: backward)"
     )
     parser.add_argument(
-        "--head-dims", nargs="+", type=int, choices=(64, 96, 128, 192, 256), default=[64, 128], help="(default: 64 128)"
+        "--head-dims", nargs="+", type=int, default=[64, 128], help="of 8 to 256, multiples of 8 (default: 64 128)"
     )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["plain"], help="(default: plain)")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each version (default: %(default)s)")
@@ -97,6 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("versions are timed on a GPU, and there is none here")
+    if wrong := [head_dim for head_dim in arguments.head_dims if head_dim % 8 or not 8 <= head_dim <= 256]:
+        raise SystemExit(f"--head-dims must be multiples of 8 from 8 to 256, got {wrong[0]}")
     chosen = [case for head_dim in arguments.head_dims for case in cases(head_dim, arguments.kinds)]
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds a call, share of the first version's rate",

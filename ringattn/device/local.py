@@ -380,7 +380,7 @@ def streams(
     if backward_kernels(queries, k, v, tiles) != Kernels.HOPPER_FUSED:
         return InOrder()
     # on the caller's stream, before all launches
-    dq.permuted()
+    dq.permuted(v.shape[3])
     dq.prepared(queries.statistics)
     return SideBySide(queries.q.device, program.far, began)
 

@@ -494,16 +494,19 @@ def in_register_order(dq):
     return sums.view(dq.shape)
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("d", "columns"), [(64, 64), (128, 128), (128, 104)])
 @pytest.mark.parametrize("add", [True, False])
-def test_the_sums_of_the_fused_kernel_come_back_in_the_order_of_rows(d, add):
+def test_the_sums_of_the_fused_kernel_come_back_in_the_order_of_rows(d, columns, add):
+    """Of a head dim that is computed as a larger one, some columns."""
     b, h, q_rows, padded_rows = 2, 3, 150, 256
     expected = torch.randn(b, h, padded_rows, d, generator=torch.Generator().manual_seed(0))
     # d = 128: 64 rows are two parts, by columns; d = 64: one
     sums = in_register_order(expected.reshape(b * h, padded_rows, d))
-    dq = torch.full((q_rows, b, h, d), 0.5).transpose(0, 1)
+    wide = torch.full((q_rows, b, h, d), 0.5).transpose(0, 1)
+    dq = wide[..., :columns]
     finish(sums, dq, 0.25, add)
-    expected = expected[:, :, :q_rows].transpose(1, 2) * 0.25
+    expected = expected[:, :, :q_rows, :columns].transpose(1, 2) * 0.25
+    assert (wide[..., columns:] == 0.5).all()
     assert torch.equal(dq, expected + 0.5 if add else expected)
 
 
@@ -526,10 +529,10 @@ def test_sums_of_different_kernels_are_one_dq(d, q_rows, plain):
 
     if plain == "before":
         add_plain()
-    sums.permuted().add_(in_register_order(expected.flatten(0, 1)))
+    sums.permuted(d).add_(in_register_order(expected.flatten(0, 1)))
     if plain == "after":
         add_plain()
-    sums.permuted().add_(in_register_order(expected.flatten(0, 1)))
+    sums.permuted(d).add_(in_register_order(expected.flatten(0, 1)))
     dq = sums.finish(torch.float16)
     wanted = expected[:, :, :q_rows].transpose(1, 2) * 0.5 + other
     assert dq.dtype == torch.float16

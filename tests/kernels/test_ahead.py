@@ -40,7 +40,7 @@ def gpu_of(monkeypatch):
     monkeypatch.setattr(launches, "launch", lambda kernel, table, facts, moving, make, **options: make())
     padded = hopper.statistics.PaddedStatistics
     monkeypatch.setattr(hopper.statistics, "prepare", lambda rows, *_: padded(*torch.empty(2, rows[0].shape[1] * 2, 384)))
-    monkeypatch.setattr(hopper.fused, "zero_sums", lambda q: torch.zeros(2 * q.shape[2], 384, q.shape[3]))
+    monkeypatch.setattr(hopper.fused, "zero_sums", lambda q, _: torch.zeros(2 * q.shape[2], 384, q.shape[3]))
     monkeypatch.setattr(hopper.fused, "finish", lambda *_: None)
     monkeypatch.setattr(attention, "merge", lambda *_: None)
     for name in ("key_kernel", "wide_key_kernel", "query_kernel"):

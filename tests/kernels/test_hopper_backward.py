@@ -63,6 +63,8 @@ MORE_SPILLS[3, 9] |= {("ordered", 64): 296, ("ordered", 192): 524}
 RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
 # head dims of v that are not those of q and k
 V_DIMS = {192: 128}
+# those that are computed as others, and as which
+PADDED = {(40, 64): (64, 64), (80, 72): (96, 96), (112, 16): (128, 128), (160, 96): (192, 128), (160, 192): (256, 256)}
 SETS = pytest.mark.parametrize(
     ("kernels", "d"),
     [
@@ -125,8 +127,9 @@ def compile_for_hopper(kernel, arguments, folder: Path, **options) -> Compiled:
     return Compiled(log.getvalue(), sass, binary.metadata.shared)
 
 
-def cpu_arguments(kernel: str, d: int, dtype, add: bool, result_dtype):
-    dims = ((4, d), (2, d), (2, V_DIMS.get(d, d)), (4, V_DIMS.get(d, d)))
+def cpu_arguments(kernel: str, d: int, dtype, add: bool, result_dtype, v_dim: int | None = None):
+    v_dim = v_dim or V_DIMS.get(d, d)
+    dims = ((4, d), (2, d), (2, v_dim), (4, v_dim))
     q, k, v, dout = (torch.empty(1, 256, *heads_and_dim, dtype=dtype) for heads_and_dim in dims)
     dq, dk, dv = (torch.empty(x.shape, dtype=result_dtype) for x in (q, k, v))
     table = rk.TileTable(np.array(dense.causal(256)), 256, 256)
@@ -136,7 +139,8 @@ def cpu_arguments(kernel: str, d: int, dtype, add: bool, result_dtype):
         sums, drawn = torch.empty(4, 256, d), torch.empty(3, dtype=torch.int32)
         return fused.fused_kernel, fused.fused_arguments(*inputs, sums, dk, dv, add, drawn, dq=dq)[1]
     if kernel in ("fused", "ordered"):
-        sums, step = torch.empty(4, 256, d), fused.CONFIGS[d].step
+        sums = fused.zero_sums(q, v_dim)
+        step = fused.CONFIGS[sums.shape[2]].step
         turns = key_turns(table, 128, step, q.device), torch.empty(4 * 256 // step, dtype=torch.int32)
         options = torch.empty(2, dtype=torch.int32), *(turns if kernel == "ordered" else ())
         return fused.fused_kernel, fused.fused_arguments(*inputs, sums, dk, dv, add, *options)[1]
@@ -195,6 +199,18 @@ def forms():
         for (at, d), (number, form) in itertools.product(enumerate(dims), enumerate(FORMS[2 if kernel == "owned" else 0 :])):
             chosen = number == at % len(FORMS) and d == usual and kernel == "fused"
             yield pytest.param(kernel, d, *form, marks=() if chosen else pytest.mark.thorough)
+
+
+@pytest.mark.parametrize(("dims", "of"), PADDED.items(), ids=str)
+def test_head_dims_in_between_are_computed_as_the_next_larger_ones(dims, of, tmp_path):
+    for kernel in ("wide key", "query") if of == (256, 256) else ("fused", "ordered"):
+        found, whole = (
+            compile_for_hopper(*cpu_arguments(kernel, d, torch.bfloat16, False, torch.bfloat16, v_dim), tmp_path)
+            for d, v_dim in (dims, of)
+        )
+        assert not found.warnings
+        assert found.spills <= MORE_SPILLS.get(RELEASE, {}).get((kernel, of[0]), SPILLS[kernel, of[0]])
+        assert (found.shared, found.sass.count("HGMMA")) == (whole.shared, whole.sass.count("HGMMA"))
 
 
 @pytest.mark.parametrize(("kernel", "d", "dtype", "add", "result_dtype"), list(forms()), ids=str)
@@ -479,13 +495,14 @@ def test_heads_go_side_by_side_unless_they_are_long(d, short, long):
     ("d", "v_dim", "fastest", "repeatable"),
     [
         (64, 64, Kernels.HOPPER_FUSED, Kernels.HOPPER),
-        (80, 80, Kernels.PLAIN, Kernels.PLAIN),
+        (80, 80, Kernels.HOPPER_FUSED, Kernels.PLAIN),
         (96, 96, Kernels.HOPPER_FUSED, Kernels.PLAIN),
         (128, 128, Kernels.HOPPER_FUSED, Kernels.HOPPER),
-        (128, 64, Kernels.PLAIN, Kernels.PLAIN),
+        (128, 64, Kernels.HOPPER_FUSED, Kernels.PLAIN),
         (192, 128, Kernels.HOPPER_FUSED, Kernels.PLAIN),
-        (192, 192, Kernels.PLAIN, Kernels.PLAIN),
+        (192, 192, Kernels.HOPPER, Kernels.HOPPER),
         (256, 256, Kernels.HOPPER, Kernels.HOPPER),
+        (264, 64, Kernels.PLAIN, Kernels.PLAIN),
     ],
 )
 def test_deterministic_results_leave_the_fused_kernel_out(d, v_dim, fastest, repeatable, hopper):
@@ -528,7 +545,8 @@ def test_torch_s_switch_asks_for_deterministic_results(hopper, deterministic_tor
         ((256, 256), Kernels.HOPPER_ORDERED, True, "HOPPER"),
         ((96, 96), Kernels.HOPPER, False, "HOPPER_FUSED"),
         ((192, 128), Kernels.HOPPER, True, "HOPPER_ORDERED"),
-        ((80, 80), Kernels.HOPPER, False, "PLAIN"),
+        ((80, 80), Kernels.HOPPER, False, "HOPPER_FUSED"),
+        ((264, 64), Kernels.HOPPER, False, "PLAIN"),
     ],
     ids=str,
 )
@@ -548,7 +566,7 @@ def test_the_fused_kernels_have_no_forward(kernels):
         choose_forward(q, q, q, 0.1, kernels)
 
 
-def problem(seed: int, d: int, dtype):
+def problem(seed: int, d: int, dtype, v_dim: int | None = None):
     """Inputs and tiles of random lengths and heads; keys and values as transposed views."""
     random = np.random.default_rng(seed)
     sq, sk = random.integers(1, 520, 2)
@@ -558,7 +576,7 @@ def problem(seed: int, d: int, dtype):
         tiles = [dense.causal(sq), dense.full(sq, sq), dense.window(sq, 1 + sq // 4, 2)][seed % 9 // 3]
     b, hk, group = random.integers(1, 3), random.integers(1, 3), random.integers(1, 5)
     generator = torch.Generator("cuda").manual_seed(seed)
-    v_dim = V_DIMS.get(d, d)
+    v_dim = v_dim or V_DIMS.get(d, d)
     shapes = (b, sq, hk * group, d), (sk, b, hk, d), (sk, b, hk, v_dim), (b, sq, hk * group, v_dim)
     q, k, v, dout = (
         torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in map(tuple, np.array(shapes).tolist())
@@ -627,6 +645,26 @@ def test_random_tables_against_dense_attention(d, dtype, kernels):
     for seed in range(50):
         q, k, v, dout, tiles = problem(seed, d, dtype)
         check_against_dense(q, k, v, dout, tiles, kernels, seed)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dims", "of"), PADDED.items(), ids=str)
+def test_random_tables_of_head_dims_in_between(dims, of):
+    """Nothing is written beside the columns of dq, dk and dv, which are views of wider rows of NaN."""
+    for kernels, seed in itertools.product(
+        (Kernels.HOPPER,) if of == (256, 256) else (Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED), range(30)
+    ):
+        q, k, v, dout, tiles = problem(seed, dims[0], torch.bfloat16, dims[1])
+        check_against_dense(q, k, v, dout, tiles, kernels, seed)
+        table = rk.TileTable(np.array(tiles), q.shape[1], k.shape[1])
+        statistics = statistics_of(q, k, v, dout, table)
+        wide = [torch.full((*x.shape[:3], 264), float("nan"), device="cuda", dtype=x.dtype) for x in (q, k, v)]
+        written = dict(zip(("dq", "dk", "dv"), (x[..., : y.shape[3]] for x, y in zip(wide, (q, k, v)))))
+        arguments = written | dict(softmax_scale=dims[0] ** -0.5, add=False, kernels=kernels)
+        rk.backward(rk.Queries(q, dout, *statistics), k, v, table, **arguments)
+        for x, y in zip(wide, (q, k, v)):
+            assert x[..., : y.shape[3]].isfinite().all() and x[..., y.shape[3] :].isnan().all()
 
 
 @on_gpu

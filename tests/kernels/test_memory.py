@@ -55,9 +55,9 @@ PLAIN = [
     Form(64, 64, Kernels.PLAIN, sign=-1),
 ]
 BACKWARDS = {
-    Kernels.HOPPER: hopper.backward.HEAD_DIMS,
-    Kernels.HOPPER_ORDERED: hopper.fused.HEAD_DIMS,
-    Kernels.HOPPER_FUSED: hopper.fused.HEAD_DIMS,
+    Kernels.HOPPER: hopper.head_dims.IN_TWO,
+    Kernels.HOPPER_ORDERED: hopper.head_dims.IN_ONE,
+    Kernels.HOPPER_FUSED: hopper.head_dims.IN_ONE,
 }
 HOPPER = [Form(d, dv, kernels) for kernels, dims in BACKWARDS.items() for d, dv in dims]
 # forwards of further head dims and another type
@@ -88,7 +88,9 @@ def run(form: Form, launches: int, splits: int, sums: bool, device: str) -> list
         if sums:
             dq = rk.QuerySums(q, softmax_scale)
         # the other two split no block
-        splits = splits if form.kernels in (None, Kernels.PLAIN, Kernels.HOPPER_FUSED) else 1
+        splits = (
+            1 if form.kernels in (Kernels.HOPPER, Kernels.HOPPER_ORDERED) or (form.kernels is None and form.dv > 128) else splits
+        )
         for n, table in enumerate(tables):
             options = dict(dq=dq, dk=dk, dv=dv, add=n > 0, kernels=form.kernels, deterministic=False, splits=splits)
             rk.backward(queries, k, v, table, softmax_scale=softmax_scale, **options)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ringattn_kernels as rk
-from ringattn_kernels.hopper import blocks, dq_sums, fused, fused_kernel, gradient_rows, loads, owned_dq, works
+from ringattn_kernels.hopper import blocks, dq_sums, fused, fused_kernel, gradient_rows, head_dims, loads, owned_dq, works
 from ringattn_kernels.hopper.ordered_loads import DeviceTurns
 from ringattn_kernels.hopper.panels import has_rest, main_columns
 from ringattn_kernels.hopper.score_sums import SumPointers
@@ -60,7 +60,7 @@ def panels_of(d: int) -> int:
 
 
 def v_dim(d: int) -> int:
-    return dict(fused.HEAD_DIMS)[d]
+    return dict(head_dims.IN_ONE)[d]
 
 
 def mask_scores(p, _segments, _segment, row0, start):
@@ -158,7 +158,7 @@ def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, w
     touches = Pointer(find_touches(items, segments, table.q_rows, step).numbers)
     own = owned_dq.OwnRows(Pointer(np.zeros(0)), touches, Place("dq"), NOTHING, NOTHING, NOTHING, table.q_rows, padded, 1)
     sizes = dict(STAGES=stages, STEP=step, HEAD_DIM=d, ORDERED=ordered, OWNED=owned)
-    ways = dict(V_DIM=v_dim(d), OVERLAP=config.overlap, ADD=False, MODIFIED=False)
+    ways = dict(V_DIM=v_dim(d), OVERLAP=config.overlap, ADD=False, MODIFIED=False, QK_COLUMNS=d, V_COLUMNS=v_dim(d))
     for program in range(programs):
         counts = dict(Q=stages, K=2, V=2, dout=stages)
         panels = [

@@ -25,6 +25,17 @@ def _release(version: str) -> tuple[int, ...]:
 
 obstacle = version_obstacle(triton.__version__)
 if not obstacle:
-    from . import backward, forward, forward_config, fused, statistics
+    from . import backward, forward, forward_config, fused, head_dims, statistics
 
-__all__ = ["NEWEST", "OLDEST", "backward", "forward", "forward_config", "fused", "obstacle", "statistics", "version_obstacle"]
+__all__ = [
+    "NEWEST",
+    "OLDEST",
+    "backward",
+    "forward",
+    "forward_config",
+    "fused",
+    "head_dims",
+    "obstacle",
+    "statistics",
+    "version_obstacle",
+]

@@ -13,7 +13,7 @@ from ..launches import launch_once, strides
 from ..queries import Queries
 from ..table import BlockTable, TileTable
 from ..units import LOG2_E
-from . import statistics
+from . import head_dims, statistics
 from .blocks import BLOCK, ROWS
 from .descriptors import is_aligned, main_descriptor, row_descriptor
 from .key_kernel import key_kernel
@@ -40,8 +40,6 @@ class BackwardConfig:
     registers: int = 240
 
 
-# (head dim of q and k, head dim of v)
-HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
 # by head dim; measured on an H200
 KEY_CONFIGS = {64: BackwardConfig(64, 4), 128: BackwardConfig(64, 4), 256: BackwardConfig(64, 2)}
 QUERY_CONFIGS = {64: BackwardConfig(128, 3), 128: BackwardConfig(128, 2), 256: BackwardConfig(64, 2, v_stages=1)}
@@ -76,7 +74,7 @@ def backward(
 ) -> None:
     """`ringattn_kernels.backward` for inputs to which `obstacle` has no objection. add_q is for dq, add_kv for dk and dv."""
     rows = statistics.prepare(queries.statistics)
-    if queries.q.shape[3] == 256:
+    if head_dims.chosen(head_dims.in_two(queries.q.shape[3], v.shape[3]))[0] == 256:
         key_programs, key_options = wide_key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add_kv)
         launch_once(wide_key_kernel, key_programs, key_options | dict(num_warps=4, launch_pdl=False))
     else:
@@ -90,8 +88,11 @@ def backward(
 def key_arguments(
     queries: Queries, k, v, table: TileTable, softmax_scale: float, rows: PaddedStatistics, dk, dv, add: bool,
     config: BackwardConfig | None = None, block: int = BLOCK.value, blocks: BlockTable | Turns | None = None,
+    dims: head_dims.Dims | None = None,
 ) -> tuple[int, dict]:  # fmt: skip
     """The number of programs of `key_kernel`, with `block` key rows each, and its arguments. blocks: by default those of `key_blocks_of`.
+
+    dims: as which head dims are computed, by default those of `head_dims.in_two`.
 
     dk and dv with n times as many batches as k hold the partials of n splits.
     """
@@ -101,16 +102,17 @@ def key_arguments(
     assert (k.shape[1:], v.shape[1:]) == (dk.shape[1:], dv.shape[1:]) and dk.shape[0] == dv.shape[0]
     assert dk.stride(3) == dv.stride(3) == 1
     assert not add or dk.dtype == dv.dtype == torch.float32
-    (b, _, h, d), hk = q.shape, k.shape[2]
-    config = config or KEY_CONFIGS[d]
+    (b, _, h, d), (hk, v_dim) = q.shape, v.shape[2:]
+    head_dim, v_head_dim = dims or head_dims.chosen(head_dims.in_two(d, v_dim))
+    config = config or KEY_CONFIGS[head_dim]
     if blocks is None:
         blocks = key_blocks_of(table, k.device, dk.shape[0] // k.shape[0], config, block)
     count = blocks.touched if add else len(blocks)
     return b * hk * count, dict(
-        q_desc=main_descriptor(q, config.step),
-        k_desc=main_descriptor(k, ROWS.value),
-        v_desc=main_descriptor(v, ROWS.value),
-        dout_desc=main_descriptor(dout, config.step),
+        q_desc=main_descriptor(q, config.step, head_dim),
+        k_desc=main_descriptor(k, ROWS.value, head_dim),
+        v_desc=main_descriptor(v, ROWS.value, v_head_dim),
+        dout_desc=main_descriptor(dout, config.step, v_head_dim),
         pivot_desc=row_descriptor(rows.pivot, config.step),
         delta_desc=row_descriptor(rows.delta, config.step),
         dk_ptr=dk,
@@ -125,11 +127,13 @@ def key_arguments(
         k_rows=table.k_rows,
         scale=softmax_scale * LOG2_E.value,
         softmax_scale=softmax_scale,
-        HEAD_DIM=d,
+        HEAD_DIM=head_dim,
         STEP=config.step,
         STAGES=config.stages,
         ADD=add,
         REGISTERS=config.registers,
+        QK_COLUMNS=d,
+        V_COLUMNS=v_dim,
     )
 
 
@@ -141,10 +145,11 @@ def key_blocks_of(
     return table.key_blocks(block, 1 if splits == 1 else config.step, device, splits)
 
 
-def make_blocks(table: TileTable, d: int, device: torch.device) -> None:
+def make_blocks(table: TileTable, d: int, v_dim: int, device: torch.device) -> None:
     """Make the blocks that `backward` takes from a table."""
-    key_blocks_of(table, device, 1, KEY_CONFIGS[d], ROWS.value if d == 256 else BLOCK.value)
-    table.query_blocks(BLOCK.value, QUERY_CONFIGS[d].step, device)
+    head_dim, _ = head_dims.chosen(head_dims.in_two(d, v_dim))
+    key_blocks_of(table, device, 1, KEY_CONFIGS[head_dim], ROWS.value if head_dim == 256 else BLOCK.value)
+    table.query_blocks(BLOCK.value, QUERY_CONFIGS[head_dim].step, device)
 
 
 def wide_key_arguments(
@@ -164,14 +169,15 @@ def query_arguments(
     assert q.shape == dq.shape and dq.stride(3) == 1
     assert not add or dq.dtype == torch.float32
     b, _, h, d = q.shape
-    config = QUERY_CONFIGS[d]
+    head_dim, _ = head_dims.chosen(head_dims.in_two(d, v.shape[3]))
+    config = QUERY_CONFIGS[head_dim]
     blocks = table.query_blocks(BLOCK.value, config.step, q.device)
     count = blocks.touched if add else len(blocks)
     return b * h * count, dict(
-        q_desc=main_descriptor(q, ROWS.value),
-        k_desc=main_descriptor(k, config.step),
-        v_desc=main_descriptor(v, config.step),
-        dout_desc=main_descriptor(dout, ROWS.value),
+        q_desc=main_descriptor(q, ROWS.value, head_dim),
+        k_desc=main_descriptor(k, config.step, head_dim),
+        v_desc=main_descriptor(v, config.step, head_dim),
+        dout_desc=main_descriptor(dout, ROWS.value, head_dim),
         pivot_ptr=rows.pivot,
         delta_ptr=rows.delta,
         dq_ptr=dq,
@@ -185,10 +191,11 @@ def query_arguments(
         q_rows=table.q_rows,
         scale=softmax_scale * LOG2_E.value,
         softmax_scale=softmax_scale,
-        HEAD_DIM=d,
+        HEAD_DIM=head_dim,
         STEP=config.step,
         STAGES=config.stages,
         V_STAGES=config.v_stages or config.stages,
         ADD=add,
         REGISTERS=config.registers,
+        QK_COLUMNS=d,
     )

@@ -56,10 +56,13 @@ def tile(buffer, index, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def write_rows(ptr, stride, value, row0, row_count, ADD: gl.constexpr, WIDE: gl.constexpr = True, STREAM: gl.constexpr = False):
+def write_rows(
+    ptr, stride, value, row0, row_count, ADD: gl.constexpr, WIDE: gl.constexpr = True, STREAM: gl.constexpr = False,
+    COLUMNS: gl.constexpr = 256,
+):  # fmt: skip
     """Add a block of rows to a matrix with contiguous columns, or store it. WIDE: in 16 bits, 16 bytes at a time, which takes registers.
 
-    STREAM: they leave the L2 before what else is there.
+    STREAM: they leave the L2 before what else is there. COLUMNS: of the matrix, which may have fewer than the block.
     """
     value = value.to(ptr.dtype.element_ty)
     if WIDE and value.dtype.primitive_bitwidth == 16 and value.type.shape[1] <= 128:
@@ -70,6 +73,8 @@ def write_rows(ptr, stride, value, row0, row_count, ADD: gl.constexpr, WIDE: gl.
     columns = gl.arange(0, value.type.shape[1], gl.SliceLayout(0, L))
     pointers = ptr + (gl.expand_dims(rows, 1).to(gl.int64) * stride + gl.expand_dims(columns, 0))
     inside = gl.expand_dims(rows < row_count, 1)
+    if value.type.shape[1] > COLUMNS:
+        inside &= gl.expand_dims(columns < COLUMNS, 0)
     if ADD:
         value += gl.load(pointers, mask=inside, other=0.0)
     gl.store(pointers, value, mask=inside, cache_modifier=".cs" if STREAM else "")

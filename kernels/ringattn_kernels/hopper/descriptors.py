@@ -55,15 +55,18 @@ def _makers(*kind: object) -> list:
 _main_columns = functools.cache(main_columns)
 
 
-def main_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """The descriptor by which the copy engine loads the main panel of `rows` rows of a head of x (b, s, h, d), with zeros past the end."""
-    block = 1, rows, 1, _main_columns(x.shape[3])
+def main_descriptor(x: torch.Tensor, rows: int, head_dim: int) -> TensorDescriptor:
+    """The descriptor by which the copy engine loads the main panel of `rows` rows of a head of x (b, s, h, d), with zeros past the end.
+
+    head_dim: as which d is computed, d or more.
+    """
+    block = 1, rows, 1, _main_columns(head_dim)
     return described(x, x.shape, x.stride(), block, swizzled_layout(*block))
 
 
-def rest_descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor | None:
+def rest_descriptor(x: torch.Tensor, rows: int, head_dim: int) -> TensorDescriptor | None:
     """The same for the rest, if there is one. A product may take half of its columns."""
-    rest = x.shape[3] - _main_columns(x.shape[3])
+    rest = head_dim - _main_columns(head_dim)
     return described(x, x.shape, x.stride(), (1, rows, 1, rest), halves_layout(4)) if rest else None
 
 

@@ -169,9 +169,9 @@ def add_panels(sums, staging, row, HEAD_DIM: gl.constexpr, PART: gl.constexpr, P
 @triton.jit(do_not_specialize=["heads", "q_rows", "padded_rows"])
 def finish_kernel(
     sums_ptr, dq_ptr, stride_b, stride_s, stride_h, heads, q_rows, padded_rows, softmax_scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ADD: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dq of 64 rows of one head from its sums, which lie in the order of `add_dq`."""
+    """dq of 64 rows of one head, in COLUMNS columns, from its sums, HEAD_DIM a row, which lie in the order of `add_dq`."""
     ROWS: tl.constexpr = 64
     blocks = padded_rows // ROWS
     head_index = tl.program_id(0) // blocks
@@ -183,7 +183,7 @@ def finish_kernel(
     dq = tl.reshape(tl.permute(sums, [1, 4, 2, 0, 3, 5]), [ROWS, BLOCK_D]) * softmax_scale
     rows = ((tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS))[:, None]
     columns = tl.arange(0, BLOCK_D)[None, :]
-    inside = (rows < q_rows) & (columns < HEAD_DIM)
+    inside = (rows < q_rows) & (columns < COLUMNS)
     dq_ptr += (head_index // heads).to(tl.int64) * stride_b + (head_index % heads).to(tl.int64) * stride_h
     pointers = dq_ptr + (rows.to(tl.int64) * stride_s + columns)
     if ADD:

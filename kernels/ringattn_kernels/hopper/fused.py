@@ -18,7 +18,7 @@ from ..score_arguments import biases_count, facts_of, fixed_arguments, moving_ar
 from ..split_choice import choice
 from ..splits import multiprocessors
 from ..table import TileTable, steps_of, touched_in
-from . import statistics
+from . import head_dims, statistics
 from .backward import BackwardConfig, key_arguments, key_blocks_of
 from .blocks import BLOCK, ROWS
 from .descriptors import described, is_aligned, main_descriptor, plain_layout, rest_descriptor
@@ -39,8 +39,6 @@ CONFIGS = {
 }
 # where a longer step takes too many registers: beside a softcap, and where programs have whole heads for themselves
 ROOMY = {64: BackwardConfig(64, 3, overlap=2)}
-# (head dim of q and k, head dim of v)
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
 # heads run side by side until together they have at least so many programs; measured on an H200
 SIDE_BY_SIDE = 256
 # the same by head dim where items take turns
@@ -68,9 +66,9 @@ def config_for(head_dim: int, modifiers: Modifiers | None = None, owned: bool = 
     return (ROOMY if roomy and head_dim in ROOMY else CONFIGS)[head_dim]
 
 
-def block_and_step(head_dim: int, modifiers: Modifiers | None = None) -> tuple[int, int]:
+def block_and_step(d: int, v_dim: int, modifiers: Modifiers | None = None) -> tuple[int, int]:
     """Key rows of a program, and query rows of each of its steps."""
-    return BLOCK.value, config_for(head_dim, modifiers).step
+    return BLOCK.value, config_for(head_dims.chosen(head_dims.in_one(d, v_dim))[0], modifiers).step
 
 
 def has_items_for_turns(k: torch.Tensor, table: TileTable) -> bool:
@@ -86,7 +84,7 @@ def owns_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTab
     """
     (b, _, h, d), (hk, v_dim) = q.shape, v.shape[2:]
     heads, processors = b * hk, multiprocessors(q.device)
-    if (d, v_dim) not in HEAD_DIMS or is_wide(d, v_dim) or len(table) == 0:
+    if (d, v_dim) not in head_dims.IN_ONE or is_wide(d, v_dim) or len(table) == 0:
         return False
     if heads < (1 - UNUSED) * -(-heads // processors) * processors:
         return False
@@ -110,7 +108,7 @@ def own_sums(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def may_run(q: torch.Tensor, out: torch.Tensor) -> bool:
     """Whether a backward pass with these rows may choose this kernel, adding in no fixed order. It may still choose another."""
     return (
-        (q.shape[3], out.shape[3]) in HEAD_DIMS
+        head_dims.in_one(q.shape[3], out.shape[3]) is not None
         and q.numel() > 0
         and q.dtype in (torch.bfloat16, torch.float16)
         and architecture(q.device) == "sm_90"
@@ -121,7 +119,8 @@ def may_run(q: torch.Tensor, out: torch.Tensor) -> bool:
 def modified_obstacle(q: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, sums: bool, deterministic: bool) -> str:
     """Why the kernel does not modify scores; empty where it does. sums: whether gradients of slopes or biases are asked for."""
     d, v_dim = q.shape[3], v.shape[3]
-    if (d, v_dim) not in HEAD_DIMS or is_wide(d, v_dim):
+    dims = head_dims.in_one(d, v_dim)
+    if dims is None or is_wide(*dims):
         return f"Hopper kernels modify no scores of head dims {d} and {v_dim}"
     if sums and deterministic:
         return "Hopper kernels find gradients of slopes and biases in no fixed order"
@@ -142,22 +141,28 @@ def gradient_sums(sums: ModifierSums | None, modifiers: Modifiers | None, b: int
     return dict(slope_sums_ptr=slopes, bias_sums_ptr=biases)
 
 
-def zero_sums(q: torch.Tensor) -> torch.Tensor:
-    """Zeros to which launches with q add dq: fp32 (b * h, sq in whole blocks, d), each 64 x 64 part in the order of `add_dq`."""
+def shape_of_sums(q: torch.Tensor, v_dim: int) -> tuple[int, int, int]:
+    """Of those to which launches with q add dq: b * h, sq in whole blocks, and d as it is computed."""
     b, q_rows, h, d = q.shape
-    return torch.zeros(b * h, whole_blocks(q_rows), d, device=q.device, dtype=torch.float32)
+    return b * h, whole_blocks(q_rows), head_dims.chosen(head_dims.in_one(d, v_dim))[0]
+
+
+def zero_sums(q: torch.Tensor, v_dim: int) -> torch.Tensor:
+    """Zeros to which launches with q add dq: fp32, each 64 x 64 part in the order of `add_dq`."""
+    return torch.zeros(shape_of_sums(q, v_dim), device=q.device, dtype=torch.float32)
 
 
 def finish(sums: torch.Tensor, dq: torch.Tensor, softmax_scale: float, add: bool) -> None:
     """Scale the sums, and add them to dq (b, sq, h, d), in fp32, or overwrite it, in any dtype."""
     b, q_rows, h, d = dq.shape
-    assert sums.shape == (b * h, whole_blocks(q_rows), d) and dq.stride(3) == 1
+    head_dim = sums.shape[2]
+    assert sums.shape == (b * h, whole_blocks(q_rows), head_dim) and head_dim >= d and dq.stride(3) == 1
     assert not add or dq.dtype == torch.float32
     moving = dict(sums_ptr=sums, dq_ptr=dq, softmax_scale=softmax_scale)
 
     def make() -> tuple[int, dict]:
         strides = dict(zip(("stride_b", "stride_s", "stride_h"), dq.stride()))
-        sizes = dict(heads=h, q_rows=q_rows, padded_rows=sums.shape[1], HEAD_DIM=d, BLOCK_D=padded(d))
+        sizes = dict(heads=h, q_rows=q_rows, padded_rows=sums.shape[1], HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), COLUMNS=d)
         return sums.shape[0] * sums.shape[1] // ROWS.value, moving | strides | sizes | dict(ADD=add)
 
     launches.launch(finish_kernel, None, (add,), moving, make, num_warps=4)
@@ -198,7 +203,8 @@ def backward(
     dq: where `owns_heads` says so, dq (b, sq, h, d) itself, which is overwritten; sums are those of `own_sums`.
     """
     q, dout = queries.q, queries.dout
-    b, q_rows, h, d = q.shape
+    b, q_rows, h, _ = q.shape
+    d, v_dim = head_dims.chosen(head_dims.in_one(q.shape[3], v.shape[3]))
     turns, counters, drawn = None, None, work_counter(q.device)
     found = gradient_sums(modifier_sums, modifiers, b)
     score = moving_arguments(modifiers, table, softmax_scale, b, q.device) | found
@@ -234,7 +240,7 @@ def backward(
     # second panels, where there are
     if has_rest(d):
         moving |= dict(q_rest=q, k_rest=k, sums_rest=sums)
-    if has_rest(v.shape[3]):
+    if has_rest(v_dim):
         moving |= dict(v_rest=v, dout_rest=dout)
     if not ordered and stores_by_copy(q, dk, dv, table, add, modifiers):
         moving |= dict(dk_desc=dk, dv_desc=dv)
@@ -259,8 +265,8 @@ def stores_by_copy(
 
     It is no faster with two panels, and where scores are modified, threads lack registers for it.
     """
-    d = q.shape[3]
-    fits = not add and modifiers is None and d == dv.shape[3] == main_columns(d)
+    d, v_dim = head_dims.chosen(head_dims.in_one(q.shape[3], dv.shape[3]))
+    fits = not add and modifiers is None and d == v_dim == main_columns(d)
     fits = fits and all(x.dtype == q.dtype and is_aligned(x) for x in (dk, dv))
     if not fits or d not in LONG:
         return fits
@@ -314,12 +320,13 @@ def fused_arguments(
     dq: as in `backward`. Arguments for modified scores that move come on top.
     """
     q, dout = queries.q, queries.dout
-    b, q_rows, h, d = q.shape
-    assert dq is not None or sums.shape == (b * h, whole_blocks(q_rows), d)
+    b, _, h, _ = q.shape
+    dims = d, v_dim = head_dims.chosen(head_dims.in_one(q.shape[3], v.shape[3]))
+    assert dq is not None or sums.shape == shape_of_sums(q, v_dim)
     assert sums.is_contiguous()
     config = config_for(d, modifiers, dq is not None)
     blocks = key_blocks_of(table, k.device, dk.shape[0] // k.shape[0], config) if turns is None else turns
-    works, arguments = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add, config, blocks=blocks)
+    works, arguments = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add, config, blocks=blocks, dims=dims)
     arguments |= fixed_arguments(modifiers, table, blocks.places) | gradient_sums(None, None, b)
     step, main, heads = config.step, main_columns(d), b * k.shape[2]
     if dq is None:
@@ -333,19 +340,19 @@ def fused_arguments(
         assert turns is None and modifiers is None and not add and dk.shape[0] == b and dq.shape == q.shape and dq.stride(3) == 1
         programs = sums.shape[0] // (h // k.shape[2])
         drawing = dict(count=heads, most=heads, pace=0, chunk=1)
-        own = dict(sums_ptr=sums, touches_ptr=touches_on(table, BLOCK.value, step, q.device), dq_ptr=dq, q_rows=q_rows)
+        own = dict(sums_ptr=sums, touches_ptr=touches_on(table, BLOCK.value, step, q.device), dq_ptr=dq, q_rows=q.shape[1])
         own |= launches.strides(dq=dq)
     copied = turns is None and stores_by_copy(q, dk, dv, table, add, modifiers)
     return programs, arguments | dict(
-        dk_desc=main_descriptor(dk, ROWS.value) if copied else None,
-        dv_desc=main_descriptor(dv, ROWS.value) if copied else None,
-        q_rest=rest_descriptor(q, step),
-        k_rest=rest_descriptor(k, ROWS.value),
-        v_rest=rest_descriptor(v, ROWS.value),
-        dout_rest=rest_descriptor(dout, step),
+        dk_desc=main_descriptor(dk, ROWS.value, d) if copied else None,
+        dv_desc=main_descriptor(dv, ROWS.value, v_dim) if copied else None,
+        q_rest=rest_descriptor(q, step, d),
+        k_rest=rest_descriptor(k, ROWS.value, d),
+        v_rest=rest_descriptor(v, ROWS.value, v_dim),
+        dout_rest=rest_descriptor(dout, step, v_dim),
         sums_desc=sums_descriptor(sums, dq_part(d, step, 0, 0)[2] if turns is None else main * step // WIDTH.value),
         sums_rest=sums_descriptor(sums, 32 if turns is None else d - main) if d > main else None,
-        V_DIM=v.shape[3],
+        V_DIM=v_dim,
         OVERLAP=config.overlap if turns is None else 0,  # in turns it was slower on an H200
         heads=heads,
         successors_ptr=None if turns is None else turns.successors,

@@ -82,6 +82,7 @@ def consume_and_add(
     tiles, staging, barriers, handover, of_works, works, sums, own, gradients, score, score_sums, padded_rows, k_rows, scale,
     softmax_scale, HALF: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr,
     OVERLAP: gl.constexpr, ADD: gl.constexpr, ORDERED: gl.constexpr, OWNED: gl.constexpr, MODIFIED: gl.constexpr,
+    QK_COLUMNS: gl.constexpr, V_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 key rows, and this warpgroup's part of each step's dq.
 
@@ -334,7 +335,8 @@ def consume_and_add(
         dv_factor = whole_share if MODIFIED else 1.0
         room = None if ORDERED else staging.dq.index(HALF)
         write_gradients(
-            gradients, room, work, batches, k_rows, dk, dv, softmax_scale, dv_factor, HALF, ADD, not MODIFIED, OWNED
+            gradients, room, work, batches, k_rows, dk, dv, softmax_scale, dv_factor, HALF, ADD, not MODIFIED, OWNED, QK_COLUMNS,
+            V_COLUMNS,
         )  # fmt: skip
         if SUMMED:
             # of the last head, which leaves with the last step: what came after it is 0
@@ -405,6 +407,7 @@ def fused_kernel(
     sums_ptr, touches_ptr, dq_ptr, stride_dqb, stride_dqs, stride_dqh, q_rows,
     HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
     REGISTERS: gl.constexpr, OVERLAP: gl.constexpr, ORDERED: gl.constexpr, OWNED: gl.constexpr, MODIFIED: gl.constexpr,
+    QK_COLUMNS: gl.constexpr, V_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of the works of one program, each over all query heads of its group, and what it adds to their dq."""
     # buffers of dS: one more than stages, at least three. Room for a step's queries then means room for its dS, or the other warpgroup's
@@ -470,9 +473,11 @@ def fused_kernel(
             (produce, (inputs, sums, tiles, staging, barriers, handover, of_works, works, own, pace, turns, padded_rows,
                        STAGES, STEP, HEAD_DIM, PARTS, ORDERED, OWNED)),
             (consume_and_add, (tiles, staging, barriers, handover, of_works, works, sums, own, gradients, score, score_sums, padded_rows,
-                               k_rows, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, OVERLAP, ADD, ORDERED, OWNED, MODIFIED)),
+                               k_rows, scale, softmax_scale, 0, STAGES, STEP, HEAD_DIM, V_DIM, OVERLAP, ADD, ORDERED, OWNED, MODIFIED,
+                               QK_COLUMNS, V_COLUMNS)),
             (consume_and_add, (tiles, staging, barriers, handover, of_works, works, sums, own, gradients, score, score_sums, padded_rows,
-                               k_rows, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM, OVERLAP, ADD, ORDERED, OWNED, MODIFIED)),
+                               k_rows, scale, softmax_scale, 1, STAGES, STEP, HEAD_DIM, V_DIM, OVERLAP, ADD, ORDERED, OWNED, MODIFIED,
+                               QK_COLUMNS, V_COLUMNS)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],

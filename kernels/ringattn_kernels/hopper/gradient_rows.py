@@ -33,11 +33,12 @@ class GradientRows(NamedTuple):
 @gluon.jit
 def write_gradients(
     gradients, room, work, batches, k_rows, dk, dv, dk_factor, dv_factor, HALF: gl.constexpr, ADD: gl.constexpr, WIDE: gl.constexpr,
-    STREAM: gl.constexpr,
+    STREAM: gl.constexpr, COLUMNS: gl.constexpr, V_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Write this warpgroup's rows of dk and dv (panels), times a factor each. The partials of a split are stored as further batches.
 
-    room: 16 KB of shared memory from which the copy engine stores. WIDE and STREAM: as in `write_rows`.
+    room: 16 KB of shared memory from which the copy engine stores. COLUMNS and V_COLUMNS: of dk and dv in global memory, which may have
+    fewer. WIDE and STREAM: as in `write_rows`.
     """
     batch = work.split * batches + work.batch
     row = work.block_begin + HALF * ROWS
@@ -48,8 +49,8 @@ def write_gradients(
         place, head = batch.to(gl.int64), work.kv_head.to(gl.int64)
         dk_ptr = gradients.dk_ptr + (place * gradients.dk_batch + head * gradients.dk_head)
         dv_ptr = gradients.dv_ptr + (place * gradients.dv_batch + head * gradients.dv_head)
-        write_panels(dk_ptr, gradients.dk_stride, dk, dk_factor, row, k_rows, ADD, WIDE, STREAM)
-        write_panels(dv_ptr, gradients.dv_stride, dv, dv_factor, row, k_rows, ADD, WIDE, STREAM)
+        write_panels(dk_ptr, gradients.dk_stride, dk, dk_factor, row, k_rows, ADD, WIDE, STREAM, COLUMNS)
+        write_panels(dv_ptr, gradients.dv_stride, dv, dv_factor, row, k_rows, ADD, WIDE, STREAM, V_COLUMNS)
 
 
 @gluon.jit
@@ -65,8 +66,11 @@ def store_rows(desc, room, values, factor, batch, row, head):
 
 
 @gluon.jit
-def write_panels(ptr, stride, values, factor, row0, row_count, ADD: gl.constexpr, WIDE: gl.constexpr, STREAM: gl.constexpr):
+def write_panels(
+    ptr, stride, values, factor, row0, row_count, ADD: gl.constexpr, WIDE: gl.constexpr, STREAM: gl.constexpr, COLUMNS: gl.constexpr
+):  # fmt: skip
     """`write_rows` of all panels, times a factor."""
-    for i in gl.static_range(len(values)):
-        write_rows(ptr, stride, values[i] * factor, row0, row_count, ADD, WIDE, STREAM)
-        ptr += values[i].type.shape[1]
+    MAIN: gl.constexpr = values[0].type.shape[1]
+    write_rows(ptr, stride, values[0] * factor, row0, row_count, ADD, WIDE, STREAM, COLUMNS)
+    if len(values) == 2 and COLUMNS > MAIN:
+        write_rows(ptr + MAIN, stride, values[1] * factor, row0, row_count, ADD, WIDE, STREAM, COLUMNS - MAIN)

@@ -26,6 +26,7 @@ from .tables import load_item, load_span
 def consume_queries(
     tiles, barriers, gradients, walk, k_rows, block_begin, scale, softmax_scale,
     HALF: gl.constexpr, STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ADD: gl.constexpr,
+    QK_COLUMNS: gl.constexpr, V_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 key rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
@@ -87,8 +88,8 @@ def consume_queries(
         ds = pin_pairs(ds)
         mbarrier.arrive(barriers.empty.index(done), count=1)
         s = warpgroup_mma_wait(0, deps=[s_next])
-    write_rows(gradients.dk_ptr, gradients.dk_stride, dk * softmax_scale, row0, k_rows, ADD)
-    write_rows(gradients.dv_ptr, gradients.dv_stride, dv, row0, k_rows, ADD)
+    write_rows(gradients.dk_ptr, gradients.dk_stride, dk * softmax_scale, row0, k_rows, ADD, COLUMNS=QK_COLUMNS)
+    write_rows(gradients.dv_ptr, gradients.dv_stride, dv, row0, k_rows, ADD, COLUMNS=V_COLUMNS)
 
 
 @gluon.jit(do_not_specialize=["item_count", "kv_heads", "group", "padded_rows", "k_rows"])
@@ -97,6 +98,7 @@ def key_kernel(
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     item_count, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
     HEAD_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, REGISTERS: gl.constexpr,
+    QK_COLUMNS: gl.constexpr, V_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of key rows of one key/value head, over all query heads of its group."""
     inputs = Inputs((q_desc,), (k_desc,), (v_desc,), (dout_desc,), pivot_desc, delta_desc)
@@ -116,9 +118,9 @@ def key_kernel(
             (produce_queries, (inputs, tiles, barriers, walk, batch, kv_head, group, head_index * group, padded_rows, block_begin,
                                STAGES, STEP, 2)),
             (consume_queries, (tiles, barriers, gradients, walk, k_rows, block_begin, scale, softmax_scale,
-                               0, STAGES, STEP, HEAD_DIM, ADD)),
+                               0, STAGES, STEP, HEAD_DIM, ADD, QK_COLUMNS, V_COLUMNS)),
             (consume_queries, (tiles, barriers, gradients, walk, k_rows, block_begin, scale, softmax_scale,
-                               1, STAGES, STEP, HEAD_DIM, ADD)),
+                               1, STAGES, STEP, HEAD_DIM, ADD, QK_COLUMNS, V_COLUMNS)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],

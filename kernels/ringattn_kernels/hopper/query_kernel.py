@@ -65,6 +65,7 @@ def consume_keys(
     q_s, k_s, v_s, dout_s, q_full, k_full, v_full, k_empty, v_empty, pivot_ptr, delta_ptr, dq_ptr, stride_dqs,
     segments_ptr, segment_begin, segment_end, steps, q_rows, block_begin, scale, softmax_scale,
     HALF: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ADD: gl.constexpr,
+    QK_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """dq of 64 query rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
@@ -116,7 +117,7 @@ def consume_keys(
         dq = warpgroup_mma_wait(0, deps=[dq_next])
         ds = pin_pairs(ds)
         mbarrier.arrive(k_empty.index(done), count=1)
-    write_rows(dq_ptr, stride_dqs, dq * softmax_scale, row0, q_rows, ADD)
+    write_rows(dq_ptr, stride_dqs, dq * softmax_scale, row0, q_rows, ADD, COLUMNS=QK_COLUMNS)
 
 
 @gluon.jit(do_not_specialize=["item_count", "heads", "group", "padded_rows", "q_rows"])
@@ -124,7 +125,7 @@ def query_kernel(
     q_desc, k_desc, v_desc, dout_desc, pivot_ptr, delta_ptr, dq_ptr, items_ptr, segments_ptr, stride_dqb, stride_dqs, stride_dqh,
     item_count, heads, group, padded_rows, q_rows, scale, softmax_scale,
     HEAD_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, ADD: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, QK_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """dq of one block of query rows of one head."""
     dtype: gl.constexpr = q_desc.dtype
@@ -166,10 +167,10 @@ def query_kernel(
                             segments_ptr, segment_begin, segment_end, batch, head, head // group, block_begin, STAGES, V_STAGES, STEP)),
             (consume_keys, (q_s, k_s, v_s, dout_s, q_full, k_full, v_full, k_empty, v_empty, pivot_ptr, delta_ptr, dq_ptr, stride_dqs,
                             segments_ptr, segment_begin, segment_end, steps, q_rows, block_begin, scale, softmax_scale,
-                            0, STAGES, V_STAGES, STEP, HEAD_DIM, ADD)),
+                            0, STAGES, V_STAGES, STEP, HEAD_DIM, ADD, QK_COLUMNS)),
             (consume_keys, (q_s, k_s, v_s, dout_s, q_full, k_full, v_full, k_empty, v_empty, pivot_ptr, delta_ptr, dq_ptr, stride_dqs,
                             segments_ptr, segment_begin, segment_end, steps, q_rows, block_begin, scale, softmax_scale,
-                            1, STAGES, V_STAGES, STEP, HEAD_DIM, ADD)),
+                            1, STAGES, V_STAGES, STEP, HEAD_DIM, ADD, QK_COLUMNS)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],

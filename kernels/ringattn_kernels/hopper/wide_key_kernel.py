@@ -27,7 +27,7 @@ BUFFERS = gl.constexpr(2)  # buffers of P
 @gluon.jit
 def consume_values(
     tiles, p_s, barriers, p_full, p_empty, dv_ptr, stride_dvs, walk, k_rows, block_begin, scale,
-    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ADD: gl.constexpr,
+    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ADD: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """dv of 64 key rows, and P for `consume_scores`."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
@@ -77,13 +77,13 @@ def consume_values(
         p16 = pin_pairs(p16)
         mbarrier.arrive(barriers.empty.index(done), count=1)
         s = warpgroup_mma_wait(0, deps=[s_next])
-    write_rows(dv_ptr, stride_dvs, dv, block_begin, k_rows, ADD)
+    write_rows(dv_ptr, stride_dvs, dv, block_begin, k_rows, ADD, COLUMNS=COLUMNS)
 
 
 @gluon.jit
 def consume_scores(
     tiles, p_s, barriers, p_full, p_empty, dk_ptr, stride_dks, steps, k_rows, block_begin, softmax_scale,
-    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ADD: gl.constexpr,
+    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ADD: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """dk of 64 key rows, with P of `consume_values`."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
@@ -120,7 +120,7 @@ def consume_scores(
         ds = pin_pairs(ds)
         mbarrier.arrive(barriers.empty.index(done), count=1)
         dp = warpgroup_mma_wait(0, deps=[dp_next])
-    write_rows(dk_ptr, stride_dks, dk * softmax_scale, block_begin, k_rows, ADD)
+    write_rows(dk_ptr, stride_dks, dk * softmax_scale, block_begin, k_rows, ADD, COLUMNS=COLUMNS)
 
 
 @gluon.jit(do_not_specialize=["item_count", "chunk", "heads", "kv_heads", "group", "padded_rows", "k_rows"])
@@ -129,6 +129,7 @@ def wide_key_kernel(
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
     HEAD_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, REGISTERS: gl.constexpr,
+    QK_COLUMNS: gl.constexpr, V_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 key rows of one key/value head, over all query heads of its group."""
     dtype: gl.constexpr = q_desc.dtype
@@ -154,9 +155,9 @@ def wide_key_kernel(
             (produce_queries, (inputs, tiles, barriers, walk, batch, kv_head, group, head_index * group, padded_rows, block_begin,
                                STAGES, STEP, 1)),
             (consume_values, (tiles, p_s, barriers, p_full, p_empty, dv_ptr, stride_dvs, walk, k_rows, block_begin, scale,
-                              STAGES, STEP, HEAD_DIM, ADD)),
+                              STAGES, STEP, HEAD_DIM, ADD, V_COLUMNS)),
             (consume_scores, (tiles, p_s, barriers, p_full, p_empty, dk_ptr, stride_dks, walk.steps, k_rows, block_begin, softmax_scale,
-                              STAGES, STEP, HEAD_DIM, ADD)),
+                              STAGES, STEP, HEAD_DIM, ADD, QK_COLUMNS)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
