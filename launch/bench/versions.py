@@ -87,9 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--directions", nargs="+", choices=("forward", "backward"), default=["backward"], help="(default: backward)"
     )
-    parser.add_argument(
-        "--head-dims", nargs="+", type=int, default=[64, 128], help="of 8 to 256, multiples of 8 (default: 64 128)"
-    )
+    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128], help="of 8 to 256, multiples of 8 (default: 64 128)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["plain"], help="(default: plain)")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each version (default: %(default)s)")
 

@@ -68,6 +68,9 @@ class Number(int):
     def __sub__(self, other):
         return number(super().__sub__(other))
 
+    def __and__(self, other):
+        return number(super().__and__(other))
+
     __radd__, __rmul__ = __add__, __mul__
 
 
@@ -496,7 +499,7 @@ class Machine:
                 return begin
 
             def to_tensor(self, x):
-                return x
+                return number(x)
 
             def where(self, condition, x, y):
                 return NOTHING if condition is NOTHING else x if condition else y

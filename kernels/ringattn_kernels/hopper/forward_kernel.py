@@ -19,10 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..score_arguments import NOT_SPECIALIZED
 from ..units import to_base2, to_natural
 from .barriers import named_barrier
-from .fences import pin
+from .fences import hide_uniform, pin
 from .forward_output import load_state, store_out
 from .forward_softcap import capped_softmax_step
-from .forward_softmax import as_column, divided, mask_edge, rescale, scaled, softmax_step, softmax_step_ahead, unpack
+from .forward_softmax import LOWEST, as_column, divided, mask_edge, rescale, scaled, softmax_step, softmax_step_ahead, unpack
 from .kept_pairs import drop_drawn
 from .language import async_load, async_store, barrier, reinterpret, wait_for_products
 from .panels import part_panels, start_each, start_sum, zero_block, zeros
@@ -88,6 +88,18 @@ class RowWork(NamedTuple):
 
 
 @gluon.jit
+def stage_of(block, STAGES: gl.constexpr):
+    """Which place in shared memory a block of keys takes. Without signs, powers of two need one instruction."""
+    return (gl.to_tensor(block).to(gl.uint32) % STAGES).to(gl.int32)
+
+
+@gluon.jit
+def phase_of(block, STAGES: gl.constexpr):
+    """The phase of its barriers."""
+    return (gl.to_tensor(block).to(gl.uint32) // STAGES & 1).to(gl.int32)
+
+
+@gluon.jit
 def draw(queue, counter_ptr):
     """(the number of the next work, the work)."""
     number = gl.atomic_add(counter_ptr, 1, sem="relaxed")
@@ -123,43 +135,28 @@ def hand_out_queries(
             mbarrier.arrive(barriers.q_full.index(place), count=1)
 
 
-class KeyBlock(NamedTuple):
-    """Where a block of keys lies, and where its segment ends."""
-
-    batch: gl.tensor
-    kv_head: gl.tensor
-    segment: gl.tensor
-    start: gl.tensor
-    end: gl.tensor
-
-
 @gluon.jit
-def first_keys(queue, work, batches, heads, group):
-    """The first block of a work's keys; of any one where there is no work."""
-    start, _, _, end = load_segment(queue.segments_ptr, work.segment)
-    return KeyBlock(work.head_index // heads % batches, work.head_index % heads // group, work.segment, start, end)
-
-
-@gluon.jit
-def following(queue, keys, BLOCK_K: gl.constexpr):
-    """The block of keys after one, of the same work."""
-    segment, start, end = keys.segment, keys.start + BLOCK_K, keys.end
-    if start >= end:
-        segment += 1
-        start, _, _, end = load_segment(queue.segments_ptr, segment)
-    return KeyBlock(keys.batch, keys.kv_head, segment, start, end)
-
-
-@gluon.jit
-def load_keys(k_desc, blocks, barriers, keys, block, more, CHUNKS: gl.constexpr, STAGES: gl.constexpr):
-    """If there are more, ask for a block of K. Its room has been empty since the V of the block before was asked for."""
+def load_keys(
+    k_desc, blocks, barriers, block, batch, start, kv_head, CHUNKS: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """Ask for a block of K. Its room has been empty since the V of the block before was asked for."""
     COLUMNS: gl.constexpr = k_desc.block_type.shape[3]
-    stage = block % STAGES
-    if more:
-        mbarrier.expect(barriers.k_full.index(stage), CHUNKS * k_desc.block_type.nbytes)
-        for c in gl.static_range(CHUNKS):
-            corner = [keys.batch, keys.start, keys.kv_head, c * COLUMNS]
-            async_load(k_desc, corner, barriers.k_full.index(stage), blocks.k.index(stage * CHUNKS + c))
+    stage = stage_of(block, STAGES)
+    mbarrier.expect(barriers.k_full.index(stage), CHUNKS * k_desc.block_type.nbytes)
+    for c in gl.static_range(CHUNKS):
+        corner = [batch, start, kv_head, c * COLUMNS]
+        async_load(k_desc, corner, barriers.k_full.index(stage), blocks.k.index(stage * CHUNKS + c))
+
+
+@gluon.jit
+def load_first_keys(
+    k_desc, blocks, barriers, queue, work, block, batches, heads, group, CHUNKS: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """If there is a work, ask for its first block of K."""
+    if work.steps > 0:
+        batch, kv_head = work.head_index // heads % batches, work.head_index % heads // group
+        start = gl.load(queue.segments_ptr + work.segment * 8)
+        load_keys(k_desc, blocks, barriers, block, batch, start, kv_head, CHUNKS, STAGES)
 
 
 @gluon.jit
@@ -169,33 +166,39 @@ def load_copies(
 ):  # fmt: skip
     """The partition that takes works and asks the copy engine for Q once a work and for K and V once a step, as soon as there is room."""
     BLOCK_K: gl.constexpr = k_desc.block_type.shape[1]
+    # a work's first keys come before there is room for its queries, where that comes late
+    KEYS_FIRST: gl.constexpr = Q_STAGES == 1
     block = 0
     taken = 0
     number, work = draw(queue, counter_ptr)
+    if KEYS_FIRST:
+        load_first_keys(k_desc, blocks, barriers, queue, work, block, batches, heads, group, CHUNKS, STAGES)
     hand_out_queries(q_desc, blocks, barriers, work, taken, batches, heads, CHUNKS, WARPGROUPS, Q_STAGES)
-    keys = first_keys(queue, work, batches, heads, group)
-    load_keys(k_desc, blocks, barriers, keys, block, work.steps > 0, CHUNKS, STAGES)
     while work.steps > 0:
-        steps = work.steps
-        for step in range(steps):
-            if step == gl.maximum(steps - DRAWN_AHEAD, 0):
-                number, work = draw(queue, counter_ptr)
-            if step < steps - 1:
-                next_keys = following(queue, keys, BLOCK_K)
-            else:
-                next_keys = first_keys(queue, work, batches, heads, group)
-                if Q_STAGES > 1:
+        batch, kv_head = work.head_index // heads % batches, work.head_index % heads // group
+        segment, steps = work.segment, work.steps
+        left = steps
+        while left > 0:
+            start, _, _, end = load_segment(queue.segments_ptr, segment)
+            left_after = left - gl.minimum(left, gl.cdiv(end - start, BLOCK_K))
+            while left > left_after:
+                if (left < steps) | (not KEYS_FIRST):
+                    load_keys(k_desc, blocks, barriers, block, batch, start, kv_head, CHUNKS, STAGES)
+                if left == gl.minimum(steps, DRAWN_AHEAD):
+                    number, work = draw(queue, counter_ptr)
+                if not KEYS_FIRST and left == 1:
                     hand_out_queries(q_desc, blocks, barriers, work, taken + 1, batches, heads, CHUNKS, WARPGROUPS, Q_STAGES)
-            stage = block % STAGES
-            mbarrier.wait(barriers.kv_empty.index((block + 1) % STAGES), (((block + 1) // STAGES) & 1) ^ 1)
-            mbarrier.expect(barriers.v_full.index(stage), v_desc.block_type.nbytes)
-            async_load(v_desc, [keys.batch, keys.start, keys.kv_head, 0], barriers.v_full.index(stage), blocks.v.index(stage))
-            block += 1
-            keys = next_keys
-            # the next work's, too, before room for its queries is waited for
-            load_keys(k_desc, blocks, barriers, keys, block, (step < steps - 1) | (work.steps > 0), CHUNKS, STAGES)
+                stage = stage_of(block, STAGES)
+                mbarrier.wait(barriers.kv_empty.index(stage_of(block + 1, STAGES)), phase_of(block + 1, STAGES) ^ 1)
+                mbarrier.expect(barriers.v_full.index(stage), v_desc.block_type.nbytes)
+                async_load(v_desc, [batch, start, kv_head, 0], barriers.v_full.index(stage), blocks.v.index(stage))
+                start += BLOCK_K
+                block += 1
+                left -= 1
+            segment += 1
         taken += 1
-        if Q_STAGES == 1:
+        if KEYS_FIRST:
+            load_first_keys(k_desc, blocks, barriers, queue, work, block, batches, heads, group, CHUNKS, STAGES)
             # the place of Q is empty only when these steps are nearly done
             hand_out_queries(q_desc, blocks, barriers, work, taken, batches, heads, CHUNKS, WARPGROUPS, Q_STAGES)
     # each program draws one number too many; whoever draws the last one sets the counter back for the next launch
@@ -222,10 +225,10 @@ def pass_by(
         if TURNS and i >= TAKEN:
             take_turn(WARPGROUP, NEXT)
         block += 1
-        stage = block % STAGES
+        stage = stage_of(block, STAGES)
         # room that is not full yet may still belong to a warpgroup that is behind
-        mbarrier.wait(barriers.k_full.index(stage), (block // STAGES) & 1)
-        mbarrier.wait(barriers.v_full.index(stage), (block // STAGES) & 1)
+        mbarrier.wait(barriers.k_full.index(stage), phase_of(block, STAGES))
+        mbarrier.wait(barriers.v_full.index(stage), phase_of(block, STAGES))
         mbarrier.arrive(barriers.kv_empty.index(stage), count=1)
     return block
 
@@ -253,8 +256,8 @@ def scores_product(
     q_smem, q_place, q_kept, k_smem, k_full, s, block, more, CHUNKS: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     """Start the raw scores of a block of keys, once the block is there."""
-    stage = block % STAGES
-    mbarrier.wait(k_full.index(stage), (block // STAGES) & 1, pred=more)
+    stage = stage_of(block, STAGES)
+    mbarrier.wait(k_full.index(stage), phase_of(block, STAGES), pred=more)
     if len(q_kept) == 0:
         for chunk in gl.static_range(CHUNKS):
             k = part_panels(k_smem.index(stage * CHUNKS + chunk), PANELS)
@@ -271,8 +274,8 @@ def scores_product(
 def start_values(pairs, v_smem, v_full, acc, block, STAGES: gl.constexpr):
     """Start the weighted values of a block, added to each panel's accumulator, once they are there."""
     P: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
-    stage = block % STAGES
-    mbarrier.wait(v_full.index(stage), (block // STAGES) & 1)
+    stage = stage_of(block, STAGES)
+    mbarrier.wait(v_full.index(stage), phase_of(block, STAGES))
     return start_each(unpack(pairs, v_smem.dtype, P), part_panels(v_smem.index(stage), len(acc)), acc)
 
 
@@ -333,7 +336,7 @@ def attend_rows(
         blocks, barriers, no_scores, gl.to_tensor(-1), taken, WARPGROUP, NEXT, WARPGROUPS, Q_STAGES, STAGES, CHUNKS, PANELS, KEPT, TURNS
     )  # fmt: skip
     s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(barriers.kv_empty.index(block % STAGES), count=1)
+    mbarrier.arrive(barriers.kv_empty.index(stage_of(block, STAGES)), count=1)
     # at the top of the loop the scores of the first block of a work are there in which these rows have a live pair
     while work.steps > 0:
         head_index, segment = work.head_index, work.segment
@@ -353,7 +356,7 @@ def attend_rows(
         else:
             row_max = gl.full([ROWS], float("-inf"), gl.float32, SCORE_ROWS)
             row_sum = gl.zeros([ROWS, 4], gl.float32, THREADS_OF_ROWS)
-        pivot = row_max
+        pivot = gl.maximum(row_max, LOWEST)
         # [ROWS, columns] for each panel
         acc = zeros(ROWS, part_panels(blocks.v.index(0), PANELS))
         if HAS_STATE:
@@ -388,56 +391,62 @@ def attend_rows(
             acc = [pin(scaled(x, alpha)) for x in acc]
         # read again rather than held in registers until here, and below through the loop
         work = take_rows(blocks, taken, WARPGROUP)
-        for _step in range(1, work.steps - work.before - work.after):
-            start += BLOCK_K
+        left = work.steps - work.before - work.after - 1
+        start += BLOCK_K
+        while left > 0:
             if start >= end:
                 segment += 1
                 start, full_begin, full_end, end = load_segment(queue.segments_ptr, segment)
                 if MODIFIED:
                     place_of_q, place_of_k = load_places(score, segment)
                     q_position = position(score, place_of_q, first_row)
-            if MODIFIED:
-                k_position = position(score, place_of_k, start)
-            # the values of `block` are due, and the scores of `block + 1`
-            if TURNS:
-                named_barrier("sync", WARPGROUP)
-            if PAIRED:
-                s_token = scores_product(
-                    blocks.q, q_place, q_kept, blocks.k, barriers.k_full, s, block + 1, True, CHUNKS, PANELS, STAGES
-                )
-            acc_token = start_values(pairs, blocks.v, barriers.v_full, acc, block, STAGES)
-            if TURNS:
-                named_barrier("arrive", NEXT)
-            if PAIRED:
-                # all products except those of the values, one for each panel
-                s = warpgroup_mma_wait(PANELS, deps=[s_token])
-            else:
-                acc = wait_for_products(0, acc_token)
-                pairs = pin(pairs)
-                s_token = scores_product(
-                    blocks.q, q_place, q_kept, blocks.k, barriers.k_full, no_scores, block + 1, True, CHUNKS, PANELS, STAGES
-                )
-                s = warpgroup_mma_wait(0, deps=[s_token])
-            if CHANGED:
-                s, _ = modified(s, score, head, q_position, k_position, 1)
-            if (start < full_begin) | (start >= full_end):
-                s = mask_edge(s, start, end, queue.segments_ptr, segment, first_row)
-            block += 1
-            if PAIRED:
-                acc = wait_for_products(0, acc_token)
-                pairs = pin(pairs)
-            mbarrier.arrive(barriers.kv_empty.index(block % STAGES), count=1)
-            if LATE_CAP:
-                pairs, alpha, pivot, row_sum, row_max = capped_softmax_step(
-                    s, pivot, row_sum, row_max, scale, score.into_cap, dtype
-                )
-            elif AHEAD and not MODIFIED:
-                pairs, alpha, pivot, row_sum, row_max = softmax_step_ahead(s, pivot, row_sum, row_max, scale, dtype)
-            else:
-                pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
-            if DROPPED:
-                pairs = drop_drawn(pairs, (head.stream_low, head.stream_high), score.dropped, q_position, k_position)
-            acc = [rescale(x, alpha) for x in acc]
+            # all steps of the segment; but with a state or modified scores, a loop in a loop would spill
+            left_after = left - (1 if HAS_STATE or MODIFIED else gl.minimum(left, gl.cdiv(end - start, BLOCK_K)))
+            while left > left_after:
+                left -= 1
+                if MODIFIED:
+                    k_position = position(score, place_of_k, start)
+                # the values of `block` are due, and the scores of `block + 1`
+                if TURNS:
+                    named_barrier("sync", WARPGROUP)
+                if PAIRED:
+                    s_token = scores_product(
+                        blocks.q, q_place, q_kept, blocks.k, barriers.k_full, s, block + 1, True, CHUNKS, PANELS, STAGES
+                    )
+                acc_token = start_values(pairs, blocks.v, barriers.v_full, acc, block, STAGES)
+                if TURNS:
+                    named_barrier("arrive", NEXT)
+                if PAIRED:
+                    # all products except those of the values, one for each panel
+                    s = warpgroup_mma_wait(PANELS, deps=[s_token])
+                else:
+                    acc = wait_for_products(0, acc_token)
+                    pairs = pin(pairs)
+                    s_token = scores_product(
+                        blocks.q, q_place, q_kept, blocks.k, barriers.k_full, no_scores, block + 1, True, CHUNKS, PANELS, STAGES
+                    )
+                    s = warpgroup_mma_wait(0, deps=[s_token])
+                if CHANGED:
+                    s, _ = modified(s, score, head, q_position, k_position, 1)
+                if (start < full_begin) | (start >= full_end):
+                    s = mask_edge(s, start, end, queue.segments_ptr, hide_uniform(segment, q_rows), first_row)
+                block += 1
+                if PAIRED:
+                    acc = wait_for_products(0, acc_token)
+                    pairs = pin(pairs)
+                mbarrier.arrive(barriers.kv_empty.index(stage_of(block, STAGES)), count=1)
+                if LATE_CAP:
+                    pairs, alpha, pivot, row_sum, row_max = capped_softmax_step(
+                        s, pivot, row_sum, row_max, scale, score.into_cap, dtype
+                    )
+                elif AHEAD and not MODIFIED:
+                    pairs, alpha, pivot, row_sum, row_max = softmax_step_ahead(s, pivot, row_sum, row_max, scale, dtype)
+                else:
+                    pairs, alpha, pivot, row_sum, row_max = softmax_step(s, pivot, row_sum, row_max, scale, dtype)
+                if DROPPED:
+                    pairs = drop_drawn(pairs, (head.stream_low, head.stream_high), score.dropped, q_position, k_position)
+                acc = [rescale(x, alpha) for x in acc]
+                start += BLOCK_K
         # once Q may go, the place may get another work
         work = take_rows(blocks, taken, WARPGROUP)
         head_index, first_row = work.head_index, work.block_begin + WARPGROUP * ROWS
@@ -493,7 +502,7 @@ def attend_rows(
             )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=[s_token])
         # the last values of this work, and the next one's first keys
-        mbarrier.arrive(barriers.kv_empty.index(block % STAGES), count=1)
+        mbarrier.arrive(barriers.kv_empty.index(stage_of(block, STAGES)), count=1)
     if STAGED:
         tma.store_wait(0)
 

@@ -107,11 +107,10 @@ def capped_softmax_step(scores, pivot, row_sum, row_max, scale, into_cap, dtype:
     block_max = tanh(farthest) * scale
     row_max = gl.maximum(row_max, block_max)
     new_pivot = gl.where(block_max > pivot + LAG, block_max, pivot)
-    finite = gl.where(new_pivot == float("-inf"), 0.0, new_pivot)
     way = gl.where(farthest > _MIDDLE, 2, gl.where(farthest > _NEAR, 1, 0))
     way = gl.where((row_max < 0) & (row_max != float("-inf")), 2, way)
-    p = gl.exp2(capped_exponents(scores, finite, way, scale, into_cap))
-    alpha = gl.exp2(pivot - finite)
+    p = gl.exp2(capped_exponents(scores, new_pivot, way, scale, into_cap))
+    alpha = gl.exp2(pivot - new_pivot)
     even, odd = gl.split(p.reshape([ROWS, COLUMNS // 2, 2]))
     part = gl.convert_layout(gl.sum((even + odd).reshape([ROWS, COLUMNS // 8, 4]), axis=1), SUMS, assert_trivial=True)
     row_sum = row_sum * as_column(alpha, SUMS) + part

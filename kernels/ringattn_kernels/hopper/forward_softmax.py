@@ -10,6 +10,9 @@ from .threads import FIRST_COLUMN
 # a row is rescaled when its maximum is more than LAG base-2 units above its pivot: weights stay within 2^LAG
 LAG = gl.constexpr(8.0)
 
+# the pivot of a row with no live pair yet: of -inf, -inf would be subtracted. Every score is at least as great
+LOWEST = gl.constexpr(-3.4028234663852886e38)
+
 
 @gluon.jit
 def pack(even, odd, dtype: gl.constexpr):
@@ -102,10 +105,8 @@ def softmax_step(scores, pivot, row_sum, row_max, scale, dtype: gl.constexpr):
     block_max = gl.max(scores, axis=1) * scale
     row_max = gl.maximum(row_max, block_max)
     new_pivot = gl.where(block_max > pivot + LAG, block_max, pivot)
-    # a row with no live pair yet has a pivot of -inf: avoid inf - inf
-    finite = gl.where(new_pivot == float("-inf"), 0.0, new_pivot)
-    p = gl.exp2(scores * scale - gl.expand_dims(finite, 1))
-    alpha = gl.exp2(pivot - finite)
+    p = gl.exp2(scores * scale - gl.expand_dims(new_pivot, 1))
+    alpha = gl.exp2(pivot - new_pivot)
     even, odd = gl.split(p.reshape([ROWS, COLUMNS // 2, 2]))
     part = gl.convert_layout(
         gl.sum((even + odd).reshape([ROWS, COLUMNS // 8, 4]), axis=1), row_sum.type.layout, assert_trivial=True
@@ -126,16 +127,14 @@ def softmax_step_ahead(scores, pivot, row_sum, row_max, scale, dtype: gl.constex
     COLUMNS: gl.constexpr = scores.shape[1]
     SUMS: gl.constexpr = row_sum.type.layout
     left, right = split_columns(scores)
-    before = gl.where(pivot == float("-inf"), 0.0, pivot)
-    even, odd = weights(left, before, scale)
+    even, odd = weights(left, pivot, scale)
     left_sums, left_pairs = even + odd, pack(even, odd, dtype)
     block_max = maxima(scores) * scale
     row_max = gl.maximum(row_max, block_max)
     new_pivot = gl.where(block_max > pivot + LAG, block_max, pivot)
-    now = gl.where(new_pivot == float("-inf"), 0.0, new_pivot)
-    alpha = gl.exp2(pivot - now)
-    left_pairs, left_sums = renew(left_pairs, left_sums, left, before, now, scale, dtype)
-    even, odd = weights(right, now, scale)
+    alpha = gl.exp2(pivot - new_pivot)
+    left_pairs, left_sums = renew(left_pairs, left_sums, left, pivot, new_pivot, scale, dtype)
+    even, odd = weights(right, new_pivot, scale)
     right_sums, right_pairs = even + odd, pack(even, odd, dtype)
     # in the layout that `softmax_step` gives them
     like, _ = gl.split(scores.reshape([ROWS, COLUMNS // 2, 2]))
