@@ -162,12 +162,12 @@ def load_first_keys(
 @gluon.jit
 def load_copies(
     q_desc, k_desc, v_desc, blocks, barriers, queue, counter_ptr, batches, heads, group,
-    CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
+    CHUNKS: gl.constexpr, WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """The partition that takes works and asks the copy engine for Q once a work and for K and V once a step, as soon as there is room."""
     BLOCK_K: gl.constexpr = k_desc.block_type.shape[1]
-    # a work's first keys come before there is room for its queries, where that comes late
-    KEYS_FIRST: gl.constexpr = Q_STAGES == 1
+    # a work's first keys come before there is room for its queries, where that comes late; three warpgroups lost by it
+    KEYS_FIRST: gl.constexpr = Q_STAGES == 1 and not TURNS
     block = 0
     taken = 0
     number, work = draw(queue, counter_ptr)
@@ -186,7 +186,7 @@ def load_copies(
                     load_keys(k_desc, blocks, barriers, block, batch, start, kv_head, CHUNKS, STAGES)
                 if left == gl.minimum(steps, DRAWN_AHEAD):
                     number, work = draw(queue, counter_ptr)
-                if not KEYS_FIRST and left == 1:
+                if Q_STAGES > 1 and left == 1:
                     hand_out_queries(q_desc, blocks, barriers, work, taken + 1, batches, heads, CHUNKS, WARPGROUPS, Q_STAGES)
                 stage = stage_of(block, STAGES)
                 mbarrier.wait(barriers.kv_empty.index(stage_of(block + 1, STAGES)), phase_of(block + 1, STAGES) ^ 1)
@@ -199,6 +199,7 @@ def load_copies(
         taken += 1
         if KEYS_FIRST:
             load_first_keys(k_desc, blocks, barriers, queue, work, block, batches, heads, group, CHUNKS, STAGES)
+        if Q_STAGES == 1:
             # the place of Q is empty only when these steps are nearly done
             hand_out_queries(q_desc, blocks, barriers, work, taken, batches, heads, CHUNKS, WARPGROUPS, Q_STAGES)
     # each program draws one number too many; whoever draws the last one sets the counter back for the next launch
@@ -561,7 +562,7 @@ def hopper_forward_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (load_copies, (q_desc, k_desc, v_desc, blocks, barriers, queue, counter_ptr, batches, heads, group,
-                           CHUNKS, WARPGROUPS, Q_STAGES, STAGES)),
+                           CHUNKS, WARPGROUPS, Q_STAGES, STAGES, TURNS)),
             (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
                            HAS_STATE, TURNS, PAIRED, PANELS, KEPT, AHEAD, MODIFIED, LATE_CAP)),
             (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
@@ -570,7 +571,7 @@ def hopper_forward_kernel(
     else:
         gl.warp_specialize([
             (load_copies, (q_desc, k_desc, v_desc, blocks, barriers, queue, counter_ptr, batches, heads, group,
-                           CHUNKS, WARPGROUPS, Q_STAGES, STAGES)),
+                           CHUNKS, WARPGROUPS, Q_STAGES, STAGES, TURNS)),
             (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 0, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
                            HAS_STATE, TURNS, PAIRED, PANELS, KEPT, AHEAD, MODIFIED, LATE_CAP)),
             (attend_rows, (matrices, barriers, result, queue, score, heads, q_rows, scale, 1, CHUNKS, WARPGROUPS, Q_STAGES, STAGES, V_DIM,
