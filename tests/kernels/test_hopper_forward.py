@@ -21,7 +21,7 @@ from tests.kernels import dense
 from tests.kernels.test_hopper_backward import RELEASE, compile_for_hopper
 
 # bytes that a thread spills at most under later versions of Triton
-SPILLS = {(3, 7): 24, (3, 8): 24, (3, 9): 84}
+SPILLS = {(3, 7): 24, (3, 8): 48, (3, 9): 84}
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
 LAUNCHES = [(*dims, how) for dims, found in forward_config.CONFIGS.items() for how in found]
 NAMES = [f"{d}-{dv}-{how.programs} of {how.block} rows" for d, dv, how in LAUNCHES]
