@@ -430,6 +430,7 @@ def attend_rows(
                 if CHANGED:
                     s, _ = modified(s, score, head, q_position, k_position, 1)
                 if (start < full_begin) | (start >= full_end):
+                    # hidden: the segment's address would be held in registers through the loop
                     s = mask_edge(s, start, end, queue.segments_ptr, hide_uniform(segment, q_rows), first_row)
                 block += 1
                 if PAIRED:
