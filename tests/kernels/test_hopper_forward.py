@@ -21,7 +21,7 @@ from tests.kernels import dense
 from tests.kernels.test_hopper_backward import RELEASE, compile_for_hopper
 
 # bytes that a thread spills at most under later versions of Triton
-SPILLS = {(3, 7): 24, (3, 8): 48, (3, 9): 84}
+SPILLS = {(3, 7): 24, (3, 8): 48, (3, 9): 112}
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
 LAUNCHES = [(*dims, how) for dims, found in forward_config.CONFIGS.items() for how in found]
 NAMES = [f"{d}-{dv}-{how.programs} of {how.block} rows" for d, dv, how in LAUNCHES]
@@ -91,8 +91,8 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
     assert operations.count("HGMMA") == how.warpgroups * (3 * d // 16 + 2 * panels * how.step // 16)
     assert set(re.findall(r"HGMMA\.64x(\d+)x16", sass)) == {str(how.step), *(("64", "32") if panels == 2 else [str(dv)])}
     # 64 rows of 2 dv bytes, by the copy engine or by 128 threads
-    by_copy = final and how.q_stages > 1
-    assert sass.count("UTMASTG") == (how.warpgroups if by_copy else 0)
+    by_copy = final and (how.q_stages > 1 or how.out_room)
+    assert sass.count("UTMASTG") == (how.warpgroups * (2 if how.out_room else 1) if by_copy else 0)
     assert sass.count("STG.E.128") == (how.warpgroups * dv // 16 if final and dv <= 128 and not by_copy else 0)
 
 

@@ -104,7 +104,7 @@ def kernel_arguments(
         q_desc=descriptor(q, WARPGROUP_ROWS, chunks(q.shape[3])),
         k_desc=descriptor(k, config.step, chunks(q.shape[3])),
         v_desc=descriptor(v, config.step, panels=panels(q.shape[3], v.shape[3])),
-        out_desc=descriptor(out, WARPGROUP_ROWS) if stores_by_copy(q, out, config) else None,
+        out_desc=out_descriptor(out, config) if stores_by_copy(q, out, config) else None,
         out_ptr=out,
         state_ptr=out if state is None else state[0],
         row_max_ptr=row_max,
@@ -136,9 +136,15 @@ def kernel_arguments(
 
 
 def stores_by_copy(q: torch.Tensor, out: torch.Tensor, config: ForwardConfig) -> bool:
-    """Whether the copy engine stores out, from the place of its queries."""
-    fits = config.q_stages > 1 and out.dtype == q.dtype and block_dim(out.shape[3]) == block_dim(q.shape[3])
-    return fits and is_aligned(out)
+    """Whether the copy engine stores out: from the place of its queries, or from one of its own."""
+    fits = config.out_room or (config.q_stages > 1 and block_dim(out.shape[3]) == block_dim(q.shape[3]))
+    return fits and out.dtype == q.dtype and is_aligned(out)
+
+
+def out_descriptor(out: torch.Tensor, config: ForwardConfig) -> TensorDescriptor:
+    """The descriptor of 64 rows of a head of out, of half of the columns where a place of its own holds no more."""
+    block = 1, WARPGROUP_ROWS, 1, block_dim(out.shape[3]) // (2 if config.out_room else 1)
+    return described(out, out.shape, out.stride(), block, swizzled_layout(*block))
 
 
 def descriptor(x: torch.Tensor, rows: int, chunks: int = 1, panels: int = 1) -> TensorDescriptor:

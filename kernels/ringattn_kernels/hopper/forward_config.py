@@ -47,6 +47,11 @@ class ForwardConfig:
         return self.warpgroups * WARPGROUP_ROWS
 
     @property
+    def out_room(self) -> bool:
+        """Whether half of the columns of out have a place of their own in shared memory. Three warpgroups leave no room for one."""
+        return self.q_stages == 1 and not self.turns
+
+    @property
     def registers(self) -> int:
         """Of a thread that computes."""
         return REGISTERS[self.warpgroups, self.programs][0]

@@ -20,12 +20,12 @@ from ..score_arguments import NOT_SPECIALIZED
 from ..units import to_base2, to_natural
 from .barriers import named_barrier
 from .fences import hide_uniform, pin
-from .forward_output import load_state, store_out
+from .forward_output import copy_out, load_state, store_out
 from .forward_softcap import capped_softmax_step
 from .forward_softmax import LOWEST, as_column, divided, mask_edge, rescale, scaled, softmax_step, softmax_step_ahead, unpack
 from .kept_pairs import drop_drawn
-from .language import async_load, async_store, barrier, reinterpret, wait_for_products
-from .panels import part_panels, start_each, start_sum, zero_block, zeros
+from .language import async_load, barrier, reinterpret, wait_for_products
+from .panels import part_panels, split_columns, start_each, start_sum, zero_block, zeros
 from .score_steps import ScoreSteps, load_head, load_places, modified, position
 from .tables import AFTER, BEFORE, WORK_COLUMNS, idle_of, load_segment
 from .threads import THREADS_OF_ROWS
@@ -40,12 +40,14 @@ WORK_PLACES = gl.constexpr(3)
 
 
 class Blocks(NamedTuple):
-    """Shared memory: blocks of Q, K and V, as the copy engine fills them or as matrices, and the numbers of works."""
+    """Shared memory: blocks of Q, K and V, as the copy engine fills them or as matrices, the numbers of works, and half of the columns of
+    each warpgroup's rows of out, if they have a place of their own."""
 
     q: gl.tensor
     k: gl.tensor
     v: gl.tensor
     work: gl.tensor
+    out: gl.tensor
 
 
 class ForwardBarriers(NamedTuple):
@@ -320,8 +322,9 @@ def attend_rows(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     NEXT: gl.constexpr = (WARPGROUP + 1) % WARPGROUPS
-    # out leaves through the place of its queries
+    # out leaves by the copy engine: through the place of its queries or, if that is the only one, in halves through a place of its own
     STAGED: gl.constexpr = result.out_desc is not None
+    IN_PLACE: gl.constexpr = STAGED and Q_STAGES > 1
     # whether the next work's scores begin before this one is written out. Not where its queries come only meanwhile; but three warpgroups,
     # which take turns, would spill
     EARLY: gl.constexpr = Q_STAGES > 1 or TURNS
@@ -452,7 +455,7 @@ def attend_rows(
         # once Q may go, the place may get another work
         work = take_rows(blocks, taken, WARPGROUP)
         head_index, first_row = work.head_index, work.block_begin + WARPGROUP * ROWS
-        if not STAGED:
+        if not IN_PLACE:
             mbarrier.arrive(barriers.q_empty.index(q_place), count=1)
         acc_token = start_values(pairs, blocks.v, barriers.v_full, acc, block, STAGES)
         if TURNS and work.after > 0:
@@ -476,19 +479,22 @@ def attend_rows(
         if DROPPED:
             divisor *= score.kept_share
         out = [divided(x, divisor, result.out_ptr.dtype.element_ty) for x in acc]
-        if STAGED:
+        if IN_PLACE:
             # the place of the work before is empty once the copy engine has read it
             tma.store_wait(0)
             mbarrier.arrive(
                 barriers.q_empty.index((taken + Q_STAGES - 2) % Q_STAGES * WARPGROUPS + WARPGROUP), count=1, pred=taken > 1
             )
-            staging = part_panels(blocks.q.index(q_stored), PANELS)
-            for panel in gl.static_range(PANELS):
-                staging[panel].store(out[panel])
-            fence_async_shared()
-            barrier()
-            place = reinterpret(blocks.q.index(q_stored), dtype, [1, ROWS, 1, BLOCK_DV], result.out_desc.layout)
-            async_store(result.out_desc, [head_index // heads, first_row, head_index % heads, 0], place)
+            copy_out(result.out_desc, blocks.q.index(q_stored), out, first_row, head_index, heads, 0)
+        elif STAGED:
+            halves = split_columns(out[0])
+            for half in gl.static_range(2):
+                # until the copy engine has read the half before
+                tma.store_wait(0)
+                barrier()
+                # hidden: its registers would be kept until the next work
+                head = hide_uniform(head_index, q_rows)
+                copy_out(result.out_desc, blocks.out.index(WARPGROUP), (halves[half],), first_row, head, heads, half)
         else:
             for panel in gl.static_range(PANELS):
                 store_out(result.out_ptr, out[panel], first_row, head_index, heads, q_rows, V_DIM, panel)
@@ -537,6 +543,9 @@ def hopper_forward_kernel(
     v_matrices = reinterpret(v_smem, dtype, [STAGES, BLOCK_K, BLOCK_DV], V)
     # the numbers of works whose Q is here
     work_smem = gl.allocate_shared_memory(gl.int32, [WORK_PLACES * WORK_COLUMNS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    out_smem = None
+    if out_desc is not None and Q_STAGES == 1:
+        out_smem = gl.allocate_shared_memory(dtype, [WARPGROUPS, 1, ROWS, 1, BLOCK_DV // 2], out_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * WARPGROUPS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * WARPGROUPS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -551,7 +560,8 @@ def hopper_forward_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(kv_empty.index(i), count=WARPGROUPS)
     fence_async_shared()
-    blocks, matrices = Blocks(q_smem, k_smem, v_smem, work_smem), Blocks(q_matrices, k_matrices, v_matrices, work_smem)
+    blocks = Blocks(q_smem, k_smem, v_smem, work_smem, out_smem)
+    matrices = Blocks(q_matrices, k_matrices, v_matrices, work_smem, out_smem)
     barriers = ForwardBarriers(q_full, q_empty, k_full, v_full, kv_empty)
     result = Result(out_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr)
     queue = DeviceWorkQueue(works_ptr, segments_ptr, work_count)

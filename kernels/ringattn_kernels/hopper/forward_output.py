@@ -2,8 +2,11 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from .forward_softmax import scaled
+from .language import async_store, barrier, reinterpret
+from .panels import part_panels
 from .threads import wide_rows
 
 
@@ -32,6 +35,20 @@ def store_out(out_ptr, out, first_row, head_index, heads, q_rows, V_DIM: gl.cons
     LAYOUT: gl.constexpr = out.type.layout
     offsets, mask = out_place(first_row, head_index, heads, q_rows, V_DIM, ROWS, COLUMNS, LAYOUT, PANEL)
     gl.store(out_ptr + offsets, out, mask=mask)
+
+
+@gluon.jit
+def copy_out(out_desc, place, out, first_row, head_index, heads, PART: gl.constexpr):
+    """Have the copy engine store rows of all panels of out, or of one of several blocks side by side, from a free place in shared memory."""
+    BLOCK: gl.constexpr = out_desc.block_type.shape
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK[1], BLOCK[3]], out_desc.dtype)
+    panels = part_panels(reinterpret(place, out_desc.dtype, [BLOCK[1], BLOCK[3]], LAYOUT), len(out))
+    for panel in gl.static_range(len(out)):
+        panels[panel].store(out[panel])
+    fence_async_shared()
+    barrier()
+    block = reinterpret(place, out_desc.dtype, BLOCK, out_desc.layout)
+    async_store(out_desc, [head_index // heads, first_row, head_index % heads, PART * BLOCK[3]], block)
 
 
 @gluon.jit
