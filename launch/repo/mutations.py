@@ -842,8 +842,8 @@ MUTATIONS = (
     ),
     Mutation(
         "kernels/ringattn_kernels/hopper/forward.py",
-        "return fits and is_aligned(out)",
-        "return fits",
+        "return fits and out.dtype == q.dtype and is_aligned(out)",
+        "return fits and out.dtype == q.dtype",
         "the copy engine is given an address that it refuses",
         "tests/kernels/test_hopper_forward.py -k copy_engine_stores",
     ),
@@ -860,6 +860,20 @@ MUTATIONS = (
         "(taken + Q_STAGES - 2) % Q_STAGES",
         "(taken + Q_STAGES - 1) % Q_STAGES",
         "queries come to a place from which out is still stored",
+        PLAYED,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/forward_kernel.py",
+        "tma.store_wait(0)\n                barrier()",
+        "barrier()",
+        "a half of out is overwritten while the copy engine reads it",
+        PLAYED,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/forward_output.py",
+        "PART * BLOCK[3]]",
+        "0]",
+        "both halves of out are stored to the left one",
         PLAYED,
     ),
     Mutation(

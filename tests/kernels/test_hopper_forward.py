@@ -271,6 +271,12 @@ def test_the_copy_engine_stores_out_where_it_can():
     }
     for why, (out, config) in obstacles.items():
         assert not hopper.forward.stores_by_copy(q, out, config), why
+    # in halves, from a place of its own, whatever the queries' head dim
+    (own,) = forward_config.CONFIGS[256, 256]
+    for dv, columns in ((256, 128), (136, 128), (128, 64), (8, 32)):
+        out = q.new_empty(1, 256, 2, dv)
+        assert hopper.forward.stores_by_copy(q, out, own)
+        assert hopper.forward.out_descriptor(out, own).block_shape == [1, 64, 1, columns]
 
 
 def test_blocks_are_as_large_as_multiprocessors_have_many(recorded):

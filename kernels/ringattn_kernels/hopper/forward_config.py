@@ -48,7 +48,7 @@ class ForwardConfig:
 
     @property
     def out_room(self) -> bool:
-        """Whether half of the columns of out have a place of their own in shared memory. Three warpgroups leave no room for one."""
+        """Whether half of the columns of out have a place of their own in shared memory. Three warpgroups would spill."""
         return self.q_stages == 1 and not self.turns
 
     @property

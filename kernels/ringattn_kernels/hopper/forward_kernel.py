@@ -318,7 +318,6 @@ def attend_rows(
     """The partition of one warpgroup: out, row_max and row_sum of its 64 rows of each query block."""
     ROWS: gl.constexpr = blocks.q.shape[1]
     BLOCK_K: gl.constexpr = blocks.k.shape[1]
-    BLOCK_DV: gl.constexpr = blocks.v.shape[2]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     NEXT: gl.constexpr = (WARPGROUP + 1) % WARPGROUPS

@@ -39,7 +39,7 @@ def store_out(out_ptr, out, first_row, head_index, heads, q_rows, V_DIM: gl.cons
 
 @gluon.jit
 def copy_out(out_desc, place, out, first_row, head_index, heads, PART: gl.constexpr):
-    """Have the copy engine store rows of all panels of out, or of one of several blocks side by side, from a free place in shared memory."""
+    """Have the copy engine store rows of out, in panels, from a place in shared memory that is free. PART: of blocks side by side."""
     BLOCK: gl.constexpr = out_desc.block_type.shape
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK[1], BLOCK[3]], out_desc.dtype)
     panels = part_panels(reinterpret(place, out_desc.dtype, [BLOCK[1], BLOCK[3]], LAYOUT), len(out))
