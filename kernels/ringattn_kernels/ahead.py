@@ -82,7 +82,7 @@ def prepare_backward(q: Any, k: Any, v: Any, dout: Any, table: TileTable) -> Non
     if chosen in (Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED):
         ordered = chosen == Kernels.HOPPER_ORDERED
         block, step = hopper.fused.block_and_step(d, v.shape[3])
-        config = hopper.fused.CONFIGS[hopper.head_dims.chosen(hopper.head_dims.in_one(d, v.shape[3]))[0]]
+        config = hopper.fused.config_for(hopper.head_dims.chosen_in_one(d, v.shape[3])[0])
         how = key_splits(table, block, step, b * hk, h // hk, q.device, 1 if ordered else None)
         if ordered:
             turns = hopper.turns.key_turns(table, block, step, q.device)

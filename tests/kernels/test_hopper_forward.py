@@ -343,8 +343,9 @@ def attend(q, k, v, tables, softmax_scale, how, programs=None):
         *((96, 40, how) for how in forward_config.configs_for(96, 40)),
         (72, 88, forward_config.configs_for(72, 88)[0]),
         (160, 192, forward_config.configs_for(160, 192)[0]),
+        (256, 40, forward_config.configs_for(256, 40)[0]),
     ],
-    ids=[*NAMES, "96-40-192 rows", "96-40-128 rows", "72-88", "160-192"],
+    ids=[*NAMES, "96-40-192 rows", "96-40-128 rows", "72-88", "160-192", "256-40"],
 )
 def test_random_tables_against_dense_attention(d, dv, how):
     """40 tables of every head dim: odd lengths, grouped heads, strided keys and values, one launch or two, few programs or many."""

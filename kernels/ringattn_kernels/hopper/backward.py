@@ -74,7 +74,7 @@ def backward(
 ) -> None:
     """`ringattn_kernels.backward` for inputs to which `obstacle` has no objection. add_q is for dq, add_kv for dk and dv."""
     rows = statistics.prepare(queries.statistics)
-    if head_dims.chosen(head_dims.in_two(queries.q.shape[3], v.shape[3]))[0] == 256:
+    if head_dims.chosen_in_two(queries.q.shape[3], v.shape[3])[0] == 256:
         key_programs, key_options = wide_key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add_kv)
         launch_once(wide_key_kernel, key_programs, key_options | dict(num_warps=4, launch_pdl=False))
     else:
@@ -103,7 +103,7 @@ def key_arguments(
     assert dk.stride(3) == dv.stride(3) == 1
     assert not add or dk.dtype == dv.dtype == torch.float32
     (b, _, h, d), (hk, v_dim) = q.shape, v.shape[2:]
-    head_dim, v_head_dim = dims or head_dims.chosen(head_dims.in_two(d, v_dim))
+    head_dim, v_head_dim = dims or head_dims.chosen_in_two(d, v_dim)
     config = config or KEY_CONFIGS[head_dim]
     if blocks is None:
         blocks = key_blocks_of(table, k.device, dk.shape[0] // k.shape[0], config, block)
@@ -147,7 +147,7 @@ def key_blocks_of(
 
 def make_blocks(table: TileTable, d: int, v_dim: int, device: torch.device) -> None:
     """Make the blocks that `backward` takes from a table."""
-    head_dim, _ = head_dims.chosen(head_dims.in_two(d, v_dim))
+    head_dim, _ = head_dims.chosen_in_two(d, v_dim)
     key_blocks_of(table, device, 1, KEY_CONFIGS[head_dim], ROWS.value if head_dim == 256 else BLOCK.value)
     table.query_blocks(BLOCK.value, QUERY_CONFIGS[head_dim].step, device)
 
@@ -169,7 +169,7 @@ def query_arguments(
     assert q.shape == dq.shape and dq.stride(3) == 1
     assert not add or dq.dtype == torch.float32
     b, _, h, d = q.shape
-    head_dim, _ = head_dims.chosen(head_dims.in_two(d, v.shape[3]))
+    head_dim, _ = head_dims.chosen_in_two(d, v.shape[3])
     config = QUERY_CONFIGS[head_dim]
     blocks = table.query_blocks(BLOCK.value, config.step, q.device)
     count = blocks.touched if add else len(blocks)

@@ -68,7 +68,7 @@ def config_for(head_dim: int, modifiers: Modifiers | None = None, owned: bool = 
 
 def block_and_step(d: int, v_dim: int, modifiers: Modifiers | None = None) -> tuple[int, int]:
     """Key rows of a program, and query rows of each of its steps."""
-    return BLOCK.value, config_for(head_dims.chosen(head_dims.in_one(d, v_dim))[0], modifiers).step
+    return BLOCK.value, config_for(head_dims.chosen_in_one(d, v_dim)[0], modifiers).step
 
 
 def has_items_for_turns(k: torch.Tensor, table: TileTable) -> bool:
@@ -144,7 +144,7 @@ def gradient_sums(sums: ModifierSums | None, modifiers: Modifiers | None, b: int
 def shape_of_sums(q: torch.Tensor, v_dim: int) -> tuple[int, int, int]:
     """Of those to which launches with q add dq: b * h, sq in whole blocks, and d as it is computed."""
     b, q_rows, h, d = q.shape
-    return b * h, whole_blocks(q_rows), head_dims.chosen(head_dims.in_one(d, v_dim))[0]
+    return b * h, whole_blocks(q_rows), head_dims.chosen_in_one(d, v_dim)[0]
 
 
 def zero_sums(q: torch.Tensor, v_dim: int) -> torch.Tensor:
@@ -204,7 +204,7 @@ def backward(
     """
     q, dout = queries.q, queries.dout
     b, q_rows, h, _ = q.shape
-    d, v_dim = head_dims.chosen(head_dims.in_one(q.shape[3], v.shape[3]))
+    d, v_dim = head_dims.chosen_in_one(q.shape[3], v.shape[3])
     turns, counters, drawn = None, None, work_counter(q.device)
     found = gradient_sums(modifier_sums, modifiers, b)
     score = moving_arguments(modifiers, table, softmax_scale, b, q.device) | found
@@ -265,7 +265,7 @@ def stores_by_copy(
 
     It is no faster with two panels, and where scores are modified, threads lack registers for it.
     """
-    d, v_dim = head_dims.chosen(head_dims.in_one(q.shape[3], dv.shape[3]))
+    d, v_dim = head_dims.chosen_in_one(q.shape[3], dv.shape[3])
     fits = not add and modifiers is None and d == v_dim == main_columns(d)
     fits = fits and all(x.dtype == q.dtype and is_aligned(x) for x in (dk, dv))
     if not fits or d not in LONG:
@@ -321,7 +321,7 @@ def fused_arguments(
     """
     q, dout = queries.q, queries.dout
     b, _, h, _ = q.shape
-    dims = d, v_dim = head_dims.chosen(head_dims.in_one(q.shape[3], v.shape[3]))
+    dims = d, v_dim = head_dims.chosen_in_one(q.shape[3], v.shape[3])
     assert dq is not None or sums.shape == shape_of_sums(q, v_dim)
     assert sums.is_contiguous()
     config = config_for(d, modifiers, dq is not None)

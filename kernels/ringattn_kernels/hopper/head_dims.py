@@ -26,7 +26,15 @@ def in_two(d: int, v_dim: int) -> Dims | None:
     return IN_TWO[-1] if in_one(d, v_dim) is None and max(d, v_dim) <= IN_TWO[-1][0] else None
 
 
-def chosen(dims: Dims | None) -> Dims:
-    """Those of kernels that were chosen because they compute these head dims."""
+def chosen_in_one(d: int, v_dim: int) -> Dims:
+    """`in_one`, where that kernel was chosen because it computes them."""
+    dims = in_one(d, v_dim)
+    assert dims is not None
+    return dims
+
+
+def chosen_in_two(d: int, v_dim: int) -> Dims:
+    """`in_two`, where those kernels were chosen because they compute them."""
+    dims = in_two(d, v_dim)
     assert dims is not None
     return dims
