@@ -116,7 +116,7 @@ def longer(x: torch.Tensor) -> torch.Tensor:
 FAULTS = {
     "another dtype": lambda p, *qkv: ([x.to(other_dtype(p.dtype)) for x in qkv], {}),
     "k's dtype": lambda p, q, k, v: ([q, k.to(other_dtype(p.dtype)), v], {}),
-    "another mask": lambda p, *qkv: (qkv, {"mask": p.mask & ra.sliding_window(p.seq_len + 3)}),
+    "another mask": lambda p, *qkv: (qkv, {"mask": ra.full() if p.mask == ra.causal() else ra.causal()}),
     "another scale": lambda p, *qkv: (qkv, {"softmax_scale": 0.12}),  # of no head dim
     "another schedule": lambda p, *qkv: (qkv, {"schedule": ra.waves(7)}),
     "another batch size": lambda p, *qkv: ([torch.cat([x, x]) for x in qkv], {}),
