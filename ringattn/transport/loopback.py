@@ -102,6 +102,8 @@ def run_ranks(size: int, work: Callable[[LoopbackTransport], T], ranks_per_node:
     errors: list[BaseException | None] = [None] * size
 
     def start(rank: int) -> None:
+        # until torch is asked, a new thread's matrix products take all cores, whatever torch was told, and round otherwise
+        torch.get_num_threads()
         try:
             results[rank] = work(LoopbackTransport(rank, size, mailboxes, ranks_per_node))
         except BaseException as error:

@@ -14,6 +14,18 @@ def test_results_come_in_rank_order():
     assert run_ranks(5, lambda t: (t.rank, t.size)) == [(rank, 5) for rank in range(5)]
 
 
+def test_ranks_multiply_with_as_many_threads_as_torch_was_told():
+    """Else the first products of a rank have other bits than later ones."""
+    a, b = torch.randn(2, 1, 14, 200, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # others than OMP_NUM_THREADS says
+    try:
+        expected = a @ b.mT
+        assert all(torch.equal(found, expected) for found in run_ranks(3, lambda _: a @ b.mT))
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_a_ring_of_sends_at_once():
     def work(t):
         here = torch.full((3,), float(t.rank))
