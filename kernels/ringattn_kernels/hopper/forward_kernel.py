@@ -491,9 +491,9 @@ def attend_rows(
                 # until the copy engine has read the half before
                 tma.store_wait(0)
                 barrier()
-                # hidden: its registers would be kept until the next work
-                head = hide_uniform(head_index, q_rows)
-                copy_out(result.out_desc, blocks.out.index(WARPGROUP), (halves[half],), first_row, head, heads, half)
+                # hidden: what follows from it would be kept in registers until the next work
+                hidden = hide_uniform(head_index, q_rows)
+                copy_out(result.out_desc, blocks.out.index(WARPGROUP), (halves[half],), first_row, hidden, heads, half)
         else:
             for panel in gl.static_range(PANELS):
                 store_out(result.out_ptr, out[panel], first_row, head_index, heads, q_rows, V_DIM, panel)
