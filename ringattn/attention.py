@@ -16,9 +16,9 @@ from .geometry.mask import Mask, causal
 from .geometry.plan import make_local_plan
 from .partial import Partial, Stats
 from .runtime.agree import refusing
-from .runtime.calls import Call, LocalCall, RingCall, compiled_call, keys_of
+from .runtime.calls import LocalCall, RingCall, compiled_call, keys_of
 from .runtime.groups import Group, get_context, group_names
-from .runtime.op import attention
+from .runtime.op import UNMODIFIED, Modifying, attention
 from .runtime.order import label
 from .runtime.rank_attention import RankAttention
 from .runtime.ready import learn, replay_of
@@ -141,14 +141,15 @@ def ring_attention(
         digests = [None if x is None else x.digest for x in (layout, mask, schedule, score)]
         keys = None if kv_layout is None else kv_layout.digest
         number = compiled_call(group_names(group), *digests, name=name, kv_layout=keys, q_offset=q_offset)
-        results = _modified(q, k, v, number, scale, score)
+        results = attention(q, k, v, number, scale, _modifying(q, score))
         return (results[0], Stats(*results[1:])) if return_stats else results[0]
     context = get_context(group)
     mask = _DEFAULT_MASK if mask is None else mask
-    options = layout, mask, schedule, softmax_scale
-    alike = score is None and kv_layout is None and q_offset is _FIRST
+    kind = None if score is None or not isinstance(score, ScoreMod) else score.kind
+    options = layout, mask, schedule, softmax_scale, kind
+    alike = kv_layout is None and q_offset is _FIRST and (score is None or (kind is not None and kind.replayed))
     if alike and (return_stats is True or return_stats is False):
-        results = replay_of(context, q, k, v, options, name)
+        results = replay_of(context, q, k, v, options, score, name)
         if results is not None:
             return (results[0], Stats(*results[1:])) if return_stats else results[0]
     with refusing(context.ranks):
@@ -166,10 +167,11 @@ def ring_attention(
         scale = check.softmax_scale(softmax_scale, q.shape[3])
         if score is not None:
             _check_score(score, q)
-    call = RingCall(context, layout, mask, schedule, label(name), None if score is None else score.kind, keys=keys)
-    results = attention(q, k, v, call, scale) if score is None else _modified(q, k, v, call, scale, score)
+    call = RingCall(context, layout, mask, schedule, label(name), kind, keys=keys)
+    modifying = _modifying(q, score)
+    results = attention(q, k, v, call, scale, modifying)
     if alike:
-        learn(context, call, q, k, v, options, scale)
+        learn(context, call, q, k, v, options, scale, modifying)
     return (results[0], Stats(*results[1:])) if return_stats else results[0]
 
 
@@ -218,7 +220,7 @@ def attend(
         raise ValueError(f"there are positions up to {seq_len - 1}, but scores that depend on positions take at most 2**31")
     tiles, q_order, k_order = make_local_plan(queries, keys, mask, seq_len, placed)
     call = LocalCall(RankAttention(Alone(), local_program(tiles), q_order, k_order), kind)
-    return Partial(*_modified(q, k, v, call, scale, score))
+    return Partial(*attention(q, k, v, call, scale, _modifying(q, score)))
 
 
 def _check_score(score: ScoreMod, q: torch.Tensor) -> None:
@@ -226,10 +228,6 @@ def _check_score(score: ScoreMod, q: torch.Tensor) -> None:
     score.check(q)
 
 
-def _modified(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: int | Call, softmax_scale: float, score: ScoreMod | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out, row_max and row_sum of a call with a number, whose scores are modified."""
-    if score is None:
-        return attention(q, k, v, call, softmax_scale)
-    return attention(q, k, v, call, softmax_scale, score.tensors(torch.promote_types(q.dtype, torch.float32)))
+def _modifying(q: torch.Tensor, score: ScoreMod | None) -> Modifying:
+    """The tensors of a score as the operators take them."""
+    return UNMODIFIED if score is None else score.tensors(torch.promote_types(q.dtype, torch.float32))

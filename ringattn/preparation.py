@@ -18,6 +18,7 @@ from .schedule.schedules import RowTraffic, Schedule
 from .scores import Score, ScoreMod
 
 _DEFAULT_MASK = causal()
+_NOT_LEARNED = (False, False, False)
 _LIKE = "give the q, k and v of any call of the layer, such as those of the batch before"
 
 
@@ -88,10 +89,17 @@ def prepare(
     for order in (found.q_order, found.k_order):
         if order is not None:
             order.indices(shapes.device)
-    if kind is None:
-        scale = check.softmax_scale(softmax_scale, shapes.d)
+    scale, wanted = check.softmax_scale(softmax_scale, shapes.d), _NOT_LEARNED
+    modified = Score(scale)
+    if score is not None:
+        if not score.kind.replayed:
+            return
+        slopes, values, sinks, _ = score.tensors(torch.promote_types(shapes.dtype, torch.float32))
+        modified = Score(scale, score.kind.modifiers(slopes, values, None, shapes.h), sinks)
+        wanted = tuple([name in score.given and score.given[name].requires_grad for name in ("alibi", "bias", "sinks")])
+    if modified.modifiers is None:
         local.prepare(found.program, shapes, scale, final=True)
-        found.rehearse(Score(scale), shapes, final=True)
+    found.rehearse(modified, wanted, shapes, final=True)
 
 
 def _shapes(like: Any, context: Context) -> local.RowShapes:

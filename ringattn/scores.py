@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,10 +27,37 @@ _LARGEST_SEED = (1 << 63) - 1
 
 @dataclass(slots=True)
 class Score:
-    """What attention over tiles does to softmax_scale * (q . k)."""
+    """What a pass does to softmax_scale * (q . k). Tiles know nothing of sinks (h,), which a whole row counts once."""
 
     softmax_scale: float
     modifiers: Modifiers | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Slopes, values of a bias, and sinks, where there are any."""
+        if self.modifiers is None:
+            return () if self.sinks is None else (self.sinks,)
+        return self.modifiers.tensors if self.sinks is None else (*self.modifiers.tensors, self.sinks)
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Score:
+        """The same with other tensors, in the order of `tensors`."""
+        if not tensors:
+            return self
+        of_modifiers, sinks = (tensors, None) if self.sinks is None else (tensors[:-1], tensors[-1])
+        modifiers = self.modifiers and self.modifiers.with_tensors(of_modifiers)
+        return Score(self.softmax_scale, modifiers, sinks)
+
+    @property
+    def numbers(self) -> Hashable:
+        """All but the tensors; None for dropout, whose numbers are others in each call."""
+        modifiers = self.modifiers
+        if modifiers is None:
+            return self.softmax_scale if self.sinks is None else (self.softmax_scale, "sinks")
+        if modifiers.dropout is not None:
+            return None
+        edges = None if modifiers.bias is None else modifiers.bias.edges
+        return self.softmax_scale, modifiers.softcap, modifiers.slopes is not None, edges, self.sinks is not None
 
 
 @dataclass(frozen=True)
@@ -154,6 +181,11 @@ class ScoreKind(Digested):
     def placed(self) -> bool:
         """Whether scores or weights depend on positions."""
         return self.alibi or self.buckets is not None or self.dropout > 0
+
+    @property
+    def replayed(self) -> bool:
+        """Whether passes may be recorded once and replayed: they draw nothing, and gather no biases."""
+        return self.buckets is None and not self.dropout
 
     def modifiers(
         self, slopes: torch.Tensor | None, values: torch.Tensor | None, seed: torch.Tensor | None, heads: int

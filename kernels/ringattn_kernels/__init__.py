@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .queries import Queries
     from .query_sums import QuerySums, ready_queries
     from .recordings import replay
-    from .statistics import delta, with_sinks
+    from .statistics import delta, sinks_gradient, with_sinks
     from .table import TileTable
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "ready_queries",
     "replay",
     "rounded_pair",
+    "sinks_gradient",
     "take_rows",
     "with_sinks",
     "zero_pair",
@@ -67,6 +68,7 @@ _MODULES = {
     "ready_queries": "query_sums",
     "replay": "recordings",
     "rounded_pair": "pairs",
+    "sinks_gradient": "statistics",
     "take_rows": "pairs",
     "with_sinks": "statistics",
     "zero_pair": "pairs",

@@ -12,6 +12,7 @@ Shapes: b batch, h query heads, n pieces of distances.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,6 +64,19 @@ class Modifiers:
     def placed(self) -> bool:
         """Whether they depend on positions."""
         return not (self.slopes is None and self.bias is None and self.dropout is None)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """slopes and the values of a bias, where there are any."""
+        values = None if self.bias is None else self.bias.values
+        return tuple([x for x in (self.slopes, values) if x is not None])
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Modifiers:
+        """The same with other tensors, in the order of `tensors`."""
+        left = iter(tensors)
+        slopes = None if self.slopes is None else next(left)
+        bias = None if self.bias is None else replace(self.bias, values=next(left))
+        return Modifiers(self.softcap, slopes, bias, self.dropout)
 
     @property
     def seed_and_offset(self) -> tuple[int, int] | None:

@@ -11,10 +11,11 @@ from .units import LOG2_E
 
 # numbers that may be anything: another one is no other kernel
 NOT_SPECIALIZED = (
-    "place_stride", "slopes_stride", "biases_count", "nearest", "seed_low", "seed_high", "offset", "all_heads", "first_head", "dropped",
+    "place_stride", "slopes_stride", "slopes_count", "biases_count", "nearest", "seed_low", "seed_high", "offset", "all_heads",
+    "first_head", "dropped",
 )  # fmt: skip
 HOPPER_ARGUMENTS = (
-    "into_cap", "per_unit", "slopes_ptr", "biases_ptr", "biases_count", "nearest", "places_ptr", "place_stride",
+    "into_cap", "per_unit", "slopes_ptr", "slopes_count", "biases_ptr", "biases_count", "nearest", "places_ptr", "place_stride",
     "seed_low", "seed_high", "offset", "all_heads", "first_head", "dropped", "kept_share",
 )  # fmt: skip
 _FARTHEST = (1 << 31) - 1
@@ -68,15 +69,13 @@ def facts_of(modifiers: Modifiers | None) -> tuple:
     slopes, bias, dropout = modifiers.slopes, modifiers.bias, modifiers.dropout
     return (
         modifiers.softcap is not None,
-        slopes is not None,
+        None if slopes is None else len(slopes),
         None if bias is None else bias.edges,
         None if dropout is None else (dropout.heads, dropout.first_head, dropout.dropped),
     )
 
 
-def moving_arguments(
-    modifiers: Modifiers | None, table: TileTable, softmax_scale: float, batches: int, device: torch.device
-) -> dict:
+def moving_arguments(modifiers: Modifiers | None, table: TileTable, softmax_scale: float, device: torch.device) -> dict:
     """Keyword arguments of a launch of a Hopper kernel that may differ between launches of a kind (see `launches`)."""
     if modifiers is None:
         return dict(scale=softmax_scale * LOG2_E.value)
@@ -85,8 +84,8 @@ def moving_arguments(
     if modifiers.softcap is not None:
         found |= dict(into_cap=softmax_scale / unit)
     if modifiers.slopes is not None:
-        assert modifiers.slopes.dtype == torch.float32
-        found |= dict(slopes_ptr=modifiers.slopes.expand(batches, -1).contiguous())
+        assert modifiers.slopes.is_contiguous() and modifiers.slopes.dtype == torch.float32
+        found |= dict(slopes_ptr=modifiers.slopes)
     if modifiers.bias is not None:
         found |= dict(biases_ptr=biases(modifiers.bias, table, device))
     if modifiers.dropout is not None:
@@ -108,6 +107,8 @@ def fixed_arguments(modifiers: Modifiers | None, table: TileTable, places: torch
     found["MODIFIED"] = True
     if modifiers.placed:
         found |= dict(places_ptr=places, place_stride=table.stride)
+    if modifiers.slopes is not None:
+        found |= dict(slopes_count=modifiers.slopes.numel())
     if modifiers.bias is not None:
         found |= dict(biases_count=biases_count(modifiers.bias), nearest=_nearest(modifiers.bias))
     if modifiers.dropout is not None:

@@ -148,6 +148,44 @@ def sinks_kernel(
     tl.store(pointers, (out * share[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
+def sinks_gradient(row_max: torch.Tensor, row_sum: torch.Tensor, delta: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """The gradient of sinks (h,), from statistics that count them: a sink's dP is 0, so that its dS is -P delta."""
+    b, h, sq = row_max.shape
+    assert row_max.is_contiguous() and row_sum.is_contiguous() and delta.is_contiguous()
+    assert sinks.shape == (h,) and sinks.dtype == torch.float32 and sinks.is_contiguous()
+    dsinks = torch.empty_like(sinks)
+    block = 16 if row_max.device.type == "cpu" else 1024
+    moving = dict(row_max_ptr=row_max, row_sum_ptr=row_sum, delta_ptr=delta, sinks_ptr=sinks, dsinks_ptr=dsinks)
+
+    def make() -> tuple[int, dict]:
+        return h, moving | dict(batches=b, heads=h, q_rows=sq, BLOCK=block)
+
+    launches.launch(sinks_gradient_kernel, None, (block,), moving, make, num_warps=8)
+    return dsinks
+
+
+@triton.jit(do_not_specialize=["batches", "heads", "q_rows"])
+def sinks_gradient_kernel(row_max_ptr, row_sum_ptr, delta_ptr, sinks_ptr, dsinks_ptr, batches, heads, q_rows, BLOCK: tl.constexpr):
+    """The gradient of one head's sink: one program goes over all of the head's rows, so that sums have a fixed order."""
+    head = tl.program_id(0)
+    sink = tl.load(sinks_ptr + head)
+    total = tl.zeros([BLOCK], tl.float32)
+    first = head.to(tl.int64) * q_rows
+    for _ in range(batches):
+        for start in range(0, q_rows, BLOCK):
+            rows = start + tl.arange(0, BLOCK)
+            inside = rows < q_rows
+            row_max = tl.load(row_max_ptr + first + rows, mask=inside, other=0.0)
+            row_sum = tl.load(row_sum_ptr + first + rows, mask=inside, other=0.0)
+            delta = tl.load(delta_ptr + first + rows, mask=inside, other=0.0)
+            # a row with neither a live pair nor a sink has -inf: avoid inf - inf and 0 / 0
+            empty = row_sum == 0
+            weight = tl.math.exp2((sink - tl.where(empty, 0.0, row_max)) * LOG2_E) / tl.where(empty, 1.0, row_sum)
+            total += tl.where(empty, 0.0, weight * delta)
+        first += heads.to(tl.int64) * q_rows
+    tl.store(dsinks_ptr + head, -tl.sum(total, 0))
+
+
 def pivots(row_max: torch.Tensor, row_sum: torch.Tensor, weighted: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(pivot, weight), shaped as the statistics, with P = exp2(scores * scale - pivot) * weight; an empty row has pivot inf.
 

@@ -16,6 +16,7 @@ import cProfile
 import pstats
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from unittest import mock
 
@@ -26,8 +27,10 @@ import ringattn as ra
 from ringattn.device import local
 from ringattn.transport import Ranks, SilentTransport
 
+from .scores import parts
 from .shared.cases import make_case
 from .shared.methods import Method, check_method, make_method
+from .shared.peers import PEER_METHODS
 from .shared.ranks import group_of, slowest, start_ranks
 
 _BUSY = 40_000_000  # clock cycles, about twenty milliseconds
@@ -50,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--one-thread", action="store_true", help="for --real: backward passes run on the thread that calls")
     parser.add_argument("--layers", type=int, default=1, help="for --real: calls of a pass (default %(default)s)")
     parser.add_argument("--methods", nargs="+", help="for --real: methods as `bench ring` names them, peers too (default: four)")
+    parser.add_argument("--score", default="none", help="for --real: what happens to scores, a part as `bench scores` names it")
     parser.add_argument("--tokens", type=int, default=16384, help="for --real: total tokens (default: %(default)s)")
     parser.add_argument("--world-size", type=int, help="for --real: ranks (default: one per GPU; 2 on a CPU)")
     parser.set_defaults(mask="causal", heads=32, kv_heads=8, head_dim=128, budget=None)
@@ -59,8 +63,12 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.real:
         if arguments.layers < 1:
             raise ValueError(f"--layers is {arguments.layers}, but must be at least 1")
+        if arguments.score not in (names := parts(1, "cpu")):
+            raise ValueError(f"--score is {arguments.score!r}, but must be one of {', '.join(names)}")
         for name in arguments.methods or ():
             check_method(name, arguments.device, arguments.mask)
+            if name in PEER_METHODS and arguments.score != "none":
+                raise ValueError(f"method {name!r} is a peer, which modifies no scores")
             if name.startswith("local") or "+graph" in name:
                 raise ValueError(f"method {name!r} makes no calls of attention whose host time could be told")
         start_ranks(run_rank, arguments)
@@ -120,6 +128,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     """One rank of `--real`."""
     on_gpu = arguments.device == "cuda"
     case = make_case(arguments.tokens, group_of(dist.get_world_size(), arguments), arguments)
+    case = replace(case, score=parts(case.heads, case.device)[arguments.score])
     names = arguments.methods or [name + "+symmetric" * on_gpu for name in ("ring", "waves-1", "gather", "default")]
     first = dist.get_rank() == 0
     if first:

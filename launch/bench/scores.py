@@ -31,7 +31,7 @@ def main(arguments: argparse.Namespace) -> None:
     shapes = [(1, arguments.tokens, n, d) for n in (h, arguments.kv_heads, arguments.kv_heads)]
     q, k, v = leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
     dout = torch.randn_like(q)
-    calls = {name: lambda score=score: ra.ring_attention(q, k, v, score=score) for name, score in parts(h).items()}
+    calls = {name: lambda score=score: ra.ring_attention(q, k, v, score=score) for name, score in parts(h, "cuda").items()}
     if arguments.peers:
         calls |= peers(q, k, v)
     first: tuple[float, float] | None = None
@@ -77,10 +77,10 @@ def peers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Callab
     return found
 
 
-def parts(h: int) -> dict[str, ra.ScoreMod | None]:
+def parts(h: int, device: str) -> dict[str, ra.ScoreMod | None]:
     """What is done to scores, by name; learned parts with their gradients."""
-    slopes = ra.alibi_slopes(h).cuda()
-    table, sinks = (torch.randn(shape, device="cuda", requires_grad=True) for shape in ((h, 32), (h,)))
+    slopes = ra.alibi_slopes(h).to(device)
+    table, sinks = (torch.randn(shape, device=device, requires_grad=True) for shape in ((h, 32), (h,)))
     return {
         "none": None,
         "softcap": ra.score(softcap=30.0),

@@ -348,6 +348,10 @@ def with_sinks(out: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor, 
 
 def sinks_gradient(row_max: torch.Tensor, row_sum: torch.Tensor, delta: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """(h,), from statistics that count sinks. A sink's dP is 0, so that its dS is -P delta."""
+    if delta.is_cuda and delta.numel():
+        import ringattn_kernels
+
+        return ringattn_kernels.sinks_gradient(row_max, row_sum, delta, sinks)
     weights = (sinks[:, None] - row_max).exp_().div_(row_sum)
     # without a live pair and a sink 0 would be divided by 0
     return weights.masked_fill_(row_sum == 0, 0.0).mul_(delta).sum((0, 2)).neg_()

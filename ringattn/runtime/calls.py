@@ -60,10 +60,11 @@ class Call(ABC):
         heads: int,
         slopes: torch.Tensor | None,
         values: torch.Tensor | None,
+        sinks: torch.Tensor | None,
         seed: torch.Tensor | None,
     ) -> Score:
         """What is done to the scores of so many heads, with these tensors (see `ScoreKind.modifiers`)."""
-        return Score(softmax_scale, None if self.kind is None else self.kind.modifiers(slopes, values, seed, heads))
+        return Score(softmax_scale, None if self.kind is None else self.kind.modifiers(slopes, values, seed, heads), sinks)
 
     @abstractmethod
     def begin(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Score, needs_grad: bool) -> tuple[int, int]:

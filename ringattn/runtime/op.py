@@ -20,7 +20,6 @@ from torch._C import _len_torch_dispatch_stack as _modes_of_dispatch
 from torch._C._functorch import peek_interpreter_stack
 
 from .. import check
-from ..device import local
 from ..scores import Score
 from .calls import Call, find_call
 
@@ -92,17 +91,11 @@ def _forward(
     needs_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     call = find_call(number)
-    score = Score(softmax_scale) if call.kind is None else call.score(softmax_scale, q.shape[2], slopes, values, seed)
+    score = Score(softmax_scale) if call.kind is None else call.score(softmax_scale, q.shape[2], slopes, values, sinks, seed)
     # autocast would round the state between hops
     with call.turn, without_autocast(q.device.type):
         seq_len, place = call.begin(q, k, v, score, needs_grad)
-        rank_attention = call.rank_attention(seq_len, q, k, v)
-        if score.modifiers is None:
-            out, row_max, row_sum = rank_attention.results(score, q, k, v, final=call.final)
-        else:
-            out, row_max, row_sum = rank_attention.forward(score, q, k, v, final=call.final)
-        if sinks is not None:
-            out, row_max, row_sum = local.with_sinks(out, row_max, row_sum, sinks)
+        out, row_max, row_sum = call.rank_attention(seq_len, q, k, v).results(score, q, k, v, final=call.final)
     # for the backward pass; a tensor, because a compiled graph makes many calls under one number, and checkpointing may make it anew
     agreed = torch.frombuffer(array("q", (seq_len, place, call.identity(score))), dtype=torch.int64)
     return out.contiguous(), row_max, row_sum, agreed
@@ -138,7 +131,7 @@ def _backward(
 ) -> tuple[torch.Tensor | None, ...]:
     # wanted: whether the gradients of slopes, values and sinks are asked for
     call = find_call(number)
-    score = Score(softmax_scale) if call.kind is None else call.score(softmax_scale, q.shape[2], slopes, values, seed)
+    score = Score(softmax_scale) if call.kind is None else call.score(softmax_scale, q.shape[2], slopes, values, sinks, seed)
     seq_len, place, made_by = agreed.tolist()
     if made_by != call.identity(score):
         call.refuse(
@@ -156,17 +149,11 @@ def _backward(
         if dout.is_cuda and dout.dtype != q.dtype:
             dout = dout.to(q.dtype)  # kernels multiply it by v; a partial's is fp32
         dout = dout if dout.stride(-1) == 1 else dout.contiguous()
-        if score.modifiers is None and sinks is None:
-            given = q, k, v, dout, out, row_max, row_sum
-            dq, dk, dv = rank_attention.gradients(score, *given, *(() if drow_sum is None else (drow_sum,)))
-            dslopes = dvalues = dsinks = None
-        else:
-            ready = rank_attention.takes_rows_as_they_come
-            queries = local.queries(q, out, dout, row_max, row_sum, drow_sum, ready=ready)
-            dq, dk, dv, sums = rank_attention.backward(score, queries, k, v, slopes_too=wanted[0], values_too=wanted[1])
-            dslopes, dvalues = sums.slopes, sums.values
-            dsinks = local.sinks_gradient(row_max, row_sum, queries.delta, sinks) if sinks is not None and wanted[2] else None
-    return dq, dk, dv, dslopes, dvalues, dsinks
+        rows, there = (q, k, v, dout, out, row_max, row_sum), (slopes, values, sinks)
+        asked = tuple([flag and x is not None for flag, x in zip(wanted, there)])
+        dq, dk, dv, *learned = rank_attention.gradients(score, asked, rows, drow_sum)
+    found = iter(learned)
+    return dq, dk, dv, *[next(found) if flag else None for flag in asked]
 
 
 def _backward_operator(

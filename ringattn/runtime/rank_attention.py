@@ -8,7 +8,7 @@ Shapes: b batch, s local tokens, h query heads, hk key/value heads, d head dim, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +25,9 @@ from ..scores import Score
 from ..transport import Transport
 from . import passes, query_passes
 from .ulysses import HeadExchange, kv_copies
+
+Wanted = tuple[bool, ...]  # whether the gradients of slopes, values of a bias and sinks are asked for
+_ROWS = 7  # tensors of rows that a backward pass gets
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +57,7 @@ class RankAttention:
 
     def forward(self, score: Score, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, final: bool) -> local.State:
         """out (b, s, h, d_v), row_max and row_sum (b, h, s); with `final`, out in q's dtype."""
+        sinks = score.sinks
         q, k, v = _sorted(q, self.q_order), _sorted(k, self.k_order), _sorted(v, self.k_order)
         if score.modifiers is not None:
             score = self._score_here(score, q.shape[2])
@@ -65,7 +69,9 @@ class RankAttention:
         if self.exchange is not None:
             out, stats = self.exchange.to_rows(out, _as_rows(row_max, row_sum))
             row_max, row_sum = _as_stats(stats)
-        return _restored(out, self.q_order), _restored(row_max, self.q_order, dim=2), _restored(row_sum, self.q_order, dim=2)
+        out = _restored(out, self.q_order)
+        row_max, row_sum = _restored(row_max, self.q_order, dim=2), _restored(row_sum, self.q_order, dim=2)
+        return (out, row_max, row_sum) if sinks is None else local.with_sinks(out, row_max, row_sum, sinks)
 
     def backward(
         self,
@@ -118,56 +124,89 @@ class RankAttention:
         return dq, dk, dv, sums if score.modifiers is None else self._sums_of_all_heads(sums, heads)
 
     def results(self, score: Score, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, final: bool) -> local.Tensors:
-        """`forward`, or its replay; for scores that are not modified."""
-        return self._replayed("forward", score, (q, k, v), partial(self.forward, score, final=final))
+        """`forward`, or its replay."""
+        facts = self._facts("forward", score)
+        if facts is None:
+            return self.forward(score, q, k, v, final=final)
+        assert self.replays is not None
+        return local.replayed(self.replays, facts, (q, k, v, *score.tensors), partial(self._results, score, final))
 
-    def gradients(self, score: Score, *inputs: torch.Tensor) -> local.Tensors:
-        """`_gradients`, or their replay; for scores that are not modified."""
-        return self._replayed("backward", score, inputs, partial(self._gradients, score))
+    def gradients(self, score: Score, wanted: Wanted, rows: local.Tensors, drow_sum: torch.Tensor | None = None) -> local.Tensors:
+        """dq, dk, dv, and the gradients of slopes, values of a bias and sinks that are wanted, in this order.
 
-    def rehearse(self, score: Score, shapes: local.RowShapes, *, final: bool) -> None:
-        """Record both passes before their first call, for contiguous tensors, if they can be recorded without it."""
-        of_transport, rows = self.transport.recorded_with, self.program.forward.own.rows
-        if self.replays is None or of_transport is None or not rows:
+        rows: q, k, v, dout, out, row_max and row_sum. drow_sum: the gradient of row_sum, if there is one.
+        """
+        facts = self._facts("backward", score, wanted, drow_sum is not None)
+        if facts is None:
+            return self._gradients(score, wanted, rows, drow_sum)
+        assert self.replays is not None
+        inputs = *rows, *score.tensors, *(() if drow_sum is None else (drow_sum,))
+        return local.replayed(self.replays, facts, inputs, partial(self._gradients_of, score, wanted))
+
+    def recorded_results(self, score: Score, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> local.Recording | None:
+        """The recording that `results` would replay now, if there is one."""
+        facts = self._facts("forward", score)
+        return None if facts is None else local.recorded(self.replays, facts, (q, k, v, *score.tensors))
+
+    def recorded_gradients(self, score: Score, wanted: Wanted, rows: local.Tensors) -> local.Recording | None:
+        """The recording that `gradients` would replay now without a gradient of row_sum, if there is one."""
+        facts = self._facts("backward", score, wanted, False)
+        return None if facts is None else local.recorded(self.replays, facts, (*rows, *score.tensors))
+
+    def rehearse(self, score: Score, wanted: Wanted, shapes: local.RowShapes, *, final: bool) -> None:
+        """Record both passes before their first call, for contiguous tensors, if they can be recorded without it.
+
+        score: one with tensors like those of the call. wanted: as in `gradients`.
+        """
+        facts, backward_facts = self._facts("forward", score), self._facts("backward", score, wanted, False)
+        rows = self.program.forward.own.rows
+        if self.replays is None or facts is None or backward_facts is None or not rows:
             return
         b, h, hk, d, d_v, dtype, device = shapes
         q, k, v, dout = (
             ((b, rows, heads, dim), (rows * heads * dim, heads * dim, dim, 1), dtype)
             for heads, dim in ((h, d), (hk, d), (hk, d_v), (h, d_v))
         )
-        facts = score.softmax_scale, of_transport
-        found = local.rehearsed(self.replays, ("forward", *facts), (q, k, v), device, partial(self.forward, score, final=final))
+        tensors = [(tuple(x.shape), x.stride(), x.dtype) for x in score.tensors]
+        found = local.rehearsed(self.replays, facts, (q, k, v, *tensors), device, partial(self._results, score, final))
         if found:
-            given = q, k, v, dout, *found
-            local.rehearsed(self.replays, ("backward", *facts), given, device, partial(self._gradients, score))
+            given = q, k, v, dout, *found, *tensors
+            local.rehearsed(self.replays, backward_facts, given, device, partial(self._gradients_of, score, wanted))
 
-    def _replayed(self, name: str, score: Score, inputs: local.Tensors, work: Callable[..., local.Tensors]) -> local.Tensors:
-        """`work(*inputs)`, the pass of this name, or its replay."""
-        of_transport = self.transport.recorded_with
-        if self.replays is None or of_transport is None:
-            return work(*inputs)
-        return local.replayed(self.replays, (name, score.softmax_scale, of_transport), inputs, work)
+    def _facts(self, name: str, score: Score, *others: Hashable) -> tuple | None:
+        """What a pass of this name depends on besides its inputs; None if it is not replayed."""
+        of_transport = None if self.replays is None else self.transport.recorded_with
+        numbers = None if of_transport is None else score.numbers
+        return None if numbers is None else (name, numbers, of_transport, *others)
 
-    def _gradients(
-        self,
-        score: Score,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        dout: torch.Tensor,
-        out: torch.Tensor,
-        row_max: torch.Tensor,
-        row_sum: torch.Tensor,
-        drow_sum: torch.Tensor | None = None,
+    def _results(
+        self, score: Score, final: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor
     ) -> local.Tensors:
-        """dq, dk and dv. drow_sum: the gradient of row_sum, if there is one."""
+        """`forward` with these tensors of the score."""
+        return self.forward(score.with_tensors(tensors), q, k, v, final=final)
+
+    def _gradients_of(self, score: Score, wanted: Wanted, *inputs: torch.Tensor) -> local.Tensors:
+        """`gradients` with these tensors: the rows, those of the score, and the gradient of row_sum, if there is one."""
+        rows, tensors = inputs[:_ROWS], inputs[_ROWS : _ROWS + len(score.tensors)]
+        drow_sum = inputs[-1] if len(inputs) > _ROWS + len(tensors) else None
+        return self._gradients(score.with_tensors(tensors), wanted, rows, drow_sum)
+
+    def _gradients(self, score: Score, wanted: Wanted, rows: local.Tensors, drow_sum: torch.Tensor | None) -> local.Tensors:
+        q, k, v, dout, out, row_max, row_sum = rows
+        slopes_too, values_too, sinks_too = wanted
         ready = self.takes_rows_as_they_come
-        once = ready and self.program.backward.alone
+        once = ready and self.program.backward.alone and score.modifiers is None
         # K and V leave while this rank prepares its queries, for which nothing is let go of again
         began = local.moment(k) if ready and self.k_order is None and drow_sum is None and not self.program.backward.alone else None
-        alone = (k, v, self.program.backward.launches[0].tiles) if once and score.modifiers is None else None
+        alone = (k, v, self.program.backward.launches[0].tiles) if once else None
         queries = local.queries(q, out, dout, row_max, row_sum, drow_sum, ready=ready, once=once, alone=alone)
-        return self.backward(score, queries, k, v, began=began)[:3]
+        dsinks = None
+        if sinks_too:
+            assert score.sinks is not None
+            # first: delta may lie where dq will
+            dsinks = local.sinks_gradient(row_max, row_sum, queries.delta, score.sinks)
+        *gradients, sums = self.backward(score, queries, k, v, slopes_too=slopes_too, values_too=values_too, began=began)
+        return *gradients, *[x for x in (sums.slopes, sums.values, dsinks) if x is not None]
 
     @property
     def takes_rows_as_they_come(self) -> bool:
@@ -199,7 +238,7 @@ class RankAttention:
         """What is done to the scores of the heads that this rank computes."""
         if score.modifiers is None or self.exchange is None:
             return score
-        return Score(score.softmax_scale, score.modifiers.of_heads(*self._heads_here(heads)))
+        return Score(score.softmax_scale, score.modifiers.of_heads(*self._heads_here(heads)), score.sinks)
 
     def _sums_of_all_heads(self, sums: ModifierSums, heads: int) -> ModifierSums:
         """Sums of the heads that this rank computes, as those of all heads: zeros for the others."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,48 +27,51 @@ from ..device import local
 from ..geometry.layout import Layout
 from ..geometry.mask import Mask
 from ..schedule.schedules import Schedule
-from ..scores import Score
+from ..scores import Score, ScoreKind, ScoreMod
 from ..transport import Ranks
 from .agree import Agreement, OtherShards, agreeing_backward, refusing
 from .calls import RingCall
 from .context import Context
-from .op import attention, gradients_of, seen
+from .op import Modifying, attention, gradients_of, seen
 from .order import UNKNOWN, CallOrder, Label, label, line_from
-from .rank_attention import RankAttention
+from .rank_attention import RankAttention, Wanted
 
 if TYPE_CHECKING:
     from types import CodeType
 
     from ringattn_kernels.recordings import InputKinds
 
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# q, k and v; then slopes, values of a bias and sinks, where there are any
+Tensors = tuple[torch.Tensor, ...]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-# as the caller gave them: layout, mask, schedule and softmax_scale
-Options = tuple[Layout | None, Mask, Schedule | None, float | None]
+# as the caller gave them: layout, mask, schedule and softmax_scale; and the kind of what is done to scores
+Options = tuple[Layout | None, Mask, Schedule | None, float | None, ScoreKind | None]
 
 _KEPT = 64
 _RECENT = 32
 _AT_A_TIME = 32
-_NOT_ASKED = (False, False, False)
-_UNMODIFIED = (None, None, None, None)
 
 
 class ReadyCall:
     """A call whose forward pass is recorded, and its backward pass once that is.
 
-    call: the one that went the long way. attention: what this rank does. agreed: what a rank alone saves of the agreement.
+    call: the one that went the long way. attention: what this rank does. score: that of the call. modifying: its tensors, as `op` takes
+    them. agreed: what a rank alone saves of the agreement.
     """
 
-    def __init__(self, call: RingCall, attention: RankAttention, seq_len: int, softmax_scale: float, forward: Any) -> None:
+    def __init__(
+        self, call: RingCall, attention: RankAttention, seq_len: int, score: Score, modifying: Modifying, forward: Any
+    ) -> None:
         assert call.known is not None
-        self.call, self.attention, self.seq_len, self.softmax_scale = call, attention, seq_len, softmax_scale
+        self.call, self.attention, self.seq_len, self.softmax_scale = call, attention, seq_len, score.softmax_scale
+        self._given = tuple([x is not None for x in modifying])
         self.forward = forward
         # out, row_max and row_sum from addresses of inputs, and what is called before anything moves between ranks, unless a rank is alone
         self.results: Callable[..., Results] = forward if forward.contiguous else partial(_contiguous, forward)
         self._post = call.context.ranks.posting(local.quick_records())
         self.facts, self.tokens, self.with_transport = call.known, call.tokens, attention.transport.recorded_with
         self._own_tokens = self.tokens[call.context.ranks.rank]
-        self.identity = call.identity(Score(softmax_scale))
+        self.identity = call.identity(score)
         self._agreements: list[torch.Tensor] = []  # of calls to come, and their memory
         self._agreed_numbers = array("q")
         self.agreed = self.agreement(0)
@@ -95,24 +98,41 @@ class ReadyCall:
             _refuse_threads(ranks)
         return Agreement(ranks, self.facts, self._own_tokens, label, self._post, self.tokens)
 
-    def gradients(self, dout: torch.Tensor | None, drow_sum: torch.Tensor | None, saved: Any) -> tuple[torch.Tensor | None, ...]:
-        """dq, dk and dv."""
+    def modifying(self, tensors: Sequence[torch.Tensor]) -> Modifying:
+        """The tensors of a score as `op` takes them: None where there is none."""
+        left = iter(tensors)
+        slopes, values, sinks, seed = [next(left) if given else None for given in self._given]
+        return slopes, values, sinks, seed
+
+    def gradients(
+        self, dout: torch.Tensor | None, drow_sum: torch.Tensor | None, wanted: Sequence[bool], saved: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        """dq, dk, dv, and the gradients of the score's tensors, of which some are wanted."""
         found = None
         if dout is not None and drow_sum is None and not torch.is_grad_enabled():
             found = self._replayed(dout, saved)
-            if found is None and self._learn(dout, saved):
+            if found is None and self._learn(dout, wanted, saved):
                 found = self._replayed(dout, saved)
-        if found is None:
-            everything = *saved[:3], *_UNMODIFIED, *saved[3:]
-            grads = dout, None, drow_sum
-            found = gradients_of(self.call, self.softmax_scale, False, _NOT_ASKED, grads, everything)[:3]
-        return tuple(found)
+        if found is not None:
+            learned = iter(found[3:])
+            return found if not wanted else (*found[:3], *[next(learned) if asked else None for asked in wanted])
+        q, k, v, *tensors, out, row_max, row_sum, agreed = saved
+        everything = q, k, v, *self.modifying(tensors), out, row_max, row_sum, agreed
+        grads = dout, None, drow_sum
+        dq, dk, dv, *others = gradients_of(self.call, self.softmax_scale, False, self._of_each(wanted), grads, everything)
+        return dq, dk, dv, *[x for x, given in zip(others, self._given) if given]
+
+    def _of_each(self, wanted: Sequence[bool]) -> Wanted:
+        """Of the tensors that there are, as of slopes, values and sinks."""
+        left = iter(wanted)
+        return tuple([given and next(left) for given in self._given[:3]])
 
     def _replayed(self, dout: torch.Tensor, saved: Any) -> tuple[torch.Tensor, ...] | None:
         if self._backward is None:
             return None
         inputs, recording = self._backward
-        addresses = inputs.addresses(_given(dout, saved))
+        rows, tensors = _inputs_of_backward(dout, saved)
+        addresses = inputs.addresses((*rows, *tensors))
         seq_len, place, identity = saved[-1].tolist()
         # another identity is an error of the long way's
         if addresses is None or seq_len != self.seq_len or identity != self.identity or not self.holds:
@@ -125,12 +145,14 @@ class ReadyCall:
                 _refuse_threads(ranks)
             return recording(addresses, agreeing_backward(ranks, self.facts, place, self._post))
 
-    def _learn(self, dout: torch.Tensor, saved: Any) -> bool:
+    def _learn(self, dout: torch.Tensor, wanted: Sequence[bool], saved: Any) -> bool:
         """Keep the recording that a backward pass on the long way would replay; whether there is one."""
-        given = _given(dout, saved)
+        rows, tensors = _inputs_of_backward(dout, saved)
+        given = *rows, *tensors
         if not self.holds or _watched() or not all(type(x) in check.PLAIN for x in given):
             return False
-        found = local.recorded(self.attention.replays, ("backward", self.softmax_scale, self.with_transport), given)
+        score = self.call.score(self.softmax_scale, rows[0].shape[2], *self.modifying(tensors))
+        found = self.attention.recorded_gradients(score, self._of_each(wanted), rows)
         inputs = None if found is None else _inputs(given)
         if inputs is None:
             return False
@@ -152,12 +174,10 @@ class _Replayed(torch.autograd.Function):
     """A forward pass that is replayed, with a backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any, ready: ReadyCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, addresses: list[int], agree: Agreement | None
-    ) -> Results:
+    def forward(ctx: Any, ready: ReadyCall, addresses: list[int], agree: Agreement | None, *inputs: torch.Tensor) -> Results:
         results = ready.results(addresses, agree)
         agreed = ready.agreed if agree is None else ready.agreement(agree.place)
-        ctx.save_for_backward(q, k, v, *results, agreed)
+        ctx.save_for_backward(*inputs, *results, agreed)
         ctx.ready = ready
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(results[1])
@@ -166,7 +186,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         dout, _, drow_sum = grads
-        return None, *ctx.ready.gradients(dout, drow_sum, ctx.saved_tensors), None, None
+        return None, None, None, *ctx.ready.gradients(dout, drow_sum, ctx.needs_input_grad[6:], ctx.saved_tensors)
 
 
 # what torch's `apply` calls in the end, after it has looked for transforms
@@ -177,7 +197,8 @@ class Known:
     """A call of late that was replayed: what it was given, whether gradients were needed, and the line that called."""
 
     __slots__ = (
-        "_addresses", "_caller", "_grad_enabled", "_label", "_layout", "_mask", "_needs_grad", "_schedule", "_softmax_scale", "ready",
+        "_addresses", "_caller", "_grad_enabled", "_kind", "_label", "_layout", "_mask", "_needs_grad", "_schedule", "_softmax_scale",
+        "ready",
     )  # fmt: skip
 
     def __init__(self, key: tuple, options: Options, ready: ReadyCall) -> None:
@@ -185,14 +206,16 @@ class Known:
         # of inputs that need gradients as these do
         self._addresses, self._grad_enabled = inputs.addresses, torch.is_grad_enabled()
         # values that do not change: the same ones are equal ones
-        self._layout, self._mask, self._schedule, self._softmax_scale = options
+        self._layout, self._mask, self._schedule, self._softmax_scale, self._kind = options
         self.ready = ready
         self._caller: tuple[CodeType, int] | None = None
         self._label = UNKNOWN
 
     def addresses(self, inputs: Tensors, options: Options) -> list[int] | None:
         """Those of the inputs of a call, if the call is like this one; else None."""
-        layout, mask, schedule, softmax_scale = options
+        layout, mask, schedule, softmax_scale, kind = options
+        if kind is not self._kind:  # equal kinds are one
+            return None
         if mask is not self._mask and not _equal(mask, self._mask):
             return None
         if layout is not self._layout and not _equal(layout, self._layout):
@@ -220,16 +243,26 @@ class Known:
         """out, row_max and row_sum; see `ReadyCall`."""
         if not self._needs_grad:
             return self.ready.results(addresses, agree)
-        return _apply(self.ready, *inputs, addresses, agree)
+        return _apply(self.ready, addresses, agree, *inputs)
 
 
 def replay_of(
-    context: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, name: str | None
+    context: Context,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: Options,
+    score: ScoreMod | None,
+    name: str | None,
 ) -> Results | None:
     """The results of a call, if it is like one whose passes are recorded; None if it has to go the long way. Differentiable."""
     if not context.ready or not (name is None or type(name) is str):
         return None
-    inputs = q, k, v
+    inputs: Tensors = (q, k, v)
+    if score is not None:
+        if type(q) not in check.PLAIN:
+            return None
+        inputs = *inputs, *_present(score.tensors(torch.promote_types(q.dtype, torch.float32)))
     for known in context.latest_ready:
         addresses = known.addresses(inputs, options)
         if addresses is not None:
@@ -253,28 +286,40 @@ def replay_of(
             return known.run(inputs, addresses, ready.agreement_on(place))
         except OtherShards as found:
             agreed = found.agreed
-        layout, mask, schedule, _ = options
-        call = RingCall(context, layout, mask, schedule, place)
+        layout, mask, schedule, _, kind = options
+        call = RingCall(context, layout, mask, schedule, place, kind)
         call.agreed = agreed
-        return attention(q, k, v, call, ready.softmax_scale)
+        return attention(q, k, v, call, ready.softmax_scale, ready.modifying(inputs[3:]))
 
 
 def learn(
-    context: Context, call: RingCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, softmax_scale: float
+    context: Context,
+    call: RingCall,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: Options,
+    softmax_scale: float,
+    modifying: Modifying,
 ) -> None:
     """Keep a call that has gone the long way, if its forward pass is recorded by now."""
     if call.known is None or call.known_attention is None:
         return
     seq_len, rank_attention = call.known_attention
-    of_transport = rank_attention.transport.recorded_with
-    if not rank_attention.replays or of_transport is None:
+    if not rank_attention.replays:
         return
-    found = local.recorded(rank_attention.replays, ("forward", softmax_scale, of_transport), (q, k, v))
-    key = None if found is None else _key((q, k, v), options)
+    score = call.score(softmax_scale, q.shape[2], *modifying)
+    found = rank_attention.recorded_results(score, q, k, v)
+    inputs = q, k, v, *_present(modifying)
+    key = None if found is None else _key(inputs, options)
     if key is not None and not seen(q, k, v):
         if len(context.ready) >= _KEPT:
             context.ready, context.latest_ready = {}, []
-        context.ready[key] = ReadyCall(call, rank_attention, seq_len, softmax_scale, found)
+        context.ready[key] = ReadyCall(call, rank_attention, seq_len, score, modifying, found)
+
+
+def _present(modifying: Modifying) -> list[torch.Tensor]:
+    return [x for x in modifying if x is not None]
 
 
 def _known(context: Context, inputs: Tensors, options: Options) -> Known | None:
@@ -291,7 +336,7 @@ def _known(context: Context, inputs: Tensors, options: Options) -> Known | None:
 
 def _key(inputs: Tensors, options: Options) -> tuple | None:
     """Whether gradients are needed, and all that the checks, the plan and the recording of a call depend on; None if it cannot be told."""
-    layout, mask, schedule, softmax_scale = options
+    layout, mask, schedule, softmax_scale, kind = options
     if not (softmax_scale is None or type(softmax_scale) is float) or _watched() or check.in_forward_mode():
         return None
     told = _inputs(inputs)
@@ -302,12 +347,11 @@ def _key(inputs: Tensors, options: Options) -> tuple | None:
         named = None if layout is None else layout.digest, mask.digest, None if schedule is None else schedule.digest
     except AttributeError:
         return None
-    return _need_grad(inputs), told, named, softmax_scale
+    return _need_grad(inputs), told, named, softmax_scale, kind
 
 
 def _need_grad(inputs: Tensors) -> bool:
-    q, k, v = inputs
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def _inputs(inputs: tuple[torch.Tensor, ...]) -> InputKinds | None:
@@ -326,10 +370,10 @@ def _refuse_threads(ranks: Ranks) -> None:
         order.check()
 
 
-def _given(dout: torch.Tensor, saved: Any) -> tuple[torch.Tensor, ...]:
-    """The inputs of a backward pass as `op` gives them to be recorded."""
-    q, k, v, out, row_max, row_sum, _ = saved
-    return q, k, v, dout, out, row_max, row_sum
+def _inputs_of_backward(dout: torch.Tensor, saved: Any) -> tuple[Tensors, list[torch.Tensor]]:
+    """Rows as `RankAttention.gradients` takes them, and the tensors of the score."""
+    q, k, v, *tensors, out, row_max, row_sum, _ = saved
+    return (q, k, v, dout, out, row_max, row_sum), tensors
 
 
 def _watched() -> bool:

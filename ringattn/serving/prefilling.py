@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from .. import check
-from ..device import local
 from ..geometry.layout import Layout, layout_of_pieces
 from ..geometry.mask import Mask, causal
 from ..geometry.plan import Keys
@@ -126,9 +125,7 @@ def _attend(
             own = slopes if slopes is None or len(slopes) == 1 else slopes.index_select(0, chunk.rows)
             modifiers = None if score is None else score.kind.modifiers(own, values, None, h)
             k, v = (_rows_of_pages(x[layer], chunk) for x in (pool.k, pool.v))
-            found = chunk.work.forward(Score(softmax_scale, modifiers), q.index_select(0, chunk.rows), k, v, final=True)
-            if sinks is not None:
-                found = local.with_sinks(*found, sinks)
+            found = chunk.work.forward(Score(softmax_scale, modifiers, sinks), q.index_select(0, chunk.rows), k, v, final=True)
             out.index_copy_(0, chunk.rows, found[0])
     return out
 

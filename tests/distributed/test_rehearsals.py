@@ -39,14 +39,32 @@ def tensors(layout, rank, batch, generator):
     ]
 
 
-def step(inputs, layout, mask, group):
+def scored(part, batch, generator=None):
+    """A score with tensors of its own, and those of them that are learned."""
+    slopes, sinks = (torch.rand(shape, generator=generator, device="cuda") for shape in ((batch, HEADS[0]), (HEADS[0],)))
+    learned = sinks.bfloat16().requires_grad_()
+    found = {
+        "none": lambda: (None, []),
+        "softcap": lambda: (ra.score(softcap=2.0), []),
+        "alibi": lambda: (ra.score(alibi=slopes), []),
+        "slopes of all batches": lambda: (ra.score(alibi=slopes[0]), []),
+        "sinks": lambda: (ra.score(sinks=sinks), []),
+        "learned sinks": lambda: (ra.score(sinks=learned), [learned]),
+        "all": lambda: (ra.score(softcap=2.0, alibi=slopes, sinks=learned), [learned]),
+    }
+    return found[part]()
+
+
+def step(inputs, layout, mask, group, part="none", seed=0):
+    """out and all gradients. seed: of the score's tensors."""
     *leaves, dout = inputs
-    leaves = [x.detach().requires_grad_() for x in leaves]
-    out = ra.ring_attention(*leaves, layout=layout, mask=mask, group=group)
+    score, learned = scored(part, len(dout), torch.Generator("cuda").manual_seed(seed))
+    leaves = [*[x.detach().requires_grad_() for x in leaves], *learned]
+    out = ra.ring_attention(*leaves[:3], layout=layout, mask=mask, group=group, score=score)
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
 
-def rehearsed(group, batch):
+def rehearsed(group, batch, part="none"):
     """Where bits differ (dq: where it is far), and which calls of this rank ran a pass, of those that it prepared and of the others."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     copies, reference = ra.symmetric(group), ra.process_group(group)
@@ -59,24 +77,33 @@ def rehearsed(group, batch):
         # ranks may prepare or not, each as it likes
         prepared = (number + rank) % 2 == 0
         if prepared:
-            ra.prepare(layout, mask, like=tuple(x[:, :1] for x in inputs[:3]), group=copies)
+            ra.prepare(layout, mask, like=tuple(x[:, :1] for x in inputs[:3]), group=copies, score=scored(part, batch)[0])
         with (
             mock.patch.object(passes, "forward", side_effect=passes.forward) as forward,
             mock.patch.object(passes, "backward", side_effect=passes.backward) as backward,
         ):
-            got = step(inputs, layout, mask, copies)
+            got = step(inputs, layout, mask, copies, part)
             ran[prepared] += forward.call_count + backward.call_count
-            again = step(inputs, layout, mask, copies)
+            step(inputs, layout, mask, copies, part, seed=1)
+            again = step(inputs, layout, mask, copies, part)
             assert forward.call_count + backward.call_count <= (0 if prepared else 4)
-        expected = step(inputs, layout, mask, reference)
+        expected = step(inputs, layout, mask, reference, part)
         for found in (got, again):
             far = [float((x.float() - y.float()).norm() / (y.float().norm() + 1e-6)) for x, y in zip(found, expected)]
-            wrong += [(number, far)] if far[0] or far[1] > 2e-3 or far[2] or far[3] else []
+            wrong += [(number, far)] if far[0] or far[1] > 2e-3 or any(far[2:]) else []
     return wrong, ran
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_first_call_replays_what_was_rehearsed(nccl, world_size, batch):
     for wrong, ran in nccl.run(world_size, rehearsed, batch):
+        assert wrong == []
+        assert ran[True] == 0 and ran[False] > 0
+
+
+@pytest.mark.parametrize("part", ["softcap", "alibi", "slopes of all batches", "sinks", "learned sinks", "all"])
+def test_so_does_one_whose_scores_are_modified(nccl, world_size, part):
+    """Each with slopes and sinks of its own, which lie elsewhere each time."""
+    for wrong, ran in nccl.run(world_size, rehearsed, 2, part):
         assert wrong == []
         assert ran[True] == 0 and ran[False] > 0

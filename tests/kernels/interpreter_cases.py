@@ -262,6 +262,10 @@ def test_sinks():
         torch.testing.assert_close(x.double(), y, rtol=1e-6, atol=1e-6)
     # a row that sees nothing but a sink, and one that does not see that either
     assert wanted[1][0, 1, 4] == 20 and wanted[2][0, 1, 4] == 1 and wanted[2][0, 2, 4] == 0
+    statistics, delta = [x.float() for x in wanted[1:]], torch.randn(2, 3, 21, generator=generator)
+    exact = local.sinks_gradient(*wanted[1:], delta.double(), sinks.double())
+    assert exact[1] != 0 == exact[2]
+    torch.testing.assert_close(rk.sinks_gradient(*statistics, delta, sinks).double(), exact, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("counts", [(300, 64), (1, 65), (0, 130)])

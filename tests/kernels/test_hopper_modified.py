@@ -79,7 +79,7 @@ def test_the_compiler_keeps_products_asynchronous(kernel, d, parts, tmp_path):
     found, table = modifiers(parts, h), table_of("two")
     q, dout = (torch.empty(1, ROWS, h, d, dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.empty(1, ROWS, 2, d, dtype=torch.bfloat16) for _ in range(2))
-    score = moving_arguments(found, table, 0.1, 1, q.device)
+    score = moving_arguments(found, table, 0.1, q.device)
     if kernel == "forward":
         registers = forward_config.registers_for(found)
         how = forward_config.configs_for(d, d, registers)[0]
@@ -172,7 +172,8 @@ def test_hopper_kernels_modify_as_the_plain_ones_do(d, dv, parts):
     q, k, v, dout = (torch.randn(b, ROWS, n, dim).cuda().bfloat16() for n, dim in ((h, d), (hk, d), (hk, dv), (h, dv)))
     softmax_scale = d**-0.5
     for kind, cap in (("two", 30.0), ("window", 1.0), ("full", 30.0)):
-        table, found = table_of(kind), modifiers(parts, h, "cuda", b, cap)
+        # slopes of each batch, and of all
+        table, found = table_of(kind), modifiers(parts, h, "cuda", 1 if kind == "window" else b, cap)
         options = dict(softmax_scale=softmax_scale, modifiers=found)
         plain, ours = (rk.forward(q, k, v, table, **options, kernels=kernels) for kernels in (Kernels.PLAIN, None))
         lse = [state[1] + state[2].log() for state in (plain, ours)]

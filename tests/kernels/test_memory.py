@@ -81,8 +81,10 @@ def run(form: Form, launches: int, splits: int, sums: bool, device: str) -> list
             options = dict(final=n == launches - 1, kernels=form.kernels if form in PLAIN else None, splits=splits)
             with fuzz.forward_launch(launches // 2 + splits // 2 + n, form.d, form.dv):
                 state = rk.forward(q, k, v, table, softmax_scale=softmax_scale, state=state, **options)
-        out, row_max, row_sum = rk.with_sinks(*state, torch.zeros(4, device=device))
+        sinks = torch.zeros(4, device=device)
+        out, row_max, row_sum = rk.with_sinks(*state, sinks)
         queries = rk.Queries(q, dout, row_max, row_sum, rk.delta(out, dout))
+        dsinks = rk.sinks_gradient(row_max, row_sum, queries.delta, sinks)
         dtype = form.dtype if launches == 1 else FP32
         dq, dk, dv = (torch.empty_like(x, dtype=dtype) for x in (q, k, v))
         if sums:
@@ -101,7 +103,7 @@ def run(form: Form, launches: int, splits: int, sums: bool, device: str) -> list
             rk.add_rows(rk.take_rows((dk.transpose(0, 1), dv.transpose(0, 1))), taken, index)
             rk.zero_pair(taken)
             dk, dv = rk.rounded_pair((dk, dv), form.dtype)
-        return [out, row_sum, dq.finish(form.dtype) if sums else dq, dk, dv]
+        return [out, row_sum, dsinks, dq.finish(form.dtype) if sums else dq, dk, dv]
 
 
 def run_all(form: Form, device: str) -> list[torch.Tensor]:

@@ -117,6 +117,126 @@ def test_a_ready_call_is_what_the_long_way_computes(options, device):
         assert all(map(torch.equal, found, wanted))
 
 
+def scored(part, seed, batch=1):
+    """A score of that kind with tensors of its own, and those of them that are learned."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    slopes, sinks = (torch.rand(shape, generator=generator) for shape in ((batch, HEADS), (HEADS,)))
+    if part == "softcap":
+        return ra.score(softcap=3.0), []
+    if part == "alibi":
+        return ra.score(alibi=slopes), []
+    if part == "one slope for each head":
+        return ra.score(alibi=slopes[0]), []
+    if part == "learned alibi":
+        return ra.score(alibi=slopes.requires_grad_()), [slopes]
+    if part == "sinks":
+        return ra.score(sinks=sinks), []
+    if part == "learned sinks":
+        return ra.score(sinks=sinks.requires_grad_()), [sinks]
+    # as a model in low precision holds them, and behind another part
+    sinks = sinks.bfloat16().requires_grad_()
+    slopes = slopes.requires_grad_(part == "all learned")
+    return ra.score(softcap=3.0, alibi=slopes, sinks=sinks), [slopes, sinks] if part == "all learned" else [sinks]
+
+
+def scored_step(part, seed, group, **options):
+    """out and its statistics, and all gradients."""
+    leaves = inputs(torch.Generator().manual_seed(seed))
+    score, learned = scored(part, seed)
+    out, stats = ra.ring_attention(*leaves, group=group, return_stats=True, score=score, **options)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))
+    return [x.detach() for x in (out, stats.row_max, stats.row_sum, *torch.autograd.grad(out, (*leaves, *learned), dout))]
+
+
+PARTS = (
+    "softcap", "alibi", "one slope for each head", "learned alibi", "sinks", "learned sinks", "all but slopes learned", "all learned",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_modified_scores_are_replayed_with_the_tensors_of_each_call(part, device):
+    group = Alone()
+    for seed in range(4):
+        scored_step(part, seed, group)
+    for seed in range(3):
+        device.long = 0
+        found = scored_step(part, seed, group)
+        assert device.long == 0
+        wanted = scored_step(part, seed, Alone())
+        assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+    # with a gradient of the statistics, and with none of out
+    for of_out in (True, False):
+        both = []
+        for where in (group, Alone()):
+            leaves, (score, learned) = inputs(torch.Generator().manual_seed(7)), scored(part, 7)
+            out, stats = ra.ring_attention(*leaves, group=where, return_stats=True, score=score)
+            both.append(torch.autograd.grad(out.sum() * of_out + stats.lse.sum(), (*leaves, *learned)))
+        assert all(map(torch.equal, *both))
+
+
+def test_modified_scores_are_replayed_behind_a_checkpoint(device):
+    group = Alone()
+    for seed in range(6):
+        q, k, v = inputs(torch.Generator().manual_seed(seed))
+        both = []
+        for where in (group, Alone()):
+            score, learned = scored("all learned", seed)
+            out = checkpoint(ra.ring_attention, q, k, v, group=where, score=score, use_reentrant=False)
+            both.append(torch.autograd.grad(out.sin().sum(), (q, k, v, *learned)))
+        assert all(map(torch.equal, *both))
+
+
+def test_ranks_agree_on_what_happens_to_scores(device):
+    group, options = Silent(0, 2), dict(layout=ra.contiguous(2 * TOKENS, 2), name="layer")
+    for seed in range(4):
+        scored_step("all learned", seed, group, **options)
+    group.records = device.long = 0
+    scored_step("all learned", 5, group, **options)
+    assert (group.records, device.long) == (2, 0)
+    # another rank holds other shards of the same call
+    group.other = lambda record: record[:1] + (TOKENS // 2).to_bytes(8, "little") + record[9:]
+    del options["layout"]
+    for seed in range(4):
+        group.other, other = None, group.other
+        scored_step("all learned", seed, group, **options)
+        group.other = other
+    with pytest.raises(ValueError, match=f"q has {TOKENS} tokens on rank 0, but the default layout"):
+        scored_step("all learned", 5, group, **options)
+
+
+OTHER_SCORES = {
+    "none": ({}, 1),
+    "another softcap": (dict(softcap=4.0, sinks=torch.ones(HEADS)), 1),
+    "no softcap": (dict(sinks=torch.ones(HEADS)), 1),
+    "no sinks": (dict(softcap=3.0), 1),
+    "slopes": (dict(softcap=3.0, sinks=torch.ones(HEADS), alibi=torch.ones(HEADS)), 1),
+    "learned": (dict(softcap=3.0, sinks=torch.ones(HEADS, requires_grad=True)), 1),
+    "dropout": (dict(softcap=3.0, sinks=torch.ones(HEADS), dropout=0.5, seed=3), 1),
+    "a bias": (dict(softcap=3.0, sinks=torch.ones(HEADS), bias=ra.relative_bias(torch.ones(HEADS, 3), ra.buckets([-3, 0]))), 1),
+    "the same": (dict(softcap=3.0, sinks=torch.zeros(HEADS)), 0),
+    "the same in another dtype": (dict(softcap=3.0, sinks=torch.zeros(HEADS, dtype=torch.float64)), 0),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SCORES)
+def test_another_score_goes_the_long_way(name, device):
+    group = Alone()
+    warm(group, score=ra.score(softcap=3.0, sinks=torch.ones(HEADS)))
+    options, long = OTHER_SCORES[name]
+    score = ra.score(**options) if options else None
+    q, k, v = inputs()
+    for _ in range(2 if name in ("dropout", "a bias") else 1):
+        device.long = 0
+        out = ra.ring_attention(q, k, v, group=group, score=score)
+        assert device.long == long
+        assert torch.equal(out, ra.ring_attention(q, k, v, group=Alone(), score=score))
+    for wrong, error in ((ra.score(softcap=3.0, sinks=torch.ones(3)), r"sinks has shape \(3,\)"), ("sinks", "score is 'sinks'")):
+        with pytest.raises(ValueError, match=error):
+            ra.ring_attention(q, k, v, group=group, score=wrong)
+    with pytest.raises(ValueError, match="q is"):
+        ra.ring_attention(q.tolist(), k, v, group=group, score=ra.score(softcap=3.0, sinks=torch.ones(HEADS)))
+
+
 def test_where_calls_come_again_a_new_one_is_ready_after_its_first(device):
     group = Alone()
     warm(group)

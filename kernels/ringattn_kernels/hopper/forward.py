@@ -48,7 +48,7 @@ def launch(
     programs: how many; None is `config.programs` for each multiprocessor.
     """
     counter = work_counter(q.device)
-    score, late = moving_arguments(modifiers, table, softmax_scale, q.shape[0], q.device), caps_late(modifiers)
+    score, late = moving_arguments(modifiers, table, softmax_scale, q.device), caps_late(modifiers)
 
     def make() -> tuple[int, dict]:
         (_, _, h, d), (_, sk, hk, _) = q.shape, v.shape

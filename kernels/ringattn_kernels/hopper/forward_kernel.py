@@ -517,8 +517,8 @@ def attend_rows(
 @gluon.jit(do_not_specialize=["work_count", "batches", "heads", "group", "q_rows", *NOT_SPECIALIZED])
 def hopper_forward_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, counter_ptr, work_count,
-    batches, heads, group, q_rows, scale, into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride,
-    seed_low, seed_high, offset, all_heads, first_head, dropped, kept_share, CHUNKS: gl.constexpr, PANELS: gl.constexpr,
+    batches, heads, group, q_rows, scale, into_cap, per_unit, slopes_ptr, slopes_count, biases_ptr, biases_count, nearest, places_ptr,
+    place_stride, seed_low, seed_high, offset, all_heads, first_head, dropped, kept_share, CHUNKS: gl.constexpr, PANELS: gl.constexpr,
     WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr,
     TURNS: gl.constexpr, PAIRED: gl.constexpr, KEPT: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
     MODIFIED: gl.constexpr, LATE_CAP: gl.constexpr,
@@ -565,7 +565,7 @@ def hopper_forward_kernel(
     result = Result(out_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr)
     queue = DeviceWorkQueue(works_ptr, segments_ptr, work_count)
     score = ScoreSteps(
-        into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high,
+        into_cap, per_unit, slopes_ptr, slopes_count, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high,
         offset, all_heads, first_head, dropped, kept_share, batches, heads,
     )  # fmt: skip
     # constants must stay in the calls' own tuples: a name for a tuple would turn them into run-time values

@@ -207,7 +207,7 @@ def backward(
     d, v_dim = head_dims.chosen_in_one(q.shape[3], v.shape[3])
     turns, counters, drawn = None, None, work_counter(q.device)
     found = gradient_sums(modifier_sums, modifiers, b)
-    score = moving_arguments(modifiers, table, softmax_scale, b, q.device) | found
+    score = moving_arguments(modifiers, table, softmax_scale, q.device) | found
     if ordered:
         step = config_for(d, modifiers).step
         turns = key_turns(table, BLOCK.value, step, sums.device)

@@ -402,8 +402,8 @@ def fused_kernel(
     dk_desc, dv_desc, dk_ptr, dv_ptr, items_ptr, segments_ptr, successors_ptr, counters_ptr, drawn_ptr,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     count, most, item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
-    into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high, offset, all_heads,
-    first_head, dropped, kept_share, slope_sums_ptr, bias_sums_ptr, pace,
+    into_cap, per_unit, slopes_ptr, slopes_count, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high, offset,
+    all_heads, first_head, dropped, kept_share, slope_sums_ptr, bias_sums_ptr, pace,
     sums_ptr, touches_ptr, dq_ptr, stride_dqb, stride_dqs, stride_dqh, q_rows,
     HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr,
     REGISTERS: gl.constexpr, OVERLAP: gl.constexpr, ORDERED: gl.constexpr, OWNED: gl.constexpr, MODIFIED: gl.constexpr,
@@ -463,8 +463,8 @@ def fused_kernel(
     )  # fmt: skip
     turns = DeviceTurns(successors_ptr, counters_ptr)
     score = ScoreSteps(
-        into_cap, per_unit, slopes_ptr, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high, offset, all_heads,
-        first_head, dropped, kept_share, heads // kv_heads, kv_heads * group,
+        into_cap, per_unit, slopes_ptr, slopes_count, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high,
+        offset, all_heads, first_head, dropped, kept_share, heads // kv_heads, kv_heads * group,
     )  # fmt: skip
     score_sums = SumPointers(slope_sums_ptr, bias_sums_ptr)
     own = OwnRows(sums_ptr, touches_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqs, q_rows, padded_rows, softmax_scale)

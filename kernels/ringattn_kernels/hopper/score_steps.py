@@ -24,14 +24,15 @@ _EXPONENT = -2 * LOG2_E.value
 class ScoreSteps(NamedTuple):
     """What is done to scores and weights; each is None if it is not done.
 
-    into_cap: softmax_scale / softcap. slopes_ptr: ALiBi's, (b, h). biases_ptr: (h, biases_count), of the distances from nearest on. Both
-    are times per_unit in the units of scores. places_ptr and place_stride: of `table.TileTable`. From seed_low on: of dropout, see
-    `kept_pairs`; kept_share: 1 - p. batches and heads: of q.
+    into_cap: softmax_scale / softcap. slopes_ptr: ALiBi's, slopes_count of them, (b or 1, h). biases_ptr: (h, biases_count), of the
+    distances from nearest on. Both are times per_unit in the units of scores. places_ptr and place_stride: of `table.TileTable`. From
+    seed_low on: of dropout, see `kept_pairs`; kept_share: 1 - p. batches and heads: of q.
     """
 
     into_cap: gl.tensor
     per_unit: gl.tensor
     slopes_ptr: gl.tensor
+    slopes_count: gl.tensor
     biases_ptr: gl.tensor
     biases_count: gl.tensor
     nearest: gl.tensor
@@ -66,7 +67,7 @@ def load_head(score, head_index):
     high = 0
     index = head_index % (score.batches * score.heads)
     if score.slopes_ptr is not None:
-        slope = gl.load(score.slopes_ptr + index) * score.per_unit
+        slope = gl.load(score.slopes_ptr + index % score.slopes_count) * score.per_unit
     if score.biases_ptr is not None:
         biases_ptr = score.biases_ptr + index % score.heads * score.biases_count
     if score.dropped is not None:

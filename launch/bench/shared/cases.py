@@ -28,7 +28,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class RingCase:
-    """One size: batch 1, bf16 on GPUs and fp32 on CPUs."""
+    """One size: batch 1, bf16 on GPUs and fp32 on CPUs. score: of our own methods."""
 
     tokens: int
     heads: int
@@ -37,6 +37,7 @@ class RingCase:
     device: str
     mask: ra.Mask
     ranks: RankGroup
+    score: ra.ScoreMod | None = None
 
     def layout(self, kind: str = "") -> ra.Layout:
         return make_layout(kind, self.mask, self.tokens, self.ranks.size)

@@ -143,7 +143,7 @@ def ours(word: str, case: RingCase, layout: ra.Layout) -> Contestant:
         raise ValueError(f"method {word!r} is a CUDA graph, but this runs on a CPU")
     word, _, kind = word.removesuffix("+graph").partition("+")
     transport = case.ranks.transports[kind]
-    options = dict(layout=layout, mask=case.mask, schedule=schedule(word), group=transport)
+    options = dict(layout=layout, mask=case.mask, schedule=schedule(word), group=transport, score=case.score)
     return Contestant(layout, lambda leaves: ra.ring_attention(*leaves, **options), transport=transport, graph=graph)
 
 

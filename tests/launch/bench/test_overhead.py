@@ -34,6 +34,8 @@ def test_overhead():
         (["--layers", "0"], "--layers is 0, but must be at least 1"),
         (["--methods", "local"], "method 'local' makes no calls of attention"),
         (["--methods", "rings"], "method 'rings' is not one of"),
+        (["--score", "sink"], "--score is 'sink', but must be one of none, softcap, "),
+        (["--score", "sinks", "--methods", "ring", "ulysses"], "method 'ulysses' is a peer, which modifies no scores"),
     ],
 )
 def test_refusal(options, message, monkeypatch):
@@ -47,13 +49,16 @@ def test_refusal(options, message, monkeypatch):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("how", [[], ["--one-thread"], ["--layers", "2"]], ids=["", "one thread", "layers"])
+@pytest.mark.parametrize(
+    "how", [[], ["--one-thread"], ["--layers", "2"], ["--score", "sinks"]], ids=["", "one thread", "layers", "score"]
+)
 def test_the_time_of_whole_calls_on_all_ranks(how):
-    toy = ["--tokens", "32", "--rounds", "1", "--calls", "1", "--methods", "ring", "ulysses", "--profile"]
+    peers = [] if "--score" in how else ["ulysses"]
+    toy = ["--tokens", "32", "--rounds", "1", "--calls", "1", "--methods", "ring", *peers, "--profile"]
     heading, *lines = overhead("--real", *toy, *how)
     assert "32 tokens on 2 ranks" in heading
     rows = [line.split() for line in lines if line.strip().startswith(("ring ", "ulysses "))]
-    assert [row[0] for row in rows] == ["ring", "ulysses"]
+    assert [row[0] for row in rows] == ["ring", *peers]
     assert all(float(value) > 0 for row in rows for value in row[1:])
     # only the first rank prints its profile
-    assert sum("function calls" in line for line in lines) == 2
+    assert sum("function calls" in line for line in lines) == 1 + len(peers)
