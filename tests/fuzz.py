@@ -3,7 +3,8 @@
     make fuzz SECONDS=600          # prints the seed of a failure, and the smallest call that fails in the same way
     make fuzz SEED=7 SECONDS=1     # the calls of that seed again
 
-Shapes, dtypes, strides, masks, layouts, schedules, groups, which inputs need gradients, and statistics are drawn; some calls are faulty.
+Shapes, dtypes, strides, masks, layouts, schedules, groups, what happens to scores, which inputs need gradients, and statistics are drawn;
+some calls are faulty.
 Ranks are threads. `test_fuzz.py` runs some calls in each run of the tests, some of them over gloo.
 """
 
@@ -34,6 +35,7 @@ from tests.kernels import rounding
 NAMES = ("out", "lse", "dq", "dk", "dv")
 FACTORS = dict(zip(NAMES, (2, None, 3, 3, 3)))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+PARTS = ("softcap", "alibi", "alibi of each batch", "bias", "sinks", "dropout")
 STRIDES = ("contiguous", "heads-first", "last-dim", "slice", "every-other", "same batch", "same heads", "same tokens")
 SETTINGS = settings(
     deadline=None, database=None, print_blob=False, suppress_health_check=list(HealthCheck), phases=(Phase.generate, Phase.shrink)
@@ -81,8 +83,9 @@ class Problem:
     gap: int
     fault: str | None
     odd_rank: int
-
     calls: int  # how often the call is made
+    parts: tuple[str, ...] = ()  # of its score
+    learned: bool = False  # whether tensors of the score need gradients
 
     @property
     def world_size(self) -> int:
@@ -103,6 +106,27 @@ class Problem:
                 dlse[..., self.layout.positions(rank)] = 0
         return [*found, dlse]
 
+    def score(self, dtype: torch.dtype) -> tuple[ra.ScoreMod | None, list[torch.Tensor]]:
+        """What happens to scores, with new tensors of the same numbers in a dtype, and those of them that are learned."""
+        if not self.parts:
+            return None, []
+        b, h = self.shape[:2]
+        generator = torch.Generator().manual_seed(self.numbers + 1)
+        slopes, each, table, sinks = (
+            torch.rand(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(self.learned)
+            for shape in ((h,), (b, h), (h, 4), (h,))
+        )
+        options = {
+            "softcap": dict(softcap=1.5),
+            "alibi": dict(alibi=slopes),
+            "alibi of each batch": dict(alibi=each),
+            "bias": dict(bias=ra.relative_bias(table, ra.buckets([-7, 0, 1]))),
+            "sinks": dict(sinks=sinks),
+            "dropout": dict(dropout=0.3, seed=self.numbers),
+        }
+        found = ra.score(**functools.reduce(dict.__or__, [options[part] for part in self.parts]))
+        return found, [x for x in found.given.values() if x.requires_grad]
+
 
 def other_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.float32 else torch.float32
@@ -118,6 +142,7 @@ FAULTS = {
     "k's dtype": lambda p, q, k, v: ([q, k.to(other_dtype(p.dtype)), v], {}),
     "another mask": lambda p, *qkv: (qkv, {"mask": ra.full() if p.mask == ra.causal() else ra.causal()}),
     "another scale": lambda p, *qkv: (qkv, {"softmax_scale": 0.12}),  # of no head dim
+    "another score": lambda p, *qkv: (qkv, {"score": ra.score(softcap=0.25)}),
     "another schedule": lambda p, *qkv: (qkv, {"schedule": ra.waves(7)}),
     "another batch size": lambda p, *qkv: ([torch.cat([x, x]) for x in qkv], {}),
     "v's heads": lambda p, q, k, v: ([q, k, torch.cat([v, v], 2)], {}),
@@ -154,10 +179,14 @@ def problems(draw, grids: bool = True, longest: int = 300):
     needs = [(False,) * 3] * world_size
     if draw(st.integers(0, 3)):
         needs = draw(st.lists(subset.filter(any), min_size=world_size, max_size=world_size))
+    parts: tuple[str, ...] = ()
+    if not draw(st.integers(0, 2)):
+        parts = tuple(draw(st.lists(st.sampled_from(PARTS), min_size=1, max_size=3, unique=True)))
+    learned = bool(parts) and draw(st.booleans())
     fault = None
     if not draw(st.integers(0, 4)):
         names = [*(FAULTS if world_size > 1 else OWN), *SHARED]
-        fault = draw(st.sampled_from([name for name in names if name != "no gradient" or any(map(any, needs))]))
+        fault = draw(st.sampled_from([name for name in names if name != "no gradient" or (any(map(any, needs)) and not learned)]))
     return Problem(
         numbers=draw(st.integers(0, 2**32)),
         seq_len=seq_len,
@@ -176,22 +205,26 @@ def problems(draw, grids: bool = True, longest: int = 300):
         fault=fault,
         odd_rank=draw(st.integers(0, world_size - 1)),
         calls=draw(st.sampled_from([1, 1, 2])),
+        parts=parts,
+        learned=learned,
     )
 
 
 def run_rank(group, rank: int, p: Problem):
-    """A rank's [out, lse, dq, dk, dv] (None: not asked for), alike in each call; or the message of its ValueError."""
+    """A rank's [out, lse, dq, dk, dv] (None: not asked for), then gradients of the score's tensors, alike in each call; or the message of
+    its ValueError."""
     *whole, dlse = p.tensors()
     own = [strided(ra.shard(x, p.layout, rank), kind) for x, kind in zip(whole, p.strides)]
     dout, dlse = own.pop(), ra.shard(dlse, p.layout, rank, dim=2)
-    options = dict(layout=p.layout, mask=p.mask, schedule=p.schedule, softmax_scale=p.softmax_scale)
+    score, learned = p.score(torch.promote_types(p.dtype, torch.float32))
+    options = dict(layout=p.layout, mask=p.mask, schedule=p.schedule, softmax_scale=p.softmax_scale, score=score)
     leaves = [x.detach().requires_grad_(needed) for x, needed in zip(own, p.needs[rank])]
     if p.fault in SHARED:
         options |= SHARED[p.fault](p)
     elif p.fault is not None and rank == p.odd_rank:
         leaves, changed = FAULTS[p.fault](p, *leaves)
         options |= changed
-    asked = [x for x in leaves if x.requires_grad]
+    asked = [*[x for x in leaves if x.requires_grad], *learned]
     results = []
     try:
         for _ in range(p.calls):
@@ -203,7 +236,7 @@ def run_rank(group, rank: int, p: Problem):
                 outputs = ((out, stats.lse), (dout, dlse)) if used else ((out,), (dout,))
                 gradients = list(torch.autograd.grad(outputs[0], asked, outputs[1]))
             found = [gradients.pop(0) if x.requires_grad else None for x in leaves]
-            results.append([out.detach(), stats.lse.detach() if p.stats else None, *found])
+            results.append([out.detach(), stats.lse.detach() if p.stats else None, *found, *gradients])
     except ValueError as error:
         return str(error)
     for once, again in zip(results[0], results[-1]):
@@ -260,13 +293,24 @@ def check(p: Problem, ranks: list) -> None:
                     of_final_rounding, of_fp32 = distance(z.to(p.dtype).double(), z), 2 * torch.finfo(torch.float32).eps * size(z)
                     limit = FACTORS[name] * max(distance(y, z), floors[name], of_final_rounding, of_fp32)
             assert error <= limit, f"{name} on rank {rank}: error {error:.3g}, allowed {limit:.3g}"
+    # delta meets the rounded output, and distances are up to seq_len
+    of_delta = torch.finfo(p.dtype).eps * size((exact[0].abs() * dout.double().abs()).sum(-1)) * max(1, p.seq_len)
+    for number in range(len(NAMES), len(exact)):
+        # each rank has those of its own queries
+        total, y, z = sum(found[number].double() for found in ranks), same[number].double(), exact[number]
+        limit = 1e-11 * (1 + size(z)) * (1 + p.seq_len)
+        if p.dtype != torch.float64:
+            limit = max(3 * distance(y, z), 3e-5 * (1 + size(z)), of_delta)
+        error = distance(total, z)
+        assert error <= limit, f"gradient {number} of the score: error {error:.3g}, allowed {limit:.3g}"
 
 
 def oracle(p: Problem, kind: torch.dtype, q, k, v, dout, dlse) -> list[torch.Tensor]:
-    """Dense attention's out, lse, dq, dk, dv in a dtype."""
+    """Dense attention's out, lse, dq, dk, dv, and gradients of the score's tensors, in a dtype."""
     leaves = [x.detach().to(kind, copy=True).requires_grad_() for x in (q, k, v)]
-    out, stats = ra.reference.attention(*leaves, mask=p.mask, softmax_scale=p.softmax_scale, return_stats=True)
-    gradients = torch.autograd.grad((out, stats.lse), leaves, (dout.to(kind), dlse.to(stats.lse.dtype)))
+    score, learned = p.score(torch.promote_types(kind, torch.float32))
+    out, stats = ra.reference.attention(*leaves, mask=p.mask, softmax_scale=p.softmax_scale, score=score, return_stats=True)
+    gradients = torch.autograd.grad((out, stats.lse), [*leaves, *learned], (dout.to(kind), dlse.to(stats.lse.dtype)))
     return [out.detach(), stats.lse.detach(), *gradients]
 
 

@@ -81,7 +81,7 @@ def report_of(
     elif mistake == "documents":
         patch.setattr(huggingface_attachment, "documents", lambda **options: ra.causal())
     elif mistake == "sinks":
-        patch.setattr(local, "with_sinks", lambda out, row_max, row_sum, sinks: (out, row_max, row_sum))
+        patch.setattr(blocked, "with_sinks", lambda out, row_max, row_sum, sinks: (out, row_max, row_sum))
     elif mistake == "labels":
         batch = {**batch, "shift_labels": batch["input_ids"]}
         patch.setattr(ra.step_batch, "shard_batch", shifted_within_shards)
@@ -316,7 +316,7 @@ def without_softcap(self, *given, modifiers=ScoreKind.modifiers):
 FAULTS = {
     "softcap": (ScoreKind, "modifiers", without_softcap, None),
     "distances": (blocked._Block, "distance", property(lambda self: self.k_positions - self.q_positions[:, None] + 1), None),
-    "sinks": (local, "with_sinks", lambda out, row_max, row_sum, sinks: (out, row_max, row_sum), None),
+    "sinks": (blocked, "with_sinks", lambda out, row_max, row_sum, sinks: (out, row_max, row_sum), None),
     "pairs": (blocked, "kept", other_offset, None),
     "gradient of slopes": (ModifierSums, "add_distances", lambda self, sums: None, {"score.alibi"}),
     "gradient of sinks": (local, "sinks_gradient", lambda row_max, row_sum, delta, sinks: 2 * sinks, {"score.sinks"}),
@@ -418,7 +418,7 @@ OF_TRANSFORMERS = {
     "gpt2": (blocked, "kept", other_offset),
     "bert": (blocked, "kept", other_offset),
     "gemma2": (ScoreKind, "modifiers", without_softcap),
-    "gpt-oss": (local, "with_sinks", lambda out, row_max, row_sum, sinks: (out, row_max, row_sum)),
+    "gpt-oss": (blocked, "with_sinks", lambda out, row_max, row_sum, sinks: (out, row_max, row_sum)),
     "bloom": (ScoreKind, "modifiers", without_slopes),
     "mpt": (ScoreKind, "modifiers", without_slopes),
     "falcon-alibi": (ScoreKind, "modifiers", without_slopes),

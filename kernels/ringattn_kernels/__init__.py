@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from .queries import Queries
     from .query_sums import QuerySums, ready_queries
     from .recordings import replay
-    from .statistics import delta, sinks_gradient, with_sinks
+    from .sinks import sinks_gradient, with_sinks
+    from .statistics import delta
     from .table import TileTable
 
 __all__ = [
@@ -68,9 +69,9 @@ _MODULES = {
     "ready_queries": "query_sums",
     "replay": "recordings",
     "rounded_pair": "pairs",
-    "sinks_gradient": "statistics",
+    "sinks_gradient": "sinks",
     "take_rows": "pairs",
-    "with_sinks": "statistics",
+    "with_sinks": "sinks",
     "zero_pair": "pairs",
 }
 

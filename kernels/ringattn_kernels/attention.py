@@ -36,6 +36,7 @@ def forward(
     *,
     softmax_scale: float,
     modifiers: Modifiers | None = None,
+    sinks: torch.Tensor | None = None,
     state: State | None = None,
     final: bool = True,
     continued: ContinuedRows | None = None,
@@ -53,7 +54,8 @@ def forward(
     continued: the same for all launches of a pass, of `continued_rows`. Other rows than those that go on are then done with the first
     launch. In the state they are undefined, except for their statistics.
 
-    modifiers: what else is done to scores and weights; those that depend on positions need a table with places.
+    modifiers: what else is done to scores and weights; those that depend on positions need a table with places. sinks: (h,), fp32, one
+    more score a row, for rows that leave as final.
 
     kernels: which kernels to run, instead of the choice of `dispatch.choose_forward`.
     splits: the number of programs that share the keys of the longest query block, instead of the choice of `split_choice.best`.
@@ -69,25 +71,28 @@ def forward(
         if final:
             out = torch.empty(out.shape, device=q.device, dtype=q.dtype) if continued is None else continued.out
     _check_places(modifiers, table)
+    assert sinks is None or (sinks.shape == (h,) and sinks.dtype == torch.float32 and sinks.is_contiguous())
+    counted = sinks if final else None
     part = continued.part if continued is not None and final else None
     on_hopper, config, how = forward_choice(q, k, v, table, softmax_scale, kernels, splits, modifiers, part)
     launch = hopper.forward.launch if on_hopper else plain_forward.launch
     if continued is not None and (state is None or (final and how.most == 1)):
         assert on_hopper and how.most == 1 and modifiers is None and final is (state is not None)
         goes_on = q, k, v, table, out, row_max, row_sum, softmax_scale, state, False, 1, config
-        launch(*goes_on, part=continued.part)
+        launch(*goes_on, part=continued.part, sinks=counted)
         if state is None:
             done = q, k, v, table, continued.out, row_max, row_sum, softmax_scale, None, False, 1, config
-            launch(*done, part=continued.part.others)
+            launch(*done, part=continued.part.others, sinks=sinks)
     elif how.most > 1:
         # the state is merged with the splits' partials
         partial = partials(how, q, v.shape[3])
         launch(q, k, v, table, *partial, softmax_scale, None, True, how.most, config, modifiers=modifiers)
-        merge(how, table, partial, state, out, row_max, row_sum, final)
+        merge(how, table, partial, state, out, row_max, row_sum, final, counted)
     else:
         # a block without a segment must be written too, unless its state stays as it is
         touched_only = state is not None and not final
-        launch(q, k, v, table, out, row_max, row_sum, softmax_scale, state, touched_only, 1, config, modifiers=modifiers)
+        given = q, k, v, table, out, row_max, row_sum, softmax_scale, state, touched_only, 1, config
+        launch(*given, modifiers=modifiers, sinks=counted)
     return out, row_max, row_sum
 
 

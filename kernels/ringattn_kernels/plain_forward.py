@@ -16,6 +16,7 @@ from .launches import launch_once, strides
 from .modifiers import Modifiers
 from .score_arguments import NOT_SPECIALIZED, score_arguments
 from .score_steps import Steps, exponents, kept_share, load_places, stream_of
+from .sinks import with_sink
 from .table import TileTable
 from .units import LOG2_E, to_base2, to_natural
 
@@ -34,6 +35,7 @@ def launch(
     splits: int,
     config: BlockConfig,
     modifiers: Modifiers | None = None,
+    sinks=None,
 ) -> None:
     """Launch the kernel over tensors that `attention.forward` made."""
     arch = architecture(q.device)
@@ -42,7 +44,7 @@ def launch(
     programs = q.shape[0] * q.shape[2] * count
     if programs > 0:
         arguments = forward_arguments(
-            q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, config, arch, modifiers
+            q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, config, arch, modifiers, sinks
         )
         launch_once(forward_kernel, programs, arguments)
 
@@ -62,6 +64,7 @@ def forward_arguments(
     config: BlockConfig,
     arch: str,
     modifiers: Modifiers | None = None,
+    sinks=None,
 ) -> dict:
     """Keyword arguments of one launch of `forward_kernel`."""
     _, sq, h, d = q.shape
@@ -78,6 +81,7 @@ def forward_arguments(
         state_ptr=out if state is None else state[0],
         row_max_ptr=row_max,
         row_sum_ptr=row_sum,
+        sinks_ptr=sinks,
         items_ptr=blocks.items,
         segments_ptr=blocks.segments,
         **strides(q=q, k=k, v=v),
@@ -193,7 +197,7 @@ def attend_pair(
 
 @triton.jit(do_not_specialize=["item_count", "heads", "group", "q_rows", *NOT_SPECIALIZED])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, items_ptr, segments_ptr,
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, sinks_ptr, items_ptr, segments_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     item_count, heads, group, q_rows, scale,
     places_ptr, place_stride, cap, slopes_ptr, slopes_stride, edges_ptr, values_ptr, seed_low, seed_high, offset, all_heads, first_head,
@@ -282,6 +286,8 @@ def forward_kernel(
                     last, scale, HEAD_DIM, V_DIM, BLOCK_D, BLOCK_DV, BLOCK_K, True, SCALE_FIRST, PRECISION,
                 )  # fmt: skip
 
+    if sinks_ptr is not None:
+        acc, row_max, row_sum = with_sink(acc, row_max, row_sum, tl.load(sinks_ptr + head))
     out = acc * tl.where(row_sum > 0, 1.0 / row_sum, 0.0)[:, None]
     row_max, row_sum = to_natural(row_max, row_sum)
     tl.store(row_max_ptr + statistics, row_max, mask=row_mask)

@@ -22,6 +22,7 @@ from . import launches
 from .config import padded
 from .continued import RowPart
 from .launches import strides
+from .sinks import with_sink
 from .split_choice import choice
 from .table import TileTable, on_device
 from .units import to_base2, to_natural
@@ -125,8 +126,12 @@ def merge(
     row_max: torch.Tensor,
     row_sum: torch.Tensor,
     final: bool,
+    sinks: torch.Tensor | None = None,
 ) -> None:
-    """Merge the partials of every query block, and the state if there is one, into out, row_max and row_sum."""
+    """Merge the partials of every query block, and the state if there is one, into out, row_max and row_sum.
+
+    sinks: (h,), which all rows count, if there are any.
+    """
     # a block without a split must be written too, unless its state stays as it is
     count = splits.merged(state is not None and not final)
     if count * out.numel() > 0:
@@ -134,15 +139,17 @@ def merge(
             merge_kernel,
             table,
             (splits, state is None, final),
-            _merged(partial, state, out, row_max, row_sum),
-            functools.partial(merge_arguments, splits, count, partial, state, out, row_max, row_sum),
+            _merged(partial, state, out, row_max, row_sum, sinks),
+            functools.partial(merge_arguments, splits, count, partial, state, out, row_max, row_sum, sinks),
             num_warps=WARPS,
         )
 
 
-def _merged(partial: State, state: State | None, out: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor) -> dict:
-    partials = dict(partial_ptr=partial[0], partial_max_ptr=partial[1], partial_sum_ptr=partial[2])
-    return partials | dict(state_ptr=out if state is None else state[0], out_ptr=out, row_max_ptr=row_max, row_sum_ptr=row_sum)
+def _merged(
+    partial: State, state: State | None, out: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor, sinks: torch.Tensor | None
+) -> dict:
+    given = dict(partial_ptr=partial[0], partial_max_ptr=partial[1], partial_sum_ptr=partial[2], sinks_ptr=sinks)
+    return given | dict(state_ptr=out if state is None else state[0], out_ptr=out, row_max_ptr=row_max, row_sum_ptr=row_sum)
 
 
 def _rows(splits: Splits) -> int:
@@ -157,11 +164,13 @@ def _grid(splits: Splits, count: int, heads: int) -> tuple[int, int]:
     return count * (splits.rows // _rows(splits)), heads
 
 
-def merge_arguments(splits: Splits, count: int, partial: State, state: State | None, out, row_max, row_sum) -> tuple[tuple, dict]:
+def merge_arguments(
+    splits: Splits, count: int, partial: State, state: State | None, out, row_max, row_sum, sinks=None
+) -> tuple[tuple, dict]:
     """The grid and keyword arguments of one launch of `merge_kernel`."""
     b, sq, h, dv = out.shape
     return _grid(splits, count, b * h), dict(
-        **_merged(partial, state, out, row_max, row_sum),
+        **_merged(partial, state, out, row_max, row_sum, sinks),
         blocks_ptr=splits.blocks,
         heads=h,
         q_rows=sq,
@@ -176,7 +185,7 @@ def merge_arguments(splits: Splits, count: int, partial: State, state: State | N
 
 @triton.jit(do_not_specialize=["heads", "q_rows"])
 def merge_kernel(
-    partial_ptr, partial_max_ptr, partial_sum_ptr, state_ptr, out_ptr, row_max_ptr, row_sum_ptr, blocks_ptr, heads, q_rows,
+    partial_ptr, partial_max_ptr, partial_sum_ptr, state_ptr, out_ptr, row_max_ptr, row_sum_ptr, sinks_ptr, blocks_ptr, heads, q_rows,
     V_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
     HAS_STATE: tl.constexpr,
 ):  # fmt: skip
@@ -222,6 +231,8 @@ def merge_kernel(
         row_sum = row_sum * alpha + tl.sum(weight, 0)
         row_max = new_max
 
+    if sinks_ptr is not None:
+        acc, row_max, row_sum = with_sink(acc, row_max, row_sum, tl.load(sinks_ptr + head_index % heads))
     out = acc * tl.where(row_sum > 0, 1.0 / row_sum, 0.0)[:, None]
     row_max, row_sum = to_natural(row_max, row_sum)
     if HAS_STATE:

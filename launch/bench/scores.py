@@ -14,12 +14,15 @@ import torch
 
 import ringattn as ra
 
+from .shared.cases import parse_mask
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="(default: %(default)s)")
     parser.add_argument("--heads", type=int, default=32, help="query heads (default: %(default)s)")
     parser.add_argument("--kv-heads", type=int, default=8, help="K/V heads (default: %(default)s)")
     parser.add_argument("--head-dim", type=int, default=128, help="(default: %(default)s)")
+    parser.add_argument("--mask", default="causal", help="causal, full, window:TOKENS or documents:NUMBER (default: %(default)s)")
     parser.add_argument("--parts", nargs="+", help="some of the parts only, by name (default: all)")
     parser.add_argument("--peers", action="store_true", help="also time torch's FlexAttention and scaled_dot_product_attention")
     parser.add_argument("--rounds", type=int, default=10, help="calls of each (default: %(default)s)")
@@ -31,7 +34,12 @@ def main(arguments: argparse.Namespace) -> None:
     shapes = [(1, arguments.tokens, n, d) for n in (h, arguments.kv_heads, arguments.kv_heads)]
     q, k, v = leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
     dout = torch.randn_like(q)
-    calls = {name: lambda score=score: ra.ring_attention(q, k, v, score=score) for name, score in parts(h, "cuda").items()}
+    mask = parse_mask(arguments.mask, arguments.tokens)
+    if arguments.peers and arguments.mask != "causal":
+        raise ValueError(f"--peers are timed with a causal mask only, but --mask is {arguments.mask!r}")
+    calls = {
+        name: lambda score=score: ra.ring_attention(q, k, v, mask=mask, score=score) for name, score in parts(h, "cuda").items()
+    }
     if arguments.peers:
         calls |= peers(q, k, v)
     first: tuple[float, float] | None = None

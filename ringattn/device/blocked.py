@@ -53,13 +53,14 @@ def forward(
     *,
     softmax_scale: float,
     modifiers: Modifiers | None = None,
+    sinks: torch.Tensor | None = None,
     state: State | None = None,
     final: bool = True,
 ) -> State:
     """Attention of q (b, sq, h, d) over the tiles' pairs with k (b, sk, hk, d) and v (b, sk, hk, d_v).
 
     `state` is (out (b, sq, h, d_v), row_max (b, h, sq), row_sum (b, h, sq)) over other keys; it is updated in place. Returns the
-    state in fp64; with `final`, out is in q's dtype, and the statistics in fp32 (fp64 for fp64 input).
+    state in fp64; with `final`, rows count sinks (h,), out is in q's dtype, and the statistics in fp32 (fp64 for fp64 input).
     """
     b, sq, h, _ = q.shape
     hk, d_v = k.shape[2], v.shape[3]
@@ -89,7 +90,10 @@ def forward(
         part += fresh.permute(0, 3, 1, 2, 4)
         row_max[:, :, block.q] = new_max.flatten(1, 2)
         row_sum[:, :, block.q] = total.flatten(1, 2)
-    return settled((out, row_max, row_sum), q.dtype, acc_dtype) if final else (out, row_max, row_sum)
+    found = out, row_max, row_sum
+    if not final:
+        return found
+    return settled(found if sinks is None else with_sinks(*found, sinks.to(_EXACT)), q.dtype, acc_dtype)
 
 
 def with_sinks(out: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor, sinks: torch.Tensor) -> State:

@@ -75,15 +75,16 @@ def forward(
     final: bool,
     continued: ContinuedRows | None = None,
 ) -> State:
-    """Attention of q over the tiles' pairs, on top of `state`: (out, row_max, row_sum). See `blocked.forward`, and `continued`."""
-    scale, modifiers = score.softmax_scale, score.modifiers
+    """Attention of q over the tiles' pairs, on top of `state`: (out, row_max, row_sum). See `blocked.forward`, and `continued`.
+
+    Rows that leave as final count the score's sinks.
+    """
+    options = dict(softmax_scale=score.softmax_scale, modifiers=score.modifiers, sinks=score.sinks, state=state, final=final)
     if not (q.is_cuda and q.numel()):
-        return blocked.forward(q, k, v, tiles, softmax_scale=scale, modifiers=modifiers, state=state, final=final)
+        return blocked.forward(q, k, v, tiles, **options)
     import ringattn_kernels
 
-    return ringattn_kernels.forward(
-        q, k, v, tiles, softmax_scale=scale, modifiers=modifiers, state=state, final=final, continued=continued
-    )
+    return ringattn_kernels.forward(q, k, v, tiles, **options, continued=continued)
 
 
 def settled(state: State, q: torch.Tensor) -> State:

@@ -58,7 +58,10 @@ def forward(
             case Close():
                 buffers.close(x)
     assert state is not None
-    return state if final else local.settled(state, q)
+    if final:
+        return state
+    state = local.settled(state, q)
+    return state if score.sinks is None else local.with_sinks(*state, score.sinks)
 
 
 def backward(

@@ -54,6 +54,8 @@ def forward(
     out, row_max, row_sum = sums
     out = out.transpose(0, 1)
     row_max, row_sum = (x.permute(1, 2, 0).contiguous() for x in (row_max, row_sum))
+    if score.sinks is not None:
+        out, row_max, row_sum = local.with_sinks(out.contiguous(), row_max, row_sum, score.sinks)
     return out.to(q.dtype) if final else out.contiguous(), row_max, row_sum
 
 

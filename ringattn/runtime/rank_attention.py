@@ -57,11 +57,9 @@ class RankAttention:
 
     def forward(self, score: Score, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, final: bool) -> local.State:
         """out (b, s, h, d_v), row_max and row_sum (b, h, s); with `final`, out in q's dtype."""
-        sinks = score.sinks
         q, k, v = _sorted(q, self.q_order), _sorted(k, self.k_order), _sorted(v, self.k_order)
-        if score.modifiers is not None:
-            score = self._score_here(score, q.shape[2])
         if self.exchange is not None:
+            score = self._score_here(score, q.shape[2])
             copies = self._kv_copies(q, k)
             (q,), (k, v) = self._to_heads((q,), (_repeated(k, copies), _repeated(v, copies)))
         run = query_passes.forward if self.program.queries_move else passes.forward
@@ -69,9 +67,7 @@ class RankAttention:
         if self.exchange is not None:
             out, stats = self.exchange.to_rows(out, _as_rows(row_max, row_sum))
             row_max, row_sum = _as_stats(stats)
-        out = _restored(out, self.q_order)
-        row_max, row_sum = _restored(row_max, self.q_order, dim=2), _restored(row_sum, self.q_order, dim=2)
-        return (out, row_max, row_sum) if sinks is None else local.with_sinks(out, row_max, row_sum, sinks)
+        return _restored(out, self.q_order), _restored(row_max, self.q_order, dim=2), _restored(row_sum, self.q_order, dim=2)
 
     def backward(
         self,
@@ -89,7 +85,7 @@ class RankAttention:
         All are of this rank's rows (on a grid, those of slopes and values: of its heads axis's rows). began: see `passes.backward`.
         """
         heads = queries.q.shape[2]
-        if score.modifiers is not None:
+        if self.exchange is not None:
             score = self._score_here(score, heads)
         sums = local.modifier_sums(score, slopes_too, values_too)
         q, dout = _sorted(queries.q, self.q_order), _sorted(queries.dout, self.q_order)
@@ -236,9 +232,10 @@ class RankAttention:
 
     def _score_here(self, score: Score, heads: int) -> Score:
         """What is done to the scores of the heads that this rank computes."""
-        if score.modifiers is None or self.exchange is None:
-            return score
-        return Score(score.softmax_scale, score.modifiers.of_heads(*self._heads_here(heads)), score.sinks)
+        begin, end = self._heads_here(heads)
+        modifiers = score.modifiers and score.modifiers.of_heads(begin, end)
+        sinks = None if score.sinks is None else score.sinks[begin:end].contiguous()
+        return Score(score.softmax_scale, modifiers, sinks)
 
     def _sums_of_all_heads(self, sums: ModifierSums, heads: int) -> ModifierSums:
         """Sums of the heads that this rank computes, as those of all heads: zeros for the others."""

@@ -268,6 +268,29 @@ def test_sinks():
     torch.testing.assert_close(rk.sinks_gradient(*statistics, delta, sinks).double(), exact, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("launches", "count"), [(2, 1), (1, 3), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((1, 1), (2, 3)))]
+)
+def test_rows_that_leave_count_their_sink_once(launches, count):
+    """Of whole blocks and of splits, with a state or without; rows from 70 on have no live pair."""
+    q, k, v, _ = inputs(2, 150, 300, 3, 1, 16, 24)
+    sinks = torch.tensor([-1.0, 30.0, -torch.inf])
+    tiles = np.array([(0, 70, 0, 300, -200, -40), (66, 70, 0, 300, -300, 300)])
+    tables = [rk.TileTable(tiles[n::launches], 150, 300) for n in range(launches)]
+    state = None
+    for n, table in enumerate(tables):
+        options = dict(state=state, final=n == launches - 1, splits=count)
+        state = rk.forward(q, k, v, table, softmax_scale=0.3, sinks=sinks, **options)
+    whole = rk.TileTable(tiles, 150, 300)
+    wanted = blocked.forward(q.double(), k.double(), v.double(), whole, softmax_scale=0.3, sinks=sinks)
+    for x, y in zip(state, wanted):
+        torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=2e-6)
+    out, row_max, row_sum = state
+    assert not out[:, 70:].any()
+    torch.testing.assert_close(row_max[:, :, 70:], sinks[:, None].expand(2, 3, 80))
+    torch.testing.assert_close(row_sum[:, :, 70:], torch.tensor([1.0, 1.0, 0.0])[:, None].expand(2, 3, 80))
+
+
 @pytest.mark.parametrize("counts", [(300, 64), (1, 65), (0, 130)])
 def test_pairs_are_added_and_rounded_in_one_launch(counts):
     generator = torch.Generator().manual_seed(0)

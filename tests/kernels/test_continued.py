@@ -155,11 +155,13 @@ def test_done_rows_are_those_of_a_lone_launch_and_others_keep_their_bits(heads, 
     tables = [rk.TileTable(np.array(table), rows, k.shape[1]) for table, k in zip(tiles, keys)]
     later = np.concatenate([table.tiles[:, :2] for table in tables[1:]])
 
+    sinks = torch.randn(heads[0], generator=generator, device="cuda")
+
     def attend(given):
         state = None
         for number, (table, k, v) in enumerate(zip(tables, keys, values)):
             last = number == 2
-            options = dict(state=state, final=last, continued=given, splits=splits_of_last if last else 1)
+            options = dict(state=state, final=last, continued=given, splits=splits_of_last if last else 1, sinks=sinks)
             state = rk.forward(q, k, v, table, softmax_scale=scale, **options)
         return state
 
@@ -167,7 +169,7 @@ def test_done_rows_are_those_of_a_lone_launch_and_others_keep_their_bits(heads, 
     part = continued_part(later, q, values[0])
     nan = torch.full_like(q, float("nan"))
     found = attend(rk.ContinuedRows(part, nan))
-    alone = rk.forward(q, keys[0], values[0], tables[0], softmax_scale=scale, splits=1)
+    alone = rk.forward(q, keys[0], values[0], tables[0], softmax_scale=scale, splits=1, sinks=sinks)
     held = torch.from_numpy(rows_of(part, rows)).cuda()
     assert 0 < held.sum() < rows
     for x, y, z, dim in zip(found, wanted, alone, (1, 2, 2)):

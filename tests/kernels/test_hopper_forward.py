@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ringattn_kernels as rk
+from ringattn.device import blocked
 from ringattn_kernels import hopper
 from ringattn_kernels.dispatch import Kernels, choose_forward
 from ringattn_kernels.hopper import forward_config
@@ -94,6 +95,30 @@ def test_the_compiler_keeps_products_asynchronous_and_registers_unspilled(d, dv,
     by_copy = final and (how.q_stages > 1 or how.out_room)
     assert sass.count("UTMASTG") == (how.warpgroups * (2 if how.out_room else 1) if by_copy else 0)
     assert sass.count("STG.E.128") == (how.warpgroups * dv // 16 if final and dv <= 128 and not by_copy else 0)
+
+
+def sunk_forms():
+    """Three warpgroups at head dim 64; all others are thorough."""
+    for at, ((d, dv, how), has_state) in enumerate(itertools.product(LAUNCHES, (False, True))):
+        name = f"{d}-{dv}-{how.block} rows{' from state' if has_state else ''}"
+        yield pytest.param(d, dv, how, has_state, id=name, marks=pytest.mark.thorough if at else ())
+
+
+@pytest.mark.parametrize(("d", "dv", "how", "has_state"), list(sunk_forms()))
+def test_sinks_leave_the_loop_as_it_is(d, dv, how, has_state, tmp_path):
+    q, k, v = (torch.empty(1, 256, heads, dim, dtype=torch.bfloat16) for heads, dim in ((4, d), (2, d), (2, dv)))
+    out, rows = torch.empty(1, 256, 4, dv, dtype=torch.bfloat16), torch.empty(1, 4, 256)
+    queue, counter = WorkQueue(*torch.empty(2, 6, dtype=torch.int32)), torch.empty(1, dtype=torch.int32)
+    loops = []
+    for sinks in (None, torch.empty(4)):
+        state = (out.float(), rows, rows) if has_state else None
+        arguments = hopper.forward.kernel_arguments(q, k, v, out, rows, rows, queue, counter, 0.1, state, how, sinks)
+        compiled = compile_for_hopper(hopper_forward_kernel, arguments, tmp_path, maxnreg=how.maxnreg)
+        assert not compiled.warnings
+        # three warpgroups at 128 have no register to spare: what spills is for a work, not for a step
+        assert compiled.spills <= SPILLS.get(RELEASE, 48 if sinks is not None and (d, how.block) == (128, 192) else 0)
+        loops.append([len(re.findall(name, compiled.sass)) for name in ("HGMMA", "WARPGROUP.DEPBAR", "VOTE.ANY")])
+    assert loops[0] == loops[1]
 
 
 def test_head_dims_from_65_to_96_are_multiplied_as_96_where_both_are():
@@ -369,6 +394,32 @@ def test_random_tables_against_dense_attention(d, dv, how):
         assert (out.double() - exact.out).norm() <= 2 * (same.out.double() - exact.out).norm() + 1e-6 * exact.out.norm(), case
         torch.testing.assert_close(row_max.double(), exact.row_max, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(row_sum.double(), exact.row_sum, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("kernels", [Kernels.HOPPER, Kernels.PLAIN], ids=str)
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_sinks_against_plain_torch_on_the_cpu(d, dv, kernels):
+    """One launch or two, whole blocks or splits; heads whose sink is far above all scores, far below, or none; rows without a pair."""
+    generator = np.random.default_rng(d)
+    sinks = torch.tensor([0.3, 40.0, -60.0, -torch.inf, 4.0, -2.0])
+    for case in range(16):
+        torch.manual_seed(case)
+        dtype, (sq, sk) = (torch.bfloat16, torch.float16)[case % 2], (int(n) for n in generator.integers(1, 700, 2))
+        whole = np.array(dense.random_tiles(generator, sq, sk), dtype=np.int64).reshape(-1, 6)
+        q, k, v = (torch.randn(2, n, heads, dim).to(dtype) for n, heads, dim in ((sq, 6, d), (sk, 2, d), (sk, 2, dv)))
+        state, parts = None, [whole] if case % 4 == 0 else [whole[::2], whole[1::2]]
+        for n, part in enumerate(parts):
+            options = dict(state=state, final=n == len(parts) - 1, splits=(1, 3)[case // 2 % 2], kernels=kernels)
+            given = [x.cuda() for x in (q, k, v)]
+            state = rk.forward(*given, rk.TileTable(part, sq, sk), softmax_scale=d**-0.5, sinks=sinks.cuda(), **options)
+        exact = [x.double() for x in (q, k, v)]
+        wanted = blocked.forward(*exact, rk.TileTable(whole, sq, sk), softmax_scale=d**-0.5, sinks=sinks)
+        out, row_max, row_sum = (x.cpu().double() for x in state)
+        assert (out - wanted[0]).norm() <= 5e-3 * wanted[0].norm(), case
+        torch.testing.assert_close(row_max, wanted[1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(row_sum, wanted[2], rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.gpu

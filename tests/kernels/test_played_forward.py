@@ -90,7 +90,7 @@ def play(
     queue = forward_kernel.DeviceWorkQueue(Pointer(works), Pointer(segments), len(works))
     by_copy = (how.q_stages > 1 or how.out_room) and not state
     width, panels = dv // 2 if how.out_room else dv, 2 if d == 96 else 1
-    result = forward_kernel.Result(Descriptor("out", (1, ROWS, 1, width)) if by_copy else None, *[NOTHING] * 4)
+    result = forward_kernel.Result(Descriptor("out", (1, ROWS, 1, width)) if by_copy else None, *[NOTHING] * 4, None)
     ways = dict(V_DIM=dv, HAS_STATE=state, TURNS=how.turns, PAIRED=how.paired, PANELS=panels)
     ways |= dict(KEPT=how.kept, AHEAD=how.ahead, MODIFIED=False, LATE_CAP=False)
     for program in range(programs):

@@ -41,9 +41,9 @@ def obstacle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: f
 
 def launch(
     q, k, v, table: TileTable, out, row_max, row_sum, softmax_scale: float, state, touched_only: bool, splits: int, config: ForwardConfig,
-    programs: int | None = None, modifiers: Modifiers | None = None, part: RowPart | None = None,
+    programs: int | None = None, modifiers: Modifiers | None = None, part: RowPart | None = None, sinks: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launch the kernel over tensors that `attention.forward` made. part: of the rows.
+    """Launch the kernel over tensors that `attention.forward` made. part: of the rows. sinks: (h,), which all rows count.
 
     programs: how many; None is `config.programs` for each multiprocessor.
     """
@@ -55,7 +55,7 @@ def launch(
         assert q.dtype == k.dtype == v.dtype and q.stride(3) == k.stride(3) == v.stride(3) == 1
         assert (q.shape[1], k.shape[1], sk) == (table.q_rows, table.k_rows, table.k_rows) and h % hk == 0 and k.shape[2:] == (hk, d)
         queue = work_queue(q, k, v, table, config, splits, touched_only, modifiers, part)
-        arguments = kernel_arguments(q, k, v, out, row_max, row_sum, queue, counter, softmax_scale, state, config)
+        arguments = kernel_arguments(q, k, v, out, row_max, row_sum, queue, counter, softmax_scale, state, config, sinks)
         arguments |= fixed_arguments(modifiers, table, queue.places) | score | dict(LATE_CAP=late)
         return min(programs or config.programs * multiprocessors(q.device), len(queue.works)), arguments
 
@@ -67,6 +67,7 @@ def launch(
         state_ptr=out if state is None else state[0],
         row_max_ptr=row_max,
         row_sum_ptr=row_sum,
+        sinks_ptr=sinks,
         counter_ptr=counter,
         **score,
     )
@@ -97,7 +98,7 @@ def work_queue(
 
 
 def kernel_arguments(
-    q, k, v, out, row_max, row_sum, queue: WorkQueue, counter, softmax_scale: float, state, config: ForwardConfig
+    q, k, v, out, row_max, row_sum, queue: WorkQueue, counter, softmax_scale: float, state, config: ForwardConfig, sinks=None
 ) -> dict:
     """Keyword arguments of one launch of `hopper_forward_kernel` that modifies no scores."""
     return dict(
@@ -109,6 +110,7 @@ def kernel_arguments(
         state_ptr=out if state is None else state[0],
         row_max_ptr=row_max,
         row_sum_ptr=row_sum,
+        sinks_ptr=sinks,
         works_ptr=queue.works,
         segments_ptr=queue.segments,
         counter_ptr=counter,

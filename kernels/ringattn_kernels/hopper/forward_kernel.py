@@ -17,12 +17,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from ..score_arguments import NOT_SPECIALIZED
-from ..units import to_base2, to_natural
+from ..units import LOG2_E, to_base2, to_natural
 from .barriers import named_barrier
 from .fences import hide_uniform, pin
 from .forward_output import copy_out, load_state, store_out
 from .forward_softcap import capped_softmax_step
-from .forward_softmax import LOWEST, as_column, divided, mask_edge, rescale, scaled, softmax_step, softmax_step_ahead, unpack
+from .forward_softmax import (
+    LOWEST,
+    as_column,
+    divided,
+    mask_edge,
+    rescale,
+    scaled,
+    softmax_step,
+    softmax_step_ahead,
+    unpack,
+    with_sink,
+)
 from .kept_pairs import drop_drawn
 from .language import async_load, barrier, reinterpret, wait_for_products
 from .panels import part_panels, split_columns, start_each, start_sum, zero_block, zeros
@@ -61,13 +72,17 @@ class ForwardBarriers(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Where the kernel writes out and the statistics, and where it reads a state. out_desc: of out, where the copy engine stores it."""
+    """Where the kernel writes out and the statistics, and where it reads a state, and sinks (h,), if they are counted.
+
+    out_desc: of out, where the copy engine stores it.
+    """
 
     out_desc: gl.tensor
     out_ptr: gl.tensor
     state_ptr: gl.tensor
     row_max_ptr: gl.tensor
     row_sum_ptr: gl.tensor
+    sinks_ptr: gl.tensor
 
 
 class DeviceWorkQueue(NamedTuple):
@@ -475,6 +490,11 @@ def attend_rows(
             mbarrier.wait(barriers.q_full.index(q_place), (taken // Q_STAGES) & 1)
         total = gl.convert_layout(gl.sum(row_sum, axis=1), SCORE_ROWS, assert_trivial=True)
         divisor = total
+        sink = 0.0
+        if result.sinks_ptr is not None:
+            sink = gl.load(result.sinks_ptr + head_index % heads) * LOG2_E
+            # a row without a live pair stays 0
+            divisor = gl.where(total == 0, 0.0, total + gl.exp2(sink - pivot))
         if DROPPED:
             divisor *= score.kept_share
         out = [divided(x, divisor, result.out_ptr.dtype.element_ty) for x in acc]
@@ -498,6 +518,8 @@ def attend_rows(
             for panel in gl.static_range(PANELS):
                 store_out(result.out_ptr, out[panel], first_row, head_index, heads, q_rows, V_DIM, panel)
         total = gl.where(total == 0, 0.0, total * gl.exp2(pivot - row_max))
+        if result.sinks_ptr is not None:
+            row_max, total = with_sink(row_max, total, sink)
         row_max, total = to_natural(row_max, total)
         rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
         statistics = head_index.to(gl.int64) * q_rows + rows
@@ -516,12 +538,12 @@ def attend_rows(
 
 @gluon.jit(do_not_specialize=["work_count", "batches", "heads", "group", "q_rows", *NOT_SPECIALIZED])
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, works_ptr, segments_ptr, counter_ptr, work_count,
-    batches, heads, group, q_rows, scale, into_cap, per_unit, slopes_ptr, slopes_count, biases_ptr, biases_count, nearest, places_ptr,
-    place_stride, seed_low, seed_high, offset, all_heads, first_head, dropped, kept_share, CHUNKS: gl.constexpr, PANELS: gl.constexpr,
-    WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr,
-    TURNS: gl.constexpr, PAIRED: gl.constexpr, KEPT: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr,
-    MODIFIED: gl.constexpr, LATE_CAP: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, sinks_ptr, works_ptr, segments_ptr, counter_ptr,
+    work_count, batches, heads, group, q_rows, scale, into_cap, per_unit, slopes_ptr, slopes_count, biases_ptr, biases_count, nearest,
+    places_ptr, place_stride, seed_low, seed_high, offset, all_heads, first_head, dropped, kept_share,
+    CHUNKS: gl.constexpr, PANELS: gl.constexpr, WARPGROUPS: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, V_DIM: gl.constexpr, HAS_STATE: gl.constexpr, TURNS: gl.constexpr, PAIRED: gl.constexpr, KEPT: gl.constexpr,
+    AHEAD: gl.constexpr, REGISTERS: gl.constexpr, MODIFIED: gl.constexpr, LATE_CAP: gl.constexpr,
 ):  # fmt: skip
     """out, row_max, row_sum of the works of one program; see the module."""
     gl.static_assert(KEPT == 0 or (CHUNKS == 1 and PANELS == 1), "columns are kept of a single block")
@@ -562,7 +584,7 @@ def hopper_forward_kernel(
     blocks = Blocks(q_smem, k_smem, v_smem, work_smem, out_smem)
     matrices = Blocks(q_matrices, k_matrices, v_matrices, work_smem, out_smem)
     barriers = ForwardBarriers(q_full, q_empty, k_full, v_full, kv_empty)
-    result = Result(out_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr)
+    result = Result(out_desc, out_ptr, state_ptr, row_max_ptr, row_sum_ptr, sinks_ptr)
     queue = DeviceWorkQueue(works_ptr, segments_ptr, work_count)
     score = ScoreSteps(
         into_cap, per_unit, slopes_ptr, slopes_count, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high,
