@@ -119,6 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     ready.add_argument("--v-head-dim", type=int, help="of v (default: the same)")
     ready.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    ready.add_argument("--softcap", type=float, help="of the scores (Gemma 2)")
+    ready.add_argument("--alibi", action="store_true", help="with the slopes of ALiBi")
+    ready.add_argument("--sinks", action="store_true", help="with learned sinks (GPT-OSS)")
     ready.add_argument(
         "--recurrent",
         nargs="+",
@@ -214,7 +217,8 @@ def _warm(given: argparse.Namespace) -> None:
             f"fla's kernels of {', '.join(given.recurrent)} in {given.dtype} are compiled, {compiled:.1f} s, and tuned, {tuned:.1f} s"
         )
     if dims:
-        seconds = warm(dims, v_head_dim=given.v_head_dim, dtype=dtype)
+        score = dict(softcap=given.softcap, alibi=given.alibi, sinks=given.sinks)
+        seconds = warm(dims, v_head_dim=given.v_head_dim, dtype=dtype, **score)
         print(f"kernels of head dim {', '.join(map(str, dims))} in {given.dtype} are compiled: {seconds:.1f} s")
 
 

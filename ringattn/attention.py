@@ -145,7 +145,7 @@ def ring_attention(
         return (results[0], Stats(*results[1:])) if return_stats else results[0]
     context = get_context(group)
     mask = _DEFAULT_MASK if mask is None else mask
-    kind = None if score is None or not isinstance(score, ScoreMod) else score.kind
+    kind = score.kind if isinstance(score, ScoreMod) else None
     options = layout, mask, schedule, softmax_scale, kind
     alike = kv_layout is None and q_offset is _FIRST and (score is None or (kind is not None and kind.replayed))
     if alike and (return_stats is True or return_stats is False):

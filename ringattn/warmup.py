@@ -16,6 +16,7 @@ from . import check
 from .attention import ring_attention
 from .geometry.layout import zigzag
 from .schedule.schedules import Schedule, gather, ring
+from .scores import ScoreMod, score
 from .transport import Alone, SilentTransport, Transport
 
 # (batch size, tokens, query heads, K/V heads): programs that share blocks, programs for which there is just enough to do, much to do for
@@ -25,12 +26,20 @@ _RANKS = (3, 4)  # of rings with a first, a middle and a last launch, and with g
 
 
 def warm(
-    head_dims: Iterable[int] = (128,), *, v_head_dim: int | None = None, dtype: torch.dtype = torch.bfloat16, device: str = "cuda"
+    head_dims: Iterable[int] = (128,),
+    *,
+    v_head_dim: int | None = None,
+    softcap: float | None = None,
+    alibi: bool = False,
+    sinks: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
 ) -> float:
     """Call attention once in each of the ways in which kernels differ: alone and in rings, short and long, in either order of sums.
 
     Args:
         head_dims: of q and k. v_head_dim: of v, by default the same.
+        softcap, alibi, sinks: what calls will do to scores, as in `score`; slopes that need no gradient, and sinks that do.
         dtype: of q, k and v.
         device: a GPU of the kind that will run them.
 
@@ -42,6 +51,10 @@ def warm(
     dims = [check.integer("head_dims", each, least=1, most=check.MAX_HEAD_DIM) for each in dims]
     if v_head_dim is not None:
         v_head_dim = check.integer("v_head_dim", v_head_dim, least=1, most=check.MAX_HEAD_DIM)
+    if softcap is not None:
+        score(softcap=softcap)
+    for name, value in (("alibi", alibi), ("sinks", sinks)):
+        check.flag(name, value)
     check.instance("dtype", dtype, torch.dtype, "pass torch.bfloat16 and the like")
     on_gpu = device != "cpu"
     if on_gpu and not (isinstance(device, str) and device.partition(":")[0] == "cuda"):
@@ -56,9 +69,15 @@ def warm(
                 torch.use_deterministic_algorithms(ordered, warn_only=True)
                 for batch, tokens, heads, kv_heads in _SHAPES:
                     heads_and_dims = (heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim or head_dim)
-                    _attend(Alone(), None, (batch, tokens), heads_and_dims, dtype, device)
+                    modified = None
+                    if softcap is not None or alibi or sinks:
+                        slopes = torch.zeros(heads, device=device) if alibi else None
+                        sunk = torch.zeros(heads, device=device, requires_grad=True) if sinks else None
+                        modified = score(softcap=softcap, alibi=slopes, sinks=sunk)
+                    options = (batch, tokens), heads_and_dims, modified, dtype, device
+                    _attend(Alone(), None, *options)
                     for ranks, schedule in itertools.product(_RANKS, (ring(), gather())):
-                        _attend(SilentTransport(0, ranks), schedule, (batch, tokens), heads_and_dims, dtype, device)
+                        _attend(SilentTransport(0, ranks), schedule, *options)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     if on_gpu:
@@ -68,11 +87,11 @@ def warm(
 
 def _attend(
     group: Transport, schedule: Schedule | None, sequences: tuple[int, int], heads_and_dims: Iterable[tuple[int, int]],
-    dtype: torch.dtype, device: str,
+    modified: ScoreMod | None, dtype: torch.dtype, device: str,
 ) -> None:  # fmt: skip
     """One forward and one backward of a rank. sequences: batch size, and tokens of all ranks. heads_and_dims: of q, k and v."""
     batch, tokens = sequences
     layout = zigzag(tokens, group.size)
     shapes = ((batch, layout.lengths[group.rank], *each) for each in heads_and_dims)
     q, k, v = (torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
-    ring_attention(q, k, v, layout=layout, schedule=schedule, group=group).sum().backward()
+    ring_attention(q, k, v, layout=layout, schedule=schedule, group=group, score=modified).sum().backward()

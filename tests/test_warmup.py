@@ -44,8 +44,39 @@ def test_each_call_is_made_alone_and_in_rings(monkeypatch):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.parametrize("head_dim", [128, *(pytest.param(d, marks=pytest.mark.thorough) for d in (64, 96, 192, 256))])
-def test_later_calls_need_no_kernel_that_was_not_compiled(head_dim, monkeypatch):
+def test_scores_are_modified_as_calls_will_do(monkeypatch):
+    monkeypatch.setattr(warmup, "_SHAPES", ((2, 24, 2, 1),))
+    made, given = [], []
+    real = warmup.ring_attention
+    monkeypatch.setattr(
+        warmup, "ring_attention", lambda *a, score, **options: made.append(score) or real(*a, score=score, **options)
+    )
+    ra.warm([8], softcap=3.0, alibi=True, sinks=True, dtype=torch.float32, device="cpu")
+    assert {repr(score.kind) for score in made} == {"score(softcap=3.0, alibi, sinks)"}
+    assert all(score.sinks.requires_grad and not score.alibi.requires_grad for score in made)
+    for options, error in ((dict(softcap=0), "softcap is 0"), (dict(sinks=1), "sinks is 1")):
+        with pytest.raises(ValueError, match=error):
+            ra.warm([8], **options, device="cpu")
+    monkeypatch.setattr(__main__, "warm", lambda dims, **options: given.append((dims, options)) or 0.0)
+    __main__.main(["warm", "--head-dim", "64", "--sinks", "--softcap", "50"])
+    (dims, options), wanted = given[0], dict(softcap=50.0, alibi=False, sinks=True)
+    assert dims == [64] and wanted.items() <= options.items()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "parts"),
+    [
+        (128, ()),
+        *(pytest.param(d, (), marks=pytest.mark.thorough) for d in (64, 96, 192, 256)),
+        pytest.param(64, ("sinks",)),
+        *(
+            pytest.param(128, parts, marks=pytest.mark.thorough)
+            for parts in (("softcap",), ("alibi",), ("softcap", "alibi", "sinks"))
+        ),
+    ],
+    ids=str,
+)
+def test_later_calls_need_no_kernel_that_was_not_compiled(head_dim, parts, monkeypatch):
     forms = launched_forms(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(local, "replayed", lambda found, facts, inputs, work: work(*inputs))
@@ -54,15 +85,18 @@ def test_later_calls_need_no_kernel_that_was_not_compiled(head_dim, monkeypatch)
     # no number matters: memory that nobody fills takes no time
     monkeypatch.setattr(torch, "zeros", torch.empty)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    ra.warm([head_dim], device="cpu")
+    ra.warm([head_dim], device="cpu", **{part: 50.0 if part == "softcap" else True for part in parts})
     compiled = set(forms)
     for (batch, tokens, heads, kv_heads), ranks in itertools.product(SHAPES, (1, 2, 8)):
         shapes = [(batch, tokens // ranks, h, head_dim) for h in (heads, kv_heads, kv_heads)]
         q, k, v = (torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
+        tensors = dict(alibi=torch.empty(heads), sinks=torch.empty(heads, requires_grad=True))
+        found = {part: 50.0 if part == "softcap" else tensors[part] for part in parts}
         for mask in (ra.causal(), ra.full()):
             group = SilentTransport(ranks // 2, ranks) if ranks > 1 else None
-            out = ra.ring_attention(q, k, v, mask=mask, layout=ra.zigzag(tokens, ranks), group=group)
-            torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+            options = dict(mask=mask, layout=ra.zigzag(tokens, ranks), group=group, score=ra.score(**found) if found else None)
+            out = ra.ring_attention(q, k, v, **options)
+            out.backward(torch.empty_like(out))
     assert {form[0] for form in compiled} >= {"hopper_forward_kernel", "merge_kernel", "pair_kernel", "row_kernel"}
     assert forms == compiled, {form[0] for form in forms - compiled}
 

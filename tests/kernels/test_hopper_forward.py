@@ -105,7 +105,7 @@ def sunk_forms():
 
 
 @pytest.mark.parametrize(("d", "dv", "how", "has_state"), list(sunk_forms()))
-def test_sinks_leave_the_loop_as_it_is(d, dv, how, has_state, tmp_path):
+def test_the_compiler_leaves_the_loop_as_it_is_with_sinks(d, dv, how, has_state, tmp_path):
     q, k, v = (torch.empty(1, 256, heads, dim, dtype=torch.bfloat16) for heads, dim in ((4, d), (2, d), (2, dv)))
     out, rows = torch.empty(1, 256, 4, dv, dtype=torch.bfloat16), torch.empty(1, 4, 256)
     queue, counter = WorkQueue(*torch.empty(2, 6, dtype=torch.int32)), torch.empty(1, dtype=torch.int32)
