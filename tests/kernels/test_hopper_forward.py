@@ -23,6 +23,8 @@ from tests.kernels.test_hopper_backward import RELEASE, compile_for_hopper
 
 # bytes that a thread spills at most under later versions of Triton
 SPILLS = {(3, 7): 24, (3, 8): 48, (3, 9): 112}
+# the same with sinks, of three warpgroups at 128 that begin without a state
+SPILLS_OF_SINKS = {(3, 6): 48, (3, 7): 24, (3, 8): 76, (3, 9): 308}
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
 LAUNCHES = [(*dims, how) for dims, found in forward_config.CONFIGS.items() for how in found]
 NAMES = [f"{d}-{dv}-{how.programs} of {how.block} rows" for d, dv, how in LAUNCHES]
@@ -114,8 +116,9 @@ def test_the_compiler_leaves_the_loop_as_it_is_with_sinks(d, dv, how, has_state,
     arguments = hopper.forward.kernel_arguments(q, k, v, out, rows, rows, queue, counter, 0.1, state, how, torch.empty(4))
     compiled = compile_for_hopper(hopper_forward_kernel, arguments, tmp_path, maxnreg=how.maxnreg)
     assert not compiled.warnings
-    # three warpgroups at 128 have no register to spare: what spills is for a work, not for a step
-    assert compiled.spills <= SPILLS.get(RELEASE, 48 if (d, how.block) == (128, 192) else 0)
+    # three warpgroups at 128 have no register to spare; under 3.6 what spills is for a work, not for a step
+    tight = (d, how.block) == (128, 192) and not has_state
+    assert compiled.spills <= (SPILLS_OF_SINKS if tight else SPILLS).get(RELEASE, 0)
     panels = forward_config.panels(d, dv)
     assert compiled.sass.count("HGMMA") == how.warpgroups * (3 * d // 16 + 2 * panels * how.step // 16)
     assert compiled.sass.count("VOTE.ANY") == how.warpgroups * (panels + how.ahead)
