@@ -287,7 +287,8 @@ def forward_kernel(
                 )  # fmt: skip
 
     if sinks_ptr is not None:
-        acc, row_max, row_sum = with_sink(acc, row_max, row_sum, tl.load(sinks_ptr + head))
+        row_max, row_sum, alpha = with_sink(row_max, row_sum, tl.load(sinks_ptr + head) * LOG2_E)
+        acc *= alpha[:, None]
     out = acc * tl.where(row_sum > 0, 1.0 / row_sum, 0.0)[:, None]
     row_max, row_sum = to_natural(row_max, row_sum)
     tl.store(row_max_ptr + statistics, row_max, mask=row_mask)

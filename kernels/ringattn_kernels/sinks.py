@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def with_sink(acc, row_max, row_sum, sink):
-    """(acc, row_max, row_sum) of rows that count a sink too; acc and row_sum are relative to 2**row_max."""
-    top = tl.maximum(row_max, sink * LOG2_E)
+def with_sink(row_max, row_sum, sink):
+    """(row_max, row_sum, alpha) of rows that count a sink too, in units of base 2; alpha takes other sums to the new row_max."""
+    top = tl.maximum(row_max, sink)
     # a row with neither a live pair nor a sink has -inf: avoid inf - inf
     pivot = tl.where(top == float("-inf"), 0.0, top)
     alpha = tl.math.exp2(row_max - pivot)
-    return acc * alpha[:, None], top, row_sum * alpha + tl.math.exp2(sink * LOG2_E - pivot)
+    return top, tl.where(row_sum == 0, 0.0, row_sum * alpha) + tl.math.exp2(sink - pivot), alpha
 
 
 def with_sinks(out: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor, sinks: torch.Tensor) -> State:

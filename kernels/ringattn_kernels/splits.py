@@ -25,7 +25,7 @@ from .launches import strides
 from .sinks import with_sink
 from .split_choice import choice
 from .table import TileTable, on_device
-from .units import to_base2, to_natural
+from .units import LOG2_E, to_base2, to_natural
 
 ROWS, TOGETHER, WARPS = 2, 4, 1  # a program that merges: its rows, the partials that it reads at a time, its warps
 
@@ -232,7 +232,8 @@ def merge_kernel(
         row_max = new_max
 
     if sinks_ptr is not None:
-        acc, row_max, row_sum = with_sink(acc, row_max, row_sum, tl.load(sinks_ptr + head_index % heads))
+        row_max, row_sum, alpha = with_sink(row_max, row_sum, tl.load(sinks_ptr + head_index % heads) * LOG2_E)
+        acc *= alpha[:, None]
     out = acc * tl.where(row_sum > 0, 1.0 / row_sum, 0.0)[:, None]
     row_max, row_sum = to_natural(row_max, row_sum)
     if HAS_STATE:

@@ -225,8 +225,7 @@ class RankAttention:
 
     def _heads_here(self, heads: int) -> tuple[int, int]:
         """The first query head that this rank computes, and one past the last."""
-        if self.exchange is None:
-            return 0, heads
+        assert self.exchange is not None
         here = heads // self.exchange.transport.size
         return self.exchange.transport.rank * here, (self.exchange.transport.rank + 1) * here
 

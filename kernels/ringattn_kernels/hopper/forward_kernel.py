@@ -17,23 +17,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from ..score_arguments import NOT_SPECIALIZED
+from ..sinks import with_sink
 from ..units import LOG2_E, to_base2, to_natural
 from .barriers import named_barrier
 from .fences import hide_uniform, pin
 from .forward_output import copy_out, load_state, store_out
 from .forward_softcap import capped_softmax_step
-from .forward_softmax import (
-    LOWEST,
-    as_column,
-    divided,
-    mask_edge,
-    rescale,
-    scaled,
-    softmax_step,
-    softmax_step_ahead,
-    unpack,
-    with_sink,
-)
+from .forward_softmax import LOWEST, as_column, divided, mask_edge, rescale, scaled, softmax_step, softmax_step_ahead, unpack
 from .kept_pairs import drop_drawn
 from .language import async_load, barrier, reinterpret, wait_for_products
 from .panels import part_panels, split_columns, start_each, start_sum, zero_block, zeros
@@ -519,7 +509,7 @@ def attend_rows(
                 store_out(result.out_ptr, out[panel], first_row, head_index, heads, q_rows, V_DIM, panel)
         total = gl.where(total == 0, 0.0, total * gl.exp2(pivot - row_max))
         if result.sinks_ptr is not None:
-            row_max, total = with_sink(row_max, total, sink)
+            row_max, total, _ = with_sink(row_max, total, sink)
         row_max, total = to_natural(row_max, total)
         rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
         statistics = head_index.to(gl.int64) * q_rows + rows

@@ -240,12 +240,3 @@ def divided(acc, total, dtype: gl.constexpr):
     OUT: gl.constexpr = acc.type.layout
     # selected, not multiplied by 0: values of pairs that are not live may be anything. A sum that is NaN stays NaN
     return gl.where(as_column(total, OUT) == 0, 0.0, scaled(acc, 1.0 / total)).to(dtype)
-
-
-@gluon.jit
-def with_sink(row_max, row_sum, sink):
-    """The statistics of rows that count a sink, all in units of base 2."""
-    top = gl.maximum(row_max, sink)
-    # a row with neither a live pair nor a sink has -inf: avoid inf - inf
-    pivot = gl.where(top == -float("inf"), 0.0, top)
-    return top, gl.where(row_sum == 0, 0.0, row_sum * gl.exp2(row_max - pivot)) + gl.exp2(sink - pivot)
