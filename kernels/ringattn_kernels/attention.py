@@ -176,7 +176,7 @@ def backward(
     if chosen == Kernels.PLAIN:
         plain_backward.backward(queries, k, v, table, softmax_scale, **outputs, splits=splits, modifiers=modifiers, sums=sums)
     else:
-        hopper.backward.backward(queries, k, v, table, softmax_scale, **outputs)
+        hopper.backward.backward(queries, k, v, table, softmax_scale, **outputs, modifiers=modifiers)
 
 
 def _check_places(modifiers: Modifiers | None, table: TileTable) -> None:

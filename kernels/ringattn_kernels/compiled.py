@@ -34,12 +34,12 @@ class Compiled:
 
 
 def compiled_for(
-    kernel: triton.JITFunction, arguments: dict[str, Any], grid: tuple[int, int, int], num_warps: int, maxnreg: int | None = None
+    kernel: triton.JITFunction, arguments: dict[str, Any], grid: tuple[int, int, int], options: dict[str, Any]
 ) -> Compiled:
-    """The kernel that Triton compiles for these arguments on the current device."""
+    """The kernel that Triton compiles for these arguments and options on the current device."""
 
     def find() -> Compiled:
-        found = kernel.warmup(**arguments, num_warps=num_warps, maxnreg=maxnreg, grid=grid)
+        found = kernel.warmup(**arguments, **options, grid=grid)
         found[grid]  # loads it onto the device
         names = kernel.arg_names
         return Compiled(found, form_of(found, names, [arguments[name] for name in names]))
@@ -48,7 +48,7 @@ def compiled_for(
     if facts is None:
         return find()
     try:
-        place = _place((kernel.fn, driver.active.get_current_device(), num_warps, maxnreg, *_modes(kernel), *facts))
+        place = _place((kernel.fn, driver.active.get_current_device(), *sorted(options.items()), *_modes(kernel), *facts))
     except TypeError:  # a constant without a hash
         return find()
     if not place:

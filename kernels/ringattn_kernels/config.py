@@ -25,6 +25,11 @@ class BlockConfig:
     parts: int = 1
     apart: bool = False
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Of Triton's."""
+        return dict(num_warps=self.num_warps, num_stages=self.num_stages)
+
 
 # (head-dim bucket) -> BlockConfig, for 16-bit inputs; the bucket is the larger of the two padded head dims
 _SM90 = {
@@ -122,11 +127,21 @@ def precision(dtype: torch.dtype, arch: str, head_dim: int) -> str:
     return "tf32x3" if arch.startswith("sm_") and head_dim <= 256 else "ieee"
 
 
-def descriptor(x: torch.Tensor, rows: int, arch: str) -> TensorDescriptor | None:
-    """The descriptor by which the copy engine (TMA) loads `rows` rows of one head of x (b, s, h, d); None where it cannot."""
-    b, s, h, d = x.shape
+def is_described(x: torch.Tensor, arch: str) -> bool:
+    """Whether the copy engine (TMA) loads rows of x (b, s, h, d)."""
+    d = x.shape[3]
     has_engine = arch.startswith("sm_") and int(arch[3:]) >= 90
     aligned = x.data_ptr() % 16 == 0 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
-    if x.numel() == 0 or not has_engine or not aligned or d != padded(d) or x.dtype == torch.float32:
+    return x.numel() > 0 and has_engine and aligned and d == padded(d) and x.dtype != torch.float32
+
+
+def described(arch: str, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Those of which the copy engine loads rows."""
+    return {name: x for name, x in tensors.items() if is_described(x, arch)}
+
+
+def descriptor(x: torch.Tensor, rows: int, arch: str) -> TensorDescriptor | None:
+    """The descriptor by which the copy engine loads `rows` rows of one head of x (b, s, h, d); None where it does not."""
+    if not is_described(x, arch):
         return None
-    return TensorDescriptor(x, [b, s, h, d], list(x.stride()), [1, rows, 1, d])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, x.shape[3]])

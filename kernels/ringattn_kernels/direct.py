@@ -31,8 +31,10 @@ class Form:
         self.function = compiled.function
         warps, programs_together, shared = compiled.packed_metadata
         self.sizes = 32 * warps, shared  # threads, and bytes of shared memory
-        # whether nothing but sizes and arguments is said to the driver
-        self.plain = programs_together == 1 and not run.launch_cooperative_grid and not run.launch_pdl
+        # whether its programs begin while the launch before it ends (programmatic dependent launch)
+        self.early = bool(run.launch_pdl)
+        # whether nothing else but sizes and arguments is said to the driver
+        self.plain = programs_together == 1 and not run.launch_cooperative_grid
         # the stream comes behind the grid; two sorts of scratch memory, what hooks are told, and two hooks: none
         head = 0, compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None
         self.head: list[Any] = [*head, compiled.packed_metadata, None, None, None]
@@ -66,7 +68,7 @@ class DirectLaunch:
 
     def __init__(self, form: Form, grid: tuple[int, int, int], arguments: dict[str, Any], moving: Collection[str]) -> None:
         self._launcher, self.function, self.sizes = form.launcher, form.function, form.sizes
-        self.kinds, self.plain, self.grid = form.kinds, form.plain, grid
+        self.kinds, self.plain, self.early, self.grid = form.kinds, form.plain, form.early, grid
         self._arguments = listed = [*grid, *form.head]
         # of what moves: its name, its place among the launcher's arguments, and what makes a descriptor of an address
         self.places: list[tuple[str, int, Describer | None]] = []

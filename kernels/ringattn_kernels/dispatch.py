@@ -11,7 +11,7 @@ logs a warning instead.
 import enum
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -74,10 +74,11 @@ def choose_backward(
     table: TileTable,
     kernels: Kernels | None = None,
     deterministic: bool | None = None,
-    modified: str | None = None,
+    modified: Mapping[Kernels, str] | None = None,
 ) -> Choice:
-    """The kernels for one call of `backward`; `kernels`, if given, is the caller's wish. modified: as in `choose_forward`.
+    """The kernels for one call of `backward`; `kernels`, if given, is the caller's wish.
 
+    modified: for each set of Hopper kernels what `choose_forward` asks of them all.
     deterministic: whether the same inputs must give the same bits of dq; None follows `torch.are_deterministic_algorithms_enabled()`.
     The bits of dk and dv are the same in any case.
     """
@@ -88,23 +89,23 @@ def choose_backward(
             f"{kernels} is not deterministic, but deterministic results are asked for: "
             f"pass {Kernels.HOPPER_ORDERED}, {Kernels.HOPPER} or none"
         )
-    _check_wish(kernels, modified)
     d, v_dim = q.shape[3], v.shape[3]
     made = () if hopper.obstacle else _made_for(d, v_dim, deterministic)
-    if modified is not None:
-        # those in two kernels modify no scores
-        made = tuple(kernels for kernels in made if kernels != Kernels.HOPPER)
     if not hopper.obstacle and kernels not in (None, Kernels.PLAIN, *made):
         other = made[0] if made else Kernels.PLAIN
         raise ValueError(f"{kernels} has none for head dims {d} and {v_dim}: pass {other} or none")
+    obstacles = {kernels: modified[kernels] if modified else "" for kernels in made}
+    _check_wish(kernels, obstacles.get(kernels))
+    able = [kernels for kernels in made if not obstacles[kernels]]
 
     def on_hopper() -> Choice:
-        obstacle = hopper.backward.obstacle(q, k, v, dout, table) or modified or ""
-        if obstacle or not made:
-            return Choice(Kernels.PLAIN, obstacle or f"there are no others for head dims {d} and {v_dim}")
-        if made[0] == Kernels.HOPPER_ORDERED and not hopper.fused.has_items_for_turns(k, table):
-            return Choice((*made, Kernels.PLAIN)[1], "sm_90, and too few items to take turns")
-        return Choice(made[0], "sm_90")
+        obstacle = hopper.backward.obstacle(q, k, v, dout, table)
+        if obstacle or not able:
+            no_others = f"there are no others for head dims {d} and {v_dim}"
+            return Choice(Kernels.PLAIN, obstacle or next(iter(obstacles.values()), no_others))
+        if able[0] == Kernels.HOPPER_ORDERED and not hopper.fused.has_items_for_turns(k, table):
+            return Choice((*able, Kernels.PLAIN)[1], "sm_90, and too few items to take turns")
+        return Choice(able[0], "sm_90")
 
     return _choose("backward", q.device, kernels, on_hopper)
 
@@ -147,7 +148,10 @@ def backward_kernels(
     def choose() -> Kernels:
         modified = None
         if modifiers is not None:
-            modified = hopper_obstacle(modifiers, table) or hopper.fused.modified_obstacle(q, v, modifiers, sums, deterministic)
+            obstacle = hopper_obstacle(modifiers, table)
+            in_one = obstacle or hopper.fused.modified_obstacle(q, v, modifiers, sums, deterministic)
+            in_two = obstacle or hopper.backward.modified_obstacle(modifiers, sums)
+            modified = {Kernels.HOPPER: in_two, Kernels.HOPPER_ORDERED: in_one, Kernels.HOPPER_FUSED: in_one}
         return choose_backward(q, k, v, dout, table, kernels, deterministic, modified).kernels
 
     return table.derived(key, choose)

@@ -37,22 +37,24 @@ def launch(
     facts: tuple,
     moving: dict[str, Moving],
     make: Callable[[], tuple[Grid, dict[str, Any]]],
-    *,
-    num_warps: int,
-    maxnreg: int | None = None,
+    **options: Any,
 ) -> "Ready | None":
-    """`kernel[grid](**arguments, num_warps=..., maxnreg=...)`, where `make()` gives (grid, arguments). Does nothing without programs.
+    """`kernel[grid](**arguments, **options)`, where `make()` gives (grid, arguments). Does nothing without programs.
 
     Returns what launches it again; None for an interpreted kernel.
 
     table: the launch is kept with it. Launches without a table: the latest _KEPT are kept.
     moving: the arguments that may differ between launches of a kind: tensors (for a descriptor, the tensor that it describes), floats,
     and integers of 32 bits that the kernel does not specialize.
-    facts: what else `make` depends on, besides the table and these tensors (except their addresses).
+    facts: what else `make` and the options depend on, besides the table and these tensors (except their addresses).
+    options: of Triton's, such as num_warps.
     """
     if not isinstance(kernel, triton.JITFunction):  # it is an interpreted one
+        recorder.cannot_note("a launch of Triton's own")
         grid, arguments = make()
-        launch_once(kernel, grid, arguments | {"num_warps": num_warps})
+        sizes = grid if isinstance(grid, tuple) else (grid,)
+        if min(sizes) > 0:
+            kernel[sizes](**arguments, **options)
         return None
     # Triton asks whether an address is a multiple of 16, and asks nothing about a float
     kinds = [
@@ -61,15 +63,9 @@ def launch(
     ]
     key = ("launch", kernel.fn, driver.active.get_current_device(), facts, *moving, *kinds)
     kept = _kept if table is None else table.derived
-    ready = kept(key, lambda: Ready(kernel, num_warps, maxnreg, *make(), moving))
+    ready = kept(key, lambda: Ready(kernel, options, *make(), moving))
     ready(moving)
     return ready
-
-
-def launch_once(kernel: Any, grid: Grid, arguments: dict[str, Any]) -> None:
-    """`kernel[grid](**arguments)`: Triton prepares each of these launches."""
-    recorder.cannot_note("a launch that Triton prepares")
-    kernel[grid if isinstance(grid, tuple) else (grid,)](**arguments)
 
 
 def _kind_of_integer(kernel: triton.JITFunction, name: str, x: int | None) -> Any:
@@ -101,8 +97,7 @@ class Ready:
     def __init__(
         self,
         kernel: triton.JITFunction,
-        num_warps: int,
-        maxnreg: int | None,
+        options: dict[str, Any],
         grid: Grid,
         arguments: dict[str, Any],
         moving: dict[str, Moving],
@@ -111,7 +106,7 @@ class Ready:
         self._direct: DirectLaunch | None = None
         self._grid = (*(grid if isinstance(grid, tuple) else (grid,)), 1, 1)[:3]
         if min(self._grid) > 0:
-            found = compiled_for(kernel, arguments, self._grid, num_warps, maxnreg)
+            found = compiled_for(kernel, arguments, self._grid, options)
             self._compiled = found.kernel
             if found.form is None:
                 self._fixed, self._gaps = parted(kernel.arg_names, arguments, moving)

@@ -162,7 +162,7 @@ def _attend(
     second = merge_pages_kernel, (config, rows, programs, table.ranks, hk, page_size), moving, make, num_warps
     repeats = []
     for kernel, facts, moving, make, num_warps in (first, second):
-        ready = launches.launch(kernel, None, facts, moving, make, num_warps=num_warps)
+        ready = launches.launch(kernel, None, facts, moving, make, num_warps=num_warps, **launch_options(arch))
         repeats.append(ready and ready.repeat(moving))
     attend, merge = repeats
     return state, None if attend is None or merge is None else _Repeated(attend, merge, partial.numel(), dv)
@@ -258,7 +258,7 @@ def paged_launch(
             MODIFIED=modifiers is not None,
             num_stages=config.num_stages,
         )
-        return programs, moving | sizes | arguments | _ahead(arch)
+        return programs, moving | sizes | arguments | dict(AHEAD=starts_ahead(arch))
 
     return moving, make
 
@@ -276,14 +276,14 @@ def merge_launch(
     def make() -> tuple:
         slots = partial.numel() // (rows * (sizes["V_DIM"] + 2))
         arguments = dict(slots=slots, ranks=table.ranks, TOGETHER=together)
-        return b * t * h, moving | sizes | arguments | _ahead(arch)
+        return b * t * h, moving | sizes | arguments | dict(AHEAD=starts_ahead(arch))
 
     return moving, make
 
 
-def _ahead(arch: str) -> dict[str, bool]:
-    """What both kernels and their launches are told of an early start."""
-    return {"AHEAD": True, "launch_pdl": True} if starts_ahead(arch) else {"AHEAD": False}
+def launch_options(arch: str) -> dict[str, bool]:
+    """What Triton is told of an early start of both kernels."""
+    return {"launch_pdl": True} if starts_ahead(arch) else {}
 
 
 def ranks_launch(packed: torch.Tensor, q: torch.Tensor, dv: int, sinks: torch.Tensor | None, state: State) -> tuple:

@@ -1,4 +1,7 @@
-"""Sums, casts and rows of a pair of tensors, such as dk and dv, in one launch: a ring's small steps between its large ones."""
+"""Sums, casts and rows of a pair of tensors, such as dk and dv, in one launch: a ring's small steps between its large ones.
+
+A single tensor is a pair of halves.
+"""
 
 from collections.abc import Sequence
 
@@ -39,6 +42,26 @@ def rounded_pair(pair: Pair, dtype: torch.dtype, more: Sequence[More] = ()) -> P
 def zero_pair(pair: Pair) -> None:
     """Set two tensors of one dtype, whose strides leave no gaps, to zero."""
     _launch((None, None), (), pair)
+
+
+def zero(x: torch.Tensor) -> None:
+    """Set a tensor, whose strides leave no gaps, to zero."""
+    zero_pair(_halves(x))
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor, whose strides leave no gaps, in another dtype, with its strides; itself if that is its own."""
+    if x.dtype == dtype or x.device.type == "cpu":
+        return x.to(dtype)  # Triton's interpreter would take long
+    result = torch.empty_like(x, dtype=dtype)
+    _launch(_halves(x), (), _halves(result))
+    return result
+
+
+def _halves(x: torch.Tensor) -> Pair:
+    """The numbers of a tensor in the order of memory, in two parts."""
+    numbers = x.as_strided((x.numel(),), (1,))
+    return numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
 
 
 def take_rows(pair: Pair, index: torch.Tensor | None = None) -> Pair:

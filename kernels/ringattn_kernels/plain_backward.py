@@ -3,14 +3,19 @@
 Shapes: as in `attention.backward`.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-from .config import BlockConfig, architecture, descriptor, launch_for, padded, precision
+from . import launches
+from .config import BlockConfig, architecture, described, descriptor, launch_for, padded, precision
 from .gradients import dkdv_kernel, dq_kernel
-from .launches import launch_once, strides
+from .launches import Moving, strides
 from .modifiers import Modifiers, ModifierSums
 from .queries import Queries
-from .score_arguments import score_arguments
+from .score_arguments import facts_of, moving_score_arguments, score_arguments
 from .splits import add_partials, key_splits, partial_gradients, query_splits
 from .statistics import pivots
 from .table import BlockTable, TileTable
@@ -40,28 +45,52 @@ def backward(
     arch = architecture(q.device)
     head_dim = max(d, v_dim)
     rows = pivots(queries.row_max, queries.row_sum, weighted=q.dtype == torch.float32)
+    shared = _shared_moving(queries, k, v, *rows, softmax_scale, modifiers)
     config = launch_for("dkdv", arch, head_dim, q.dtype)
     how = key_splits(table, config.block, config.step, b * hk, h // hk, q.device, splits)
     blocks = table.key_blocks(config.block, config.step, q.device, how.most)
     add, parts = partial_gradients(how, add_kv, dk, dv)
     count = blocks.touched if add else len(blocks)
-    if b * hk * count > 0:
-        common = queries, k, v, table, softmax_scale, *rows, blocks, count, *parts, add, config, arch, modifiers
-        for gradients in launches_of(config):
-            launch_once(dkdv_kernel, b * hk * count, dkdv_arguments(*common, gradients=gradients))
+    common = queries, k, v, table, softmax_scale, *rows, blocks, count, *parts, add, config, arch, modifiers
+    moving = shared | described(arch, q_desc=q, dout_desc=queries.dout) | dict(dk_ptr=parts[0], dv_ptr=parts[1])
+    facts = add, how.most, config, *facts_of(modifiers)
+    for gradients in launches_of(config):
+        make = functools.partial(_grid_and_arguments, b * hk * count, dkdv_arguments, *common, gradients=gradients)
+        launches.launch(dkdv_kernel, table, (gradients, *facts), moving, make, **config.options)
     add_partials(how, table, add_kv, parts, (dk, dv))
     config = launch_for("dq", arch, head_dim, q.dtype)
     how = query_splits(table, config.block, config.step, b * h, q.device, splits)
     blocks = table.query_blocks(config.block, config.step, q.device, how.most)
     add, parts = partial_gradients(how, add_q, dq)
     count = blocks.touched if add else len(blocks)
-    if b * h * count > 0:
-        slopes, values = _partial_sums(sums, b * h * count, q.device)
-        common = queries, k, v, table, softmax_scale, *rows, blocks, count, *parts, add, config, arch, modifiers
-        launch_once(dq_kernel, b * h * count, dq_arguments(*common, slopes, values))
-        if sums is not None:
-            _add_partial_sums(sums, b, h, slopes, values)
+    slopes, values = _partial_sums(sums, b * h * count, q.device)
+    common = queries, k, v, table, softmax_scale, *rows, blocks, count, *parts, add, config, arch, modifiers
+    moving = shared | described(arch, k_desc=k, v_desc=v) | dict(dq_ptr=parts[0], dslopes_ptr=slopes, dvalues_ptr=values)
+    make = functools.partial(_grid_and_arguments, b * h * count, dq_arguments, *common, slopes, values)
+    launches.launch(dq_kernel, table, (add, how.most, config, *facts_of(modifiers)), moving, make, **config.options)
+    if sums is not None and b * h * count > 0:
+        _add_partial_sums(sums, b, h, slopes, values)
     add_partials(how, table, add_q, parts, (dq,))
+
+
+def _grid_and_arguments(programs: int, arguments: Callable[..., dict], *inputs: Any, **options: Any) -> tuple[int, dict]:
+    return programs, arguments(*inputs, **options)
+
+
+def _shared_moving(queries: Queries, k, v, pivot, weight, softmax_scale: float, modifiers: Modifiers | None) -> dict[str, Moving]:
+    """Of the arguments of both kernels, those that may differ between launches of a kind."""
+    return dict(
+        q_ptr=queries.q,
+        k_ptr=k,
+        v_ptr=v,
+        dout_ptr=queries.dout,
+        pivot_ptr=pivot,
+        weight_ptr=weight,
+        delta_ptr=queries.delta,
+        scale=softmax_scale * LOG2_E.value,
+        softmax_scale=softmax_scale,
+        **moving_score_arguments(modifiers),
+    )
 
 
 def launches_of(config: BlockConfig) -> tuple[str, ...]:
@@ -123,8 +152,6 @@ def _shared_arguments(
         WEIGHTED=weight is not None,
         PRECISION=precision(q.dtype, arch, max(d, v_dim)),
         **score_arguments(modifiers, blocks, table, q.device),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
     )
 
 

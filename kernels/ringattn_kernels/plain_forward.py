@@ -10,11 +10,12 @@ Shapes: q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv), out (b, sq, h, dv)
 import triton
 import triton.language as tl
 
+from . import launches
 from .bands import edge_count, edge_start, live_columns, load_block, load_rows, load_segment
-from .config import BlockConfig, architecture, descriptor, padded, precision
-from .launches import launch_once, strides
+from .config import BlockConfig, architecture, described, descriptor, padded, precision
+from .launches import strides
 from .modifiers import Modifiers
-from .score_arguments import NOT_SPECIALIZED, score_arguments
+from .score_arguments import NOT_SPECIALIZED, facts_of, moving_score_arguments, score_arguments
 from .score_steps import Steps, exponents, kept_share, load_places, stream_of
 from .sinks import with_sink
 from .table import TileTable
@@ -39,14 +40,29 @@ def launch(
 ) -> None:
     """Launch the kernel over tensors that `attention.forward` made."""
     arch = architecture(q.device)
-    blocks = table.query_blocks(config.block, config.step, q.device, splits)
-    count = blocks.touched if touched_only else len(blocks)
-    programs = q.shape[0] * q.shape[2] * count
-    if programs > 0:
-        arguments = forward_arguments(
+    moving = dict(
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        out_ptr=out,
+        state_ptr=out if state is None else state[0],
+        row_max_ptr=row_max,
+        row_sum_ptr=row_sum,
+        sinks_ptr=sinks,
+        scale=softmax_scale * LOG2_E.value,
+        **moving_score_arguments(modifiers),
+        **described(arch, k_desc=k, v_desc=v),
+    )
+
+    def make() -> tuple[int, dict]:
+        blocks = table.query_blocks(config.block, config.step, q.device, splits)
+        count = blocks.touched if touched_only else len(blocks)
+        return q.shape[0] * q.shape[2] * count, forward_arguments(
             q, k, v, table, out, row_max, row_sum, blocks, count, softmax_scale, state, config, arch, modifiers, sinks
         )
-        launch_once(forward_kernel, programs, arguments)
+
+    facts = state is None, touched_only, splits, config, softmax_scale <= 0, *facts_of(modifiers)
+    launches.launch(forward_kernel, table, facts, moving, make, **config.options)
 
 
 def forward_arguments(
@@ -102,8 +118,6 @@ def forward_arguments(
         SCALE_FIRST=softmax_scale <= 0,
         PRECISION=precision(q.dtype, arch, max(d, dv)),
         **score_arguments(modifiers, blocks, table, q.device),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import hopper
+from .pairs import rounded, zero
 from .queries import Queries, Statistics
 from .statistics import launch_rows
 
@@ -88,7 +89,10 @@ class QuerySums:
             if rows is None:
                 rows = dq if dq is not None and dq.dtype == dtype else torch.empty_like(self.q, dtype=dtype)
             hopper.fused.finish(permuted, rows, self.softmax_scale, add)
-        return torch.zeros_like(self.q, dtype=dtype) if rows is None else rows.to(dtype)
+        if rows is None:
+            rows = torch.empty_like(self.q, dtype=dtype)
+            zero(rows)
+        return rounded(rows, dtype)
 
 
 def ready_queries(

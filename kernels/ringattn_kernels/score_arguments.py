@@ -37,17 +37,34 @@ def score_arguments(modifiers: Modifiers | None, blocks: BlockTable, table: Tile
     if modifiers is None:
         return found
     # a softcap alone has no places
-    found |= dict(places_ptr=blocks.places, place_stride=table.stride, cap=modifiers.softcap)
+    found |= dict(places_ptr=blocks.places, place_stride=table.stride)
     if modifiers.slopes is not None:
         rows, heads = modifiers.slopes.shape
-        assert modifiers.slopes.is_contiguous() and modifiers.slopes.dtype == torch.float32
-        found |= dict(slopes_ptr=modifiers.slopes, slopes_stride=heads if rows > 1 else 0)
+        found |= dict(slopes_stride=heads if rows > 1 else 0)
     if modifiers.bias is not None:
-        values, edges = modifiers.bias.values, padded_edges(modifiers.bias.edges, table, device)
-        assert values.is_contiguous() and values.dtype == torch.float32
-        found |= dict(edges_ptr=edges, values_ptr=values, EDGES=len(edges), PIECES=values.shape[1])
+        edges = padded_edges(modifiers.bias.edges, table, device)
+        found |= dict(edges_ptr=edges, EDGES=len(edges), PIECES=modifiers.bias.values.shape[1])
     if modifiers.dropout is not None:
         found |= dropout_arguments(modifiers.dropout)
+    return found | moving_score_arguments(modifiers)
+
+
+def moving_score_arguments(modifiers: Modifiers | None) -> dict:
+    """Those of `score_arguments` that may differ between launches of a kind (see `launches`)."""
+    found: dict = {}
+    if modifiers is None:
+        return found
+    if modifiers.softcap is not None:
+        found |= dict(cap=float(modifiers.softcap))
+    if modifiers.slopes is not None:
+        assert modifiers.slopes.is_contiguous() and modifiers.slopes.dtype == torch.float32
+        found |= dict(slopes_ptr=modifiers.slopes)
+    if modifiers.bias is not None:
+        assert modifiers.bias.values.is_contiguous() and modifiers.bias.values.dtype == torch.float32
+        found |= dict(values_ptr=modifiers.bias.values)
+    if modifiers.dropout is not None:
+        drawn = dropout_arguments(modifiers.dropout)
+        found |= {name: drawn[name] for name in ("seed_low", "seed_high", "offset", "whole")}
     return found
 
 
@@ -63,7 +80,7 @@ def hopper_obstacle(modifiers: Modifiers, table: TileTable) -> str:
 
 
 def facts_of(modifiers: Modifiers | None) -> tuple:
-    """What fixed arguments depend on besides the table: those of another kind are another launch."""
+    """What arguments that do not move depend on besides the table: those of another kind are another launch."""
     if modifiers is None:
         return ()
     slopes, bias, dropout = modifiers.slopes, modifiers.bias, modifiers.dropout

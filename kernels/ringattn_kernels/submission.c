@@ -12,11 +12,12 @@
 enum { LAUNCH, MARK, AFTER, OPERATE, COPY };       /* kinds of steps */
 enum { WORD, HALF_WORD, TENSOR_MAP };              /* what a patch writes: 64 bits, 32 bits, the address of a descriptor */
 
-/* LAUNCH: function, three sizes of the grid, threads, bytes of shared memory, first parameter, number of parameters
+/* LAUNCH: function, three sizes of the grid, threads, bytes of shared memory, whether its programs begin while the launch before it ends (then
+   the kernel itself waits), first parameter, number of parameters
    MARK, AFTER: event
    OPERATE, COPY: place of the arguments, their number */
 typedef struct {
-  int64_t kind, stream, values[8];
+  int64_t kind, stream, values[9];
 } Step;
 
 typedef struct {
@@ -62,8 +63,11 @@ static CUresult write_numbers(const Program *program, const int64_t *numbers) {
 
 static CUresult launch(const Program *program, const Step *step) {
   const int64_t *values = step->values;
-  void *parameters[values[7] + 1];
-  for (int64_t i = 0; i < values[7]; i++) parameters[i] = program->arguments + program->parameters[values[6] + i];
+  void *parameters[values[8] + 1];
+  for (int64_t i = 0; i < values[8]; i++) parameters[i] = program->arguments + program->parameters[values[7] + i];
+  CUlaunchAttribute early;
+  early.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  early.value.programmaticStreamSerializationAllowed = 1;
   CUlaunchConfig config;
   memset(&config, 0, sizeof(config));
   config.gridDimX = (unsigned int)values[1];
@@ -73,6 +77,8 @@ static CUresult launch(const Program *program, const Step *step) {
   config.blockDimY = config.blockDimZ = 1;
   config.sharedMemBytes = (unsigned int)values[5];
   config.hStream = (CUstream)step->stream;
+  config.attrs = &early;
+  config.numAttrs = values[6] != 0;
   return program->functions->launch(&config, (CUfunction)values[0], parameters, NULL);
 }
 

@@ -26,6 +26,7 @@ from .direct import DirectLaunch
 from .waits import After, Do, Mark, ordered
 
 _LAUNCH, _MARK, _AFTER, _OPERATE, _COPY = range(5)
+_VALUES = 9  # of a step, at most
 _WORD, _HALF_WORD, _TENSOR_MAP = range(3)
 _ALIGNED = 128  # bytes: the driver wants descriptors at multiples of 64
 _MAP_BYTES = 128
@@ -111,7 +112,8 @@ class Submission:
             raise ValueError(str(error)) from error
         first = len(self._parameters)
         self._parameters.extend([begin + offset for offset in block.offsets])
-        self._do(stream, _LAUNCH, direct.function, *direct.grid, *direct.sizes, first, len(self._parameters) - first)
+        count = len(self._parameters) - first
+        self._do(stream, _LAUNCH, direct.function, *direct.grid, *direct.sizes, direct.early, first, count)
 
     def mark(self, stream: int) -> int:
         """A point in a stream, for `after`."""
@@ -180,7 +182,7 @@ class Submission:
             return 0
         steps, written = array("q"), array("q")
         for kind, stream, *values in calls:
-            steps.extend([kind, stream, *values, *[0] * (8 - len(values))])
+            steps.extend([kind, stream, *values, *[0] * (_VALUES - len(values))])
         for patch in patches:
             written += patch
         addresses = [x.buffer_info()[0] for x in (self._functions, steps, written, self._parameters)]

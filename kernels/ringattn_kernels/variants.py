@@ -175,18 +175,21 @@ def launch_arguments(
     common = (Queries(q, dout, rows, rows, rows), k, v, table, 0.1, rows, weight, blocks, len(blocks))
     if name in _OF_KEYS:
         gradients = "both" if name == "dkdv" else name
-        return dkdv_kernel, plain_backward.dkdv_arguments(*common, k.float(), v.float(), True, launch, arch, modifiers, gradients)
+        arguments = plain_backward.dkdv_arguments(*common, k.float(), v.float(), True, launch, arch, modifiers, gradients)
+        return dkdv_kernel, arguments | launch.options
     if name == "dq":
         partial = (
             None if modifiers is None or modifiers.slopes is None else torch.empty(h),
             None if modifiers is None or modifiers.bias is None else torch.empty(h, 3),
         )
-        return dq_kernel, plain_backward.dq_arguments(*common, q.float(), True, launch, arch, modifiers, *partial)
+        arguments = plain_backward.dq_arguments(*common, q.float(), True, launch, arch, modifiers, *partial)
+        return dq_kernel, arguments | launch.options
     out = q.float() if variant.kernel.endswith("to state") else q
     state = (q.float(), rows, rows) if "from state" in variant.kernel else None
-    return plain_forward.forward_kernel, plain_forward.forward_arguments(
+    arguments = plain_forward.forward_arguments(
         q, k, v, table, out, rows, rows, blocks, len(blocks), 0.1, state, launch, arch, modifiers
     )
+    return plain_forward.forward_kernel, arguments | launch.options
 
 
 def paged_arguments(variant: Variant, config: paged.PagedConfig | None = None) -> tuple[triton.JITFunction, dict]:
@@ -205,10 +208,10 @@ def paged_arguments(variant: Variant, config: paged.PagedConfig | None = None) -
     if variant.kernel == "merge pages":
         together, num_warps = paged.merge_form(b * hk, 264)
         launch = paged.merge_launch(q, k, table, partial, 16, 8, paged.NO_WINDOW, sinks, state, config, together, arch)
-        return paged.merge_pages_kernel, launch[1]()[1] | {"num_warps": num_warps}
+        return paged.merge_pages_kernel, launch[1]()[1] | {"num_warps": num_warps} | paged.launch_options(arch)
     modifiers = Modifiers(30.0, torch.empty(b, h)) if variant.kernel.endswith("scored") else None
     launch = paged.paged_launch(q, k, k, table, partial, 16, 8, 0.1, paged.NO_WINDOW, modifiers, config, arch)
-    return paged.paged_kernel, launch[1]()[1] | {"num_warps": config.num_warps}
+    return paged.paged_kernel, launch[1]()[1] | {"num_warps": config.num_warps} | paged.launch_options(arch)
 
 
 def amd_resources(binary) -> Resources:

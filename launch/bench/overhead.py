@@ -54,9 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=1, help="for --real: calls of a pass (default %(default)s)")
     parser.add_argument("--methods", nargs="+", help="for --real: methods as `bench ring` names them, peers too (default: four)")
     parser.add_argument("--score", default="none", help="for --real: what happens to scores, a part as `bench scores` names it")
+    parser.add_argument("--head-dim", type=int, default=128, help="for --real (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=16384, help="for --real: total tokens (default: %(default)s)")
     parser.add_argument("--world-size", type=int, help="for --real: ranks (default: one per GPU; 2 on a CPU)")
-    parser.set_defaults(mask="causal", heads=32, kv_heads=8, head_dim=128, budget=None)
+    parser.set_defaults(mask="causal", heads=32, kv_heads=8, budget=None)
 
 
 def main(arguments: argparse.Namespace) -> None:

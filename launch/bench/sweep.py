@@ -68,7 +68,7 @@ class Problem:
             self.delta = rk.delta(self.out.to(torch.bfloat16).contiguous(), self.dout)
 
     def launch(self, kernel: str, config: tuple):
-        """(kernel function, grid, arguments, tensors written, references)."""
+        """(kernel function, programs, arguments and options, tensors written)."""
         launch, arch, device = BlockConfig(*config), architecture(self.q.device), self.q.device
         heads = self.q.shape[2]
         rows = self.table.key_blocks if kernel == "dkdv" else self.table.query_blocks
@@ -78,16 +78,17 @@ class Problem:
             arguments = plain_forward.forward_arguments(
                 self.q, self.k, self.v, self.table, out, row_max, row_sum, blocks, len(blocks), self.scale, None, launch, arch
             )
-            return plain_forward.forward_kernel, heads * len(blocks), arguments, {"out": out}
+            return plain_forward.forward_kernel, heads * len(blocks), arguments | launch.options, {"out": out}
         statistics = (self.pivot, self.pivot, self.delta)  # the kernels read only delta of these, and the pivot
         inputs = rk.Queries(self.q, self.dout, *statistics), self.k, self.v, self.table, self.scale
         common = (*inputs, self.pivot, None, blocks, blocks.touched)
         if kernel == "dkdv":
             dk, dv = torch.zeros_like(self.k, dtype=torch.float32), torch.zeros_like(self.v, dtype=torch.float32)
             arguments = plain_backward.dkdv_arguments(*common, dk, dv, True, launch, arch)
-            return dkdv_kernel, heads * blocks.touched, arguments, {"dk": dk, "dv": dv}
+            return dkdv_kernel, heads * blocks.touched, arguments | launch.options, {"dk": dk, "dv": dv}
         dq = torch.zeros_like(self.q, dtype=torch.float32)
-        return dq_kernel, heads * blocks.touched, plain_backward.dq_arguments(*common, dq, True, launch, arch), {"dq": dq}
+        arguments = plain_backward.dq_arguments(*common, dq, True, launch, arch)
+        return dq_kernel, heads * blocks.touched, arguments | launch.options, {"dq": dq}
 
 
 def compile_one(job: tuple) -> str:

@@ -11,7 +11,6 @@ from ringattn.runtime import passes
 
 pytestmark = pytest.mark.gpu
 
-DIM = 64
 HEADS = 4, 2, 2, 4
 
 
@@ -32,11 +31,9 @@ def batches(tokens, world_size):
             yield make(mask, tokens, world_size), mask
 
 
-def tensors(layout, rank, batch, generator):
+def tensors(layout, rank, batch, generator, d, dtype):
     """q, k, v and dout of a rank's rows, as a model makes them."""
-    return [
-        torch.randn(batch, layout.lengths[rank], h, DIM, generator=generator, device="cuda", dtype=torch.float16) for h in HEADS
-    ]
+    return [torch.randn(batch, layout.lengths[rank], h, d, generator=generator, device="cuda", dtype=dtype) for h in HEADS]
 
 
 def scored(part, batch, generator=None):
@@ -64,16 +61,16 @@ def step(inputs, layout, mask, group, part="none", seed=0):
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
 
-def rehearsed(group, batch, part="none"):
+def rehearsed(group, batch, part="none", d=64, dtype=torch.float16):
     """Where bits differ (dq: where it is far), and which calls of this rank ran a pass, of those that it prepared and of the others."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     copies, reference = ra.symmetric(group), ra.process_group(group)
     generator = torch.Generator("cuda").manual_seed(rank)
     wrong, ran = [], {True: 0, False: 0}
     connected = ra.zigzag(256 * world_size, world_size)
-    step(tensors(connected, rank, batch, generator), connected, ra.causal(), copies)
+    step(tensors(connected, rank, batch, generator, d, dtype), connected, ra.causal(), copies)
     for number, (layout, mask) in enumerate(batches(1024 * world_size, world_size)):
-        inputs = tensors(layout, rank, batch, generator)
+        inputs = tensors(layout, rank, batch, generator, d, dtype)
         # ranks may prepare or not, each as it likes
         prepared = (number + rank) % 2 == 0
         if prepared:
@@ -97,6 +94,15 @@ def rehearsed(group, batch, part="none"):
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_first_call_replays_what_was_rehearsed(nccl, world_size, batch):
     for wrong, ran in nccl.run(world_size, rehearsed, batch):
+        assert wrong == []
+        assert ran[True] == 0 and ran[False] > 0
+
+
+@pytest.mark.parametrize(
+    ("part", "d", "dtype"), [("none", 256, torch.float16), ("softcap", 256, torch.float16), ("none", 64, torch.float32)], ids=str
+)
+def test_so_does_one_whose_backward_pass_takes_two_kernels(nccl, world_size, part, d, dtype):
+    for wrong, ran in nccl.run(world_size, rehearsed, 1, part, d, dtype):
         assert wrong == []
         assert ran[True] == 0 and ran[False] > 0
 

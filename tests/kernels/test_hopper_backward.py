@@ -139,7 +139,7 @@ def cpu_arguments(kernel: str, d: int, dtype, add: bool, result_dtype, v_dim: in
         sums, drawn = torch.empty(4, 256, d), torch.empty(3, dtype=torch.int32)
         return fused.fused_kernel, fused.fused_arguments(*inputs, sums, dk, dv, add, drawn, dq=dq)[1]
     if kernel in ("fused", "ordered"):
-        sums = fused.zero_sums(q, v_dim)
+        sums = torch.empty(fused.shape_of_sums(q, v_dim))
         step = fused.CONFIGS[sums.shape[2]].step
         turns = key_turns(table, 128, step, q.device), torch.empty(4 * 256 // step, dtype=torch.int32)
         options = torch.empty(2, dtype=torch.int32), *(turns if kernel == "ordered" else ())
@@ -324,9 +324,10 @@ def test_one_launch_and_several_take_every_block_that_changes(d, deterministic, 
     dq, sums = torch.empty(q.shape), rk.QuerySums(q, 0.1)
     if one_pass := d < 256 and not deterministic:
         kernels = [("fused_kernel", 2 * 2 * n) for n in (6, 2)]
-        assert [launched(dq, add) for add in (False, True)] == [[prepare, kernel, finish] for kernel in kernels]
+        zero = "pair_kernel", 2 * 6 * 384 * d // 64
+        assert [launched(dq, add) for add in (False, True)] == [[zero, prepare, kernel, finish] for kernel in kernels]
         # of the queries' statistics several launches make once what they read
-        assert [launched(sums, add) for add in (False, True)] == [[prepare, kernels[0]], [kernels[1]]]
+        assert [launched(sums, add) for add in (False, True)] == [[zero, prepare, kernels[0]], [kernels[1]]]
     else:
         name, blocks = ("wide_key_kernel", 11) if d == 256 else ("key_kernel", 6)
         keys, queries = [(name, 2 * 2 * n) for n in (blocks, 2)], [("query_kernel", 2 * 6 * n) for n in (3, 1)]
@@ -458,7 +459,8 @@ def test_a_launch_of_items_that_take_turns(d, launches):
     rk.backward(*inputs, **options, dq=torch.empty(q.shape), add=False)
     rk.backward(*inputs, **options, dq=rk.QuerySums(q, 0.1), add=True)
     prepare, finish = ("prepare_kernel", 2 * 6 * 3), ("finish_kernel", 2 * 6 * 3 * 2)
-    assert launches == [prepare, ("fused_kernel", 2 * 2 * 6), finish, prepare, ("fused_kernel", 2 * 2 * 2)]
+    zero = "pair_kernel", 2 * 6 * 384 * d // 64
+    assert launches == [zero, prepare, ("fused_kernel", 2 * 2 * 6), finish, zero, prepare, ("fused_kernel", 2 * 2 * 2)]
     with pytest.raises(ValueError, match=r"splits is 2, but Kernels\.HOPPER_ORDERED splits no block"):
         rk.backward(*inputs, **options, dq=torch.empty(q.shape), splits=2)
 

@@ -8,7 +8,7 @@ import ringattn as ra
 import ringattn_kernels as rk
 from ringattn_kernels import dispatch, hopper
 from ringattn_kernels.dispatch import Kernels
-from ringattn_kernels.hopper import forward_config, fused
+from ringattn_kernels.hopper import backward, forward_config, fused
 from ringattn_kernels.hopper.forward_kernel import hopper_forward_kernel
 from ringattn_kernels.hopper.forward_softcap import caps_late
 from ringattn_kernels.hopper.statistics import PaddedStatistics
@@ -55,21 +55,34 @@ SPILLS = {
     ("forward", 64, ("dropout",)): 0,
     ("forward", 128, ("softcap",)): 0,
     ("forward", 128, PARTS): 80,
-    ("fused", 128, ("bias",)): 200,
-    ("fused", 64, ("dropout",)): 468,
+    ("wide key", 256, ("softcap",)): 0,
+    ("wide key", 256, ("alibi",)): 0,
+    ("query", 256, ("softcap",)): 112,
+    ("query", 256, ("bias",)): 52,
+    ("key", 128, ("softcap",)): 116,
+    ("query", 128, ("softcap",)): 0,
+    ("fused", 128, ("bias",)): 84,
+    ("fused", 64, ("dropout",)): 152,
     ("fused", 64, ("softcap",)): 0,
-    ("fused", 128, ("dropout",)): 164,
-    ("ordered", 128, ("softcap",)): 124,
-    ("learned", 128, ("alibi",)): 316,
+    ("fused", 128, ("dropout",)): 136,
+    ("ordered", 128, ("softcap",)): 12,
+    ("learned", 128, ("alibi",)): 276,
     ("learned", 128, ("bias",)): 432,
-    ("learned", 64, ("alibi", "bias", "dropout")): 1116,
+    ("learned", 64, ("alibi", "bias", "dropout")): 780,
+}
+
+
+IN_TWO = {
+    "key": (backward.key_kernel, backward.key_arguments),
+    "wide key": (backward.wide_key_kernel, backward.wide_key_arguments),
+    "query": (backward.query_kernel, backward.query_arguments),
 }
 
 
 def forms():
-    """One of the fused backward; the others are thorough."""
+    """One of the backward in one kernel, and those in two with a softcap; the others are thorough."""
     for form in SPILLS:
-        chosen = form == ("fused", 64, ("dropout",))
+        chosen = form in (("fused", 64, ("dropout",)), ("wide key", 256, ("softcap",)), ("query", 256, ("softcap",)))
         yield pytest.param(*form, id=str(form), marks=() if chosen else pytest.mark.thorough)
 
 
@@ -91,6 +104,12 @@ def test_the_compiler_keeps_products_asynchronous(kernel, d, parts, tmp_path):
         compiled = compile_for_hopper(
             hopper_forward_kernel, arguments | fixed_arguments(found, table, queue.places) | score | late, tmp_path
         )
+    elif kernel in IN_TWO:
+        kind, make = IN_TWO[kernel]
+        queries, rows = rk.Queries(q, dout, *torch.empty(3, 1, h, ROWS)), PaddedStatistics(*torch.empty(2, h, 1024))
+        results = [q] if kernel == "query" else [k, v]
+        arguments = make(queries, k, v, table, 0.1, rows, *results, False, found)[1]
+        compiled = compile_for_hopper(kind, arguments | score, tmp_path)
     else:
         queries, sums, step = (
             rk.Queries(q, dout, *torch.empty(3, 1, h, ROWS)),
@@ -132,13 +151,16 @@ def test_hopper_kernels_modify_scores_where_they_can(hopper_gpu):
     for parts in [(part,) for part in PARTS] + [PARTS]:
         assert chosen(parts) == (Kernels.HOPPER, Kernels.HOPPER_FUSED)
         assert chosen(parts, deterministic=True) == (Kernels.HOPPER, Kernels.HOPPER_ORDERED)
-    # too few items to take turns
-    assert chosen(("softcap",), deterministic=True, b=1) == (Kernels.HOPPER, Kernels.PLAIN)
     assert chosen(("alibi", "bias", "dropout"), learned=True) == (Kernels.HOPPER, Kernels.HOPPER_FUSED)
-    # gradients of slopes and biases in a fixed order, or behind a softcap, and two kernels of head dims, are left to the plain kernels
+    # too few items to take turns, or a head dim too large for one pass
+    for where in (dict(deterministic=True, b=1), dict(d=256), dict(d=256, deterministic=True)):
+        assert chosen(("softcap", "alibi", "bias"), **where) == (Kernels.HOPPER, Kernels.HOPPER)
+        # what the kernels in two passes leave to the plain ones
+        assert chosen(("dropout",), **where) == (Kernels.HOPPER, Kernels.PLAIN)
+        assert chosen(("alibi",), learned=True, **where) == (Kernels.HOPPER, Kernels.PLAIN)
+    # and the one in one pass: gradients of slopes and biases in a fixed order, or behind a softcap, and two head dims
     assert chosen(("alibi",), learned=True, deterministic=True) == (Kernels.HOPPER, Kernels.PLAIN)
     assert chosen(("alibi", "softcap"), learned=True) == (Kernels.HOPPER, Kernels.PLAIN)
-    assert chosen(("softcap",), d=256) == (Kernels.HOPPER, Kernels.PLAIN)
     assert chosen(("softcap",), d=192, dv=128) == (Kernels.HOPPER, Kernels.PLAIN)
     # numbers that drop pairs are compared as fp16, up to its infinity
     assert not hopper_obstacle(Modifiers(dropout=Dropout(0.96875, 1, 0, 4)), table_of("causal"))

@@ -15,8 +15,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import ringattn_kernels as rk
-from ringattn_kernels import compiled, hopper, launches, splits
+from ringattn_kernels import compiled, config, hopper, launches, plain_backward, plain_forward, splits
 from ringattn_kernels.hopper import descriptors, forward_config, statistics
+from ringattn_kernels.modifiers import Bias, Dropout, Modifiers, ModifierSums
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
@@ -34,11 +35,12 @@ class Device:
         self.compiled = 0  # how often Triton was asked for a kernel
         self.ready = 0  # how many launches were made ready
         self.launched = []
-        self.tables = {name: rk.TileTable(np.array(tiles), 300, 700) for name, tiles in TILES.items()}
+        self.tables = {name: rk.TileTable(np.array(tiles), 300, 700, np.zeros((len(tiles), 2))) for name, tiles in TILES.items()}
 
-    def warmup(self, kernel, *, grid, num_warps, maxnreg, **arguments):
+    def warmup(self, kernel, *, grid, **given):
         self.compiled += 1
-        return Compiled(self, (kernel.fn, found_by(kernel, arguments), num_warps, maxnreg, self.number), kernel.arg_names)
+        arguments = {name: given.pop(name) for name in kernel.arg_names}
+        return Compiled(self, (kernel.fn, found_by(kernel, arguments), given, self.number), kernel.arg_names)
 
 
 class Compiled:
@@ -54,12 +56,12 @@ def device(monkeypatch):
     """A device on which every launch is compared with the one that Triton would make."""
     device, launch = Device(), launches.launch
 
-    def compared(kernel, table, facts, moving, make, *, num_warps, maxnreg=None):
-        launch(kernel, table, facts, moving, make, num_warps=num_warps, maxnreg=maxnreg)
+    def compared(kernel, table, facts, moving, make, **options):
+        launch(kernel, table, facts, moving, make, **options)
         programs, expected = make()
         if programs:
             variant, grid, arguments = device.launched.pop()
-            assert variant == (kernel.fn, found_by(kernel, expected), num_warps, maxnreg, device.number)
+            assert variant == (kernel.fn, found_by(kernel, expected), options, device.number)
             assert grid == (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
             for name, x in expected.items():
                 assert same(arguments[name], x), name
@@ -81,6 +83,8 @@ def device(monkeypatch):
     compiled._place.cache_clear()
     padded = statistics.PaddedStatistics
     monkeypatch.setattr(statistics, "prepare", lambda rows, *_: padded(*torch.empty(2, rows[0].shape[1] * 2, 384)))
+    for module in (plain_forward, plain_backward):
+        monkeypatch.setattr(module, "architecture", lambda device: "sm_90")
     for module in (hopper.forward, hopper.fused):
         monkeypatch.setattr(module, "work_counter", lambda device: torch.zeros(3, dtype=torch.int32))
     return device
@@ -183,7 +187,146 @@ BACKWARD = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kinds"), [(forward, FORWARD), (backward, BACKWARD)], ids=["forward", "backward"])
+def score_of(parts, h, seed, edges, heads):
+    """What happens to scores, with tensors of its own. Another seed makes no other kind of launch."""
+    slopes, values = torch.empty(1 if "one" in parts else 2, h), torch.empty(h, len(edges) + 1)
+    found = Modifiers(
+        30.0 + seed if "softcap" in parts else None,
+        slopes if "alibi" in parts else None,
+        Bias(edges, values) if "bias" in parts else None,
+        Dropout(0.25, (5 << 40) + seed, 7 + seed, heads) if "dropout" in parts else None,
+    )
+    return found if parts else None
+
+
+def inputs_of(heads, d, dtype, q, kv, alike, score, seed=0, edges=(-9, 9), all_heads=8):
+    """q, k, v, dout and what happens to scores."""
+    h, hk = heads
+    q, dout = (make(2, 300, h, d, dtype=dtype, **q or {}) for _ in range(2))
+    k, v = (make(2, 700, hk, d, dtype=dtype, **kv or {}) for _ in range(2))
+    return q, k, k if alike else v, dout, score_of(score, h, seed, edges, all_heads)
+
+
+def plainly_forward(
+    device, heads=(4, 2), d=64, dtype=torch.bfloat16, q=None, kv=None, out=None, before=None, final=True, scale=0.1, alike=False,
+    tiles="some", splits=1, sinks=False, how=None, score="softcap", **of_score,
+):  # fmt: skip
+    q, k, v, _, modifiers = inputs_of(heads, d, dtype, q, kv, alike, score, **of_score)
+    statistics = torch.empty(2, 2, heads[0], 300).unbind()
+    state = None if before is None else (make(2, 300, heads[0], d, dtype=torch.float32, **before), *statistics)
+    out = state[0] if state and not final else make(2, 300, heads[0], d, dtype=dtype if final else torch.float32, **out or {})
+    how = how or config.launch_for("forward", "sm_90", d, dtype)
+    options = dict(modifiers=modifiers, sinks=torch.empty(heads[0]) if sinks else None)
+    touched_only = state is not None and not final
+    plain_forward.launch(q, k, v, device.tables[tiles], out, *statistics, scale, state, touched_only, splits, how, **options)
+    return [weakref.ref(x) for x in (q, k, v, out)]
+
+
+SCORES = [
+    dict(score=""),
+    dict(score="alibi"),
+    dict(score="one slope, alibi"),
+    dict(score="bias"),
+    dict(score="bias", edges=(-9, 10)),
+    dict(score="softcap and alibi"),
+]
+PLAIN_FORWARD = [
+    dict(heads=(6, 2)),
+    dict(dtype=torch.float16),
+    dict(dtype=torch.float32),
+    dict(d=128),
+    dict(d=72),
+    dict(q=dict(rows_first=True)),
+    dict(kv=dict(gap=8)),
+    dict(kv=dict(offset=1)),
+    dict(out=dict(offset=1)),
+    dict(final=False),
+    dict(before={}),
+    dict(before={}, final=False),
+    dict(splits=2),
+    dict(scale=-0.1),
+    dict(sinks=True),
+    dict(how=config.BlockConfig(64, 64, 4, 2)),
+    dict(tiles="none"),
+    dict(tiles="all"),
+    dict(score="dropout"),
+    dict(score="dropout", all_heads=9),
+    *SCORES,
+]
+
+
+def backward_of(device, run, heads, d, dtype, q, kv, grads, add, scale, alike, tiles, score, of_score):
+    q, k, v, dout, modifiers = inputs_of(heads, d, dtype, q, kv, alike, score, **of_score)
+    h, hk = heads
+    dq, dk, dv = (make(2, *sizes, d, **{"dtype": torch.float32, **(grads or {})}) for sizes in ((300, h), (700, hk), (700, hk)))
+    queries = rk.Queries(q, dout, *torch.empty(3, 2, h, 300).unbind())
+    outputs = dict(dq=dq, dk=dk, dv=dv, add_q=add, add_kv=add, modifiers=modifiers)
+    run(queries, k, v, device.tables[tiles], scale, **outputs)
+    return [weakref.ref(x) for x in (q, k, v, dout, dq, dk, dv)]
+
+
+def plainly_backward(
+    device, heads=(4, 2), d=64, dtype=torch.bfloat16, q=None, kv=None, grads=None, add=True, scale=0.1, alike=False, tiles="some",
+    splits=1, learned=False, score="softcap", **of_score,
+):  # fmt: skip
+    def run(*inputs, modifiers, **outputs):
+        sums = ModifierSums.zeros(modifiers) if learned else None
+        plain_backward.backward(*inputs, **outputs, splits=splits, modifiers=modifiers, sums=sums)
+
+    return backward_of(device, run, heads, d, dtype, q, kv, grads, add, scale, alike, tiles, score, of_score)
+
+
+PLAIN_BACKWARD = [
+    dict(heads=(6, 2)),
+    dict(dtype=torch.float32),
+    dict(d=128),
+    dict(d=320),
+    dict(q=dict(rows_first=True)),
+    dict(kv=dict(offset=1)),
+    dict(grads=dict(gap=4)),
+    dict(add=False),
+    dict(add=False, grads=dict(dtype=torch.bfloat16)),
+    dict(splits=2),
+    dict(tiles="all"),
+    dict(score="dropout"),
+    dict(score="alibi and bias", learned=True),
+    *SCORES,
+]
+
+
+def backward_in_two(
+    device, heads=(4, 2), d=256, dtype=torch.bfloat16, q=None, kv=None, grads=None, add=True, scale=0.1, alike=False, tiles="some",
+    score="softcap", **of_score,
+):  # fmt: skip
+    return backward_of(device, hopper.backward.backward, heads, d, dtype, q, kv, grads, add, scale, alike, tiles, score, of_score)
+
+
+IN_TWO = [
+    dict(heads=(6, 2)),
+    dict(dtype=torch.float16),
+    dict(d=64),
+    dict(d=128),
+    dict(d=200),
+    dict(kv=dict(gap=8)),
+    dict(grads=dict(offset=1)),
+    dict(add=False),
+    dict(add=False, grads=dict(dtype=torch.bfloat16)),
+    dict(tiles="all"),
+    *SCORES,
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "kinds"),
+    [
+        (forward, FORWARD),
+        (backward, BACKWARD),
+        (plainly_forward, PLAIN_FORWARD),
+        (plainly_backward, PLAIN_BACKWARD),
+        (backward_in_two, IN_TWO),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
 def test_calls_that_differ_in_more_than_addresses_have_launches_of_their_own(call, kinds, device):
     for kind in kinds:
         call(device)
@@ -192,19 +335,33 @@ def test_calls_that_differ_in_more_than_addresses_have_launches_of_their_own(cal
         call(device, **kind)
 
 
-@pytest.mark.parametrize("call", [forward, backward])
-def test_calls_of_a_kind_share_a_launch_that_keeps_none_of_their_tensors(call, device):
-    for options in ({"alike": True}, {}, {"scale": 0.2}, {}):
-        tensors = call(device, **options)
+SEEDS = dict(score="softcap, alibi, bias and dropout", seed=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "launched", "by_table", "seeds"),
+    [
+        (forward, 1, 1, {}),
+        (backward, 1, 1, {}),
+        (plainly_forward, 1, 1, SEEDS),
+        (plainly_backward, 3, 2, SEEDS),  # that of pivots knows no table
+        (backward_in_two, 2, 2, SEEDS | {"score": "softcap, alibi and bias"}),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_calls_of_a_kind_share_a_launch_that_keeps_none_of_their_tensors(call, launched, by_table, seeds, device):
+    same = {name: value for name, value in seeds.items() if name != "seed"}
+    for options in ({"alike": True}, {}, {"scale": 0.2}, seeds, {}):
+        tensors = call(device, **same | options)
         assert not any(x() is not None for x in tensors)
-    assert device.ready == 1
+    assert device.ready == launched
     # a table never seen has a launch of its own, whose kernel is known
-    device.tables["some"] = rk.TileTable(np.array([(0, 100, 0, 200, -300, 300)]), 300, 700)
-    call(device)
-    assert (device.ready, device.compiled) == (2, 1)
+    device.tables["some"] = rk.TileTable(np.array([(0, 100, 0, 200, -300, 300)]), 300, 700, np.zeros((1, 2)))
+    call(device, **same)
+    assert (device.ready, device.compiled) == (launched + by_table, launched)
     device.number = 1
-    call(device)
-    assert (device.ready, device.compiled) == (3, 2)
+    call(device, **same)
+    assert (device.ready, device.compiled) == (2 * launched + by_table, 2 * launched)
 
 
 def delta(device, rows=300, **options):
@@ -273,7 +430,9 @@ def other(x_ptr):
 def test_kernels_are_told_apart(device):
     table, x = device.tables["all"], make(1, 1, 1, 16)
     for kernel in (one, other, one):
-        launches.launch(kernel, table, (), {"x_ptr": x}, lambda: (1, {"x_ptr": x}), num_warps=4)
+        for options in (dict(num_warps=4), dict(num_warps=8), dict(num_warps=4, launch_pdl=True)):
+            launches.launch(kernel, table, tuple(options.items()), {"x_ptr": x}, lambda: (1, {"x_ptr": x}), **options)
+    assert device.compiled == 6
 
 
 @triton.jit(do_not_specialize=["free"])

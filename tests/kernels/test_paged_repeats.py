@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
-from ringattn_kernels import PageTable, direct, launches, paged
+from ringattn_kernels import PageTable, compiled, direct, launches, paged
 from ringattn_kernels.modifiers import Modifiers
 from ringattn_kernels.recorder import recorder
 from tests.counting import calls_of
@@ -18,7 +18,8 @@ class Device:
     def __init__(self):
         self.launched = []
 
-    def warmup(self, kernel, *, grid, num_warps, maxnreg, **arguments):
+    def warmup(self, kernel, *, grid, num_warps, launch_pdl, **arguments):
+        assert launch_pdl
         launched = self.launched
 
         class Launcher:
@@ -51,14 +52,16 @@ def device(monkeypatch):
     device = Device()
     driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7))
     monkeypatch.setattr(JITFunction, "warmup", lambda kernel, **options: device.warmup(kernel, **options))
-    for module in (launches, direct, paged):
+    for module in (launches, compiled, direct, paged):
         monkeypatch.setattr(module, "driver", driver)
     monkeypatch.setattr(paged, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(paged, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(paged, "_repeated", {})
-    launches._place.cache_clear()
+    for module in (launches, compiled):
+        module._place.cache_clear()
     yield device
-    launches._place.cache_clear()
+    for module in (launches, compiled):
+        module._place.cache_clear()
 
 
 def aligned(shape, dtype, offset=0):

@@ -210,7 +210,7 @@ def test_what_cannot_be_noted_ends_a_rehearsal_before_it_is_done(what, host):
         if what == "an operation":
             inside.zero_()  # there is no memory
         elif what == "a launch of Triton's own":
-            launches.launch_once({(1,): lambda **_: done.append(1)}, 1, {})
+            launches.launch({(1,): lambda **_: done.append(1)}, None, (), {}, lambda: (1, {}))
         else:
             StagedTransport.exchange(SimpleNamespace(_memory=None), [Peer(1, inside)], [])
 
@@ -391,7 +391,7 @@ def test_an_operation_of_torch_is_never_left_out(host):
 
 def test_a_launch_that_is_not_a_direct_one_is_never_left_out(host):
     def other(inside):
-        launches.launch_once({(1,): lambda: inside.add_(1)}, 1, {})
+        launches.launch({(1,): lambda: inside.add_(1)}, None, (), {}, lambda: (1, {}))
 
     for i in range(5):
         x = torch.full((4,), float(i))
@@ -434,13 +434,26 @@ def found_last():
 class TestOnGpu:
     pytestmark = gpu
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    @pytest.mark.parametrize(("d", "mask"), [(128, ra.causal()), (64, ra.sliding_window(100)), (96, ra.documents([300, 129, 83]))])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize(
+        ("d", "mask"),
+        [
+            (128, ra.causal()),
+            (64, ra.sliding_window(100)),
+            (96, ra.documents([300, 129, 83])),
+            (256, ra.causal()),
+            (320, ra.sliding_window(100)),
+        ],
+    )
     def test_a_replay_has_the_bits_of_the_pass(self, d, mask, dtype):
+        """Of each set of kernels: a backward pass in one kernel, in two, and the plain ones."""
         torch.manual_seed(0)
         inputs = [random(2, 512, 8, 2, d, dtype) for _ in range(6)]
+        step(*inputs[0], mask=mask)
+        found_last().clear()
         replayed = [step(*x, mask=mask) for x in inputs]
-        assert any(isinstance(found, recordings.Recording) for found in found_last().values()) and get_context(None).ready
+        assert sum(isinstance(found, recordings.Recording) for found in found_last().values()) == 2
+        assert get_context(None).ready
         for x, results in zip(inputs, replayed):
             found_last().clear()
             get_context(None).ready.clear()
@@ -526,17 +539,20 @@ class TestOnGpu:
                 wanted = step(*x, mask=mask)
                 assert all(torch.equal(a, b) for a, b in zip(found[:1] + found[2:], wanted[:1] + wanted[2:]))
 
-    def test_a_deterministic_call_is_another_one(self):
+    @pytest.mark.parametrize("b", [1, 20], ids=["in two kernels", "in turns"])
+    def test_a_deterministic_call_is_another_one(self, b):
         torch.manual_seed(0)
-        inputs = random(2, 1024, 8, 2, 128, torch.bfloat16)
+        inputs = random(b, 1024, 8, 2, 128, torch.bfloat16)
         for _ in range(4):
             step(*inputs)
+        found_last().clear()
         torch.use_deterministic_algorithms(True)
         try:
             found = [step(*inputs)[1] for _ in range(4)]
         finally:
             torch.use_deterministic_algorithms(False)
         assert all(torch.equal(x, found[0]) for x in found)
+        assert sum(isinstance(found, recordings.Recording) for found in found_last().values()) == 2
 
     def test_other_shapes_and_strides_are_recorded_apart(self):
         torch.manual_seed(0)

@@ -23,10 +23,10 @@ SIGNATURES = {
 
 
 class Driver:
-    """Notes calls in `calls`; `failing` gives an error for calls of one function."""
+    """Notes calls in `calls`, and the attributes of each launch; `failing` gives an error for calls of one function."""
 
     def __init__(self):
-        self.calls, self.failing, self.parameters = [], None, ()
+        self.calls, self.failing, self.parameters, self.attributes = [], None, (), []
         self._callbacks = [
             ctypes.CFUNCTYPE(ctypes.c_int, *types)(lambda *given, name=name: self._called(name, given))
             for name, types in SIGNATURES.items()
@@ -37,7 +37,9 @@ class Driver:
     def _called(self, name, given):
         if name == "launch":
             config = struct.unpack("7I", ctypes.string_at(given[0], 28))
-            stream = struct.unpack("Q", ctypes.string_at(given[0] + 32, 8))[0]
+            stream, attributes, count = struct.unpack("QQI", ctypes.string_at(given[0] + 32, 20))
+            # each is a kind and, behind 4 bytes, a value of 64
+            self.attributes.append([struct.unpack("I4xi", ctypes.string_at(attributes + 72 * i, 12)) for i in range(count)])
             values = [ctypes.string_at(given[2][i], size) for i, size in enumerate(self.parameters)]
             given = given[1], config, stream, *values
         elif name == "operate":
@@ -87,8 +89,9 @@ class Argument(NamedTuple):
     number: Number | None = None
 
 
-def launch(calls, arguments, stream):
-    direct = SimpleNamespace(function=5, grid=(6, 1, 2), sizes=(128, 4096), kinds=tuple(x.kind for x in arguments))
+def launch(calls, arguments, stream, early=False):
+    kinds = tuple(x.kind for x in arguments)
+    direct = SimpleNamespace(function=5, grid=(6, 1, 2), sizes=(128, 4096), early=early, kinds=kinds)
     numbers = {place: x.number for place, x in enumerate(arguments) if x.number is not None}
     calls.launch(direct, [x.value for x in arguments], numbers, stream)
 
@@ -195,6 +198,15 @@ def test_a_launch_has_its_parameters_as_the_kernel_reads_them(driver):
     values = [struct.pack("Q", 1 << 47), struct.pack("Q", (1 << 45) + 256), struct.pack("i", -5), struct.pack("q", 1 << 40)]
     values += [struct.pack("f", 0.5), b"\1", bytes(8), bytes(8), bytes(8)]
     assert driver.calls == [("launch", 5, (6, 1, 2, 128, 1, 1, 4096), 7, *values)]
+
+
+def test_a_launch_may_begin_while_the_one_before_it_ends(driver):
+    calls = listed(driver, 0)
+    for early in (False, True, False):
+        launch(calls, [], 7, early)
+    run(calls, [])
+    # the driver's number of programmatic stream serialization
+    assert driver.attributes == [[], [(6, 1)], []]
 
 
 def test_a_descriptor_gets_the_address_of_each_run(driver, monkeypatch):

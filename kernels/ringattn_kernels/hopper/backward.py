@@ -9,8 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..launches import launch_once, strides
+from .. import launches
+from ..launches import strides
+from ..modifiers import Modifiers
 from ..queries import Queries
+from ..score_arguments import facts_of, fixed_arguments, moving_arguments
 from ..table import BlockTable, TileTable
 from ..units import LOG2_E
 from . import head_dims, statistics
@@ -71,26 +74,46 @@ def backward(
     dv: torch.Tensor,
     add_q: bool,
     add_kv: bool,
+    modifiers: Modifiers | None = None,
 ) -> None:
-    """`ringattn_kernels.backward` for inputs to which `obstacle` has no objection. add_q is for dq, add_kv for dk and dv."""
+    """`ringattn_kernels.backward` for inputs to which `obstacle` and `modified_obstacle` have no objection. add_q is for dq, add_kv for
+    dk and dv."""
     rows = statistics.prepare(queries.statistics)
-    if head_dims.chosen_in_two(queries.q.shape[3], v.shape[3])[0] == 256:
-        key_programs, key_options = wide_key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add_kv)
-        launch_once(wide_key_kernel, key_programs, key_options | dict(num_warps=4, launch_pdl=False))
-    else:
-        key_programs, key_options = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add_kv)
-        launch_once(key_kernel, key_programs, key_options | dict(num_warps=4, launch_pdl=False))
+    score = moving_arguments(modifiers, table, softmax_scale, k.device)
+    shared = dict(q_desc=queries.q, k_desc=k, v_desc=v, dout_desc=queries.dout, softmax_scale=softmax_scale, **score)
+    facts = facts_of(modifiers)
+    wide = head_dims.chosen_in_two(queries.q.shape[3], v.shape[3])[0] == 256
+
+    def of_keys() -> tuple[int, dict]:
+        make = wide_key_arguments if wide else key_arguments
+        programs, arguments = make(queries, k, v, table, softmax_scale, rows, dk, dv, add_kv, modifiers)
+        return programs, arguments | score
+
+    def of_queries() -> tuple[int, dict]:
+        programs, arguments = query_arguments(queries, k, v, table, softmax_scale, rows, dq, add_q, modifiers)
+        return programs, arguments | score
+
+    moving = shared | dict(pivot_desc=rows.pivot, delta_desc=rows.delta, dk_ptr=dk, dv_ptr=dv)
+    launches.launch(wide_key_kernel if wide else key_kernel, table, (add_kv, *facts), moving, of_keys, num_warps=4)
+    moving = shared | dict(pivot_ptr=rows.pivot, delta_ptr=rows.delta, dq_ptr=dq)
     # its programs fill the places that the last programs of the kernel before it leave
-    query_programs, query_options = query_arguments(queries, k, v, table, softmax_scale, rows, dq, add_q)
-    launch_once(query_kernel, query_programs, query_options | dict(num_warps=4, launch_pdl=True))
+    launches.launch(query_kernel, table, (add_q, *facts), moving, of_queries, num_warps=4, launch_pdl=True)
+
+
+def modified_obstacle(modifiers: Modifiers, sums: bool) -> str:
+    """Why the two kernels do not modify scores; empty where they do. sums: whether gradients of slopes or biases are asked for."""
+    if modifiers.dropout is not None:
+        return "Hopper kernels in two passes drop no weights"
+    return "Hopper kernels in two passes find no gradients of slopes and biases" if sums else ""
 
 
 def key_arguments(
     queries: Queries, k, v, table: TileTable, softmax_scale: float, rows: PaddedStatistics, dk, dv, add: bool,
-    config: BackwardConfig | None = None, block: int = BLOCK.value, blocks: BlockTable | Turns | None = None,
-    dims: head_dims.Dims | None = None,
+    modifiers: Modifiers | None = None, config: BackwardConfig | None = None, block: int = BLOCK.value,
+    blocks: BlockTable | Turns | None = None, dims: head_dims.Dims | None = None,
 ) -> tuple[int, dict]:  # fmt: skip
-    """The number of programs of `key_kernel`, with `block` key rows each, and its arguments. blocks: by default those of `key_blocks_of`.
+    """The number of programs of `key_kernel`, with `block` key rows each, and its arguments; those for modified scores that move come on
+    top. blocks: by default those of `key_blocks_of`.
 
     dims: as which head dims are computed, by default those of `head_dims.in_two`.
 
@@ -134,6 +157,7 @@ def key_arguments(
         REGISTERS=config.registers,
         QK_COLUMNS=d,
         V_COLUMNS=v_dim,
+        **fixed_arguments(modifiers, table, blocks.places),
     )
 
 
@@ -153,18 +177,20 @@ def make_blocks(table: TileTable, d: int, v_dim: int, device: torch.device) -> N
 
 
 def wide_key_arguments(
-    queries: Queries, k, v, table: TileTable, softmax_scale: float, rows: PaddedStatistics, dk, dv, add: bool
-) -> tuple[int, dict]:
-    """The number of programs of `wide_key_kernel`, and its arguments: those of `key_kernel`, and how heads run side by side."""
-    grid, arguments = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add, block=ROWS.value)
+    queries: Queries, k, v, table: TileTable, softmax_scale: float, rows: PaddedStatistics, dk, dv, add: bool,
+    modifiers: Modifiers | None = None,
+) -> tuple[int, dict]:  # fmt: skip
+    """As `key_arguments`, of `wide_key_kernel`: and how heads run side by side."""
+    grid, arguments = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add, modifiers, block=ROWS.value)
     chunk = max(1, SIDE_BY_SIDE // arguments["item_count"])
     return grid, arguments | dict(chunk=chunk, heads=k.shape[0] * k.shape[2])
 
 
 def query_arguments(
-    queries: Queries, k, v, table: TileTable, softmax_scale: float, rows: PaddedStatistics, dq, add: bool
-) -> tuple[int, dict]:
-    """The number of programs of `query_kernel`, and its arguments."""
+    queries: Queries, k, v, table: TileTable, softmax_scale: float, rows: PaddedStatistics, dq, add: bool,
+    modifiers: Modifiers | None = None,
+) -> tuple[int, dict]:  # fmt: skip
+    """As `key_arguments`, of `query_kernel`."""
     q, dout = queries.q, queries.dout
     assert q.shape == dq.shape and dq.stride(3) == 1
     assert not add or dq.dtype == torch.float32
@@ -198,4 +224,5 @@ def query_arguments(
         ADD=add,
         REGISTERS=config.registers,
         QK_COLUMNS=d,
+        **fixed_arguments(modifiers, table, blocks.places),
     )

@@ -12,9 +12,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .. import launches
 from ..config import architecture, padded
 from ..modifiers import Modifiers, ModifierSums
-from ..pairs import zero_pair
+from ..pairs import zero
 from ..queries import Queries, Statistics
-from ..score_arguments import biases_count, facts_of, fixed_arguments, moving_arguments, pieces_of_distances
+from ..score_arguments import biases_count, facts_of, moving_arguments, pieces_of_distances
 from ..split_choice import choice
 from ..splits import multiprocessors
 from ..table import TileTable, steps_of, touched_in
@@ -117,10 +117,11 @@ def may_run(q: torch.Tensor, out: torch.Tensor) -> bool:
 
 
 def modified_obstacle(q: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, sums: bool, deterministic: bool) -> str:
-    """Why the kernel does not modify scores; empty where it does. sums: whether gradients of slopes or biases are asked for."""
+    """Why the kernel does not modify scores of head dims that it computes; empty where it does. sums: whether gradients of slopes or
+    biases are asked for."""
     d, v_dim = q.shape[3], v.shape[3]
     dims = head_dims.in_one(d, v_dim)
-    if dims is None or is_wide(*dims):
+    if dims is not None and is_wide(*dims):
         return f"Hopper kernels modify no scores of head dims {d} and {v_dim}"
     if sums and deterministic:
         return "Hopper kernels find gradients of slopes and biases in no fixed order"
@@ -149,7 +150,9 @@ def shape_of_sums(q: torch.Tensor, v_dim: int) -> tuple[int, int, int]:
 
 def zero_sums(q: torch.Tensor, v_dim: int) -> torch.Tensor:
     """Zeros to which launches with q add dq: fp32, each 64 x 64 part in the order of `add_dq`."""
-    return torch.zeros(shape_of_sums(q, v_dim), device=q.device, dtype=torch.float32)
+    sums = torch.empty(shape_of_sums(q, v_dim), device=q.device, dtype=torch.float32)
+    zero(sums)
+    return sums
 
 
 def finish(sums: torch.Tensor, dq: torch.Tensor, softmax_scale: float, add: bool) -> None:
@@ -234,9 +237,7 @@ def backward(
     if dq is not None:
         moving |= dict(sums_ptr=sums, dq_ptr=dq)
         if touches(table, BLOCK.value, config_for(d, owned=True).step).untouched:
-            # its strides leave no gaps
-            numbers = dq.as_strided((dq.numel(),), (1,))
-            zero_pair((numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]))
+            zero(dq)
     # second panels, where there are
     if has_rest(d):
         moving |= dict(q_rest=q, k_rest=k, sums_rest=sums)
@@ -326,8 +327,9 @@ def fused_arguments(
     assert sums.is_contiguous()
     config = config_for(d, modifiers, dq is not None)
     blocks = key_blocks_of(table, k.device, dk.shape[0] // k.shape[0], config) if turns is None else turns
-    works, arguments = key_arguments(queries, k, v, table, softmax_scale, rows, dk, dv, add, config, blocks=blocks, dims=dims)
-    arguments |= fixed_arguments(modifiers, table, blocks.places) | gradient_sums(None, None, b)
+    inputs = queries, k, v, table, softmax_scale, rows, dk, dv, add
+    works, arguments = key_arguments(*inputs, modifiers, config, blocks=blocks, dims=dims)
+    arguments |= gradient_sums(None, None, b)
     step, main, heads = config.step, main_columns(d), b * k.shape[2]
     if dq is None:
         programs = programs_for(table, config, works, heads, h // k.shape[2], q.device)

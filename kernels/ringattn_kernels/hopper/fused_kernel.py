@@ -30,7 +30,7 @@ from .loads import Inputs, allocate_queries, produce_work
 from .ordered_loads import DeviceTurns, load_walk, produce_and_add, walk_back
 from .owned_dq import OwnRows, dq_of, leave_dq, take_touch
 from .panels import join_columns, matrices, panels, some_rows, split_columns, start_each, start_sum, zeros
-from .score_steps import ScoreSteps, load_head, load_places, modified, position
+from .score_steps import ScoreSteps, load_head, load_places, modified_and_masked, position, with_slope
 from .score_sums import SumPointers, add_to_sums, leave_head, no_sums
 from .tables import Walk
 from .works import NUMBERS, KeyWorks, WorkPlaces, draw, end_work, hand_out_end, hand_out_work, keep_pace, load_key_work, take_work
@@ -155,10 +155,9 @@ def consume_and_add(
             edge = (start < full_begin) | (start >= full_end)
             if MODIFIED:
                 q_position, k_position = position(score, place_of_q, start), position(score, place_of_k, row0)
-                s, share = modified(s, score, head, q_position, k_position, -1)
-                if edge:
-                    # here rather than in p, so that p, its 16 bits and its product with the softcap's slope take turns in registers
-                    s = mask_scores(s, walk.segments_ptr, segment, row0, start, float("-inf"))
+                s, share = modified_and_masked(
+                    s, score, head, q_position, k_position, -1, edge, walk.segments_ptr, segment, row0, start
+                )
             if WIDE:
                 s_left, s_right = split_columns(s)
                 pivots = tiles.pivot.index(stage)
@@ -185,8 +184,7 @@ def consume_and_add(
                     p16 = drop_halves(p16, kept)
                 p16 = gl.convert_layout(p16, LEFT, assert_trivial=True)
                 if CAPPED:
-                    # the softcap's slope; of a pair that is not live it may be anything
-                    p = gl.where(p == 0.0, 0.0, p * (1.0 - share * share))
+                    p = with_slope(p, share)
             done = stage
             stage, phase = advance(stage, phase, STAGES)
             if WIDE:

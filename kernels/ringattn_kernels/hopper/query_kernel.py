@@ -2,6 +2,7 @@
 
     P = exp2(scale Q K^T - pivot)        dS = P * (dout V^T - delta)        dQ += softmax_scale dS K
 
+Scores are modified as in `..modifiers`, but no weights are dropped.
 A program owns 128 query rows of one head and meets blocks of keys; dS is the left operand of dQ from registers. One partition has the
 copy engine (TMA) bring blocks of rows to shared memory, and two warpgroups of 64 rows each multiply; while one of them exponentiates, the
 other keeps the tensor cores busy.
@@ -13,10 +14,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ..score_arguments import NOT_SPECIALIZED
 from .barriers import advance, wait_for_kernel_before
 from .blocks import ROWS, mask_scores, tile, write_rows
 from .fences import hide, pin_pairs
 from .language import async_load
+from .score_steps import ScoreSteps, load_head, load_places, modified_and_masked, position, with_slope
 from .tables import END, FIRST_SEGMENT, LAST_SEGMENT, count_steps, load_span
 
 
@@ -63,9 +66,9 @@ def produce_keys(
 @gluon.jit
 def consume_keys(
     q_s, k_s, v_s, dout_s, q_full, k_full, v_full, k_empty, v_empty, pivot_ptr, delta_ptr, dq_ptr, stride_dqs,
-    segments_ptr, segment_begin, segment_end, steps, q_rows, block_begin, scale, softmax_scale,
+    segments_ptr, segment_begin, segment_end, steps, q_rows, block_begin, scale, softmax_scale, score, head_index,
     HALF: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ADD: gl.constexpr,
-    QK_COLUMNS: gl.constexpr,
+    MODIFIED: gl.constexpr, QK_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """dq of 64 query rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
@@ -80,6 +83,9 @@ def consume_keys(
     zero = gl.zeros([ROWS, STEP], gl.float32, SCORES)
     segment = segment_begin
     start, full_begin, full_end, end = load_span(segments_ptr, segment_begin, True, 1)
+    if MODIFIED:
+        head = load_head(score, head_index)
+        place_of_q, place_of_k = load_places(score, segment)
     stage = 0
     phase = 0
     mbarrier.wait(q_full, 0)
@@ -98,9 +104,16 @@ def consume_keys(
         mbarrier.wait(v_full.index(v_stage), v_phase)
         dp = warpgroup_mma(dout, v.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
+        edge = (start < full_begin) | (start >= full_end)
+        if MODIFIED:
+            q_position, k_position = position(score, place_of_q, row0), position(score, place_of_k, start)
+            s, share = modified_and_masked(s, score, head, q_position, k_position, 1, edge, segments_ptr, segment, row0, start)
         p = gl.exp2(s * scale - gl.expand_dims(pivot, 1))
-        if (start < full_begin) | (start >= full_end):
-            p = mask_scores(p, segments_ptr, segment, row0, start)
+        if not MODIFIED:  # noqa: SIM102, a constant decides before the compiler sees the other condition
+            if edge:
+                p = mask_scores(p, segments_ptr, segment, row0, start)
+        if MODIFIED and score.into_cap is not None:
+            p = with_slope(p, share)
         done = stage
         stage, phase = advance(stage, phase, STAGES)
         dp = warpgroup_mma_wait(0, deps=[dp])
@@ -114,18 +127,22 @@ def consume_keys(
             if segment == segment_end:
                 segment = segment_begin
             start, full_begin, full_end, end = load_span(segments_ptr, segment, True, 1)
+            if MODIFIED:
+                place_of_q, place_of_k = load_places(score, segment)
         dq = warpgroup_mma_wait(0, deps=[dq_next])
         ds = pin_pairs(ds)
         mbarrier.arrive(k_empty.index(done), count=1)
     write_rows(dq_ptr, stride_dqs, dq * softmax_scale, row0, q_rows, ADD, COLUMNS=QK_COLUMNS)
 
 
-@gluon.jit(do_not_specialize=["item_count", "heads", "group", "padded_rows", "q_rows"])
+@gluon.jit(do_not_specialize=["item_count", "heads", "group", "padded_rows", "q_rows", *NOT_SPECIALIZED])
 def query_kernel(
     q_desc, k_desc, v_desc, dout_desc, pivot_ptr, delta_ptr, dq_ptr, items_ptr, segments_ptr, stride_dqb, stride_dqs, stride_dqh,
     item_count, heads, group, padded_rows, q_rows, scale, softmax_scale,
+    into_cap, per_unit, slopes_ptr, slopes_count, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high, offset,
+    all_heads, first_head, dropped, kept_share,
     HEAD_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, ADD: gl.constexpr,
-    REGISTERS: gl.constexpr, QK_COLUMNS: gl.constexpr,
+    REGISTERS: gl.constexpr, MODIFIED: gl.constexpr, QK_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """dq of one block of query rows of one head."""
     dtype: gl.constexpr = q_desc.dtype
@@ -161,16 +178,20 @@ def query_kernel(
     steps = count_steps(segments_ptr, segment_begin, segment_end, STEP, 1)
     segment_begin = gl.where(steps > 0, segment_begin, 0)
     segment_end = gl.where(steps > 0, segment_end, 0)
+    score = ScoreSteps(
+        into_cap, per_unit, slopes_ptr, slopes_count, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high,
+        offset, all_heads, first_head, dropped, kept_share, gl.num_programs(0) // (item_count * heads), heads,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (produce_keys, (q_desc, k_desc, v_desc, dout_desc, q_s, k_s, v_s, dout_s, q_full, k_full, v_full, k_empty, v_empty,
                             segments_ptr, segment_begin, segment_end, batch, head, head // group, block_begin, STAGES, V_STAGES, STEP)),
             (consume_keys, (q_s, k_s, v_s, dout_s, q_full, k_full, v_full, k_empty, v_empty, pivot_ptr, delta_ptr, dq_ptr, stride_dqs,
                             segments_ptr, segment_begin, segment_end, steps, q_rows, block_begin, scale, softmax_scale,
-                            0, STAGES, V_STAGES, STEP, HEAD_DIM, ADD, QK_COLUMNS)),
+                            score, head_index, 0, STAGES, V_STAGES, STEP, HEAD_DIM, ADD, MODIFIED, QK_COLUMNS)),
             (consume_keys, (q_s, k_s, v_s, dout_s, q_full, k_full, v_full, k_empty, v_empty, pivot_ptr, delta_ptr, dq_ptr, stride_dqs,
                             segments_ptr, segment_begin, segment_end, steps, q_rows, block_begin, scale, softmax_scale,
-                            1, STAGES, V_STAGES, STEP, HEAD_DIM, ADD, QK_COLUMNS)),
+                            score, head_index, 1, STAGES, V_STAGES, STEP, HEAD_DIM, ADD, MODIFIED, QK_COLUMNS)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from ..score_steps import stream_of
 from ..units import LOG2_E
+from .blocks import mask_scores
 from .forward_softmax import in_place
 from .threads import FIRST_COLUMN
 
@@ -167,6 +168,26 @@ def capped(scores, into_cap):
     CONSTRAINTS: gl.constexpr = in_place(COUNT, "f")
     factor = gl.full(scores.shape, into_cap, gl.float32, scores.type.layout)
     return gl.inline_asm_elementwise(ASM, CONSTRAINTS, [scores, factor], dtype=gl.float32, is_pure=True, pack=COUNT)
+
+
+@gluon.jit
+def modified_and_masked(
+    scores, score, head, q_position, k_position, DIRECTION: gl.constexpr, edge, segments_ptr, segment, row0, start
+):  # fmt: skip
+    """As `modified`, with scores of -inf outside of the segment if `edge` says that the block has some there; see `mask_scores`."""
+    scores, share = modified(scores, score, head, q_position, k_position, DIRECTION)
+    if edge:
+        # here rather than in P, so that P, its 16 bits and its product with the softcap's slope take turns in registers
+        scores = mask_scores(scores, segments_ptr, segment, row0, start, float("-inf"))
+    if score.slopes_ptr is None and score.biases_ptr is None:
+        share = scores  # the same registers
+    return scores, share
+
+
+@gluon.jit
+def with_slope(p, share):
+    """P times the softcap's slope, as dS has it; share: of the cap, what the score has. Of a pair that is not live that may be anything."""
+    return gl.where(p == 0.0, 0.0, p * (1.0 - share * share))
 
 
 @gluon.jit

@@ -14,11 +14,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ..score_arguments import NOT_SPECIALIZED
 from .barriers import advance, let_next_kernel_start
 from .blocks import ROWS, drop_dead, mask_scores, tile, write_rows
 from .fences import pin_pairs
 from .language import barrier
 from .loads import Inputs, allocate_queries, produce_queries
+from .score_steps import ScoreSteps, load_head, load_places, modified_and_masked, position, with_slope
 from .tables import load_item, load_span, side_by_side
 
 BUFFERS = gl.constexpr(2)  # buffers of P
@@ -26,10 +28,10 @@ BUFFERS = gl.constexpr(2)  # buffers of P
 
 @gluon.jit
 def consume_values(
-    tiles, p_s, barriers, p_full, p_empty, dv_ptr, stride_dvs, walk, k_rows, block_begin, scale,
-    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ADD: gl.constexpr, COLUMNS: gl.constexpr,
+    tiles, p_s, barriers, p_full, p_empty, dv_ptr, stride_dvs, walk, k_rows, block_begin, scale, score, head0,
+    STAGES: gl.constexpr, STEP: gl.constexpr, HEAD_DIM: gl.constexpr, ADD: gl.constexpr, MODIFIED: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """dv of 64 key rows, and P for `consume_scores`."""
+    """dv of 64 key rows, and for `consume_scores` P, times the softcap's slope if there is one."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     dtype: gl.constexpr = tiles.q[0].dtype
@@ -40,6 +42,10 @@ def consume_values(
     whole = block_begin + ROWS <= k_rows
     segment = walk.begin
     start, full_begin, full_end, end = load_span(walk.segments_ptr, walk.begin, whole, STEP)
+    if MODIFIED:
+        member = 0
+        head = load_head(score, head0)
+        place_of_q, place_of_k = load_places(score, segment)
     stage = 0
     phase = 0
     buffer = 0
@@ -50,11 +56,21 @@ def consume_values(
     s = warpgroup_mma_wait(0, deps=[s])
     for n in range(walk.steps):
         # [ROWS, STEP]
+        edge = (start < full_begin) | (start >= full_end)
+        if MODIFIED:
+            q_position, k_position = position(score, place_of_q, start), position(score, place_of_k, block_begin)
+            s, share = modified_and_masked(
+                s, score, head, q_position, k_position, -1, edge, walk.segments_ptr, segment, block_begin, start
+            )
         p = gl.exp2(s * scale - gl.expand_dims(tiles.pivot.index(stage).load(gl.SliceLayout(0, SCORES)), 0))
-        if (start < full_begin) | (start >= full_end):
-            p = mask_scores(p, walk.segments_ptr, segment, block_begin, start)
-        shared_p = p.to(dtype)
-        p16 = gl.convert_layout(shared_p, gl.DotOperandLayout(0, WIDE, 2), assert_trivial=True)
+        if not MODIFIED:  # noqa: SIM102, a constant decides before the compiler sees the other condition
+            if edge:
+                p = mask_scores(p, walk.segments_ptr, segment, block_begin, start)
+        p16 = p.to(dtype)
+        shared_p = p16
+        if MODIFIED and score.into_cap is not None:
+            shared_p = with_slope(p, share).to(dtype)
+        p16 = gl.convert_layout(p16, gl.DotOperandLayout(0, WIDE, 2), assert_trivial=True)
         # started first, so that the tensor cores have work while P is handed over
         mbarrier.wait(barriers.dout_full.index(stage), phase)
         dv_next = warpgroup_mma(p16, tile(tiles.dout[0], stage, STEP, HEAD_DIM), dv, is_async=True)
@@ -70,7 +86,12 @@ def consume_values(
             segment += 1
             if segment == walk.end:
                 segment = walk.begin
+                if MODIFIED:
+                    member += 1
+                    head = load_head(score, head0 + member)
             start, full_begin, full_end, end = load_span(walk.segments_ptr, segment, whole, STEP)
+            if MODIFIED:
+                place_of_q, place_of_k = load_places(score, segment)
         mbarrier.wait(barriers.q_full.index(stage), phase, pred=(n + 1) < walk.steps)
         s_next = warpgroup_mma(k, tile(tiles.q[0], stage, STEP, HEAD_DIM).permute((1, 0)), zero, use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(1, deps=[dv_next])
@@ -123,13 +144,15 @@ def consume_scores(
     write_rows(dk_ptr, stride_dks, dk * softmax_scale, block_begin, k_rows, ADD, COLUMNS=COLUMNS)
 
 
-@gluon.jit(do_not_specialize=["item_count", "chunk", "heads", "kv_heads", "group", "padded_rows", "k_rows"])
+@gluon.jit(do_not_specialize=["item_count", "chunk", "heads", "kv_heads", "group", "padded_rows", "k_rows", *NOT_SPECIALIZED])
 def wide_key_kernel(
     q_desc, k_desc, v_desc, dout_desc, pivot_desc, delta_desc, dk_ptr, dv_ptr, items_ptr, segments_ptr,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     item_count, chunk, heads, kv_heads, group, padded_rows, k_rows, scale, softmax_scale,
+    into_cap, per_unit, slopes_ptr, slopes_count, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high, offset,
+    all_heads, first_head, dropped, kept_share,
     HEAD_DIM: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, ADD: gl.constexpr, REGISTERS: gl.constexpr,
-    QK_COLUMNS: gl.constexpr, V_COLUMNS: gl.constexpr,
+    MODIFIED: gl.constexpr, QK_COLUMNS: gl.constexpr, V_COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of 64 key rows of one key/value head, over all query heads of its group."""
     dtype: gl.constexpr = q_desc.dtype
@@ -150,12 +173,16 @@ def wide_key_kernel(
         item_ptr, item_count, head_index, segments_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dvb, stride_dvh, kv_heads, group,
         STEP,
     )  # fmt: skip
+    score = ScoreSteps(
+        into_cap, per_unit, slopes_ptr, slopes_count, biases_ptr, biases_count, nearest, places_ptr, place_stride, seed_low, seed_high,
+        offset, all_heads, first_head, dropped, kept_share, heads // kv_heads, kv_heads * group,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (produce_queries, (inputs, tiles, barriers, walk, batch, kv_head, group, head_index * group, padded_rows, block_begin,
                                STAGES, STEP, 1)),
             (consume_values, (tiles, p_s, barriers, p_full, p_empty, dv_ptr, stride_dvs, walk, k_rows, block_begin, scale,
-                              STAGES, STEP, HEAD_DIM, ADD, V_COLUMNS)),
+                              score, head_index * group, STAGES, STEP, HEAD_DIM, ADD, MODIFIED, V_COLUMNS)),
             (consume_scores, (tiles, p_s, barriers, p_full, p_empty, dk_ptr, stride_dks, walk.steps, k_rows, block_begin, softmax_scale,
                               STAGES, STEP, HEAD_DIM, ADD, QK_COLUMNS)),
         ],

@@ -50,7 +50,9 @@ def test_refusal(options, message, monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "how", [[], ["--one-thread"], ["--layers", "2"], ["--score", "sinks"]], ids=["", "one thread", "layers", "score"]
+    "how",
+    [[], ["--one-thread"], ["--layers", "2"], ["--score", "sinks", "--head-dim", "64"]],
+    ids=["", "one thread", "layers", "score"],
 )
 def test_the_time_of_whole_calls_on_all_ranks(how):
     peers = [] if "--score" in how else ["ulysses"]
