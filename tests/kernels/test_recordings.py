@@ -431,6 +431,13 @@ def found_last():
     return next(reversed(get_context(None)._attentions.values())).replays
 
 
+def forget():
+    """What calls like the last one would find."""
+    context = get_context(None)
+    for kept in (found_last(), context.ready, context.latest_ready):
+        kept.clear()
+
+
 class TestOnGpu:
     pytestmark = gpu
 
@@ -450,14 +457,12 @@ class TestOnGpu:
         torch.manual_seed(0)
         inputs = [random(2, 512, 8, 2, d, dtype) for _ in range(6)]
         step(*inputs[0], mask=mask)
-        found_last().clear()
+        forget()
         replayed = [step(*x, mask=mask) for x in inputs]
         assert sum(isinstance(found, recordings.Recording) for found in found_last().values()) == 2
         assert get_context(None).ready
         for x, results in zip(inputs, replayed):
-            found_last().clear()
-            get_context(None).ready.clear()
-            get_context(None).latest_ready.clear()
+            forget()
             out, _, dk, dv = step(*x, mask=mask)
             assert torch.equal(out, results[0]) and torch.equal(dk, results[2]) and torch.equal(dv, results[3])
             assert (step(*x, mask=mask)[1] - results[1]).abs().max() < 2e-2
@@ -534,8 +539,7 @@ class TestOnGpu:
             assert sum(isinstance(x, recordings.Recording) for x in found_last().values()) == 2
             results += [step(*x, mask=mask) for x in inputs[1:]]
             for x, found in zip(inputs, results):
-                for kept in (found_last(), context.ready, context.latest_ready):
-                    kept.clear()
+                forget()
                 wanted = step(*x, mask=mask)
                 assert all(torch.equal(a, b) for a, b in zip(found[:1] + found[2:], wanted[:1] + wanted[2:]))
 
@@ -545,7 +549,7 @@ class TestOnGpu:
         inputs = random(b, 1024, 8, 2, 128, torch.bfloat16)
         for _ in range(4):
             step(*inputs)
-        found_last().clear()
+        forget()
         torch.use_deterministic_algorithms(True)
         try:
             found = [step(*inputs)[1] for _ in range(4)]
