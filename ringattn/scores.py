@@ -184,8 +184,8 @@ class ScoreKind(Digested):
 
     @property
     def replayed(self) -> bool:
-        """Whether passes may be recorded once and replayed: they draw nothing, and gather no biases."""
-        return self.buckets is None and not self.dropout
+        """Whether passes may be recorded once and replayed: they draw nothing."""
+        return not self.dropout
 
     def modifiers(
         self, slopes: torch.Tensor | None, values: torch.Tensor | None, seed: torch.Tensor | None, heads: int

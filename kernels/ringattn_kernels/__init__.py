@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .continued import ContinuedRows
     from .page_table import PageTable
     from .paged import attend_pages, merge_packed
-    from .pairs import add_pair, add_rows, rounded_pair, take_rows, zero_pair
+    from .pairs import add_pair, add_rows, rounded_pair, take_rows, zero
     from .partials import merge_rows
     from .queries import Queries
     from .query_sums import QuerySums, ready_queries
@@ -45,7 +45,7 @@ __all__ = [
     "sinks_gradient",
     "take_rows",
     "with_sinks",
-    "zero_pair",
+    "zero",
 ]
 
 _MODULES = {
@@ -72,7 +72,7 @@ _MODULES = {
     "sinks_gradient": "sinks",
     "take_rows": "pairs",
     "with_sinks": "sinks",
-    "zero_pair": "pairs",
+    "zero": "pairs",
 }
 
 

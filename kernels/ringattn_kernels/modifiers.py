@@ -99,18 +99,31 @@ class ModifierSums:
     values: torch.Tensor | None
 
     @classmethod
-    def zeros(cls, modifiers: Modifiers, slopes_too: bool = True, values_too: bool = True) -> ModifierSums:
-        """Those that are asked for, of what there is."""
+    def empty(cls, modifiers: Modifiers, slopes_too: bool = True, values_too: bool = True) -> ModifierSums:
+        """Memory for those that are asked for, of what there is."""
         slopes, bias = modifiers.slopes, modifiers.bias
         return cls(
-            torch.zeros_like(slopes) if slopes is not None and slopes_too else None,
-            torch.zeros_like(bias.values) if bias is not None and values_too else None,
+            torch.empty_like(slopes) if slopes is not None and slopes_too else None,
+            torch.empty_like(bias.values) if bias is not None and values_too else None,
         )
+
+    @classmethod
+    def zeros(cls, modifiers: Modifiers) -> ModifierSums:
+        """Zeros for all that there is."""
+        found = cls.empty(modifiers)
+        for x in found.tensors:
+            x.zero_()
+        return found
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those that there are."""
+        return tuple([x for x in (self.slopes, self.values) if x is not None])
 
     @property
     def wanted(self) -> bool:
         """Whether there is something to add to."""
-        return not (self.slopes is None and self.values is None)
+        return bool(self.tensors)
 
     def add_distances(self, found: torch.Tensor) -> None:
         """Add the gradient of slopes that follows from the sums of dS * |distance|: (b, h), fp64."""

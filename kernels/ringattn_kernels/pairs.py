@@ -39,14 +39,11 @@ def rounded_pair(pair: Pair, dtype: torch.dtype, more: Sequence[More] = ()) -> P
     return results
 
 
-def zero_pair(pair: Pair) -> None:
-    """Set two tensors of one dtype, whose strides leave no gaps, to zero."""
-    _launch((None, None), (), pair)
-
-
-def zero(x: torch.Tensor) -> None:
-    """Set a tensor, whose strides leave no gaps, to zero."""
-    zero_pair(_halves(x))
+def zero(*tensors: torch.Tensor) -> None:
+    """Set at most two tensors of one dtype, whose strides leave no gaps, to zero."""
+    if tensors:
+        first, second = _halves(tensors[0]) if len(tensors) == 1 else tensors
+        _launch((None, None), (), (first, second))
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

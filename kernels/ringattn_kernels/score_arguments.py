@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from .distances import spread
 from .modifiers import LEVELS, Bias, Dropout, Modifiers
-from .table import BlockTable, TileTable
+from .table import BlockTable, TileTable, on_device
 from .units import LOG2_E
 
 # numbers that may be anything: another one is no other kernel
@@ -146,15 +147,19 @@ def biases_count(bias: Bias) -> int:
 
 def biases(bias: Bias, table: TileTable, device: torch.device) -> torch.Tensor:
     """The bias of each distance from `_nearest` on: (h, biases_count), contiguous. Those beyond are as the first and the last."""
-    return bias.values.index_select(1, pieces_of_distances(bias, table, device))
+    return spread(bias.values, pieces_of_distances(bias, table, device)[0])
 
 
-def pieces_of_distances(bias: Bias, table: TileTable, device: torch.device) -> torch.Tensor:
-    """The piece of each distance from `_nearest` on: (biases_count,) int64. Kept with the table."""
+def pieces_of_distances(bias: Bias, table: TileTable, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The piece of each distance from `_nearest` on, (biases_count,), and the first of each piece's distances there, and their count,
+    (pieces + 1,): int32. Kept with the table."""
 
-    def build() -> torch.Tensor:
+    def build() -> tuple[torch.Tensor, torch.Tensor]:
         distances = np.arange(biases_count(bias)) + _nearest(bias)
-        return torch.from_numpy(np.searchsorted(bias.edges, distances, side="right")).to(device)
+        pieces = np.searchsorted(bias.edges, distances, side="right")
+        firsts = np.searchsorted(pieces, np.arange(len(bias.edges) + 2))
+        found = on_device((pieces.astype(np.int32), firsts.astype(np.int32)), device)
+        return found[0], found[1]
 
     return table.derived(("pieces", bias.edges, device), build)
 

@@ -191,14 +191,14 @@ def add(totals: Pair, more: Pair, rows: Rows) -> None:
             rows.add_to(total, x)
 
 
-def zero(pair: Pair) -> None:
-    """Set two tensors, whose strides leave no gaps, to zero."""
-    if pair[0].is_cuda:
+def zero(tensors: Tensors) -> None:
+    """Set at most two tensors of one dtype, whose strides leave no gaps, to zero."""
+    if tensors and tensors[0].is_cuda:
         import ringattn_kernels
 
-        ringattn_kernels.zero_pair(pair)
+        ringattn_kernels.zero(*tensors)
     else:
-        for x in pair:
+        for x in tensors:
             x.zero_()
 
 
@@ -278,7 +278,11 @@ def query_sums(queries: Queries, score: Score, dtype: torch.dtype) -> QuerySums:
 
 def modifier_sums(score: Score, slopes_too: bool, values_too: bool) -> ModifierSums:
     """The sums that the launches of one backward pass add the gradients of slopes and values to, where they are asked for."""
-    return _NO_SUMS if score.modifiers is None else ModifierSums.zeros(score.modifiers, slopes_too, values_too)
+    if score.modifiers is None:
+        return _NO_SUMS
+    sums = ModifierSums.empty(score.modifiers, slopes_too, values_too)
+    zero(sums.tensors)
+    return sums
 
 
 def prepare(program: Program, shapes: RowShapes, softmax_scale: float, *, final: bool) -> None:

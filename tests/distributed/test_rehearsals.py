@@ -38,13 +38,18 @@ def tensors(layout, rank, batch, generator, d, dtype):
 
 def scored(part, batch, generator=None):
     """A score with tensors of its own, and those of them that are learned."""
-    slopes, sinks = (torch.rand(shape, generator=generator, device="cuda") for shape in ((batch, HEADS[0]), (HEADS[0],)))
-    learned = sinks.bfloat16().requires_grad_()
+    shapes = (batch, HEADS[0]), (HEADS[0],), (HEADS[0], 32)
+    slopes, sinks, table = (torch.rand(shape, generator=generator, device="cuda") for shape in shapes)
+    learned, buckets = sinks.bfloat16().requires_grad_(), ra.t5_buckets(bidirectional=False)
+    learned_slopes, learned_table = (x.clone().requires_grad_() for x in (slopes, table))
     found = {
         "none": lambda: (None, []),
         "softcap": lambda: (ra.score(softcap=2.0), []),
         "alibi": lambda: (ra.score(alibi=slopes), []),
         "slopes of all batches": lambda: (ra.score(alibi=slopes[0]), []),
+        "learned slopes": lambda: (ra.score(alibi=learned_slopes), [learned_slopes]),
+        "bias": lambda: (ra.score(bias=ra.relative_bias(table, buckets)), []),
+        "learned bias": lambda: (ra.score(bias=ra.relative_bias(learned_table, buckets)), [learned_table]),
         "sinks": lambda: (ra.score(sinks=sinks), []),
         "learned sinks": lambda: (ra.score(sinks=learned), [learned]),
         "all": lambda: (ra.score(softcap=2.0, alibi=slopes, sinks=learned), [learned]),
@@ -87,7 +92,9 @@ def rehearsed(group, batch, part="none", d=64, dtype=torch.float16):
         expected = step(inputs, layout, mask, reference, part)
         for found in (got, again):
             far = [float((x.float() - y.float()).norm() / (y.float().norm() + 1e-6)) for x, y in zip(found, expected)]
-            wrong += [(number, far)] if far[0] or far[1] > 2e-3 or any(far[2:]) else []
+            # gradients of slopes and biases are added up in no fixed order
+            most = 1e-5 if part in ("learned slopes", "learned bias") else 0.0
+            wrong += [(number, far)] if far[0] or far[1] > 2e-3 or any(far[2:4]) or any(x > most for x in far[4:]) else []
     return wrong, ran
 
 
@@ -107,7 +114,10 @@ def test_so_does_one_whose_backward_pass_takes_two_kernels(nccl, world_size, par
         assert ran[True] == 0 and ran[False] > 0
 
 
-@pytest.mark.parametrize("part", ["softcap", "alibi", "slopes of all batches", "sinks", "learned sinks", "all"])
+@pytest.mark.parametrize(
+    "part",
+    ["softcap", "alibi", "slopes of all batches", "learned slopes", "bias", "learned bias", "sinks", "learned sinks", "all"],
+)
 def test_so_does_one_whose_scores_are_modified(nccl, world_size, part):
     """Each with slopes and sinks of its own, which lie elsewhere each time."""
     for wrong, ran in nccl.run(world_size, rehearsed, 2, part):

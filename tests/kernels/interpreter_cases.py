@@ -11,7 +11,7 @@ import ringattn_kernels as rk
 from ringattn.device import blocked, local
 from ringattn.geometry.rows import Rows
 from ringattn.partial import Partial, merge
-from ringattn_kernels import splits
+from ringattn_kernels import distances, splits
 from ringattn_kernels.hopper.fused import finish
 from ringattn_kernels.modifiers import Bias, Dropout, Modifiers, ModifierSums
 from tests.kernels import dense, fuzz
@@ -268,6 +268,25 @@ def test_sinks():
     torch.testing.assert_close(rk.sinks_gradient(*statistics, delta, sinks).double(), exact, rtol=1e-6, atol=1e-6)
 
 
+def test_numbers_of_pieces_are_spread_to_distances_and_added_up_again():
+    """Of pieces that hold no distance here, one, and more than a block."""
+    generator = torch.Generator().manual_seed(0)
+    values, pieces = torch.randn(3, 5, generator=generator), torch.tensor([0, *[1] * 40, *[3] * 17], dtype=torch.int32)
+    found = distances.spread(values, pieces)
+    assert torch.equal(found, values[:, pieces.long()])
+    totals, firsts = values.clone(), torch.tensor([0, 1, 41, 41, 58, 58], dtype=torch.int32)
+    distances.add_to_pieces(totals, found, firsts)
+    torch.testing.assert_close(totals, values * torch.tensor([2, 41, 1, 18, 1]), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_the_gradient_of_slopes_is_summed_over_the_batches_that_share_them(batches):
+    slopes, found = torch.randn(batches, 21), torch.randn(4, 21)
+    wanted = slopes - (found if batches == 4 else found.sum(0, keepdim=True))
+    distances.subtract_distances(slopes, found)
+    torch.testing.assert_close(slopes, wanted, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("launches", "count"), [(2, 1), (1, 3), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((1, 1), (2, 3)))]
 )
@@ -301,8 +320,10 @@ def test_pairs_are_added_and_rounded_in_one_launch(counts):
     turned = tuple(x.t() for x in totals)
     rounded = rk.rounded_pair(turned, torch.float16)
     assert all(torch.equal(x, y.half()) and x.stride() == y.stride() for x, y in zip(rounded, turned))
-    rk.zero_pair(turned)
+    rk.zero(*turned)
     assert not any(x.any() for x in totals)
+    rk.zero(more[0].t())
+    assert not more[0].any()
 
 
 @pytest.mark.parametrize("arrivals", range(5))

@@ -345,7 +345,7 @@ SEEDS = dict(score="softcap, alibi, bias and dropout", seed=1)
         (backward, 1, 1, {}),
         (plainly_forward, 1, 1, SEEDS),
         (plainly_backward, 3, 2, SEEDS),  # that of pivots knows no table
-        (backward_in_two, 2, 2, SEEDS | {"score": "softcap, alibi and bias"}),
+        (backward_in_two, 3, 2, SEEDS | {"score": "softcap, alibi and bias"}),  # nor that of biases
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

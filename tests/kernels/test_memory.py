@@ -101,7 +101,7 @@ def run(form: Form, launches: int, splits: int, sums: bool, device: str) -> list
             index = torch.arange(0, k.shape[1], 2, device=device)
             taken = rk.take_rows((dk.transpose(0, 1), dv.transpose(0, 1)), index)
             rk.add_rows(rk.take_rows((dk.transpose(0, 1), dv.transpose(0, 1))), taken, index)
-            rk.zero_pair(taken)
+            rk.zero(*taken)
             dk, dv = rk.rounded_pair((dk, dv), form.dtype)
         return [out, row_sum, dsinks, dq.finish(form.dtype) if sums else dq, dk, dv]
 

@@ -11,6 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import launches
 from ..config import architecture, padded
+from ..distances import add_to_pieces, subtract_distances
 from ..modifiers import Modifiers, ModifierSums
 from ..pairs import zero
 from ..queries import Queries, Statistics
@@ -131,14 +132,13 @@ def modified_obstacle(q: torch.Tensor, v: torch.Tensor, modifiers: Modifiers, su
 
 
 def gradient_sums(sums: ModifierSums | None, modifiers: Modifiers | None, b: int) -> dict:
-    """Zeros for the sums that a launch finds (see `score_sums.SumPointers`), as its keyword arguments."""
+    """Memory for the sums that a launch adds to (see `score_sums.SumPointers`), as its keyword arguments."""
     slopes = biases = None
     if modifiers is not None and sums is not None:
         if sums.slopes is not None:
-            slopes = torch.zeros(b, sums.slopes.shape[1], device=sums.slopes.device, dtype=torch.float32)
+            slopes = sums.slopes.new_empty(b, sums.slopes.shape[1])
         if sums.values is not None and modifiers.bias is not None:
-            shape = len(sums.values), biases_count(modifiers.bias)
-            biases = torch.zeros(shape, device=sums.values.device, dtype=torch.float32)
+            biases = sums.values.new_empty(len(sums.values), biases_count(modifiers.bias))
     return dict(slope_sums_ptr=slopes, bias_sums_ptr=biases)
 
 
@@ -210,6 +210,7 @@ def backward(
     d, v_dim = head_dims.chosen_in_one(q.shape[3], v.shape[3])
     turns, counters, drawn = None, None, work_counter(q.device)
     found = gradient_sums(modifier_sums, modifiers, b)
+    zero(*[x for x in found.values() if x is not None])
     score = moving_arguments(modifiers, table, softmax_scale, q.device) | found
     if ordered:
         step = config_for(d, modifiers).step
@@ -283,10 +284,11 @@ def _add(
 ) -> None:
     """Add what a launch has found (see `gradient_sums`)."""
     if slopes is not None:
-        sums.add_distances(slopes.double())
+        assert sums.slopes is not None
+        subtract_distances(sums.slopes, slopes)
     if biases is not None:
-        assert sums.values is not None
-        sums.values.index_add_(1, pieces_of_distances(modifiers.bias, table, biases.device), biases)
+        assert sums.values is not None and modifiers.bias is not None
+        add_to_pieces(sums.values, biases, pieces_of_distances(modifiers.bias, table, biases.device)[1])
 
 
 def programs_for(table: TileTable, config: BackwardConfig, works: int, heads: int, group: int, device: torch.device) -> int:

@@ -1,0 +1,102 @@
+"""What launches make of slopes and biases, and of the gradients that they find: small sums and look-ups, each in one launch.
+
+A bias has a number for each head and piece of distances. Hopper kernels read one for each distance, and find a gradient for each.
+
+Shapes: b batch, h query heads, n pieces, m distances.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import launches
+
+
+def spread(values: torch.Tensor, pieces: torch.Tensor) -> torch.Tensor:
+    """values[:, pieces]: values (h, n) fp32, contiguous; pieces (m,) int32."""
+    h, n = values.shape
+    assert values.is_contiguous() and values.dtype == torch.float32
+    found = values.new_empty(h, len(pieces))
+    block = _block(values)
+    moving = dict(values_ptr=values, pieces_ptr=pieces, found_ptr=found)
+
+    def make() -> tuple[tuple[int, int], dict]:
+        return (triton.cdiv(len(pieces), block), h), moving | dict(n=n, m=len(pieces), BLOCK=block)
+
+    launches.launch(spread_kernel, None, (block,), moving, make, num_warps=4)
+    return found
+
+
+@triton.jit(do_not_specialize=["n", "m"])
+def spread_kernel(values_ptr, pieces_ptr, found_ptr, n, m, BLOCK: tl.constexpr):
+    """BLOCK distances of one head."""
+    head = tl.program_id(1).to(tl.int64)
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < m
+    values = tl.load(values_ptr + head * n + tl.load(pieces_ptr + places, mask=inside, other=0), mask=inside, other=0.0)
+    tl.store(found_ptr + head * m + places, values, mask=inside)
+
+
+def add_to_pieces(totals: torch.Tensor, found: torch.Tensor, firsts: torch.Tensor) -> None:
+    """Add to each number of totals (h, n) those of found (h, m) at the distances of its piece, in a fixed order; both fp32, contiguous.
+
+    firsts: (n + 1,) int32, where each piece begins; the last is m.
+    """
+    (h, n), m = totals.shape, found.shape[1]
+    assert (
+        totals.is_contiguous() and found.is_contiguous() and totals.dtype == found.dtype == torch.float32 and len(firsts) == n + 1
+    )
+    block = _block(totals)
+    moving = dict(totals_ptr=totals, found_ptr=found, firsts_ptr=firsts)
+
+    def make() -> tuple[tuple[int, int], dict]:
+        return (n, h), moving | dict(m=m, BLOCK=block)
+
+    launches.launch(add_to_pieces_kernel, None, (block,), moving, make, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["m"])
+def add_to_pieces_kernel(totals_ptr, found_ptr, firsts_ptr, m, BLOCK: tl.constexpr):
+    """One piece of one head."""
+    piece = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    begin = tl.load(firsts_ptr + piece)
+    end = tl.load(firsts_ptr + piece + 1)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(begin, end, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        total += tl.load(found_ptr + head * m + places, mask=places < end, other=0.0)
+    pointer = totals_ptr + head * tl.num_programs(0) + piece
+    tl.store(pointer, tl.load(pointer) + tl.sum(total, 0))
+
+
+def subtract_distances(slopes: torch.Tensor, found: torch.Tensor) -> None:
+    """Take sums of dS * |distance|, found (b, h), from the gradients of slopes (b or 1, h), in a fixed order; both fp32, contiguous."""
+    b, h = found.shape
+    assert slopes.is_contiguous() and found.is_contiguous() and slopes.dtype == found.dtype == torch.float32
+    assert slopes.shape in ((b, h), (1, h))
+    block = _block(slopes)
+    moving = dict(slopes_ptr=slopes, found_ptr=found)
+
+    def make() -> tuple[int, dict]:
+        return triton.cdiv(slopes.numel(), block), moving | dict(count=slopes.numel(), total=b * h, BLOCK=block)
+
+    launches.launch(subtract_distances_kernel, None, (block,), moving, make, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["count", "total"])
+def subtract_distances_kernel(slopes_ptr, found_ptr, count, total, BLOCK: tl.constexpr):
+    """BLOCK of the slopes, each with those of all batches that it stands for."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    found = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, total, count):
+        found += tl.load(found_ptr + start + places, mask=inside, other=0.0)
+    slopes = tl.load(slopes_ptr + places, mask=inside, other=0.0)
+    tl.store(slopes_ptr + places, (slopes - found).to(tl.float32), mask=inside)
+
+
+def _block(x: torch.Tensor) -> int:
+    return 16 if x.device.type == "cpu" else 256
