@@ -50,14 +50,14 @@ class Score:
 
     @property
     def numbers(self) -> Hashable:
-        """All but the tensors; None for dropout, whose numbers are others in each call."""
+        """All but the tensors and `Modifiers.words`."""
         modifiers = self.modifiers
         if modifiers is None:
             return self.softmax_scale if self.sinks is None else (self.softmax_scale, "sinks")
-        if modifiers.dropout is not None:
-            return None
-        edges = None if modifiers.bias is None else modifiers.bias.edges
-        return self.softmax_scale, modifiers.softcap, modifiers.slopes is not None, edges, self.sinks is not None
+        bias, dropout = modifiers.bias, modifiers.dropout
+        edges = None if bias is None else bias.edges
+        share = None if dropout is None else (dropout.p, dropout.heads, dropout.first_head)
+        return self.softmax_scale, modifiers.softcap, modifiers.slopes is not None, edges, share, self.sinks is not None
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class ScoreKind(Digested):
 
     @property
     def replayed(self) -> bool:
-        """Whether passes may be recorded once and replayed: they draw nothing."""
+        """Whether calls are alike but for tensors: they draw nothing."""
         return not self.dropout
 
     def modifiers(

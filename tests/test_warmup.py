@@ -79,7 +79,7 @@ def test_scores_are_modified_as_calls_will_do(monkeypatch):
 def test_later_calls_need_no_kernel_that_was_not_compiled(head_dim, parts, monkeypatch):
     forms = launched_forms(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(local, "replayed", lambda found, facts, inputs, work: work(*inputs))
+    monkeypatch.setattr(local, "replayed", lambda found, facts, inputs, work, _: work(*inputs))
     monkeypatch.setattr(local, "moment", lambda x: None)
     monkeypatch.setattr(local, "streams", lambda *arguments: InOrder())
     # no number matters: memory that nobody fills takes no time

@@ -167,14 +167,14 @@ class RecordedLaunch:
     def __init__(self, direct: DirectLaunch | None, moving: dict[str, Moving], stream: int) -> None:
         self._direct, self._moving, self._stream = direct, moving, stream
 
-    def __call__(self, submission: Submission, find: Callable[[torch.Tensor], Number | None]) -> None:
+    def __call__(self, submission: Submission, find: Callable[[torch.Tensor | str], Number | None]) -> None:
         direct = self._direct
         if direct is None or not direct.plain:
             raise ValueError("not every launch can be listed")
         numbers = dict[int, Number]()
         for name, place, _ in direct.places:
             x = self._moving[name]
-            number = find(x) if isinstance(x, torch.Tensor) else None
+            number = find(x) if isinstance(x, torch.Tensor) else find(name) if type(x) is int else None
             if number is not None:
                 numbers[place - FIRST] = number
         submission.launch(direct, direct.template(self._moving)[FIRST:], numbers, self._stream)

@@ -50,6 +50,12 @@ class Dropout:
         """How many of the LEVELS numbers drop a pair."""
         return min(round(self.p * LEVELS), LEVELS - 1)
 
+    @property
+    def words(self) -> dict[str, int]:
+        """seed and offset as kernels take them, in words of 32 bits with a sign: what differs between calls of a kind."""
+        words = dict(seed_low=self.seed & 0xFFFFFFFF, seed_high=self.seed >> 32, offset=self.offset)
+        return {name: word - (1 << 32) if word >> 31 else word for name, word in words.items()}
+
 
 @dataclass(frozen=True, eq=False)
 class Modifiers:
@@ -77,6 +83,11 @@ class Modifiers:
         slopes = None if self.slopes is None else next(left)
         bias = None if self.bias is None else replace(self.bias, values=next(left))
         return Modifiers(self.softcap, slopes, bias, self.dropout)
+
+    @property
+    def words(self) -> dict[str, int]:
+        """Those of dropout, if there is one."""
+        return {} if self.dropout is None else self.dropout.words
 
     @property
     def seed_and_offset(self) -> tuple[int, int] | None:

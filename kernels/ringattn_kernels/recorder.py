@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
     from .submission import Number, Submission
 
-    # the number that stands for a tensor's address, None if the address stays; raises ValueError if that cannot be told
-    Find = Callable[[torch.Tensor], Number | None]
+    # the number that stands for a tensor's address, None if the address stays, or for an integer of this name; raises ValueError if that
+    # cannot be told
+    Find = Callable[[torch.Tensor | str], Number | None]
     # what each later run gives for the numbers that a step has asked for
     Later = Callable[[], list[int]]
     Step = Callable[[Submission, Find], Later | None]

@@ -13,7 +13,7 @@ tensors are inputs, results, allocations of the pass, or tensors that were there
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .repeats import Replays
 
 Tensors = tuple[torch.Tensor, ...]
+Words = Mapping[str, int]  # integers of a pass by the names under which its launches take them
 Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # a tensor's shape, strides and dtype
 
 _KEPT = 64  # recordings of one owner
@@ -47,10 +48,11 @@ _HARMLESS = {*_VIEWS, "promote_types"}
 _is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 
 
-def replay(found: Replays, facts: tuple, inputs: Tensors, work: Callable[..., Tensors]) -> Tensors:
+def replay(found: Replays, facts: tuple, inputs: Tensors, work: Callable[..., Tensors], words: Words | None = None) -> Tensors:
     """`work(*inputs)`, which computes tensors on the current CUDA stream, or its replay.
 
-    found: the recordings of one owner, who gives the same `facts` only to passes that do the same with such tensors.
+    found: the recordings of one owner, who gives the same `facts` only to passes that do the same with such tensors. words: what `work`
+    has that differs between such passes.
     """
     now = state()
     if now is None:
@@ -67,7 +69,7 @@ def replay(found: Replays, facts: tuple, inputs: Tensors, work: Callable[..., Te
         found.repeats.again()
     if isinstance(known, Recording):
         found[facts] = key, known
-        return known(addresses)
+        return known(addresses, words=words.values() if words else ())
     if len(found) >= _KEPT:
         found.clear()
     if known is _NEW:
@@ -76,13 +78,13 @@ def replay(found: Replays, facts: tuple, inputs: Tensors, work: Callable[..., Te
             # recording costs as much as it saves in one call: a call that is never repeated goes without it
             found[key] = _SEEN
             return work(*inputs)
-        results, recording = _record(inputs, addresses, work)
+        results, recording = _record(inputs, addresses, work, words=words)
         if recording is None:
             found.repeats.failed(facts, nbytes)
         # a first call may do what later ones need not: the second is tried, too
         found[key] = recording or _SEEN
         return results
-    results, found[key] = _record(inputs, addresses, work)
+    results, found[key] = _record(inputs, addresses, work, words=words)
     return results
 
 
@@ -224,7 +226,7 @@ _NEW, _SEEN = object(), object()
 
 
 class Recording:
-    """A pass as allocations and a submission. Its numbers: addresses of inputs, of results, of the memory inside; then those of steps.
+    """A pass as allocations and a submission. Its numbers: addresses of inputs, of results, of the memory inside; words; those of steps.
 
     contiguous: whether its first result is.
     """
@@ -239,10 +241,11 @@ class Recording:
             self._inside = int
         self._one_thread = threading.Lock()
 
-    def __call__(self, addresses: list[int], agreed: Callable[[], object] | None = None) -> Tensors:
-        """The results. agreed: called once all is queued that moves nothing to other ranks; if it raises, nothing moves."""
+    def __call__(self, addresses: list[int], agreed: Callable[[], object] | None = None, words: Iterable[int] = ()) -> Tensors:
+        """The results. agreed: called once all is queued that moves nothing to other ranks; if it raises, nothing moves. words: in the
+        order of those that it was recorded with."""
         results = tuple([make() for make in self._results])
-        numbers = [*addresses, *results, self._inside()]
+        numbers = [*addresses, *results, self._inside(), *words]
         with self._one_thread:
             self._submission.begin(numbers)
             if agreed is not None:
@@ -311,7 +314,11 @@ class _Witness(TorchDispatchMode):
 
 
 def _record(
-    inputs: Tensors, addresses: list[int], work: Callable[..., Tensors], stand_ins: StandIns | None = None
+    inputs: Tensors,
+    addresses: list[int],
+    work: Callable[..., Tensors],
+    stand_ins: StandIns | None = None,
+    words: Words | None = None,
 ) -> tuple[Tensors, Recording | None]:
     """The results of `work`, and its recording if that explains it. With stand-ins, it is a rehearsal."""
     module, functions = native.submission(), submission.driver_functions()
@@ -333,8 +340,10 @@ def _record(
     if not explained:
         return results, None
     try:
-        places = _Places(inputs, addresses, results, watch.allocated)
-        listed = Submission(module, functions, len(inputs) + len(results) + 1, driver.active.get_current_stream(device))
+        places = _Places(inputs, addresses, results, watch.allocated, words or {})
+        listed = Submission(
+            module, functions, len(inputs) + len(results) + 1 + len(words or ()), driver.active.get_current_stream(device)
+        )
         later = [step(listed, places.find) for step in steps]
     except ValueError:
         return results, None
@@ -345,7 +354,9 @@ def _record(
 class _Places:
     """Where the tensors of a pass are: in an input, a result, the memory inside the pass, or `before` it. Raises ValueError if unclear."""
 
-    def __init__(self, inputs: Tensors, addresses: list[int], results: Tensors, allocated: dict[int, torch.Tensor]) -> None:
+    def __init__(
+        self, inputs: Tensors, addresses: list[int], results: Tensors, allocated: dict[int, torch.Tensor], words: Words
+    ) -> None:
         self.before: list[torch.Tensor] = []
         self._bases = dict(zip(addresses + [x.data_ptr() for x in results], range(len(addresses) + len(results))))
         self._own = {x.untyped_storage().data_ptr() for x in results}
@@ -357,6 +368,7 @@ class _Places:
         if not self._own <= allocated.keys():
             raise ValueError("a result was there before")
         self._inside, self._memory, self.nbytes = len(self._bases), dict[int, int](), 0
+        self._words = dict(zip(words, range(self._inside + 1, self._inside + 1 + len(words))))
         for address, x in allocated.items():
             if address not in self._own and x.untyped_storage().nbytes():
                 self._memory[address] = self.nbytes
@@ -364,8 +376,12 @@ class _Places:
         if self.nbytes > _MOST:
             raise ValueError("the pass needs much memory")
 
-    def find(self, x: torch.Tensor) -> Number | None:
-        """The number of a tensor's address, None if the tensor was there before."""
+    def find(self, x: torch.Tensor | str) -> Number | None:
+        """The number of a tensor's address, None if the tensor was there before; or of a word."""
+        if isinstance(x, str):
+            if x not in self._words:
+                raise ValueError(f"another pass may have another {x}")
+            return Number(self._words[x])
         address = x.data_ptr()
         if address in self._bases:
             return Number(self._bases[address])

@@ -46,7 +46,7 @@ def score_arguments(modifiers: Modifiers | None, blocks: BlockTable, table: Tile
         edges = padded_edges(modifiers.bias.edges, table, device)
         found |= dict(edges_ptr=edges, EDGES=len(edges), PIECES=modifiers.bias.values.shape[1])
     if modifiers.dropout is not None:
-        found |= dropout_arguments(modifiers.dropout)
+        found |= _dropout_arguments(modifiers.dropout)
     return found | moving_score_arguments(modifiers)
 
 
@@ -64,8 +64,7 @@ def moving_score_arguments(modifiers: Modifiers | None) -> dict:
         assert modifiers.bias.values.is_contiguous() and modifiers.bias.values.dtype == torch.float32
         found |= dict(values_ptr=modifiers.bias.values)
     if modifiers.dropout is not None:
-        drawn = dropout_arguments(modifiers.dropout)
-        found |= {name: drawn[name] for name in ("seed_low", "seed_high", "offset", "whole")}
+        found |= modifiers.dropout.words | dict(whole=1 / (1 - modifiers.dropout.p))
     return found
 
 
@@ -107,8 +106,7 @@ def moving_arguments(modifiers: Modifiers | None, table: TileTable, softmax_scal
     if modifiers.bias is not None:
         found |= dict(biases_ptr=biases(modifiers.bias, table, device))
     if modifiers.dropout is not None:
-        drawn = dropout_arguments(modifiers.dropout)
-        found |= {name: drawn[name] for name in ("seed_low", "seed_high", "offset")} | dict(kept_share=1 - modifiers.dropout.p)
+        found |= modifiers.dropout.words | dict(kept_share=1 - modifiers.dropout.p)
     return found
 
 
@@ -130,8 +128,7 @@ def fixed_arguments(modifiers: Modifiers | None, table: TileTable, places: torch
     if modifiers.bias is not None:
         found |= dict(biases_count=biases_count(modifiers.bias), nearest=_nearest(modifiers.bias))
     if modifiers.dropout is not None:
-        drawn = dropout_arguments(modifiers.dropout)
-        found |= {name: drawn[name] for name in ("all_heads", "first_head", "dropped")}
+        found |= _dropout_arguments(modifiers.dropout)
     return found
 
 
@@ -176,19 +173,6 @@ def padded_edges(edges: tuple[int, ...], table: TileTable, device: torch.device)
     return table.derived(("edges", edges, device), build)
 
 
-def dropout_arguments(dropout: Dropout) -> dict:
-    """Keyword arguments of a launch that drops pairs."""
-    return dict(
-        seed_low=_signed(dropout.seed & 0xFFFFFFFF),
-        seed_high=_signed(dropout.seed >> 32),
-        offset=_signed(dropout.offset),
-        all_heads=dropout.heads,
-        first_head=dropout.first_head,
-        dropped=dropout.dropped,
-        whole=1 / (1 - dropout.p),
-    )
-
-
-def _signed(word: int) -> int:
-    """A word of 32 bits as an int32."""
-    return word - (1 << 32) if word >> 31 else word
+def _dropout_arguments(dropout: Dropout) -> dict:
+    """Those keyword arguments of a launch that drops pairs that do not move."""
+    return dict(all_heads=dropout.heads, first_head=dropout.first_head, dropped=dropout.dropped)

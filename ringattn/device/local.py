@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -95,12 +95,15 @@ def settled(state: State, q: torch.Tensor) -> State:
     return blocked.settled(state, dtype, dtype)
 
 
-def replayed(found: Replays, facts: tuple, inputs: Tensors, work: Callable[..., Tensors]) -> Tensors:
-    """`work(*inputs)`, which computes tensors. A GPU replays what it did for tensors of the same kinds and the same `facts`."""
+def replayed(
+    found: Replays, facts: tuple, inputs: Tensors, work: Callable[..., Tensors], words: Mapping[str, int] | None = None
+) -> Tensors:
+    """`work(*inputs)`, which computes tensors. A GPU replays what it did for tensors of the same kinds and the same `facts`, with other
+    words; see `recordings.replay`."""
     if inputs[0].is_cuda and inputs[0].numel():
         import ringattn_kernels
 
-        return ringattn_kernels.replay(found, facts, inputs, work)
+        return ringattn_kernels.replay(found, facts, inputs, work, words)
     return work(*inputs)
 
 

@@ -125,7 +125,8 @@ class RankAttention:
         if facts is None:
             return self.forward(score, q, k, v, final=final)
         assert self.replays is not None
-        return local.replayed(self.replays, facts, (q, k, v, *score.tensors), partial(self._results, score, final))
+        words = None if score.modifiers is None else score.modifiers.words
+        return local.replayed(self.replays, facts, (q, k, v, *score.tensors), partial(self._results, score, final), words)
 
     def gradients(self, score: Score, wanted: Wanted, rows: local.Tensors, drow_sum: torch.Tensor | None = None) -> local.Tensors:
         """dq, dk, dv, and the gradients of slopes, values of a bias and sinks that are wanted, in this order.
@@ -137,7 +138,8 @@ class RankAttention:
             return self._gradients(score, wanted, rows, drow_sum)
         assert self.replays is not None
         inputs = *rows, *score.tensors, *(() if drow_sum is None else (drow_sum,))
-        return local.replayed(self.replays, facts, inputs, partial(self._gradients_of, score, wanted))
+        words = None if score.modifiers is None else score.modifiers.words
+        return local.replayed(self.replays, facts, inputs, partial(self._gradients_of, score, wanted), words)
 
     def recorded_results(self, score: Score, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> local.Recording | None:
         """The recording that `results` would replay now, if there is one."""
@@ -172,8 +174,7 @@ class RankAttention:
     def _facts(self, name: str, score: Score, *others: Hashable) -> tuple | None:
         """What a pass of this name depends on besides its inputs; None if it is not replayed."""
         of_transport = None if self.replays is None else self.transport.recorded_with
-        numbers = None if of_transport is None else score.numbers
-        return None if numbers is None else (name, numbers, of_transport, *others)
+        return None if of_transport is None else (name, score.numbers, of_transport, *others)
 
     def _results(
         self, score: Score, final: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor

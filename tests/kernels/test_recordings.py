@@ -1,6 +1,7 @@
 """Recorded passes: each replay is what the pass itself would have computed, and what cannot be explained is not replayed."""
 
 import ctypes
+import dataclasses
 import re
 import sys
 import weakref
@@ -28,7 +29,7 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 @pytest.fixture
 def host(monkeypatch):
-    """Launches on the CPU: `host.add(x, y, out)` computes x + y by their addresses. `host.work` counts passes."""
+    """Launches on the CPU: `host.add(x, y, out)` computes x + y by their addresses, plus a word. `host.work` counts passes."""
     device = SimpleNamespace(number=0, stream=7, capturing=False)
     active = SimpleNamespace(get_current_device=lambda: device.number, get_current_stream=lambda _: device.stream)
     driver = SimpleNamespace(active=active)
@@ -36,20 +37,19 @@ def host(monkeypatch):
     monkeypatch.setattr(recordings, "driver", driver)
     monkeypatch.setattr(recordings, "_is_capturing", lambda: device.capturing)
 
-    def compute(addresses, factor):
+    def compute(addresses, factor, word):
         x, y, out = (np.ctypeslib.as_array((ctypes.c_float * 4).from_address(address)) for address in addresses)
-        out[:] = x + y * factor
+        out[:] = x + y * factor + word
 
     class Launcher:
         def __call__(self, *arguments):
             assert arguments[:5] == (1, 1, 1, 7, 99)
-            compute(arguments[13:16], arguments[16])
+            compute(arguments[13:16], *arguments[16:])
 
     def queue(config, function, parameters, extra):
         assert function == 99
-        compute(
-            [ctypes.c_uint64.from_address(parameters[i]).value for i in range(3)], ctypes.c_float.from_address(parameters[3]).value
-        )
+        addresses = [ctypes.c_uint64.from_address(parameters[i]).value for i in range(3)]
+        compute(addresses, ctypes.c_float.from_address(parameters[3]).value, ctypes.c_int32.from_address(parameters[4]).value)
         return 0
 
     callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(
@@ -60,16 +60,18 @@ def host(monkeypatch):
     run = SimpleNamespace(
         global_scratch_size=0, profile_scratch_size=0, launch=Launcher(), launch_cooperative_grid=False, launch_pdl=False
     )
-    names = ["x_ptr", "y_ptr", "out_ptr", "factor"]
-    source = SimpleNamespace(signature=dict(zip(names, ("*fp32", "*fp32", "*fp32", "fp32"))))
+    names = ["x_ptr", "y_ptr", "out_ptr", "factor", "word"]
+    source = SimpleNamespace(signature=dict(zip(names, ("*fp32", "*fp32", "*fp32", "fp32", "i32"))))
     compiled = SimpleNamespace(run=run, function=99, packed_metadata=(4, 1, 0), src=source)
-    values = [None, None, None, 1.0]
+    values = [None, None, None, 1.0, 0]
     form = direct.form_of(compiled, names, values)
     assert form is not None
-    launch = direct.DirectLaunch(form, (1, 1, 1), dict(zip(names, values)), names[:3])
+    launches_of = [
+        direct.DirectLaunch(form, (1, 1, 1), dict(zip(names, values)), moving) for moving in (names[:3], [*names[:3], "word"])
+    ]
 
-    def add(x, y, out):
-        moving = dict(x_ptr=x, y_ptr=y, out_ptr=out)
+    def add(x, y, out, **word):
+        moving, launch = dict(x_ptr=x, y_ptr=y, out_ptr=out) | word, launches_of[len(word)]
         if recorder.steps is not None:
             recorder.note(launches.RecordedLaunch(launch, moving, 7))
         if not recorder.rehearses:
@@ -184,6 +186,24 @@ def test_a_pass_that_needs_much_memory_is_not_recorded_and_keeps_what_it_lets_go
         (out,) = recordings.replay(host.found, ("pass",), (x, x + 1), work)
         assert out.tolist() == [3.0] * 4
     assert host.passes == 4 and recorder.steps is None
+
+
+def test_words_are_those_of_each_call(host):
+    """And a pass with a word that nobody gave is not replayed."""
+    for given in (True, False):
+        host.found, host.passes = Replays(Repeats()), 0
+        for i in range(5):
+            x, y, words = torch.full((4,), float(i)), torch.ones(4), dict(other=7, word=1 - 3 * i)
+
+            def work(x, y, word=words["word"]):
+                host.passes += 1
+                out = torch.empty_like(x)
+                host.add(x, y, out, word=word)
+                return (out,)
+
+            (out,) = recordings.replay(host.found, ("pass",), (x, y), work, words if given else {})
+            assert torch.equal(out, x + y + words["word"])
+        assert host.passes == (2 if given else 5)
 
 
 def rehearse(host, **options):
@@ -361,7 +381,7 @@ def test_what_a_replayed_call_costs_the_host(host, ranks, forward_most, backward
     class Silent(SilentTransport):
         recorded_with = ()
 
-    def record(inputs, addresses, work):
+    def record(inputs, addresses, work, **_):
         results = tuple(x.contiguous() for x in work(*inputs))
         listed = SimpleNamespace(begin=lambda numbers: None, finish=lambda numbers: None)
         return results, recordings.Recording(inputs[0].device, results, 512, listed, [])
@@ -542,6 +562,31 @@ class TestOnGpu:
                 forget()
                 wanted = step(*x, mask=mask)
                 assert all(torch.equal(a, b) for a, b in zip(found[:1] + found[2:], wanted[:1] + wanted[2:]))
+
+    @pytest.mark.parametrize(
+        "score",
+        [
+            dict(dropout=0.2),
+            dict(dropout=0.2, softcap=20.0),
+            dict(bias=ra.relative_bias(torch.arange(256.0).sin().view(8, 32), ra.t5_buckets(bidirectional=False))),
+            dict(alibi=ra.alibi_slopes(8), softcap=20.0),
+        ],
+        ids=lambda x: "-".join(x),
+    )
+    @pytest.mark.parametrize(("d", "dtype"), [(128, torch.bfloat16), (256, torch.float16), (64, torch.float32)], ids=str)
+    def test_so_does_one_with_modified_scores_which_draws_anew(self, d, dtype, score):
+        torch.manual_seed(0)
+        score = ra.score(**score).mapped(lambda x: x.cuda())
+        calls = [(random(2, 512, 8, 2, d, dtype), dataclasses.replace(score, seed=1 << (20 + 7 * n), offset=n)) for n in range(5)]
+        step(*calls[0][0], score=score)
+        forget()
+        replayed = [step(*x, score=draws) for x, draws in calls]
+        assert sum(isinstance(found, recordings.Recording) for found in found_last().values()) == 2
+        for (x, draws), results in zip(calls, replayed):
+            forget()
+            out, dq, dk, dv = step(*x, score=draws)
+            assert torch.equal(out, results[0]) and torch.equal(dk, results[2]) and torch.equal(dv, results[3])
+            assert (dq - results[1]).abs().max() < 2e-2
 
     @pytest.mark.parametrize("b", [1, 20], ids=["in two kernels", "in turns"])
     def test_a_deterministic_call_is_another_one(self, b):
