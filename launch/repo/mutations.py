@@ -539,8 +539,8 @@ MUTATIONS = (
     ),
     Mutation(
         "ringattn/scores.py",
-        "        return self.softmax_scale, modifiers.softcap, modifiers.slopes is not None, edges, self.sinks is not None\n",
-        "        return self.softmax_scale, modifiers.slopes is not None, edges, self.sinks is not None\n",
+        "        return self.softmax_scale, modifiers.softcap, modifiers.slopes is not None, edges, share, self.sinks is not None\n",
+        "        return self.softmax_scale, modifiers.slopes is not None, edges, share, self.sinks is not None\n",
         "passes with another softcap are replayed",
         "tests/runtime/test_ready.py",
     ),
@@ -1077,9 +1077,9 @@ MUTATIONS = (
     ),
     Mutation(
         "kernels/ringattn_kernels/dispatch.py",
-        "if kernels != Kernels.HOPPER)",
-        ")",
-        "the backward in two kernels forgets what is done to scores",
+        "if not obstacles[kernels]]",
+        "]",
+        "kernels are chosen that do not do to scores what is asked for",
         MODIFIED,
     ),
     Mutation(
@@ -1113,7 +1113,7 @@ MUTATIONS = (
     ),
     Mutation(
         "kernels/ringattn_kernels/launches.py",
-        '    recorder.cannot_note("a launch that Triton prepares")\n',
+        '        recorder.cannot_note("a launch of Triton\'s own")\n',
         "",
         "a replay leaves out a launch, and a rehearsal makes one on tensors without memory",
         RECORDINGS,
@@ -1286,6 +1286,49 @@ MUTATIONS = (
         "4 * halos",
         "gradients of halos are predicted to go the way of the rows",
         "tests/predict/test_recurrence.py -k messages",
+    ),
+    # kernels that are launched and replayed
+    Mutation(
+        "kernels/ringattn_kernels/plain_backward.py",
+        "(gradients, *facts)",
+        "facts",
+        "the launch for dv finds the one for dk, where each gradient has its own",
+        "tests/kernels/test_launches.py",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/compiled.py",
+        "*sorted(options.items()), ",
+        "",
+        "a launch finds a kernel that was compiled for another number of warps",
+        "tests/kernels/test_launches.py -k told_apart",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/submission.c",
+        "config.numAttrs = values[6] != 0;",
+        "config.numAttrs = 0;",
+        "a replayed launch waits for all of the one before it",
+        "tests/kernels/test_submission.py -k while_the_one_before",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/launches.py",
+        "else find(name) if type(x) is int else None",
+        "else None",
+        "a replayed pass drops the pairs of the recorded one",
+        f"{RECORDINGS} -k words",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/hopper/backward.py",
+        "if modifiers.dropout is not None:",
+        "if False:",
+        "kernels that drop nothing are chosen for dropout",
+        MODIFIED,
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/distances.py",
+        "end = tl.load(firsts_ptr + piece + 1)",
+        "end = tl.load(firsts_ptr + piece + 1) - 1",
+        "the last distance of a piece is missing from the gradient of its bias",
+        f"{INTERPRETER} -k pieces",
     ),
     # predictions
     Mutation(
