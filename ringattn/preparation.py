@@ -46,8 +46,8 @@ def prepare(
             read. With a kv_layout and no schedule it is needed, for its bytes choose the default one. On a GPU the tables that kernels
             read are then copied there, on the current stream: on another thread, make the stream of the calls the current one. If the
             group has made a call before, and moves nothing by NCCL, both passes are then listed too, so that the first call with
-            contiguous tensors queues them as a later one does; with a softcap or ALiBi only listing makes the tables. Without it, and
-            with dropout or a bias, the first call does all this.
+            contiguous tensors queues them as a later one does; with modified scores only listing makes the tables. Without it, and
+            with dropout, the first call does all this.
 
     Raises ValueError for what `ring_attention` refuses of these arguments, on this rank alone.
 
