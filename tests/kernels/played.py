@@ -147,6 +147,8 @@ class Block:
     def slice(self, *_, **__):
         return self
 
+    permute = index
+
     def read(self) -> Any:
         assert not self.filling and self.content is not None, f"{self.name} is read before it is full"
         self.readers += 1
