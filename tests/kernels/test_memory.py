@@ -22,7 +22,7 @@ import ringattn_kernels as rk
 from ringattn_kernels import hopper, mailbox
 from ringattn_kernels import launches as kernel_launches
 from ringattn_kernels.dispatch import Kernels
-from ringattn_kernels.modifiers import Modifiers
+from ringattn_kernels.modifiers import Bias, Modifiers, ModifierSums
 from tests.kernels import fuzz
 from tests.kernels.as_hopper import choose_as_on_hopper
 from tests.kernels.test_hopper_backward import launch_anew
@@ -35,17 +35,23 @@ TILES = np.array([(0, 140, 0, 499, -499, 140), (140, 261, 0, 311, -30, 250), (27
 
 @dataclass(frozen=True)
 class Form:
-    """What decides which kernels run; `kernels` is for the backward, and the forward is plain if the backward is."""
+    """What decides which kernels run; `kernels` is for the backward, and the forward is plain if the backward is.
+
+    modified: by ALiBi and a bias. learned: with their gradients.
+    """
 
     d: int
     dv: int
     kernels: Kernels | None = None
     dtype: torch.dtype = BF16
     sign: int = 1
+    modified: bool = False
+    learned: bool = False
 
     def __str__(self) -> str:
         kernels = "chosen" if self.kernels is None else self.kernels.name
-        return f"{kernels}-{self.d}-{self.dv}-{str(self.dtype).removeprefix('torch.')}" + ("-negative" if self.sign < 0 else "")
+        name = f"{kernels}-{self.d}-{self.dv}-{str(self.dtype).removeprefix('torch.')}" + ("-negative" if self.sign < 0 else "")
+        return name + ("-learned" if self.learned else "-modified" if self.modified else "")
 
 
 PLAIN = [
@@ -62,6 +68,7 @@ BACKWARDS = {
 HOPPER = [Form(d, dv, kernels) for kernels, dims in BACKWARDS.items() for d, dv in dims]
 # forwards of further head dims and another type
 HOPPER += [Form(96, 40), Form(72, 88), Form(160, 192), Form(128, 128, dtype=FP16)]
+HOPPER += [Form(256, 256, Kernels.HOPPER, modified=True), Form(64, 64, Kernels.HOPPER_FUSED, modified=True, learned=True)]
 
 
 def run(form: Form, launches: int, splits: int, sums: bool, device: str) -> list[torch.Tensor]:
@@ -73,14 +80,18 @@ def run(form: Form, launches: int, splits: int, sums: bool, device: str) -> list
         return torch.randn(heads, 2, rows, dim, generator=generator).to(device, form.dtype).permute(1, 2, 0, 3)
 
     q, k, v, dout = (tensor(Q_ROWS, 4, form.d), *(tensor(K_ROWS, 2, dim) for dim in (form.d, form.dv)), tensor(Q_ROWS, 4, form.dv))
-    tables = [rk.TileTable(TILES[n::launches], Q_ROWS, K_ROWS) for n in range(launches)]
+    tables = [rk.TileTable(TILES[n::launches], Q_ROWS, K_ROWS, np.zeros((len(TILES[n::launches]), 2))) for n in range(launches)]
     softmax_scale = form.sign * form.d**-0.5
+    score, learned = {}, []
+    if form.modified:
+        slopes, values = (torch.rand(shape, generator=generator).to(device) for shape in ((2, 4), (4, 4)))
+        score["modifiers"] = Modifiers(slopes=slopes, bias=Bias((-300, -20, 5), values))
     with fuzz.memory_of_nan():
         state = None
         for n, table in enumerate(tables):
             options = dict(final=n == launches - 1, kernels=form.kernels if form in PLAIN else None, splits=splits)
             with fuzz.forward_launch(launches // 2 + splits // 2 + n, form.d, form.dv):
-                state = rk.forward(q, k, v, table, softmax_scale=softmax_scale, state=state, **options)
+                state = rk.forward(q, k, v, table, softmax_scale=softmax_scale, state=state, **score, **options)
         sinks = torch.zeros(4, device=device)
         out, row_max, row_sum = rk.with_sinks(*state, sinks)
         queries = rk.Queries(q, dout, row_max, row_sum, rk.delta(out, dout))
@@ -93,9 +104,12 @@ def run(form: Form, launches: int, splits: int, sums: bool, device: str) -> list
         splits = (
             1 if form.kernels in (Kernels.HOPPER, Kernels.HOPPER_ORDERED) or (form.kernels is None and form.dv > 128) else splits
         )
+        if form.learned:
+            score["sums"] = ModifierSums.zeros(score["modifiers"])
+            learned = [*score["sums"].tensors]
         for n, table in enumerate(tables):
             options = dict(dq=dq, dk=dk, dv=dv, add=n > 0, kernels=form.kernels, deterministic=False, splits=splits)
-            rk.backward(queries, k, v, table, softmax_scale=softmax_scale, **options)
+            rk.backward(queries, k, v, table, softmax_scale=softmax_scale, **score, **options)
         if launches > 1:
             # as behind the launches of a ring
             index = torch.arange(0, k.shape[1], 2, device=device)
@@ -103,7 +117,7 @@ def run(form: Form, launches: int, splits: int, sums: bool, device: str) -> list
             rk.add_rows(rk.take_rows((dk.transpose(0, 1), dv.transpose(0, 1))), taken, index)
             rk.zero(*taken)
             dk, dv = rk.rounded_pair((dk, dv), form.dtype)
-        return [out, row_sum, dsinks, dq.finish(form.dtype) if sums else dq, dk, dv]
+        return [out, row_sum, dsinks, dq.finish(form.dtype) if sums else dq, dk, dv, *learned]
 
 
 def run_all(form: Form, device: str) -> list[torch.Tensor]:
