@@ -122,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ready.add_argument("--softcap", type=float, help="of the scores (Gemma 2)")
     ready.add_argument("--alibi", action="store_true", help="with the slopes of ALiBi")
     ready.add_argument("--sinks", action="store_true", help="with learned sinks (GPT-OSS)")
+    ready.add_argument("--bias", action="store_true", help="with learned biases of relative positions (T5)")
+    ready.add_argument("--dropout", action="store_true", help="with dropout of weights")
     ready.add_argument(
         "--recurrent",
         nargs="+",
@@ -217,7 +219,7 @@ def _warm(given: argparse.Namespace) -> None:
             f"fla's kernels of {', '.join(given.recurrent)} in {given.dtype} are compiled, {compiled:.1f} s, and tuned, {tuned:.1f} s"
         )
     if dims:
-        score = dict(softcap=given.softcap, alibi=given.alibi, sinks=given.sinks)
+        score = dict(softcap=given.softcap, alibi=given.alibi, sinks=given.sinks, bias=given.bias, dropout=given.dropout)
         seconds = warm(dims, v_head_dim=given.v_head_dim, dtype=dtype, **score)
         print(f"kernels of head dim {', '.join(map(str, dims))} in {given.dtype} are compiled: {seconds:.1f} s")
 

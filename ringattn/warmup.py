@@ -16,12 +16,13 @@ from . import check
 from .attention import ring_attention
 from .geometry.layout import zigzag
 from .schedule.schedules import Schedule, gather, ring
-from .scores import ScoreMod, score
+from .scores import ScoreMod, relative_bias, score, t5_buckets
 from .transport import Alone, SilentTransport, Transport
 
 # (batch size, tokens, query heads, K/V heads): programs that share blocks, programs for which there is just enough to do, much to do for
 # each; short sequences of many heads, and so many heads that the programs of any GPU have whole ones for themselves
 _SHAPES = ((2, 768, 2, 1), (1, 12288, 2, 1), (1, 12288, 128, 16), (1, 1024, 64, 64), (1, 128, 4096, 4096))
+_BUCKETS = t5_buckets(bidirectional=False)
 _RANKS = (3, 4)  # of rings with a first, a middle and a last launch, and with gradients of two and of three other ranks
 
 
@@ -32,6 +33,8 @@ def warm(
     softcap: float | None = None,
     alibi: bool = False,
     sinks: bool = False,
+    bias: bool = False,
+    dropout: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cuda",
 ) -> float:
@@ -39,7 +42,8 @@ def warm(
 
     Args:
         head_dims: of q and k. v_head_dim: of v, by default the same.
-        softcap, alibi, sinks: what calls will do to scores, as in `score`; slopes that need no gradient, and sinks that do.
+        softcap, alibi, sinks, bias, dropout: what calls will do to scores, as in `score`; slopes that need no gradient, and sinks and
+            the table of T5's 32 buckets that do.
         dtype: of q, k and v.
         device: a GPU of the kind that will run them.
 
@@ -53,7 +57,7 @@ def warm(
         v_head_dim = check.integer("v_head_dim", v_head_dim, least=1, most=check.MAX_HEAD_DIM)
     if softcap is not None:
         score(softcap=softcap)
-    for name, value in (("alibi", alibi), ("sinks", sinks)):
+    for name, value in (("alibi", alibi), ("sinks", sinks), ("bias", bias), ("dropout", dropout)):
         check.flag(name, value)
     check.instance("dtype", dtype, torch.dtype, "pass torch.bfloat16 and the like")
     on_gpu = device != "cpu"
@@ -70,10 +74,12 @@ def warm(
                 for batch, tokens, heads, kv_heads in _SHAPES:
                     heads_and_dims = (heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim or head_dim)
                     modified = None
-                    if softcap is not None or alibi or sinks:
+                    if softcap is not None or alibi or sinks or bias or dropout:
                         slopes = torch.zeros(heads, device=device) if alibi else None
                         sunk = torch.zeros(heads, device=device, requires_grad=True) if sinks else None
-                        modified = score(softcap=softcap, alibi=slopes, sinks=sunk)
+                        table = torch.zeros(heads, _BUCKETS.count, device=device, requires_grad=True) if bias else None
+                        added = None if table is None else relative_bias(table, _BUCKETS)
+                        modified = score(softcap=softcap, alibi=slopes, sinks=sunk, bias=added, dropout=0.1 * dropout, seed=0)
                     options = (batch, tokens), heads_and_dims, modified, dtype, device
                     _attend(Alone(), None, *options)
                     for ranks, schedule in itertools.product(_RANKS, (ring(), gather())):

@@ -51,15 +51,17 @@ def test_scores_are_modified_as_calls_will_do(monkeypatch):
     monkeypatch.setattr(
         warmup, "ring_attention", lambda *a, score, **options: made.append(score) or real(*a, score=score, **options)
     )
-    ra.warm([8], softcap=3.0, alibi=True, sinks=True, dtype=torch.float32, device="cpu")
-    assert {repr(score.kind) for score in made} == {"score(softcap=3.0, alibi, sinks)"}
-    assert all(score.sinks.requires_grad and not score.alibi.requires_grad for score in made)
+    ra.warm([8], softcap=3.0, alibi=True, sinks=True, bias=True, dropout=True, dtype=torch.float32, device="cpu")
+    assert {repr(score.kind) for score in made} == {
+        "score(softcap=3.0, alibi, bias of 32 buckets of 32 pieces of distances, sinks, dropout=0.1)"
+    }
+    assert all(x.sinks.requires_grad and x.bias.table.requires_grad and not x.alibi.requires_grad for x in made)
     for options, error in ((dict(softcap=0), "softcap is 0"), (dict(sinks=1), "sinks is 1")):
         with pytest.raises(ValueError, match=error):
             ra.warm([8], **options, device="cpu")
     monkeypatch.setattr(__main__, "warm", lambda dims, **options: given.append((dims, options)) or 0.0)
-    __main__.main(["warm", "--head-dim", "64", "--sinks", "--softcap", "50"])
-    (dims, options), wanted = given[0], dict(softcap=50.0, alibi=False, sinks=True)
+    __main__.main(["warm", "--head-dim", "64", "--sinks", "--softcap", "50", "--bias"])
+    (dims, options), wanted = given[0], dict(softcap=50.0, alibi=False, sinks=True, bias=True, dropout=False)
     assert dims == [64] and wanted.items() <= options.items()
 
 
@@ -71,8 +73,9 @@ def test_scores_are_modified_as_calls_will_do(monkeypatch):
         pytest.param(64, ("sinks",)),
         *(
             pytest.param(128, parts, marks=pytest.mark.thorough)
-            for parts in (("softcap",), ("alibi",), ("softcap", "alibi", "sinks"))
+            for parts in (("softcap",), ("alibi",), ("bias",), ("dropout",), ("softcap", "alibi", "sinks"))
         ),
+        pytest.param(256, ("softcap",), marks=pytest.mark.thorough),
     ],
     ids=str,
 )
@@ -90,8 +93,10 @@ def test_later_calls_need_no_kernel_that_was_not_compiled(head_dim, parts, monke
     for (batch, tokens, heads, kv_heads), ranks in itertools.product(SHAPES, (1, 2, 8)):
         shapes = [(batch, tokens // ranks, h, head_dim) for h in (heads, kv_heads, kv_heads)]
         q, k, v = (torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
-        tensors = dict(alibi=torch.empty(heads), sinks=torch.empty(heads, requires_grad=True))
-        found = {part: 50.0 if part == "softcap" else tensors[part] for part in parts}
+        table = torch.empty(heads, 32, requires_grad=True)
+        parts_of = dict(alibi=torch.empty(heads), sinks=torch.empty(heads, requires_grad=True), softcap=50.0, dropout=0.3)
+        parts_of["bias"] = ra.relative_bias(table, ra.t5_buckets(bidirectional=False))
+        found = {part: parts_of[part] for part in parts}
         for mask in (ra.causal(), ra.full()):
             group = SilentTransport(ranks // 2, ranks) if ranks > 1 else None
             options = dict(mask=mask, layout=ra.zigzag(tokens, ranks), group=group, score=ra.score(**found) if found else None)

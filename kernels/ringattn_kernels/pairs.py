@@ -16,6 +16,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 More = tuple[Pair, tuple[int, int]]
 
 _BLOCK = 2048
+_ALIGNED = 16  # numbers
 _AT_ONCE = 3  # pairs that one launch adds
 
 
@@ -56,9 +57,10 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _halves(x: torch.Tensor) -> Pair:
-    """The numbers of a tensor in the order of memory, in two parts."""
+    """The numbers of a tensor in the order of memory, in two parts; both begin at aligned addresses if the tensor does."""
     numbers = x.as_strided((x.numel(),), (1,))
-    return numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
+    half = len(numbers) // 2 // _ALIGNED * _ALIGNED
+    return numbers[:half], numbers[half:]
 
 
 def take_rows(pair: Pair, index: torch.Tensor | None = None) -> Pair:
@@ -111,7 +113,7 @@ def _launch(first: tuple[torch.Tensor | None, torch.Tensor | None], more: Sequen
         launches.launch(pair_kernel, None, tuple(bounds.values()), moving, make, num_warps=8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def pair_kernel(
     x1_ptr, x2_ptr, a1_ptr, a2_ptr, b1_ptr, b2_ptr, c1_ptr, c2_ptr, sum1_ptr, sum2_ptr, a1_begin, a1_end, a2_begin, a2_end,
     b1_begin, b1_end, b2_begin, b2_end, c1_begin, c1_end, c2_begin, c2_end, programs, count1, count2, BLOCK: tl.constexpr,
