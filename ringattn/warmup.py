@@ -22,7 +22,6 @@ from .transport import Alone, SilentTransport, Transport
 # (batch size, tokens, query heads, K/V heads): programs that share blocks, programs for which there is just enough to do, much to do for
 # each; short sequences of many heads, and so many heads that the programs of any GPU have whole ones for themselves
 _SHAPES = ((2, 768, 2, 1), (1, 12288, 2, 1), (1, 12288, 128, 16), (1, 1024, 64, 64), (1, 128, 4096, 4096))
-_BUCKETS = t5_buckets(bidirectional=False)
 _RANKS = (3, 4)  # of rings with a first, a middle and a last launch, and with gradients of two and of three other ranks
 
 
@@ -75,11 +74,7 @@ def warm(
                     heads_and_dims = (heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim or head_dim)
                     modified = None
                     if softcap is not None or alibi or sinks or bias or dropout:
-                        slopes = torch.zeros(heads, device=device) if alibi else None
-                        sunk = torch.zeros(heads, device=device, requires_grad=True) if sinks else None
-                        table = torch.zeros(heads, _BUCKETS.count, device=device, requires_grad=True) if bias else None
-                        added = None if table is None else relative_bias(table, _BUCKETS)
-                        modified = score(softcap=softcap, alibi=slopes, sinks=sunk, bias=added, dropout=0.1 * dropout, seed=0)
+                        modified = _score(heads, device, softcap, alibi, sinks, bias, dropout)
                     options = (batch, tokens), heads_and_dims, modified, dtype, device
                     _attend(Alone(), None, *options)
                     for ranks, schedule in itertools.product(_RANKS, (ring(), gather())):
@@ -89,6 +84,19 @@ def warm(
     if on_gpu:
         torch.cuda.synchronize(device)
     return time.perf_counter() - began
+
+
+def _score(
+    heads: int, device: str, softcap: float | None, alibi: bool, sinks: bool, bias: bool, dropout: bool
+) -> ScoreMod:  # fmt: skip
+    """What is done to the scores of so many heads; arguments as in `warm`."""
+    slopes = torch.zeros(heads, device=device) if alibi else None
+    sunk = torch.zeros(heads, device=device, requires_grad=True) if sinks else None
+    added = None
+    if bias:
+        buckets = t5_buckets(bidirectional=False)
+        added = relative_bias(torch.zeros(heads, buckets.count, device=device, requires_grad=True), buckets)
+    return score(softcap=softcap, alibi=slopes, sinks=sunk, bias=added, dropout=0.1 * dropout, seed=0)
 
 
 def _attend(

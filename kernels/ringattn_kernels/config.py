@@ -127,7 +127,7 @@ def precision(dtype: torch.dtype, arch: str, head_dim: int) -> str:
     return "tf32x3" if arch.startswith("sm_") and head_dim <= 256 else "ieee"
 
 
-def is_described(x: torch.Tensor, arch: str) -> bool:
+def _is_described(x: torch.Tensor, arch: str) -> bool:
     """Whether the copy engine (TMA) loads rows of x (b, s, h, d)."""
     d = x.shape[3]
     has_engine = arch.startswith("sm_") and int(arch[3:]) >= 90
@@ -137,11 +137,11 @@ def is_described(x: torch.Tensor, arch: str) -> bool:
 
 def described(arch: str, **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
     """Those of which the copy engine loads rows."""
-    return {name: x for name, x in tensors.items() if is_described(x, arch)}
+    return {name: x for name, x in tensors.items() if _is_described(x, arch)}
 
 
 def descriptor(x: torch.Tensor, rows: int, arch: str) -> TensorDescriptor | None:
     """The descriptor by which the copy engine loads `rows` rows of one head of x (b, s, h, d); None where it does not."""
-    if not is_described(x, arch):
+    if not _is_described(x, arch):
         return None
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, 1, x.shape[3]])

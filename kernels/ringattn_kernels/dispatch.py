@@ -94,9 +94,9 @@ def choose_backward(
     if not hopper.obstacle and kernels not in (None, Kernels.PLAIN, *made):
         other = made[0] if made else Kernels.PLAIN
         raise ValueError(f"{kernels} has none for head dims {d} and {v_dim}: pass {other} or none")
-    obstacles = {kernels: modified[kernels] if modified else "" for kernels in made}
+    obstacles = {each: modified[each] if modified else "" for each in made}
     _check_wish(kernels, obstacles.get(kernels))
-    able = [kernels for kernels in made if not obstacles[kernels]]
+    able = [each for each in made if not obstacles[each]]
 
     def on_hopper() -> Choice:
         obstacle = hopper.backward.obstacle(q, k, v, dout, table)

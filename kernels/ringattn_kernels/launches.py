@@ -7,7 +7,7 @@ of the same kind use the same compiled kernel with new addresses.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -19,6 +19,9 @@ from .recorder import recorder
 from .submission import Number, Submission
 from .table import TileTable, kind
 
+if TYPE_CHECKING:
+    from .recorder import Find
+
 Moving = torch.Tensor | float | int | None
 Grid = int | tuple[int, ...]
 Gap = tuple[str, int, Callable[[Any], Any] | None]  # of an argument that moves: its name, its place, and what makes a descriptor
@@ -29,6 +32,18 @@ _KEPT = 256  # launches without a table
 def strides(**tensors: torch.Tensor) -> dict[str, int]:
     """`stride_qb`, `stride_qs` and `stride_qh` of q (b, s, h, d), and so on: arguments of a kernel."""
     return {f"stride_{name}{axis}": stride for name, x in tensors.items() for axis, stride in zip("bsh", x.stride())}
+
+
+def results(
+    out: torch.Tensor,
+    row_max: torch.Tensor,
+    row_sum: torch.Tensor,
+    state: tuple[torch.Tensor, ...] | None,
+    sinks: torch.Tensor | None,
+) -> dict[str, Moving]:
+    """Where a launch of a forward leaves its rows, the state that it goes on from, and the sinks that they count: arguments of a kernel."""
+    rows = dict(out_ptr=out, state_ptr=out if state is None else state[0], row_max_ptr=row_max, row_sum_ptr=row_sum)
+    return rows | dict(sinks_ptr=sinks)
 
 
 def launch(
@@ -167,7 +182,7 @@ class RecordedLaunch:
     def __init__(self, direct: DirectLaunch | None, moving: dict[str, Moving], stream: int) -> None:
         self._direct, self._moving, self._stream = direct, moving, stream
 
-    def __call__(self, submission: Submission, find: Callable[[torch.Tensor | str], Number | None]) -> None:
+    def __call__(self, submission: Submission, find: "Find") -> None:
         direct = self._direct
         if direct is None or not direct.plain:
             raise ValueError("not every launch can be listed")

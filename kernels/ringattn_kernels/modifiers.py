@@ -118,14 +118,6 @@ class ModifierSums:
             torch.empty_like(bias.values) if bias is not None and values_too else None,
         )
 
-    @classmethod
-    def zeros(cls, modifiers: Modifiers) -> ModifierSums:
-        """Zeros for all that there is."""
-        found = cls.empty(modifiers)
-        for x in found.tensors:
-            x.zero_()
-        return found
-
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Those that there are."""

@@ -41,6 +41,11 @@ class PagedConfig:
     num_warps: int
     num_stages: int
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Of Triton's."""
+        return dict(num_warps=self.num_warps, num_stages=self.num_stages)
+
 
 # by head-dim bucket, for 16-bit keys. A multiprocessor holds all its programs at once, by registers and shared memory, with BLOCK_Q = 16.
 _SM90 = {64: PagedConfig(64, 64, 3, 4, 4), 128: PagedConfig(64, 64, 2, 4, 4), 256: PagedConfig(32, 32, 2, 4, 4)}
@@ -155,14 +160,14 @@ def _attend(
     partial = torch.empty(slots * rows * (dv + 2), device=q.device, dtype=torch.float32)
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     moving, make = paged_launch(q, k, v, table, partial, rows, programs, softmax_scale, window, modifiers, config, arch)
-    first = paged_kernel, (config, rows, table.ranks), moving, make, config.num_warps
+    first = paged_kernel, (config, rows, table.ranks), moving, make, config.options
     state = _state(q, packed, dv)
     together, num_warps = merge_form(b * hk * triton.cdiv(t * (h // hk), rows), programs)
     moving, make = merge_launch(q, v, table, partial, rows, programs, window, sinks, state, config, together, arch)
-    second = merge_pages_kernel, (config, rows, programs, table.ranks, hk, page_size), moving, make, num_warps
+    second = merge_pages_kernel, (config, rows, programs, table.ranks, hk, page_size), moving, make, dict(num_warps=num_warps)
     repeats = []
-    for kernel, facts, moving, make, num_warps in (first, second):
-        ready = launches.launch(kernel, None, facts, moving, make, num_warps=num_warps, **launch_options(arch))
+    for kernel, facts, moving, make, options in (first, second):
+        ready = launches.launch(kernel, None, facts, moving, make, **options, **launch_options(arch))
         repeats.append(ready and ready.repeat(moving))
     attend, merge = repeats
     return state, None if attend is None or merge is None else _Repeated(attend, merge, partial.numel(), dv)
@@ -256,7 +261,6 @@ def paged_launch(
             BLOCK_D=padded(q.shape[3]),
             PRECISION=precision(q.dtype, arch, max(q.shape[3], v.shape[3])),
             MODIFIED=modifiers is not None,
-            num_stages=config.num_stages,
         )
         return programs, moving | sizes | arguments | dict(AHEAD=starts_ahead(arch))
 

@@ -12,7 +12,7 @@ import torch
 from . import launches
 from .config import BlockConfig, architecture, described, descriptor, launch_for, padded, precision
 from .gradients import dkdv_kernel, dq_kernel
-from .launches import Moving, strides
+from .launches import Moving
 from .modifiers import Modifiers, ModifierSums
 from .queries import Queries
 from .score_arguments import facts_of, moving_score_arguments, score_arguments
@@ -128,22 +128,13 @@ def _shared_arguments(
     assert q.dtype == k.dtype == v.dtype == dout.dtype
     assert q.stride(3) == k.stride(3) == v.stride(3) == dout.stride(3) == 1 and delta.is_contiguous()
     assert (q.shape[1], k.shape[1], v.shape[1]) == (table.q_rows, table.k_rows, table.k_rows)
-    return dict(
-        q_ptr=q,
-        k_ptr=k,
-        v_ptr=v,
-        dout_ptr=dout,
-        pivot_ptr=pivot,
-        weight_ptr=weight,
-        delta_ptr=delta,
+    return _shared_moving(queries, k, v, pivot, weight, softmax_scale, modifiers) | dict(
         items_ptr=blocks.items,
         segments_ptr=blocks.segments,
-        **strides(q=q, k=k, v=v, o=dout),
+        **launches.strides(q=q, k=k, v=v, o=dout),
         item_count=count,
         group=q.shape[2] // hk,
         q_rows=table.q_rows,
-        scale=softmax_scale * LOG2_E.value,
-        softmax_scale=softmax_scale,
         HEAD_DIM=d,
         V_DIM=v_dim,
         BLOCK_D=padded(d),
@@ -172,7 +163,7 @@ def dkdv_arguments(
         dout_desc=descriptor(queries.dout, config.step, arch),
         dk_ptr=dk,
         dv_ptr=dv,
-        **strides(dk=dk, dv=dv),
+        **launches.strides(dk=dk, dv=dv),
         kv_heads=k.shape[2],
         k_rows=table.k_rows,
         BLOCK_K=config.block,
@@ -199,7 +190,7 @@ def dq_arguments(
         dq_ptr=dq,
         dslopes_ptr=dslopes,
         dvalues_ptr=dvalues,
-        **strides(dq=dq),
+        **launches.strides(dq=dq),
         heads=queries.q.shape[2],
         BLOCK_Q=config.block,
         BLOCK_K=config.step,

@@ -13,7 +13,6 @@ import triton.language as tl
 from . import launches
 from .bands import edge_count, edge_start, live_columns, load_block, load_rows, load_segment
 from .config import BlockConfig, architecture, described, descriptor, padded, precision
-from .launches import strides
 from .modifiers import Modifiers
 from .score_arguments import NOT_SPECIALIZED, facts_of, moving_score_arguments, score_arguments
 from .score_steps import Steps, exponents, kept_share, load_places, stream_of
@@ -40,19 +39,7 @@ def launch(
 ) -> None:
     """Launch the kernel over tensors that `attention.forward` made."""
     arch = architecture(q.device)
-    moving = dict(
-        q_ptr=q,
-        k_ptr=k,
-        v_ptr=v,
-        out_ptr=out,
-        state_ptr=out if state is None else state[0],
-        row_max_ptr=row_max,
-        row_sum_ptr=row_sum,
-        sinks_ptr=sinks,
-        scale=softmax_scale * LOG2_E.value,
-        **moving_score_arguments(modifiers),
-        **described(arch, k_desc=k, v_desc=v),
-    )
+    moving = _moving(q, k, v, out, row_max, row_sum, softmax_scale, state, modifiers, sinks) | described(arch, k_desc=k, v_desc=v)
 
     def make() -> tuple[int, dict]:
         blocks = table.query_blocks(config.block, config.step, q.device, splits)
@@ -63,6 +50,12 @@ def launch(
 
     facts = state is None, touched_only, splits, config, softmax_scale <= 0, *facts_of(modifiers)
     launches.launch(forward_kernel, table, facts, moving, make, **config.options)
+
+
+def _moving(q, k, v, out, row_max, row_sum, softmax_scale: float, state, modifiers: Modifiers | None, sinks) -> dict:
+    """Of `forward_arguments`, those that may differ between launches of a kind, but for descriptors."""
+    rows = launches.results(out, row_max, row_sum, state, sinks)
+    return dict(q_ptr=q, k_ptr=k, v_ptr=v, scale=softmax_scale * LOG2_E.value) | rows | moving_score_arguments(modifiers)
 
 
 def forward_arguments(
@@ -87,25 +80,16 @@ def forward_arguments(
     hk, dv = v.shape[2:]
     assert q.dtype == k.dtype == v.dtype and q.stride(3) == k.stride(3) == v.stride(3) == 1
     assert (sq, k.shape[1], v.shape[1]) == (table.q_rows, table.k_rows, table.k_rows) and h % hk == 0 and k.shape[2:] == (hk, d)
-    return dict(
-        q_ptr=q,
-        k_ptr=k,
-        v_ptr=v,
+    return _moving(q, k, v, out, row_max, row_sum, softmax_scale, state, modifiers, sinks) | dict(
         k_desc=descriptor(k, config.step // config.parts, arch),
         v_desc=descriptor(v, config.step // config.parts, arch),
-        out_ptr=out,
-        state_ptr=out if state is None else state[0],
-        row_max_ptr=row_max,
-        row_sum_ptr=row_sum,
-        sinks_ptr=sinks,
         items_ptr=blocks.items,
         segments_ptr=blocks.segments,
-        **strides(q=q, k=k, v=v),
+        **launches.strides(q=q, k=k, v=v),
         item_count=count,
         heads=h,
         group=h // hk,
         q_rows=sq,
-        scale=softmax_scale * LOG2_E.value,
         HEAD_DIM=d,
         V_DIM=dv,
         BLOCK_D=padded(d),

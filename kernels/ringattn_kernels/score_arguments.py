@@ -55,17 +55,23 @@ def moving_score_arguments(modifiers: Modifiers | None) -> dict:
     found: dict = {}
     if modifiers is None:
         return found
+    found |= _slopes_and_words(modifiers)
     if modifiers.softcap is not None:
         found |= dict(cap=float(modifiers.softcap))
-    if modifiers.slopes is not None:
-        assert modifiers.slopes.is_contiguous() and modifiers.slopes.dtype == torch.float32
-        found |= dict(slopes_ptr=modifiers.slopes)
     if modifiers.bias is not None:
         assert modifiers.bias.values.is_contiguous() and modifiers.bias.values.dtype == torch.float32
         found |= dict(values_ptr=modifiers.bias.values)
     if modifiers.dropout is not None:
-        found |= modifiers.dropout.words | dict(whole=1 / (1 - modifiers.dropout.p))
+        found |= dict(whole=1 / (1 - modifiers.dropout.p))
     return found
+
+
+def _slopes_and_words(modifiers: Modifiers) -> dict:
+    """What moves alike in plain kernels and in those for Hopper."""
+    if modifiers.slopes is None:
+        return modifiers.words
+    assert modifiers.slopes.is_contiguous() and modifiers.slopes.dtype == torch.float32
+    return modifiers.words | dict(slopes_ptr=modifiers.slopes)
 
 
 def hopper_obstacle(modifiers: Modifiers, table: TileTable) -> str:
@@ -97,16 +103,13 @@ def moving_arguments(modifiers: Modifiers | None, table: TileTable, softmax_scal
     if modifiers is None:
         return dict(scale=softmax_scale * LOG2_E.value)
     unit = modifiers.softcap or softmax_scale
-    found: dict = dict(scale=unit * LOG2_E.value, per_unit=1 / unit)
+    found: dict = dict(scale=unit * LOG2_E.value, per_unit=1 / unit) | _slopes_and_words(modifiers)
     if modifiers.softcap is not None:
         found |= dict(into_cap=softmax_scale / unit)
-    if modifiers.slopes is not None:
-        assert modifiers.slopes.is_contiguous() and modifiers.slopes.dtype == torch.float32
-        found |= dict(slopes_ptr=modifiers.slopes)
     if modifiers.bias is not None:
         found |= dict(biases_ptr=biases(modifiers.bias, table, device))
     if modifiers.dropout is not None:
-        found |= modifiers.dropout.words | dict(kept_share=1 - modifiers.dropout.p)
+        found |= dict(kept_share=1 - modifiers.dropout.p)
     return found
 
 

@@ -148,8 +148,8 @@ def merge(
 def _merged(
     partial: State, state: State | None, out: torch.Tensor, row_max: torch.Tensor, row_sum: torch.Tensor, sinks: torch.Tensor | None
 ) -> dict:
-    given = dict(partial_ptr=partial[0], partial_max_ptr=partial[1], partial_sum_ptr=partial[2], sinks_ptr=sinks)
-    return given | dict(state_ptr=out if state is None else state[0], out_ptr=out, row_max_ptr=row_max, row_sum_ptr=row_sum)
+    given = dict(partial_ptr=partial[0], partial_max_ptr=partial[1], partial_sum_ptr=partial[2])
+    return given | launches.results(out, row_max, row_sum, state, sinks)
 
 
 def _rows(splits: Splits) -> int:

@@ -211,7 +211,7 @@ def paged_arguments(variant: Variant, config: paged.PagedConfig | None = None) -
         return paged.merge_pages_kernel, launch[1]()[1] | {"num_warps": num_warps} | paged.launch_options(arch)
     modifiers = Modifiers(30.0, torch.empty(b, h)) if variant.kernel.endswith("scored") else None
     launch = paged.paged_launch(q, k, k, table, partial, 16, 8, 0.1, paged.NO_WINDOW, modifiers, config, arch)
-    return paged.paged_kernel, launch[1]()[1] | {"num_warps": config.num_warps} | paged.launch_options(arch)
+    return paged.paged_kernel, launch[1]()[1] | config.options | paged.launch_options(arch)
 
 
 def amd_resources(binary) -> Resources:

@@ -1077,7 +1077,7 @@ MUTATIONS = (
     ),
     Mutation(
         "kernels/ringattn_kernels/dispatch.py",
-        "if not obstacles[kernels]]",
+        "if not obstacles[each]]",
         "]",
         "kernels are chosen that do not do to scores what is asked for",
         MODIFIED,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ringattn_kernels.modifiers import Modifiers, ModifierSums
+
 
 @dataclass
 class Result:
@@ -86,3 +88,11 @@ def random_tiles(generator: np.random.Generator, sq: int, sk: int):
             if len(i) and generator.random() < 0.7:
                 tiles.append((i.min(), i.max() + 1, j.min(), j.max() + 1, lo, hi))
     return tiles
+
+
+def zero_sums(modifiers: Modifiers) -> ModifierSums:
+    """Zeros for the gradients of all slopes and values that there are."""
+    sums = ModifierSums.empty(modifiers)
+    for x in sums.tensors:
+        x.zero_()
+    return sums

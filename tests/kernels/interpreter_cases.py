@@ -13,7 +13,7 @@ from ringattn.geometry.rows import Rows
 from ringattn.partial import Partial, merge
 from ringattn_kernels import distances, splits
 from ringattn_kernels.hopper.fused import finish
-from ringattn_kernels.modifiers import Bias, Dropout, Modifiers, ModifierSums
+from ringattn_kernels.modifiers import Bias, Dropout, Modifiers
 from tests.kernels import dense, fuzz
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
@@ -203,7 +203,7 @@ def test_modified_scores(d):
     for n, table in enumerate(tables):
         state = rk.forward(q, k, v, table, softmax_scale=0.25, modifiers=modifiers, state=state, final=n == 1)
     out, row_max, row_sum = state
-    sums = ModifierSums.zeros(modifiers)
+    sums = dense.zero_sums(modifiers)
     gradients = {name: torch.zeros(x.shape) for name, x in zip(("dq", "dk", "dv"), (q, k, v))}
     queries = rk.Queries(q, dout, row_max, row_sum, rk.delta(out, dout))
     for table in tables:
@@ -213,7 +213,7 @@ def test_modified_scores(d):
     state = None
     for n, table in enumerate(tables):
         state = blocked.forward(*wide[:3], table, softmax_scale=0.25, modifiers=exact_modifiers, state=state, final=n == 1)
-    exact_sums, dq = ModifierSums.zeros(exact_modifiers), blocked.TorchQuerySums(wide[0])
+    exact_sums, dq = dense.zero_sums(exact_modifiers), blocked.TorchQuerySums(wide[0])
     dk, dv = torch.zeros_like(wide[1]), torch.zeros_like(wide[2])
     exact_queries = rk.Queries(wide[0], wide[3], *state[1:], blocked.delta(state[0], wide[3]))
     for table in tables:
@@ -237,7 +237,7 @@ def test_slopes_times_distances_are_exact_at_far_positions(last):
         Modifiers(slopes=torch.tensor([[0.7, 0.07]]).to(dtype)) for dtype in (torch.float32, torch.float64)
     )
     state = rk.forward(q, k, v, table, softmax_scale=0.25, modifiers=modifiers)
-    sums, gradients = ModifierSums.zeros(modifiers), [torch.zeros(x.shape) for x in (q, k, v)]
+    sums, gradients = dense.zero_sums(modifiers), [torch.zeros(x.shape) for x in (q, k, v)]
     queries = rk.Queries(q, dout, *state[1:], rk.delta(state[0], dout))
     rk.backward(
         queries, k, v, table, softmax_scale=0.25, modifiers=modifiers, sums=sums, **dict(zip(("dq", "dk", "dv"), gradients))

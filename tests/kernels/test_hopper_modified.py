@@ -14,8 +14,9 @@ from ringattn_kernels.hopper.forward_softcap import caps_late
 from ringattn_kernels.hopper.statistics import PaddedStatistics
 from ringattn_kernels.hopper.turns import key_turns
 from ringattn_kernels.hopper.work_queue import WorkQueue
-from ringattn_kernels.modifiers import Bias, Dropout, Modifiers, ModifierSums
+from ringattn_kernels.modifiers import Bias, Dropout, Modifiers
 from ringattn_kernels.score_arguments import fixed_arguments, hopper_obstacle, moving_arguments
+from tests.kernels import dense
 from tests.kernels.test_hopper_backward import RELEASE, compile_for_hopper
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU")
@@ -123,7 +124,7 @@ def test_the_compiler_keeps_products_asynchronous(kernel, d, parts, tmp_path, mo
         inputs = queries, k, v, table, 0.1, PaddedStatistics(*torch.empty(2, h, 1024)), sums, k, v, False
         arguments = fused.fused_arguments(*inputs, counter, *turns, found)[1]
         if kernel == "learned":
-            score |= fused.gradient_sums(ModifierSums.zeros(found), found, 1)
+            score |= fused.gradient_sums(dense.zero_sums(found), found, 1)
         compiled = compile_for_hopper(fused.fused_kernel, arguments | score, tmp_path)
     assert not compiled.warnings
     assert compiled.shared <= 227 * 1024
@@ -235,7 +236,7 @@ def test_gradients_of_slopes_and_biases_are_those_of_the_plain_kernels(d, parts)
         queries = rk.Queries(q, dout, row_max, row_sum, rk.delta(out, dout))
         both = []
         for kernels in (Kernels.PLAIN, Kernels.HOPPER_FUSED):
-            sums = ModifierSums.zeros(found)
+            sums = dense.zero_sums(found)
             names = {name: torch.empty(x.shape, device="cuda") for name, x in (("dq", q), ("dk", k), ("dv", v))}
             # sums of several launches
             for _ in range(2):

@@ -17,7 +17,8 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 import ringattn_kernels as rk
 from ringattn_kernels import compiled, config, hopper, launches, plain_backward, plain_forward, splits
 from ringattn_kernels.hopper import descriptors, forward_config, statistics
-from ringattn_kernels.modifiers import Bias, Dropout, Modifiers, ModifierSums
+from ringattn_kernels.modifiers import Bias, Dropout, Modifiers
+from tests.kernels import dense
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
@@ -270,7 +271,7 @@ def plainly_backward(
     splits=1, learned=False, score="softcap", **of_score,
 ):  # fmt: skip
     def run(*inputs, modifiers, **outputs):
-        sums = ModifierSums.zeros(modifiers) if learned else None
+        sums = dense.zero_sums(modifiers) if learned else None
         plain_backward.backward(*inputs, **outputs, splits=splits, modifiers=modifiers, sums=sums)
 
     return backward_of(device, run, heads, d, dtype, q, kv, grads, add, scale, alike, tiles, score, of_score)

@@ -22,8 +22,8 @@ import ringattn_kernels as rk
 from ringattn_kernels import hopper, mailbox
 from ringattn_kernels import launches as kernel_launches
 from ringattn_kernels.dispatch import Kernels
-from ringattn_kernels.modifiers import Bias, Modifiers, ModifierSums
-from tests.kernels import fuzz
+from ringattn_kernels.modifiers import Bias, Modifiers
+from tests.kernels import dense, fuzz
 from tests.kernels.as_hopper import choose_as_on_hopper
 from tests.kernels.test_hopper_backward import launch_anew
 
@@ -105,7 +105,7 @@ def run(form: Form, launches: int, splits: int, sums: bool, device: str) -> list
             1 if form.kernels in (Kernels.HOPPER, Kernels.HOPPER_ORDERED) or (form.kernels is None and form.dv > 128) else splits
         )
         if form.learned:
-            score["sums"] = ModifierSums.zeros(score["modifiers"])
+            score["sums"] = dense.zero_sums(score["modifiers"])
             learned = [*score["sums"].tensors]
         for n, table in enumerate(tables):
             options = dict(dq=dq, dk=dk, dv=dv, add=n > 0, kernels=form.kernels, deterministic=False, splits=splits)

@@ -63,11 +63,6 @@ def v_dim(d: int) -> int:
     return dict(head_dims.IN_ONE)[d]
 
 
-def mask_scores(p, _segments, _segment, row0, start):
-    assert (p.left[2], p.right[2]) == (row0, start), "a mask of another block"
-    return p
-
-
 def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, way: str) -> list[tuple]:
     """(name, place, sum) of all rows and sums that a launch over a table leaves."""
     owned, ordered = way == "own heads", way == "in turns"
@@ -84,7 +79,7 @@ def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, w
     def weights(scores, pivots, _scale, edge, segments, segment, row0, start, _dtype):
         """The right half of a step's columns begins at its middle."""
         pivots.load()
-        return mask_scores(scores, segments, segment, row0, start - isinstance(scores, Rest) * step // 2) if edge else scores
+        return played.mask_scores(scores, segments, segment, row0, start - isinstance(scores, Rest) * step // 2) if edge else scores
 
     def start_each(scores, right, accumulators):
         before = tuple(x.result if isinstance(x, Product) else x for x in accumulators)
@@ -119,7 +114,7 @@ def play(d: int, table: rk.TileTable, seed: int, programs: int, by_copy: bool, w
         wait_for_turn=lambda pointer, item, _: machine.pause(lambda: turn_of(pointer) == item),
         pass_turn=pass_turn,
         drop_dead=lambda dp, _: dp,
-        mask_scores=mask_scores,
+        mask_scores=played.mask_scores,
         matrices=lambda buffers, index: tuple(buffer[index] for buffer in buffers),
         matrix=lambda buffer, index: buffer.index(index),
         zeros=lambda _rows, panels: (Sum(),) * len(panels),

@@ -40,11 +40,6 @@ def checked(s, _score, head, q_position, k_position, direction, edge, _segments,
     return s, s
 
 
-def mask_scores(p, _segments, _segment, row0, start):
-    assert (p.left[2], p.right[2]) == (row0, start), "a mask of another block"
-    return p
-
-
 def named(machine: Machine, module, programs: int, found: list[tuple]):
     """The source of a module of kernels. found: (name, first row, sum) of what its threads write."""
 
@@ -65,7 +60,7 @@ def named(machine: Machine, module, programs: int, found: list[tuple]):
         tile=lambda buffer, index, *_: buffer[index],
         hide=lambda x: x,
         drop_dead=lambda dp, _: dp,
-        mask_scores=mask_scores,
+        mask_scores=played.mask_scores,
         modified_and_masked=checked,
         with_slope=lambda p, _: p,
         load_head=lambda _, head_index: head_index,

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from .. import launches
-from ..launches import strides
 from ..modifiers import Modifiers
 from ..queries import Queries
 from ..score_arguments import facts_of, fixed_arguments, moving_arguments
@@ -142,7 +141,7 @@ def key_arguments(
         dv_ptr=dv,
         items_ptr=blocks.items,
         segments_ptr=blocks.segments,
-        **strides(dk=dk, dv=dv),
+        **launches.strides(dk=dk, dv=dv),
         item_count=count,
         kv_heads=hk,
         group=h // hk,
@@ -209,7 +208,7 @@ def query_arguments(
         dq_ptr=dq,
         items_ptr=blocks.items,
         segments_ptr=blocks.segments,
-        **strides(dq=dq),
+        **launches.strides(dq=dq),
         item_count=count,
         heads=h,
         group=h // k.shape[2],
