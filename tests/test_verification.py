@@ -22,7 +22,7 @@ from ringattn.device import blocked, local
 from ringattn.device.philox import kept
 from ringattn.integrations import huggingface, huggingface_attachment, huggingface_forward
 from ringattn.integrations.huggingface import attach
-from ringattn.scores import ScoreKind
+from ringattn.scores import ScoreKind, ScoreMod
 from ringattn.training.causal_lm import IGNORE, CausalLMLoss
 from ringattn.training.data import pack
 from ringattn.verification import Difference, gradient_limit
@@ -81,7 +81,7 @@ def report_of(
     elif mistake == "documents":
         patch.setattr(huggingface_attachment, "documents", lambda **options: ra.causal())
     elif mistake == "sinks":
-        patch.setattr(blocked, "with_sinks", lambda out, row_max, row_sum, sinks: (out, row_max, row_sum))
+        patch.setattr(ScoreMod, "tensors", without_sinks)
     elif mistake == "labels":
         batch = {**batch, "shift_labels": batch["input_ids"]}
         patch.setattr(ra.step_batch, "shard_batch", shifted_within_shards)
@@ -302,6 +302,11 @@ def all_parts(model: nn.Module | None = None, seed: int | None = None) -> ra.Sco
     bias = ra.relative_bias(table, ra.t5_buckets(8, 12, bidirectional=False))
     sinks = sinks if model is None else model.own_sinks
     return ra.score(softcap=1.5, alibi=slopes, bias=bias, sinks=sinks, dropout=0.3, seed=seed)
+
+
+def without_sinks(self, dtype, tensors=ScoreMod.tensors):
+    slopes, values, sinks, seed = tensors(self, dtype)
+    return slopes, values, sinks - 100, seed
 
 
 def other_offset(dropout, *rest):

@@ -103,9 +103,9 @@ def make_tables(program: Program) -> None:
             part = continued_part(program.forward.continued, q, q)
         forward_queues(q, kv, kv, tiles, config, splits, first=number == 0, final=launch.last, part=part)
     for launch in program.backward.launches:
-        block, step = hopper.fused.block_and_step(_HEAD_DIM)
+        block, step = hopper.fused.block_and_step(_HEAD_DIM, _HEAD_DIM)
         splits = choice(launch.tiles, "k", block, step, _KV_HEADS, _HEADS // _KV_HEADS, _PROCESSORS).most
-        hopper.backward.key_blocks_of(launch.tiles, _CPU, splits, hopper.fused.CONFIGS[_HEAD_DIM])
+        hopper.backward.key_blocks_of(launch.tiles, _CPU, splits, hopper.fused.config_for(_HEAD_DIM))
 
 
 def _kind(rows: int, heads: int) -> TensorKind:

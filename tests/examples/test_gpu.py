@@ -38,6 +38,8 @@ def on_gpus(text, tmp_path_factory):
             [
                 *ranks,
                 EXAMPLES / "gpt2.py",
+                "--attention",
+                "ring",
                 "--size",
                 "tiny",
                 "--context",

@@ -7,12 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.thorough
 def test_a_row_for_each_case():
     command = [sys.executable, ROOT / "launch/bench", "batches", "--batches", "1", "--cases", "3:64:2", "5:4096:4"]
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=800)
