@@ -294,7 +294,7 @@ def test_old_batches_are_dropped_by_number_and_by_bytes(monkeypatch):
     assert one > 0
     by_bytes = kept(20 * one, 300)
     assert 8 <= len(by_bytes._attentions) < 40
-    assert set(by_bytes._sizes) <= set(by_bytes._attentions)
+    assert set(by_bytes._sizes) <= set(by_bytes._attentions.values())
     assert sum(found.nbytes for found in by_bytes._attentions.values()) <= (20 + 8 + 1) * one
     assert len(kept(0, 300)._attentions) == 8
 

@@ -1,7 +1,7 @@
 """Block sizes, warps and pipeline stages of each kernel: one small table, nothing is searched at run time.
 
-Measured on an H200 by `launch/bench sweep`; the other architectures scale those choices to their shared memory (163 KB on
-sm_80, 64 KB on gfx942).
+Measured on an H200 by `launch/bench sweep`: the entries of sm_90, and, with the instructions of an A100, those of sm_80. The other
+architectures scale those choices to their shared memory (64 KB on gfx942).
 """
 
 from dataclasses import dataclass
@@ -43,10 +43,11 @@ _SM100 = {
     "dkdv": {64: BlockConfig(64, 64, 4, 3), 128: BlockConfig(64, 64, 4, 2), 256: BlockConfig(64, 32, 8, 2)},
     "dq": {64: BlockConfig(64, 64, 4, 3), 128: BlockConfig(128, 64, 8, 3), 256: BlockConfig(128, 32, 8, 2)},
 }
+# also of `SMALL`, within whose shared memory they stay
 _SM80 = {
-    "forward": {64: BlockConfig(128, 64, 4, 3), 128: BlockConfig(128, 64, 8, 2), 256: BlockConfig(64, 32, 8, 2)},
-    "dkdv": {64: BlockConfig(64, 64, 4, 2), 128: BlockConfig(64, 32, 4, 2), 256: BlockConfig(64, 32, 8, 1)},
-    "dq": {64: BlockConfig(64, 64, 4, 2), 128: BlockConfig(64, 32, 4, 2), 256: BlockConfig(64, 32, 8, 1)},
+    "forward": {64: BlockConfig(128, 64, 4, 3), 128: BlockConfig(128, 32, 4, 3), 256: BlockConfig(64, 32, 4, 2)},
+    "dkdv": {64: BlockConfig(64, 64, 4, 3), 128: BlockConfig(64, 64, 4, 2), 256: BlockConfig(32, 32, 4, 1)},
+    "dq": {64: BlockConfig(128, 32, 4, 3), 128: BlockConfig(128, 32, 4, 2), 256: BlockConfig(32, 64, 4, 1)},
 }
 _GFX942 = {
     "forward": {64: BlockConfig(128, 64, 4, 1), 128: BlockConfig(128, 64, 4, 1), 256: BlockConfig(64, 32, 4, 1)},
@@ -67,6 +68,7 @@ _FP32_GFX942 = {
 # Heads over 256. One gradient of 64 rows, or two of 32, fill the registers.
 _WIDE_SM90 = {"forward": BlockConfig(64, 64, 8, 1), "dkdv": BlockConfig(64, 32, 8, 1, apart=True), "dq": BlockConfig(64, 32, 8, 1)}
 _WIDE = {"forward": BlockConfig(32, 32, 8, 1), "dkdv": BlockConfig(32, 32, 8, 1, apart=True), "dq": BlockConfig(32, 32, 8, 1)}
+_WIDE_SMALL = {"forward": BlockConfig(32, 32, 8, 1), "dkdv": BlockConfig(32, 16, 8, 1, apart=True), "dq": BlockConfig(32, 16, 8, 1)}
 _WIDE_GFX942 = {"forward": BlockConfig(32, 16, 4, 1), "dkdv": BlockConfig(32, 16, 4, 1), "dq": BlockConfig(32, 16, 4, 1)}
 _WIDE_FP32 = {"forward": BlockConfig(16, 16, 4, 1), "dkdv": BlockConfig(16, 16, 8, 1, apart=True), "dq": BlockConfig(16, 16, 8, 1)}
 _WIDE_FP32_GFX942 = {
@@ -78,13 +80,23 @@ _INTERPRETER = {"forward": BlockConfig(64, 32, 1, 1, 2), "dkdv": BlockConfig(64,
 _WIDE_INTERPRETER = _INTERPRETER | {"dkdv": BlockConfig(64, 32, 1, 1, apart=True)}
 
 
+# chips with 99 KB of shared memory for a program: Ampere's and Ada's for graphics, and Blackwell's
+SMALL = frozenset({"sm_86", "sm_89", "sm_120", "sm_121"})
+
+
 def architecture(device: torch.device) -> str:
-    """'sm_90' and so on, 'gfx942' and so on, or 'cpu' (Triton's interpreter)."""
+    """'sm_90' and so on, 'gfx942' and so on, or 'cpu' (Triton's interpreter).
+
+    It is the one that TRITON_OVERRIDE_ARCH names, if that is set: with sm80, a later GPU runs the instructions of an A100.
+    """
     if device.type == "cpu":
         assert triton.knobs.runtime.interpret, "CPU tensors need TRITON_INTERPRET=1"
         return "cpu"
     if torch.version.hip:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    other = triton.knobs.runtime.override_arch
+    if other is not None:
+        return f"sm_{other.removeprefix('sm').rstrip('a')}"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
@@ -97,7 +109,7 @@ def launch_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> Blo
     is_amd, is_fp32 = arch.startswith("gfx"), dtype == torch.float32
     major = 0 if is_amd else int(arch[3:]) // 10
     if wide:
-        for_16_bits = _WIDE_GFX942 if is_amd else _WIDE_SM90 if major == 9 else _WIDE
+        for_16_bits = _WIDE_GFX942 if is_amd else _WIDE_SM90 if major == 9 else _WIDE_SMALL if arch in SMALL else _WIDE
         for_fp32 = _WIDE_FP32_GFX942 if is_amd else _WIDE_FP32
         return (for_fp32 if is_fp32 else for_16_bits)[kernel]
     if is_amd:

@@ -15,7 +15,7 @@ import triton
 from triton.runtime import driver
 
 from . import launches
-from .config import architecture, bucket, padded, precision
+from .config import SMALL, architecture, bucket, padded, precision
 from .direct import hooked
 from .launches import Repeat, strides
 from .modifiers import Modifiers
@@ -49,7 +49,7 @@ class PagedConfig:
 
 # by head-dim bucket, for 16-bit keys. A multiprocessor holds all its programs at once, by registers and shared memory, with BLOCK_Q = 16.
 _SM90 = {64: PagedConfig(64, 64, 3, 4, 4), 128: PagedConfig(64, 64, 2, 4, 4), 256: PagedConfig(32, 32, 2, 4, 4)}
-_SM80 = {64: PagedConfig(64, 64, 2, 4, 4), 128: PagedConfig(64, 32, 2, 4, 4), 256: PagedConfig(32, 32, 1, 4, 4)}
+_SM80 = {64: PagedConfig(64, 64, 2, 4, 4), 128: PagedConfig(64, 32, 2, 4, 4), 256: PagedConfig(32, 32, 1, 4, 3)}
 _GFX942 = {64: PagedConfig(64, 64, 2, 4, 1), 128: PagedConfig(64, 32, 2, 4, 1), 256: PagedConfig(32, 32, 1, 4, 1)}
 _FP32 = {64: PagedConfig(32, 32, 2, 4, 3), 128: PagedConfig(32, 32, 1, 4, 3), 256: PagedConfig(16, 16, 1, 4, 3)}
 _FP32_GFX942 = {64: PagedConfig(32, 32, 2, 4, 1), 128: PagedConfig(32, 16, 1, 4, 1), 256: PagedConfig(16, 16, 1, 4, 1)}
@@ -66,14 +66,18 @@ def paged_config(arch: str, head_dim: int, dtype: torch.dtype) -> PagedConfig:
     if head_dim > 256:
         if arch.startswith("gfx"):
             return _WIDE_GFX942
-        return _WIDE_FP32 if dtype == torch.float32 else _WIDE_SM80 if int(arch[3:]) < 90 else _WIDE_SM90
+        return _WIDE_FP32 if dtype == torch.float32 else _WIDE_SM80 if _as_sm80(arch) else _WIDE_SM90
     if arch.startswith("gfx"):
         table = _FP32_GFX942 if dtype == torch.float32 else _GFX942
     elif dtype == torch.float32:
         table = _FP32
     else:
-        table = _SM80 if int(arch[3:]) < 90 else _SM90
+        table = _SM80 if _as_sm80(arch) else _SM90
     return table[bucket(head_dim)]
+
+
+def _as_sm80(arch: str) -> bool:
+    return arch in SMALL or int(arch[3:]) < 90
 
 
 def attend_pages(

@@ -176,11 +176,17 @@ def touched_in(items: np.ndarray) -> int:
     return int(np.count_nonzero(items[:, FIRST_SEGMENT] < items[:, LAST_SEGMENT]))
 
 
-def _nbytes(x: Any) -> int:
-    if isinstance(x, (np.ndarray, torch.Tensor)):
-        return x.nbytes
-    parts = x if isinstance(x, tuple) else vars(x).values() if _has_fields(type(x)) else ()
-    return sum(map(_nbytes, parts))
+def _nbytes(kept: tuple) -> int:
+    found, left = 0, list(kept)
+    while left:
+        x = left.pop()
+        if isinstance(x, (np.ndarray, torch.Tensor)):
+            found += x.nbytes
+        elif isinstance(x, tuple):
+            left += x
+        elif _has_fields(type(x)):
+            left += vars(x).values()
+    return found
 
 
 # asked for each number of a table, for each new batch

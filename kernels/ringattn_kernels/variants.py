@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import launches, paged, plain_backward, plain_forward, splits, statistics
-from .config import BlockConfig, launch_for, padded
+from .config import SMALL, BlockConfig, launch_for, padded
 from .gradients import dkdv_kernel, dq_kernel
 from .modifiers import Bias, Dropout, Modifiers
 from .page_table import PageTable
@@ -31,7 +31,9 @@ from .queries import Queries
 from .table import TileTable
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
-SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024} | dict.fromkeys(
+    SMALL, 99 * 1024
+)
 FORWARD = ("forward", "forward to state", "forward from state", "forward from state to state")
 MODIFIED = ("forward modified", "dkdv modified", "dk modified", "dv modified", "dq modified")
 PAGED = ("paged", "paged scored", "merge pages", "merge ranks")

@@ -54,7 +54,7 @@ class Context:
         # the latest of both with their keys: calls of many layers are alike, and comparing keys costs less than hashing them
         self._latest_facts: tuple[tuple, Facts] | None = None
         self.latest_attention: tuple[_AttentionKey, RankAttention] | None = None
-        self._sizes: dict[_AttentionKey, int] = {}
+        self._sizes: dict[RankAttention, int] = {}
         self._lock = Lock()
         # what is made ahead of a first call; in it the default schedule may depend on what the group's first call finds
         self._prepared: OrderedDict[tuple[_AttentionKey, bool], RankAttention] = OrderedDict()
@@ -157,13 +157,13 @@ class Context:
         kept, sizes = self._attentions, self._sizes
         with self._lock:
             # calls add tables to what they use: the newest may not have theirs yet
-            for key in list(kept)[: -_NEWEST + 1]:
-                if key not in sizes and (one := kept.get(key)) is not None:
-                    sizes[key] = one.nbytes
+            for one in list(kept.values())[: -_NEWEST + 1]:
+                if one not in sizes:
+                    sizes[one] = one.nbytes
             total = sum(sizes.values())
             while len(kept) >= _KEPT or (total > _KEPT_BYTES and len(kept) >= _NEWEST):
-                key, dropped = kept.popitem(last=False)
-                total -= sizes.pop(key, 0)
+                _, dropped = kept.popitem(last=False)
+                total -= sizes.pop(dropped, 0)
                 # recordings keep tables
                 self.ready = {name: x for name, x in self.ready.items() if x.attention is not dropped}
                 self.latest_ready = [x for x in self.latest_ready if x.ready.attention is not dropped]

@@ -50,6 +50,7 @@ Options = tuple[Layout | None, Mask, Schedule | None, float | None, ScoreKind | 
 _KEPT = 64
 _RECENT = 32
 _AT_A_TIME = 32
+_NAMED = 2  # the place of `_named` in a key
 
 
 class ReadyCall:
@@ -263,10 +264,13 @@ def replay_of(
         if type(q) not in check.PLAIN:
             return None
         inputs = *inputs, *_present(score.tensors(torch.promote_types(q.dtype, torch.float32)))
-    for known in context.latest_ready:
+    for number, known in enumerate(context.latest_ready):
         addresses = known.addresses(inputs, options)
         if addresses is not None:
             break
+        # a batch never seen has a mask that no call had, and needs no comparison of all the rest
+        if number == 0 and not _is_named(context, options):
+            return None
     else:
         known = _known(context, inputs, options)
         addresses = None if known is None else known.addresses(inputs, options)
@@ -334,20 +338,28 @@ def _known(context: Context, inputs: Tensors, options: Options) -> Known | None:
     return known
 
 
-def _key(inputs: Tensors, options: Options) -> tuple | None:
-    """Whether gradients are needed, and all that the checks, the plan and the recording of a call depend on; None if it cannot be told."""
-    layout, mask, schedule, softmax_scale, kind = options
-    if not (softmax_scale is None or type(softmax_scale) is float) or _watched() or check.in_forward_mode():
-        return None
-    told = _inputs(inputs)
-    if told is None:
-        return None
+def _is_named(context: Context, options: Options) -> bool:
+    """Whether a call that is kept had this layout, mask and schedule."""
+    named = _named(options)
+    return any(key[_NAMED] == named for key in context.ready)
+
+
+def _named(options: Options) -> tuple[str | None, str, str | None] | None:
+    """Layout, mask and schedule by their digests, of which equal ones are of equal values of one class; None for what is none of these."""
+    layout, mask, schedule, _, _ = options
     try:
-        # equal digests are of equal values of one class
-        named = None if layout is None else layout.digest, mask.digest, None if schedule is None else schedule.digest
+        return None if layout is None else layout.digest, mask.digest, None if schedule is None else schedule.digest
     except AttributeError:
         return None
-    return _need_grad(inputs), told, named, softmax_scale, kind
+
+
+def _key(inputs: Tensors, options: Options) -> tuple | None:
+    """Whether gradients are needed, and all that the checks, the plan and the recording of a call depend on; None if it cannot be told."""
+    *_, softmax_scale, kind = options
+    if not (softmax_scale is None or type(softmax_scale) is float) or _watched() or check.in_forward_mode():
+        return None
+    named, told = _named(options), _inputs(inputs)
+    return None if named is None or told is None else (_need_grad(inputs), told, named, softmax_scale, kind)
 
 
 def _need_grad(inputs: Tensors) -> bool:

@@ -392,6 +392,8 @@ def default_schedule(plan: Plan, ranks_per_node: int | None = None, copy_engines
     flag("copy_engines", copy_engines)
     ranks_per_node = None if ranks_per_node is None else integer("ranks_per_node", ranks_per_node, least=1)
     n = plan.world_size
+    if n == 1:
+        return Waves(None)
     shard = max(plan.lengths)
     needed = (plan.needed.sum(axis=1) - plan.needed.diagonal()).tolist()
     if max(needed) <= 2 * shard:

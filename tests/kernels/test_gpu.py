@@ -1,6 +1,10 @@
 """The kernels on a GPU: accuracy against dense attention in fp64, beside dense PyTorch in the inputs' dtype, and bitwise repeatability."""
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +12,8 @@ import torch
 
 import ringattn_kernels as rk
 from ringattn.partial import Partial, merge
+from ringattn_kernels import launches
+from ringattn_kernels.config import architecture
 from ringattn_kernels.dispatch import Kernels
 from tests.kernels import dense, fuzz
 
@@ -277,3 +283,36 @@ def test_partials_of_the_same_rows_are_merged(d):
     expected = wanted.out.transpose(0, 1), wanted.row_max.permute(2, 0, 1), wanted.row_sum.permute(2, 0, 1)
     for x, y in zip(totals, expected):
         torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=2e-6)
+
+
+def test_the_instructions_are_those_of_the_architecture(monkeypatch):
+    compiled_for, kernels = launches.compiled_for, []
+
+    def noted(*given):
+        found = compiled_for(*given)
+        kernels.append(found.kernel.asm["ptx"])
+        return found
+
+    monkeypatch.setattr(launches, "compiled_for", noted)
+    table = rk.TileTable(np.array(dense.causal(512)), 512, 512)
+    q, k, v, _ = inputs(512, 4, 2, 128, 128, torch.bfloat16)
+    rk.forward(q, k, v, table, softmax_scale=0.1, kernels=Kernels.PLAIN)
+    (ptx,) = kernels
+    assert ("wgmma" in ptx) == (architecture(q.device) == "sm_90")
+
+
+@pytest.mark.skipif("TRITON_OVERRIDE_ARCH" in os.environ, reason="the architecture is chosen already")
+def test_the_instructions_of_an_a100_are_as_exact():
+    """Tests of this file in a process for which the GPU is an A100: it runs these instructions, too."""
+    names = "instructions_are or (contract and bfloat16-causal and not 512)"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", __file__, "-k", names]
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).resolve().parents[2],
+        env=os.environ | {"TRITON_OVERRIDE_ARCH": "sm80"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert "8 passed" in done.stdout.splitlines()[-1]

@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 
+from ringattn_kernels.config import SMALL, architecture, launch_for
 from ringattn_kernels.modifiers import Bias, Dropout, Modifiers
 from ringattn_kernels.paged import paged_config
 from ringattn_kernels.variants import (
@@ -70,6 +71,18 @@ def chosen(arch: str, thorough: bool) -> list[Variant]:
     return [Variant(*form, arch) for form in dict.fromkeys(forms)]
 
 
+# within 99 KB
+OF_SMALL = [Variant("dq", 512, BF16, "sm_86"), Variant("paged", 256, BF16, "sm_120")]
+MORE_OF_SMALL = [
+    *(Variant(kernel, 256, dtype, "sm_86") for kernel in ("forward", "dkdv", "dq", "paged") for dtype in (BF16, FP32)),
+    *(
+        Variant(kernel, 512, BF16, arch)
+        for kernel in ("forward", "dk", "dq", "dq modified", "paged")
+        for arch in ("sm_86", "sm_120")
+    ),
+    *(Variant(kernel, 128, BF16, "sm_120") for kernel in ("forward", "dkdv", "dq", "paged")),
+    Variant("dkdv", 256, BF16, "sm_120"),
+]
 CHOSEN, MORE = ([variant for arch in ARCHITECTURES for variant in chosen(arch, thorough)] for thorough in (False, True))
 
 
@@ -92,7 +105,14 @@ def compiled(request):
 
 @pytest.mark.parametrize(
     "variant",
-    [*CHOSEN, *(pytest.param(variant, marks=pytest.mark.thorough) for variant in MORE if variant not in CHOSEN)],
+    [
+        *(*CHOSEN, *OF_SMALL),
+        *(
+            pytest.param(variant, marks=pytest.mark.thorough)
+            for variant in (*MORE, *MORE_OF_SMALL)
+            if variant not in CHOSEN and variant not in OF_SMALL
+        ),
+    ],
     ids=lambda v: f"{v.arch}-{v.kernel}-{v.head_dim}-{v.dtype}".replace(" ", "_"),
 )
 def test_compiles_within_the_limits_of_the_architecture(variant, compiled):
@@ -151,3 +171,15 @@ def test_kernels_for_pages_wait_for_the_kernel_before(kernel):
     assert before.count("ld.global") == before.count("ld.global.cg") == (2 if kernel == "merge pages" else 0)
     function, arguments = launch_arguments(Variant(kernel, 128, BF16, "sm_80"))
     assert "launch_pdl" not in arguments and not arguments["AHEAD"]
+
+
+@pytest.mark.parametrize(("named", "found"), [("sm80", "sm_80"), ("sm86", "sm_86"), ("sm90a", "sm_90"), ("sm120", "sm_120")])
+def test_a_gpu_is_taken_for_the_architecture_that_triton_compiles_for(monkeypatch, named, found):
+    monkeypatch.setattr(triton.knobs.runtime, "override_arch", named)
+    assert architecture(torch.device("cuda")) == found
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])
+def test_heads_over_256_take_smaller_blocks_where_memory_is_small(arch):
+    smaller = launch_for("dq", arch, 512, BF16).step < launch_for("dq", "sm_80", 512, BF16).step
+    assert smaller == (arch in SMALL)
