@@ -1,6 +1,6 @@
 """Times block sizes, warps and stages of the plain kernels, to fill `ringattn_kernels/config.py`.
 
-Each choice is also checked against PyTorch.
+Each choice is also checked against PyTorch. With TRITON_OVERRIDE_ARCH=sm80 the kernels are those of an A100.
 """
 
 import multiprocessing
@@ -18,23 +18,42 @@ from ringattn_kernels.statistics import pivots
 
 from .shared.timing import milliseconds
 
-# kernel -> head dim -> the fields of `BlockConfig`
+# architecture -> kernel -> head dim -> the fields of `BlockConfig`
 CANDIDATES = {
-    "forward": {
-        64: [(128, 128, 4, 2, 2), (128, 128, 4, 3, 2), (128, 128, 8, 3, 2), (128, 256, 8, 2, 2), (64, 128, 4, 2, 2),
-             (64, 128, 4, 3, 2), (128, 64, 4, 3, 1), (128, 64, 4, 3, 2), (128, 64, 4, 4, 1)],
-        128: [(128, 128, 8, 2, 2), (128, 128, 8, 3, 2), (128, 128, 8, 3, 1), (128, 64, 8, 4, 2), (64, 64, 4, 2, 2)],
-        256: [(128, 64, 8, 2, 2), (128, 64, 8, 2, 1)],
+    "sm_90": {
+        "forward": {
+            64: [(128, 128, 4, 2, 2), (128, 128, 4, 3, 2), (128, 128, 8, 3, 2), (128, 256, 8, 2, 2), (64, 128, 4, 2, 2),
+                 (64, 128, 4, 3, 2), (128, 64, 4, 3, 1), (128, 64, 4, 3, 2), (128, 64, 4, 4, 1)],
+            128: [(128, 128, 8, 2, 2), (128, 128, 8, 3, 2), (128, 128, 8, 3, 1), (128, 64, 8, 4, 2), (64, 64, 4, 2, 2)],
+            256: [(128, 64, 8, 2, 2), (128, 64, 8, 2, 1)],
+        },
+        "dkdv": {
+            64: [(64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 4), (64, 128, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4)],
+            128: [(64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 2), (64, 32, 4, 4)],
+            256: [(64, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 3), (32, 64, 4, 1), (64, 16, 8, 4)],
+        },
+        "dq": {
+            64: [(64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 4), (64, 64, 4, 4), (64, 64, 4, 2)],
+            128: [(128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4)],
+            256: [(128, 64, 8, 1), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2), (64, 64, 4, 2)],
+        },
     },
-    "dkdv": {
-        64: [(64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 4), (64, 128, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4)],
-        128: [(64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 2), (64, 32, 4, 4)],
-        256: [(64, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 3), (32, 64, 4, 1), (64, 16, 8, 4)],
-    },
-    "dq": {
-        64: [(64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 4, 4), (64, 64, 4, 4), (64, 64, 4, 2)],
-        128: [(128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4)],
-        256: [(128, 64, 8, 1), (128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2), (64, 64, 4, 2)],
+    "sm_80": {
+        "forward": {
+            64: [(128, 64, 4, 3), (128, 64, 4, 2), (128, 32, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2, 2)],
+            128: [(128, 32, 4, 3), (128, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 2), (64, 64, 4, 2)],
+            256: [(64, 32, 4, 2), (64, 32, 8, 2), (64, 64, 4, 2), (64, 64, 8, 2), (128, 32, 8, 2), (128, 64, 8, 2, 2)],
+        },
+        "dkdv": {
+            64: [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2)],
+            128: [(64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 2), (32, 64, 4, 2), (32, 128, 4, 2), (64, 64, 8, 2)],
+            256: [(32, 32, 4, 1), (32, 64, 4, 1), (64, 32, 8, 1), (64, 32, 8, 2), (64, 64, 8, 1)],
+        },
+        "dq": {
+            64: [(128, 32, 4, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3)],
+            128: [(128, 32, 4, 2), (128, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 2), (128, 64, 8, 2)],
+            256: [(32, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (64, 32, 8, 1), (64, 64, 8, 1)],
+        },
     },
 }  # fmt: skip
 
@@ -103,13 +122,15 @@ def compile_one(job: tuple) -> str:
 
 
 def main(arguments) -> None:
-    jobs = [(kernel, d, c) for kernel, dims in CANDIDATES.items() for d in arguments.head_dims for c in dims[d]]
     with multiprocessing.get_context("fork").Pool(arguments.workers) as pool:
+        # a process that has used the GPU could not fork
+        candidates = CANDIDATES["sm_90" if pool.apply(architecture, (torch.device("cuda"),)) == "sm_90" else "sm_80"]
+        jobs = [(kernel, d, c) for kernel, dims in candidates.items() for d in arguments.head_dims for c in dims[d]]
         notes = dict(zip(jobs, pool.map(compile_one, jobs, chunksize=1)))
     for d in arguments.head_dims:
         for causal in (True, False):
             problem = Problem(arguments.sequence, arguments.heads, d, causal)
-            for kernel, dims in CANDIDATES.items():
+            for kernel, dims in candidates.items():
                 for config in dims[d]:
                     head = f"{kernel:8} d={d} {'causal' if causal else 'full':6} {config}"
                     print(f"{head}: {row(problem, kernel, config)} {notes[kernel, d, config]}", flush=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # column of the table -> what pytest runs for it
 COLUMNS = {
-    "plain kernels (sm_80, sm_90, sm_100, gfx942)": ["tests/kernels/test_variants.py"],
+    "plain kernels": ["tests/kernels/test_variants.py"],
     "Hopper forward": ["tests/kernels/test_hopper_forward.py", "-k", "compiler", "--thorough"],
     "Hopper backward": ["tests/kernels/test_hopper_backward.py", "-k", "compiler", "--thorough"],
     "interpreter": ["tests/kernels/interpreter_cases.py", "-W", "ignore::RuntimeWarning"],
