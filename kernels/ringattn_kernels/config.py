@@ -94,11 +94,15 @@ def architecture(device: torch.device) -> str:
         return "cpu"
     if torch.version.hip:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    other = triton.knobs.runtime.override_arch
-    if other is not None:
-        return f"sm_{other.removeprefix('sm').rstrip('a')}"
+    if (named := overridden()) is not None:
+        return f"sm_{named.removeprefix('sm').rstrip('a')}"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+def overridden() -> str | None:
+    """What TRITON_OVERRIDE_ARCH names, if it is set."""
+    return triton.knobs.runtime.override_arch
 
 
 def launch_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> BlockConfig:

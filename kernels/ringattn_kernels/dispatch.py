@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from . import hopper
-from .config import architecture
+from .config import architecture, overridden
 from .modifiers import Modifiers
 from .queries import Queries
 from .score_arguments import facts_of, hopper_obstacle
@@ -180,7 +180,8 @@ def _choose(what: str, device: torch.device, wish: Kernels | None, on_hopper: Ca
     if wish is not None:
         choice = Choice(wish, "the caller's wish")
     elif (arch := architecture(device)) != "sm_90":
-        choice = Choice(Kernels.PLAIN, f"{arch} is not sm_90")
+        named = overridden()
+        choice = Choice(Kernels.PLAIN, f"{arch} is not sm_90" if named is None else f"TRITON_OVERRIDE_ARCH is {named}")
     else:
         choice = Choice(Kernels.PLAIN, hopper.obstacle) if hopper.obstacle else on_hopper()
     _log(what, choice)
@@ -189,5 +190,6 @@ def _choose(what: str, device: torch.device, wish: Kernels | None, on_hopper: Ca
 
 @functools.cache
 def _log(what: str, choice: Choice) -> None:
-    level = logging.WARNING if choice.reason == hopper.obstacle else logging.DEBUG
+    unexpected = choice.reason == hopper.obstacle or choice.reason.startswith("TRITON_OVERRIDE_ARCH")
+    level = logging.WARNING if unexpected else logging.DEBUG
     logger.log(level, "%s runs %s: %s", what, choice.kernels.value, choice.reason)

@@ -1330,6 +1330,27 @@ MUTATIONS = (
         "the last distance of a piece is missing from the gradient of its bias",
         f"{INTERPRETER} -k pieces",
     ),
+    Mutation(
+        "ringattn/runtime/ready.py",
+        "        if number == 0 and not _is_named(context, options):\n",
+        "        if number < 0 and not _is_named(context, options):\n",
+        "a batch never seen is compared with all calls that are kept",
+        "tests/runtime/test_ready.py",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/config.py",
+        "_WIDE_SM90 if major == 9 else _WIDE_SMALL if arch in SMALL else _WIDE\n",
+        "_WIDE_SM90 if major == 9 else _WIDE\n",
+        "GPUs with little shared memory cannot launch the backward of heads over 256",
+        "tests/kernels/test_variants.py -k 'sm_86 or over_256'",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/paged.py",
+        "    return arch in SMALL or int(arch[3:]) < 90\n",
+        "    return int(arch[3:]) < 90\n",
+        "sm_120 takes blocks of pages for a chip with more shared memory",
+        "tests/kernels/test_variants.py -k sm_120",
+    ),
     # predictions
     Mutation(
         "ringattn/predict/planner.py",

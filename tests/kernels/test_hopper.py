@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import triton
 
 import ringattn_kernels as rk
 from ringattn_kernels import dispatch, hopper
@@ -71,6 +72,15 @@ def test_other_gpus_hear_of_their_architecture_alone(newer_triton, monkeypatch, 
     with caplog.at_level(logging.INFO, logger="ringattn_kernels.dispatch"):
         assert choose_forward(q, q, q, 0.1).reason == "sm_100 is not sm_90"
     assert not caplog.records
+
+
+def test_whoever_overrides_the_architecture_is_told_of_it(monkeypatch, caplog):
+    dispatch._log.cache_clear()
+    monkeypatch.setattr(triton.knobs.runtime, "override_arch", "sm80")
+    monkeypatch.setattr(dispatch, "architecture", lambda device: "sm_80")
+    with caplog.at_level(logging.INFO, logger="ringattn_kernels.dispatch"):
+        assert choose_forward(q, q, q, 0.1).kernels == Kernels.PLAIN
+    assert [record.getMessage() for record in caplog.records] == ["forward runs plain Triton: TRITON_OVERRIDE_ARCH is sm80"]
 
 
 @pytest.mark.thorough
