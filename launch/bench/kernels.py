@@ -22,6 +22,7 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from ringattn.geometry.plan import live_pairs
+from ringattn_kernels.config import overridden
 
 from . import kernels_peers as contestants
 from .kernels_cases import HEAD_DIMS, KINDS, KernelCase, PackedCase, ShortCase, ZigzagCase, quick, table
@@ -73,7 +74,7 @@ def measure_all(arguments) -> dict:
         arguments.kinds, arguments.sequences, arguments.head_dims, arguments.heads, arguments.kv_heads, arguments.masks
     )  # fmt: skip
     record = {
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if overridden() is None else f"{torch.cuda.get_device_name()} as {overridden()}",
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cudnn": torch.backends.cudnn.version(),

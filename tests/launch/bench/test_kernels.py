@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from torch.nn.attention import SDPBackend
 
 import ringattn as ra
@@ -188,8 +189,11 @@ def test_a_whole_run_with_stand_ins_for_everything_that_needs_a_gpu(monkeypatch,
     assert rows[1]["rates"]["ringattn, dense"]["backward"]["tflops"] == cases[1].dense_alike.flop("backward") / 2.0 / 1e9
     assert "not for this" in capsys.readouterr().out
     figures, picture = tmp_path / "forward.json", tmp_path / "forward.png"
+    monkeypatch.setattr(triton.knobs.runtime, "override_arch", "sm80")
     bench.main(parser.parse_args(["--directions", "forward", "--peers", "cudnn", "--json", str(figures), "--plot", str(picture)]))
-    rates = json.loads(figures.read_text())["rows"][0]["rates"]
+    record = json.loads(figures.read_text())
+    assert record["device"] == "GPU as sm80"
+    rates = record["rows"][0]["rates"]
     assert {name: list(rate) for name, rate in rates.items()} == {
         "matmul": ["forward"], "ringattn": ["forward"], "ringattn deterministic": [], "cudnn": ["forward"]
     }  # fmt: skip
