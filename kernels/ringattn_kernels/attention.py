@@ -113,7 +113,8 @@ def forward_choice(
         config = hopper.forward_config.config_for(q, v, table, splits, modifiers)
         programs = config.programs
     else:
-        config, programs = launch_for("forward", architecture(q.device), max(q.shape[3], v.shape[3]), q.dtype), 1
+        dropping = modifiers is not None and modifiers.dropout is not None
+        config, programs = launch_for("forward", architecture(q.device), max(q.shape[3], v.shape[3]), q.dtype, dropping), 1
     heads = q.shape[0] * q.shape[2]
     return on_hopper, config, query_splits(table, config.block, config.step, heads, q.device, splits, part, programs)
 

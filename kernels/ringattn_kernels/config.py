@@ -49,6 +49,8 @@ _SM80 = {
     "dkdv": {64: BlockConfig(64, 64, 4, 3), 128: BlockConfig(64, 64, 4, 2), 256: BlockConfig(32, 32, 4, 1)},
     "dq": {64: BlockConfig(128, 32, 4, 3), 128: BlockConfig(128, 32, 4, 2), 256: BlockConfig(32, 64, 4, 1)},
 }
+# the forward at 128 where dropout, too, wants registers
+_SM80_DROPPING = BlockConfig(128, 64, 8, 2)
 _GFX942 = {
     "forward": {64: BlockConfig(128, 64, 4, 1), 128: BlockConfig(128, 64, 4, 1), 256: BlockConfig(64, 32, 4, 1)},
     "dkdv": {64: BlockConfig(64, 32, 4, 1), 128: BlockConfig(64, 32, 4, 1), 256: BlockConfig(32, 32, 4, 1)},
@@ -105,8 +107,8 @@ def overridden() -> str | None:
     return triton.knobs.runtime.override_arch
 
 
-def launch_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> BlockConfig:
-    """The entry for `kernel` ('forward', 'dkdv' or 'dq') at the larger of the two head dims."""
+def launch_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype, dropping: bool = False) -> BlockConfig:
+    """The entry for `kernel` ('forward', 'dkdv' or 'dq') at the larger of the two head dims. dropping: whether it drops weights."""
     wide = head_dim > 256
     if arch == "cpu":
         return (_WIDE_INTERPRETER if wide else _INTERPRETER)[kernel]
@@ -120,6 +122,8 @@ def launch_for(kernel: str, arch: str, head_dim: int, dtype: torch.dtype) -> Blo
         table = _FP32_GFX942 if is_fp32 else _GFX942
     else:
         table = _FP32 if is_fp32 else {9: _SM90, 10: _SM100}.get(major, _SM80)
+    if dropping and table is _SM80 and kernel == "forward" and bucket(head_dim) == 128:
+        return _SM80_DROPPING
     return table[kernel][bucket(head_dim)]
 
 

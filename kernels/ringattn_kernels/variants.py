@@ -168,7 +168,7 @@ def launch_arguments(
         return splits.merge_kernel, arguments | {"num_warps": splits.WARPS}
 
     name = variant.kernel.split()[0]
-    launch = launch or launch_for("dkdv" if name in _OF_KEYS else name, arch, d, dtype)
+    launch = launch or launch_for("dkdv" if name in _OF_KEYS else name, arch, d, dtype, variant.kernel in MODIFIED)
     table = TileTable(np.array([(0, s, 0, s, 0, s)]), s, s, np.zeros((1, 2)))
     if variant.kernel in MODIFIED:
         modifiers = modifiers or Modifiers(30.0, torch.empty(b, h), Bias((-9, 9), torch.empty(h, 3)), Dropout(0.1, 1 << 40, 0, h))

@@ -8,13 +8,16 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 import triton
 
+from ringattn_kernels import attention, dispatch, splits
 from ringattn_kernels.config import SMALL, architecture, launch_for
 from ringattn_kernels.modifiers import Bias, Dropout, Modifiers
 from ringattn_kernels.paged import paged_config
+from ringattn_kernels.table import TileTable
 from ringattn_kernels.variants import (
     ARCHITECTURES,
     FORWARD,
@@ -177,6 +180,25 @@ def test_kernels_for_pages_wait_for_the_kernel_before(kernel):
 def test_a_gpu_is_taken_for_the_architecture_that_triton_compiles_for(monkeypatch, named, found):
     monkeypatch.setattr(triton.knobs.runtime, "override_arch", named)
     assert architecture(torch.device("cuda")) == found
+
+
+def test_the_forward_of_an_a100_takes_other_blocks_with_dropout():
+    for d, same in ((64, True), (96, False), (128, False), (256, True)):
+        assert (launch_for("forward", "sm_80", d, BF16) == launch_for("forward", "sm_80", d, BF16, dropping=True)) == same
+    assert launch_for("forward", "sm_90", 128, BF16) == launch_for("forward", "sm_90", 128, BF16, dropping=True)
+    assert launch_for("dq", "sm_80", 128, BF16) == launch_for("dq", "sm_80", 128, BF16, dropping=True)
+
+
+def test_dropout_is_told_to_the_choice_of_blocks(monkeypatch):
+    for module in (attention, dispatch):
+        monkeypatch.setattr(module, "architecture", lambda device: "sm_80")
+    monkeypatch.setattr(splits, "multiprocessors", lambda device: 108)
+    q = torch.empty(1, 256, 2, 128, dtype=BF16)
+    table = TileTable(np.array([(0, 256, 0, 256, 0, 256)]), 256, 256, np.zeros((1, 2)))
+    for modifiers in (None, Modifiers(softcap=30.0), Modifiers(dropout=Dropout(0.1, 1, 0, 2))):
+        _, config, _ = attention.forward_choice(q, q, q, table, 0.1, modifiers=modifiers)
+        dropping = modifiers is not None and modifiers.dropout is not None
+        assert config == launch_for("forward", "sm_80", 128, BF16, dropping)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])
