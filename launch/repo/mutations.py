@@ -1332,7 +1332,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ringattn/runtime/ready.py",
-        "        if number == 0 and not _is_named(context, options):\n",
+        "        if number == _KINDS and not _is_named(context, options):\n",
         "        if number < 0 and not _is_named(context, options):\n",
         "a batch never seen is compared with all calls that are kept",
         "tests/runtime/test_ready.py",

@@ -50,6 +50,7 @@ Options = tuple[Layout | None, Mask, Schedule | None, float | None, ScoreKind | 
 _KEPT = 64
 _RECENT = 32
 _AT_A_TIME = 32
+_KINDS = 4
 _NAMED = 2  # the place of `_named` in a key
 
 
@@ -265,12 +266,12 @@ def replay_of(
             return None
         inputs = *inputs, *_present(score.tensors(torch.promote_types(q.dtype, torch.float32)))
     for number, known in enumerate(context.latest_ready):
+        # a model's layers are of few kinds; a batch never seen has a mask that no call had, and is not compared with all the rest
+        if number == _KINDS and not _is_named(context, options):
+            return None
         addresses = known.addresses(inputs, options)
         if addresses is not None:
             break
-        # a batch never seen has a mask that no call had, and needs no comparison of all the rest
-        if number == 0 and not _is_named(context, options):
-            return None
     else:
         known = _known(context, inputs, options)
         addresses = None if known is None else known.addresses(inputs, options)

@@ -439,7 +439,7 @@ def test_equal_options_made_anew_find_the_latest_call(device, monkeypatch):
     q, k, v = inputs()
     ra.ring_attention(q, k, v, group=group, **options())
     found = []
-    monkeypatch.setattr(ready, "_is_named", lambda *given: found.append(given))
+    monkeypatch.setattr(ready, "_known", lambda *given: found.append(given))
     device.long = 0
     ra.ring_attention(q, k, v, group=group, **options())
     assert not found and device.long == 0
@@ -449,15 +449,15 @@ def test_equal_options_made_anew_find_the_latest_call(device, monkeypatch):
         assert len(found) == 1, name
 
 
-def test_a_batch_never_seen_is_compared_with_the_latest_call_alone(device, monkeypatch):
+def test_a_batch_never_seen_is_compared_with_the_latest_calls_alone(device, monkeypatch):
     group = Alone()
-    masks = [ra.documents(lengths=[first, TOKENS - first]) for first in range(1, 5)]
+    masks = [ra.documents(lengths=[first, TOKENS - first]) for first in range(1, 8)]
     for mask in masks:
         warm(group, mask=mask)
     q, k, v = inputs()
     compared, addresses = [], ready.Known.addresses
     monkeypatch.setattr(ready.Known, "addresses", lambda self, *given: compared.append(self) or addresses(self, *given))
-    for mask, count in ((masks[-1], 1), (masks[0], len(masks)), (ra.documents(lengths=[7, TOKENS - 7]), 1)):
+    for mask, count in ((masks[-1], 1), (masks[-4], 4), (masks[0], 7), (ra.documents(lengths=[9, TOKENS - 9]), 4)):
         compared.clear()
         ra.ring_attention(q, k, v, group=group, mask=mask)
         assert len(compared) == count
