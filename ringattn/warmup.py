@@ -86,9 +86,7 @@ def warm(
     return time.perf_counter() - began
 
 
-def _score(
-    heads: int, device: str, softcap: float | None, alibi: bool, sinks: bool, bias: bool, dropout: bool
-) -> ScoreMod:  # fmt: skip
+def _score(heads: int, device: str, softcap: float | None, alibi: bool, sinks: bool, bias: bool, dropout: bool) -> ScoreMod:
     """What is done to the scores of so many heads; arguments as in `warm`."""
     slopes = torch.zeros(heads, device=device) if alibi else None
     sunk = torch.zeros(heads, device=device, requires_grad=True) if sinks else None

@@ -94,10 +94,10 @@ def architecture(device: torch.device) -> str:
     if device.type == "cpu":
         assert triton.knobs.runtime.interpret, "CPU tensors need TRITON_INTERPRET=1"
         return "cpu"
+    if (named := overridden()) is not None:
+        return named if named.startswith("gfx") else f"sm_{named.removeprefix('sm').rstrip('a')}"
     if torch.version.hip:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-    if (named := overridden()) is not None:
-        return f"sm_{named.removeprefix('sm').rstrip('a')}"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 

@@ -176,7 +176,9 @@ def test_kernels_for_pages_wait_for_the_kernel_before(kernel):
     assert "launch_pdl" not in arguments and not arguments["AHEAD"]
 
 
-@pytest.mark.parametrize(("named", "found"), [("sm80", "sm_80"), ("sm86", "sm_86"), ("sm90a", "sm_90"), ("sm120", "sm_120")])
+@pytest.mark.parametrize(
+    ("named", "found"), [("sm80", "sm_80"), ("sm86", "sm_86"), ("sm90a", "sm_90"), ("sm120", "sm_120"), ("gfx90a", "gfx90a")]
+)
 def test_a_gpu_is_taken_for_the_architecture_that_triton_compiles_for(monkeypatch, named, found):
     monkeypatch.setattr(triton.knobs.runtime, "override_arch", named)
     assert architecture(torch.device("cuda")) == found

@@ -75,10 +75,9 @@ def same(got, wanted):
 
 
 @pytest.fixture
-def forwards(monkeypatch):
+def forwards(monkeypatch, without_replays):
     """A list with one entry for each forward pass of attention that this device has computed; it replays none."""
     calls, forward = [], local.forward
-    monkeypatch.setattr(local, "replayed", lambda found, facts, inputs, work, words=None: work(*inputs))
     monkeypatch.setattr(local, "forward", lambda *args, **options: calls.append(1) or forward(*args, **options))
     return calls
 
