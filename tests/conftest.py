@@ -62,6 +62,8 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    if ranks.SHARED in os.environ:
+        _leave_out(config, items, [item for item in items if "nccl" not in item.fixturenames])
     if _load("strategies").is_thorough(config):
         return
     cases = {}
@@ -74,9 +76,13 @@ def pytest_collection_modifyitems(config, items):
         for number, item in enumerate(found):
             if number not in always:
                 item.add_marker("thorough")
-    thorough = [item for item in items if item.get_closest_marker("thorough")]
-    config.hook.pytest_deselected(items=thorough)
-    items[:] = [item for item in items if item not in set(thorough)]
+    _leave_out(config, items, [item for item in items if item.get_closest_marker("thorough")])
+
+
+def _leave_out(config, items, some):
+    config.hook.pytest_deselected(items=some)
+    left_out = set(some)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish():
@@ -144,14 +150,14 @@ def without_replays(monkeypatch):
 
 @pytest.fixture(scope="session")
 def _gpus():
-    processes = ranks.Ranks("nccl", cuda().device_count())
+    processes = ranks.Ranks("nccl", ranks.gpu_ranks())
     yield processes
     processes.close()
 
 
 @pytest.fixture
 def nccl(_gpus):
-    """Ranks over NCCL, one a GPU, for tests marked gpu: `nccl.run(world_size, function, *args)`."""
+    """Ranks over NCCL, one a GPU, for tests marked gpu: `nccl.run(world_size, function, *args)` skips where there are fewer."""
     return _gpus
 
 
@@ -173,7 +179,5 @@ def llama():
 
 @pytest.fixture(params=[1, 2, 4, 8], ids="{}gpus".format)
 def world_size(request):
-    """A number of GPUs; skips if this machine has fewer."""
-    if (found := cuda().device_count()) < request.param:
-        pytest.skip(f"needs {request.param} GPUs, but this machine has {found}")
+    """A number of ranks on GPUs."""
     return request.param

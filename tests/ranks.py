@@ -28,6 +28,15 @@ from typing import IO, Any, ClassVar
 
 ROOT = Path(__file__).resolve().parent.parent
 _START_TIMEOUT = 120.0
+SHARED = "RINGATTN_TEST_GPU_RANKS"  # in the environment, with a number: that of ranks, which share the GPUs
+_SHARING = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
+def gpu_ranks() -> int:
+    """How many ranks tests on GPUs may have."""
+    import torch
+
+    return int(os.environ.get(SHARED, torch.cuda.device_count()))
 
 
 class RankError(AssertionError):
@@ -69,6 +78,7 @@ class Launcher:
                 "GLOO_SOCKET_IFNAME": "lo",
                 "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
                 "NCCL_NVLS_ENABLE": "0",
+                **(_SHARING if SHARED in os.environ else {}),
             },
             start_new_session=True,
         )
@@ -116,9 +126,14 @@ class Ranks:
         ranks, as torch names groups by counting them. Raises RankError if a rank raises an error, dies (in this run or since the last),
         counts a group that others do not, or takes longer than `timeout` seconds (on a busy machine up to five times as long), with each
         such rank's traceback. The ranks are then started anew.
+                Over NCCL, a test that wants more ranks than there are is skipped.
         """
         timeout *= _slowness()
         members = tuple(range(world_size)) if ranks is None else tuple(ranks)
+        if self.backend == "nccl" and world_size > self.size:
+            import pytest
+
+            pytest.skip(f"needs {world_size} GPUs, but this machine has {self.size}")
         assert len(members) == world_size <= self.size
         task = function.__module__, sys.modules[function.__module__].__file__, function.__qualname__, members, pickle.dumps(args)
         self._give(members, task)
@@ -301,7 +316,9 @@ def serve(rank: int, size: int, backend: str, pipe: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     torch.set_num_threads(1)
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if SHARED in os.environ:
+            os.environ["NCCL_HOSTID"] = f"rank {rank}"  # NCCL takes ranks of one host and one GPU for a mistake
     timeout = timedelta(seconds=90)
     pipe.send(os.getpid())
     if rank == 0:
@@ -336,6 +353,8 @@ def serve(rank: int, size: int, backend: str, pipe: Connection) -> None:
                 raise RuntimeError("only some ranks made a group: a function that makes groups must run on all")
         except BaseException:
             reply = pickle.dumps((False, traceback.format_exc()))
+        if SHARED in os.environ:
+            torch.cuda.empty_cache()
         pipe.send_bytes(reply)
 
 

@@ -159,7 +159,7 @@ GPU_MODELS = {
 @pytest.mark.parametrize(("name", "packed", "dtype", "autocast"), GPU_MODELS.values(), ids=GPU_MODELS)
 def test_right_models_pass_on_gpus(nccl, name, packed, dtype, autocast):
     """In low precision, with grouped heads, windows, packed documents and sinks: loss and all gradients against one process."""
-    first, *others = nccl.run(torch.cuda.device_count(), report_of, name, None, packed, None, "cuda", dtype, autocast, timeout=120)
+    first, *others = nccl.run(nccl.size, report_of, name, None, packed, None, "cuda", dtype, autocast, timeout=120)
     assert all(other == first for other in others)
     assert first.passed, str(first)
 
@@ -167,7 +167,7 @@ def test_right_models_pass_on_gpus(nccl, name, packed, dtype, autocast):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "mistake", "packed"), [("llama", "documents", True), ("gpt-oss", "sinks", False)])
 def test_mistakes_do_not_pass_on_gpus(nccl, name, mistake, packed):
-    for report in nccl.run(torch.cuda.device_count(), report_of, name, mistake, packed, None, "cuda", torch.bfloat16, timeout=120):
+    for report in nccl.run(nccl.size, report_of, name, mistake, packed, None, "cuda", torch.bfloat16, timeout=120):
         assert not report.passed
 
 
@@ -473,7 +473,7 @@ def scored_on_gpus(group, name: str):
 )
 def test_scores_that_models_of_transformers_make_are_compared_on_gpus(nccl, name):
     """All gradients; the loss, one number, may be exact by chance."""
-    for report in nccl.run(torch.cuda.device_count(), scored_on_gpus, name, timeout=120):
+    for report in nccl.run(nccl.size, scored_on_gpus, name, timeout=120):
         assert all(row.passed for row in report.differences if row.name != "loss"), report
 
 

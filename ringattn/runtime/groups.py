@@ -78,7 +78,8 @@ def symmetric(group: dist.ProcessGroup | DeviceMesh | None = None, *, budget: in
     each rank more.
 
     Raises ValueError for a bad group or budget. The first call raises ValueError, on every rank, unless all ranks are on one host, each
-    on its own GPU, the GPUs reach each other's memory, the driver is of CUDA 12.8 or later, and the budgets are equal.
+    on its own GPU (or TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is 1 there), the GPUs reach each other's memory, the driver is of
+    CUDA 12.8 or later, and the budgets are equal.
 
     >>> transport = ra.symmetric(budget=1 << 30)  # doctest: +SKIP
     >>> out = ra.ring_attention(q, k, v, group=transport)  # doctest: +SKIP

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from .staged import StagedTransport
 
 DEFAULT_BUDGET = 256 << 20  # bytes
 _LEAST = 64 << 10  # bytes of an arena for each other rank
+_SHARES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ class SymmetricTransport(StagedTransport):
 
     From the first call on, and as long as the transport lives, each rank keeps one arena of `budget` bytes on its GPU, divided equally
     among the other ranks. Messages larger than that go in pieces. Small rows that all ranks gather go by a `Mailbox`. All ranks must be
-    on one host, each on its own GPU, and the GPUs must reach each other's memory.
+    on one host, each on its own GPU unless torch is told to let them share one, and the GPUs must reach each other's memory.
     """
 
     def __init__(
@@ -198,13 +200,13 @@ def obstacle(records: Sequence[dict]) -> str | None:
         if not record["driver"]:
             return f"the driver of rank {rank} has no batched copies: it is older than CUDA 12.8"
         twin = next((other for other in range(rank) if records[other]["gpu"] == record["gpu"]), None)
-        if twin is not None:
-            return f"ranks {twin} and {rank} share a GPU"
+        if twin is not None and not (record["shares"] and records[twin]["shares"]):
+            return f"ranks {twin} and {rank} share a GPU, which only {_SHARES}=1 on every rank allows"
     for rank, record in enumerate(records):
         for peer, other in enumerate(records):
             if other["gpu"] not in record["visible"]:
                 return f"rank {rank} does not see rank {peer}'s GPU (CUDA_VISIBLE_DEVICES leaves it out)"
-            if peer != rank and other["gpu"] not in record["reached"]:
+            if other["gpu"] not in (record["gpu"], *record["reached"]):
                 return f"rank {rank}'s GPU does not reach rank {peer}'s memory"
     return None
 
@@ -220,6 +222,7 @@ def _facts(device: torch.device) -> dict:
         "name": socket.gethostname(),
         "driver": load_driver() is not None,
         "gpu": gpus[index],
+        "shares": os.environ.get(_SHARES) == "1",
         "visible": gpus,
         "reached": reached,
     }

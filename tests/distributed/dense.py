@@ -1,6 +1,7 @@
 """Dense attention over a whole sequence that all ranks draw alike, and the errors of a rank's shard."""
 
 import torch
+import torch.distributed as dist
 
 import ringattn as ra
 
@@ -35,6 +36,14 @@ def difference(x, y):
     assert x.shape == y.shape
     off = torch.where(x == y, 0, x - y).abs()
     return float(off.max()) if off.numel() else 0.0
+
+
+def from_first(group, make, *given):
+    """What make(*given) returns on the first rank, tensors, on all GPUs: a reference takes much memory, and ranks may share a GPU."""
+    made = [[x.cpu() for x in make(*given)] if dist.get_rank() == 0 else None]
+    torch.cuda.empty_cache()
+    dist.broadcast_object_list(made, 0, group)
+    return [x.cuda() for x in made[0]]
 
 
 def check(group, rank, mask, layout, schedule, q, k, v, dout, dlse=None):

@@ -124,7 +124,7 @@ def compiled_on_gpus(group, on_grid):
 @pytest.mark.gpu
 @pytest.mark.parametrize("on_grid", [False, True], ids=["ring", "grid"])
 def test_compiled_attention_on_gpus_has_the_bits_of_eager_mode(nccl, on_grid):
-    count = torch.cuda.device_count()
+    count = nccl.size
     if on_grid and count % 2:
         pytest.skip("needs an even number of GPUs")
     assert nccl.run(count, compiled_on_gpus, on_grid, timeout=120) == [[True] * 4] * count

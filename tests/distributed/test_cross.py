@@ -14,7 +14,7 @@ import ringattn as ra
 from ringattn.runtime.groups import get_context
 from ringattn.schedule.schedules import RowTraffic, cross_schedule
 from ringattn.transport import run_ranks
-from tests.distributed.dense import difference
+from tests.distributed.dense import difference, from_first
 from tests.transport.simulated import SimulatedTransport, World
 from tests.transport.test_staged import policy
 
@@ -391,8 +391,9 @@ def on_gpus(group):
                 out = call(*leaves, mask=mask, q_offset=offset, score=score)  # noqa: B023
                 return [x.detach().double() for x in (out, *torch.autograd.grad(out, leaves, dout))]
 
-            exact = both([x.double() for x in whole[:3]], whole[3].double(), ra.reference.attention)
-            same = both([x.clone() for x in whole[:3]], whole[3], ra.reference.attention)
+            reference = ra.reference.attention
+            exact = from_first(group, both, [x.double() for x in whole[:3]], whole[3].double(), reference)
+            same = from_first(group, both, [x.clone() for x in whole[:3]], whole[3], reference)
             layouts = (layout, kv_layout, kv_layout, layout)
             for schedule in (None, ra.ring(), ra.gather(), ra.pass_q(), ra.pass_q(ra.ring())):
                 *shards, dout = (ra.shard(x, one, rank) for x, one in zip(whole, layouts))

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import ringattn as ra
 from tests.cuda_graphs import captured
+from tests.distributed.dense import from_first
 from tests.serving.twin import Twin, random_changes, reference
 
 
@@ -126,6 +127,12 @@ def test_after_an_overflow_the_cache_goes_on(gloo):
         assert error < 1e-12
 
 
+def right(q, kept):
+    """What attention of a token gives each sequence, in fp64 and in bf16."""
+    for kind in (torch.float64, torch.bfloat16):
+        yield torch.stack([reference(x.to(kind), *(y.to(kind) for y in of)) for x, of in zip(q, kept, strict=True)])
+
+
 def on_gpus(group):
     """A filled cache of bf16 on GPUs, decoded call by call and in replays of a graph; returns the results, and the errors allowed."""
     rank, size, n = dist.get_rank(group), dist.get_world_size(group), 5000
@@ -157,10 +164,7 @@ def on_gpus(group):
         kept = [[torch.cat([x, y[i]]) for x, y in zip(pair, (k, v))] for i, pair in enumerate(kept)]
         assert torch.equal(out, ra.decode(q, cache, batch))
         if number % 23 == 0:
-            exact, same = (
-                torch.stack([reference(q[i].to(kind), *(x.to(kind) for x in kept[i])) for i in range(2)])
-                for kind in (torch.float64, torch.bfloat16)
-            )
+            exact, same = from_first(group, right, q, kept)
             assert (out.double() - exact).norm() <= 2 * (same.double() - exact).norm()
             found.append(out.cpu())
     return torch.stack(found)

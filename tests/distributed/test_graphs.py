@@ -19,8 +19,6 @@ SCHEDULES = [ra.ring(), ra.waves(1), ra.waves(2), ra.gather(), None]
 
 @pytest.fixture(params=[2, 4, 8], ids="{}gpus".format)
 def world_size(request):
-    if torch.cuda.device_count() < request.param:
-        pytest.skip(f"needs {request.param} GPUs, and {torch.cuda.device_count()} are here")
     return request.param
 
 
@@ -248,7 +246,7 @@ def grid(group):
 
 
 def test_a_grid(nccl):
-    count = torch.cuda.device_count()
+    count = nccl.size
     if count % 2:
         pytest.skip("needs an even number of GPUs")
     assert nccl.run(count, grid) == [[True] * 6] * count

@@ -117,7 +117,7 @@ def of_member(group, n, block):
 
 @pytest.mark.gpu
 def test_a_million_tokens(nccl, world_size):
-    judge(nccl.run(world_size, of_member, 1 << 20, 1024, timeout=240))
+    judge(nccl.run(world_size, of_member, 1 << 20, 1024 // world_size, timeout=240))
 
 
 @pytest.mark.parametrize("size", [1, 3])

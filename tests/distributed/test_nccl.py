@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
 from ringattn.transport import Alone, Peer
+from tests.distributed.dense import from_first
 
 pytestmark = pytest.mark.gpu
 
@@ -43,11 +44,11 @@ def inputs(seq_len, heads, dtype):
 
 
 def dense(q, k, v, dout, mask, dtype):
-    """(out, dq, dk, dv) and lse of the whole sequence, computed in `dtype` and returned in fp64."""
+    """out, dq, dk, dv and lse of the whole sequence, computed in `dtype` and returned in fp64."""
     leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
     out, stats = ra.reference.attention(*leaves, mask=mask, return_stats=True)
     gradients = torch.autograd.grad(out, leaves, dout.to(dtype))
-    return [x.detach().double() for x in (out, *gradients)], stats.lse.detach()
+    return [x.detach().double() for x in (out, *gradients, stats.lse)]
 
 
 def ring(q, k, v, dout, layout, mask, group, schedule, rank):
@@ -59,7 +60,7 @@ def ring(q, k, v, dout, layout, mask, group, schedule, rank):
 
 def errors(group, dtype, heads, seq_len, names, layouts, grid=None):
     """The errors of this rank's shard in each case, for `judge`; `grid`: the shape (ring, heads) of a grid of all ranks."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank, world_size, everyone = dist.get_rank(group), dist.get_world_size(group), group
     if grid is not None:
         group = ra.hybrid(init_device_mesh("cuda", grid, mesh_dim_names=("ring", "heads")))
         assert (group.rank, group.size) == (rank, world_size)
@@ -67,8 +68,9 @@ def errors(group, dtype, heads, seq_len, names, layouts, grid=None):
     rows = {}
     for name in names:
         mask = masks(seq_len)[name]
-        exact, lse = dense(q, k, v, dout, mask, torch.float64)
-        same_dtype = [x - y for x, y in zip(dense(q, k, v, dout, mask, dtype)[0], exact, strict=True)]
+        *exact, lse = from_first(everyone, dense, q, k, v, dout, mask, torch.float64)
+        *same, _ = from_first(everyone, dense, q, k, v, dout, mask, dtype)
+        same_dtype = [x - y for x, y in zip(same, exact, strict=True)]
         one, _ = ring(q, k, v, dout, ra.contiguous(seq_len, 1), mask, Alone(), None, 0)
         one_rank = [x - y for x, y in zip(one, exact, strict=True)]
         for layout_name in layouts:
@@ -136,7 +138,7 @@ def test_uneven_shards_and_head_dims(nccl, world_size, heads, seq_len):
 @pytest.mark.parametrize("heads", [(4, 2, 128, 128), (4, 1, 64, 64)], ids=["shared out", "copied"])
 def test_a_grid_of_all_gpus(nccl, heads):
     """Rings of half of the GPUs, and pairs on the heads axis, with K/V heads for both ranks of a pair or with copied ones."""
-    count = torch.cuda.device_count()
+    count = nccl.size
     if count % 2:
         pytest.skip("needs an even number of GPUs")
     names, grid = ("causal", "documents"), (count // 2, 2)
@@ -229,8 +231,6 @@ def refusal(group, odd):
     ],
 )
 def test_a_rank_that_differs_stops_every_rank(nccl, change, message):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     for text, works in nccl.run(2, refusal, (1, change)):
         assert re.search(message, text)
         assert works
@@ -247,9 +247,7 @@ def other_backends(group):
 
 
 def test_groups_of_other_backends(nccl):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    for message, works in nccl.run(torch.cuda.device_count(), other_backends):
+    for message, works in nccl.run(nccl.size, other_backends):
         assert "q is on cuda, but the group's backend is gloo: tensors on cuda need a group of nccl" in message
         assert works == [True, True, True]
 
@@ -297,8 +295,6 @@ def host_ahead(group, schedule, seq_len):
 
 @pytest.mark.parametrize("schedule", [ra.ring(), ra.gather()], ids=["ring", "gather"])
 def test_a_host_that_is_ahead_needs_no_more_memory(nccl, schedule):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     for before, after, ahead, wrong in nccl.run(2, host_ahead, schedule, 8192):
         assert ahead
         assert wrong == 0
@@ -322,6 +318,4 @@ def dropped(group):
 
 
 def test_a_transfer_without_a_handle_keeps_its_memory(nccl):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     assert nccl.run(2, dropped) == [False, False]

@@ -33,6 +33,11 @@ def test_subsets_of_ranks(gloo):
     assert gloo.run(3, rank_sum, 0, ranks=(2, 5, 7)) == [(0, 14), (1, 14), (2, 14)]
 
 
+def test_more_ranks_than_gpus_are_skipped(gloo):
+    with pytest.raises(pytest.skip.Exception, match="needs 3 GPUs, but this machine has 2"):
+        type(gloo)("nccl", 2).run(3, rank_sum, 0)
+
+
 def test_failures_are_reported_and_the_ranks_work_again(gloo):
     ranks = type(gloo)("gloo", 3)
     try:

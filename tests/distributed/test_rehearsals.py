@@ -14,13 +14,6 @@ pytestmark = pytest.mark.gpu
 HEADS = 4, 2, 2, 4
 
 
-@pytest.fixture(params=[1, 2, 4, 8], ids="{}gpus".format)
-def world_size(request):
-    if torch.cuda.device_count() < request.param:
-        pytest.skip(f"needs {request.param} GPUs, and {torch.cuda.device_count()} are here")
-    return request.param
-
-
 def batches(tokens, world_size):
     """New documents for each layout: whole on a rank, in pieces on several, and with rows that are scattered."""
     generator = torch.Generator().manual_seed(0)

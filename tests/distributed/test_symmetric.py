@@ -32,8 +32,6 @@ CYCLES = 2_000_000  # about a millisecond
 
 @pytest.fixture(params=[2, 4, 8], ids="{}gpus".format)
 def world_size(request):
-    if torch.cuda.device_count() < request.param:
-        pytest.skip(f"needs {request.param} GPUs, and {torch.cuda.device_count()} are here")
     return request.param
 
 
@@ -141,8 +139,6 @@ def overlapping(group):
 
 
 def test_a_larger_group_after_a_smaller_one(nccl):
-    if torch.cuda.device_count() < 3:
-        pytest.skip("needs 3 GPUs")
     assert all(nccl.run(3, overlapping))
 
 

@@ -504,6 +504,6 @@ def test_sizes_that_do_not_fit_are_refused(processes, problem, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
 def test_a_step_on_gpus_equals_that_of_one_process(nccl, fsdp):
-    count = torch.cuda.device_count()
+    count = nccl.size
     replicas = 1 if count % 2 else 2
     assert_same(nccl.run(count, step_under_accelerate, 2, replicas, "cuda", fsdp, timeout=120), replicas, 2, 5e-6)

@@ -350,9 +350,8 @@ def test_the_configurations_for_launchers_train(pools, stage):
     assert_configured(pools(4).run(4, of_a_file, 2, stage, timeout=120), 2)
 
 
-def rings_of_gpus():
+def rings_of(count):
     """(ring, replicas) on all GPUs: two rings of half of them each if their number is even, otherwise one ring."""
-    count = torch.cuda.device_count()
     return (count, 1) if count % 2 else (count // 2, 2)
 
 
@@ -363,7 +362,7 @@ def rings_of_gpus():
     ids=str,
 )
 def test_steps_on_gpus_equal_those_of_one_process(nccl, stage, accumulation, dtype):
-    ring, replicas = rings_of_gpus()
+    ring, replicas = rings_of(nccl.size)
     wanted = parameters_of_one_process(replicas, accumulation, 2)
     found = nccl.run(ring * replicas, trained, ring, stage, accumulation, dtype, False, True, "cuda", timeout=120)
     assert_steps(found, wanted, **(IN_FP32 if dtype == torch.float32 else IN_BF16))
@@ -372,13 +371,13 @@ def test_steps_on_gpus_equal_those_of_one_process(nccl, stage, accumulation, dty
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_configurations_for_launchers_train_on_gpus(nccl, stage):
-    ring, replicas = rings_of_gpus()
+    ring, replicas = rings_of(nccl.size)
     assert_configured(nccl.run(ring * replicas, of_a_file, ring, stage, "cuda", timeout=120), replicas)
 
 
 @pytest.mark.gpu
 def test_a_checkpoint_on_gpus_resumes_bit_for_bit(nccl, tmp_path):
-    ring, replicas = rings_of_gpus()
+    ring, replicas = rings_of(nccl.size)
     for straight, again in nccl.run(ring * replicas, resumed, ring, 3, str(tmp_path), "cuda", timeout=120):
         assert straight[0] == again[0]
         assert all(torch.equal(x, again[1][name]) for name, x in straight[1].items())

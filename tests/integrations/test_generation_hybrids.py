@@ -273,6 +273,5 @@ def on_gpus(group) -> list[str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_gpus(nccl):
     assert nccl.run(2, on_gpus, timeout=180) == [[]] * 2

@@ -438,7 +438,7 @@ def compiled_on_gpus(group, name: str, packed: bool):
 @pytest.mark.parametrize(("name", "packed"), [("llama", False), ("llama", True), ("gemma3", False)])
 def test_compiled_layers_on_gpus_are_as_exact_as_eager_ones(nccl, name, packed):
     """With torch.compile's default backend and no graph break."""
-    for eager, compiled in nccl.run(torch.cuda.device_count(), compiled_on_gpus, name, packed, timeout=240):
+    for eager, compiled in nccl.run(nccl.size, compiled_on_gpus, name, packed, timeout=240):
         assert 0 < compiled <= 1.5 * eager < 0.1
 
 

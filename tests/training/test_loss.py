@@ -178,7 +178,7 @@ def test_groups_may_have_several_axes(gloo):
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_gradients_on_gpus_are_those_of_the_mean_over_all_tokens(nccl, wrapper):
     """On all GPUs: two rings of half of them each if their number is even, otherwise one ring."""
-    count = torch.cuda.device_count()
+    count = nccl.size
     replicas = 1 if count % 2 else 2
     results = nccl.run(count, wrapped_step, wrapper, replicas, count // replicas, False, "cuda", timeout=120)
     assert_the_mean_over_all_tokens(results, replicas)

@@ -334,7 +334,7 @@ def test_wrapped_models_give_the_same_bits(gloo, wrapper, first):
 @pytest.mark.gpu
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_wrapped_models_give_the_same_bits_on_gpus(nccl, wrapper):
-    ranks = min(2, torch.cuda.device_count())
+    ranks = min(2, nccl.size)
     assert nccl.run(ranks, wrapped_steps, "cuda", 128, wrapper, False) == [True] * ranks
 
 

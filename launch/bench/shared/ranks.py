@@ -1,4 +1,6 @@
-"""The ranks of a benchmark: starts one process per GPU, forms groups of them, and reduces what they measured to the slowest rank's."""
+"""The ranks of a benchmark: starts one process per GPU, forms groups of them, and reduces what they measured to the slowest rank's.
+
+More ranks than GPUs share them. They show that a benchmark runs, and what calls cost the host; other times mean nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ def start_ranks(function: Callable[[argparse.Namespace], None], arguments: argpa
     if "RANK" in os.environ:
         _join(int(os.environ.get("LOCAL_RANK", "0")), function, arguments)
         return
-    world_size = arguments.world_size or (torch.cuda.device_count() if arguments.device == "cuda" else 2)
+    gpus = torch.cuda.device_count() if arguments.device == "cuda" else 0
+    world_size = arguments.world_size or gpus or 2
+    if 0 < gpus < world_size:
+        print(f"{world_size} ranks share {gpus} GPUs: of the times, only those of the host mean something")
+        # ranks of one host and one GPU are a mistake to NCCL and to torch's symmetric memory
+        os.environ.update(TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     # forked ranks need no imports, but a process that has initialized CUDA must not be forked
     method = "spawn" if arguments.device == "cuda" else "fork"
     with tempfile.TemporaryDirectory() as folder:
@@ -53,6 +60,8 @@ def _start(rank: int, world_size: int, path: str, function: Callable, arguments:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if arguments.device == "cpu":
         torch.set_num_threads(1)
+    elif world_size > torch.cuda.device_count():
+        os.environ["NCCL_HOSTID"] = f"rank {rank}"
     # a file, because torch's other store listens on all interfaces, whatever its address
     _join(rank, function, arguments, store=dist.FileStore(path, world_size), rank=rank, world_size=world_size)
 
@@ -60,7 +69,7 @@ def _start(rank: int, world_size: int, path: str, function: Callable, arguments:
 def _join(local_rank: int, function: Callable, arguments: argparse.Namespace, **meet: object) -> None:
     dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo", **meet)
     if arguments.device == "cuda":
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
     function(arguments)
     dist.destroy_process_group()
 

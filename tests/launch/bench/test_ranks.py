@@ -1,10 +1,13 @@
-"""The ranks of a benchmark end with it."""
+"""The ranks of a benchmark end with it, and share GPUs if they are more."""
 
+import os
 import time
 from argparse import Namespace
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 from torch.multiprocessing import ProcessContext
 
 LAUNCH = Path(__file__).resolve().parents[3] / "launch"
@@ -33,3 +36,20 @@ def test_an_interrupted_bench_ends_its_ranks(monkeypatch, tmp_path):
         process.join(20)
         assert not process.is_alive()
     assert len(started) == 2
+
+
+@pytest.mark.parametrize(("world_size", "shares"), [(None, False), (2, False), (3, True)])
+def test_more_ranks_than_gpus_share_them(monkeypatch, capsys, world_size, shares):
+    monkeypatch.syspath_prepend(LAUNCH)
+    from bench.shared import ranks
+
+    processes = mock.Mock(processes=[])
+    processes.join.return_value = True
+    started = mock.Mock(return_value=processes)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(ranks.mp, "start_processes", started)
+    with mock.patch.dict(os.environ):
+        ranks.start_ranks(print, Namespace(device="cuda", world_size=world_size))
+        assert (os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1") is shares
+    assert started.call_args.args[2] == (world_size or 2)
+    assert ("3 ranks share 2 GPUs" in capsys.readouterr().out) is shares
