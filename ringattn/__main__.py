@@ -1,6 +1,7 @@
 """`python -m ringattn`: `plan` predicts what a layer's attention takes on given GPUs, and `warm` compiles kernels ahead of time.
 
-Under torchrun, `doctor` examines a job's machines, and `verify` compares attention on its ranks with dense attention.
+Under torchrun, `doctor` examines a job's machines, `verify` compares attention on its ranks with dense attention, and `share` runs a
+program whose ranks share GPUs.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .predict.planner import check_work, held_bytes, options, predict, recommend
 from .predict.recurrence import RecurrentPrediction, RecurrentWork, predict_recurrence
 from .predict.simulation import Prediction, Workload
 from .recurrent.warmup import KINDS, warm_recurrent
+from .sharing import run_shared
 from .warmup import warm
 
 _GIB = 1 << 30
@@ -161,6 +163,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     exact.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     exact.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="(default bfloat16, on CPUs float32)")
     exact.set_defaults(run=_verify, command=exact)
+    shared = commands.add_parser(
+        "share",
+        help="run a program on more ranks than there are GPUs",
+        description=(
+            "On every rank of a job: torchrun --nproc-per-node 8 -m ringattn share train.py --steps 10. Ranks take turns on the GPUs: "
+            "results are those of as many GPUs as ranks, times are not. The program's LOCAL_RANK is its GPU."
+        ),
+    )
+    shared.add_argument("-m", action="store_true", dest="is_module", help="PROGRAM is the name of a module")
+    shared.add_argument("program", help="a script")
+    shared.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
+    shared.set_defaults(run=_share, command=shared)
     given = parser.parse_args(arguments)
     status = 0
     try:
@@ -207,6 +221,10 @@ def _verify(given: argparse.Namespace) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     name = given.dtype or ("bfloat16" if given.device == "cuda" else "float32")
     return verify_attention(LAYOUTS[given.layout](mask, given.tokens, ranks), mask, sizes, getattr(torch, name), given.device)
+
+
+def _share(given: argparse.Namespace) -> None:
+    run_shared([*["-m"] * given.is_module, given.program, *given.arguments])
 
 
 def _warm(given: argparse.Namespace) -> None:

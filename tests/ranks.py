@@ -29,7 +29,6 @@ from typing import IO, Any, ClassVar
 ROOT = Path(__file__).resolve().parent.parent
 _START_TIMEOUT = 120.0
 SHARED = "RINGATTN_TEST_GPU_RANKS"  # in the environment, with a number: that of ranks, which share the GPUs
-_SHARING = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
 def gpu_ranks() -> int:
@@ -78,7 +77,6 @@ class Launcher:
                 "GLOO_SOCKET_IFNAME": "lo",
                 "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
                 "NCCL_NVLS_ENABLE": "0",
-                **(_SHARING if SHARED in os.environ else {}),
             },
             start_new_session=True,
         )
@@ -313,12 +311,14 @@ def serve(rank: int, size: int, backend: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from ringattn.sharing import shared_gpu
+
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank % torch.cuda.device_count())
         if SHARED in os.environ:
-            os.environ["NCCL_HOSTID"] = f"rank {rank}"  # NCCL takes ranks of one host and one GPU for a mistake
+            os.environ.update(shared_gpu(rank, rank, torch.cuda.device_count()))
     timeout = timedelta(seconds=90)
     pipe.send(os.getpid())
     if rank == 0:

@@ -21,8 +21,8 @@ from .processes import host
 from .staged import StagedTransport
 
 DEFAULT_BUDGET = 256 << 20  # bytes
+SHARES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # "1": ranks may share a GPU
 _LEAST = 64 << 10  # bytes of an arena for each other rank
-_SHARES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 _log = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ def obstacle(records: Sequence[dict]) -> str | None:
             return f"the driver of rank {rank} has no batched copies: it is older than CUDA 12.8"
         twin = next((other for other in range(rank) if records[other]["gpu"] == record["gpu"]), None)
         if twin is not None and not (record["shares"] and records[twin]["shares"]):
-            return f"ranks {twin} and {rank} share a GPU, which only {_SHARES}=1 on every rank allows"
+            return f"ranks {twin} and {rank} share a GPU, which only {SHARES}=1 on every rank allows"
     for rank, record in enumerate(records):
         for peer, other in enumerate(records):
             if other["gpu"] not in record["visible"]:
@@ -222,7 +222,7 @@ def _facts(device: torch.device) -> dict:
         "name": socket.gethostname(),
         "driver": load_driver() is not None,
         "gpu": gpus[index],
-        "shares": os.environ.get(_SHARES) == "1",
+        "shares": os.environ.get(SHARES) == "1",
         "visible": gpus,
         "reached": reached,
     }

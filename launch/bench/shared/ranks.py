@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import ringattn as ra
+from ringattn.sharing import shared_gpu
 from ringattn.transport import Transport
 
 
@@ -41,8 +42,6 @@ def start_ranks(function: Callable[[argparse.Namespace], None], arguments: argpa
     world_size = arguments.world_size or gpus or 2
     if 0 < gpus < world_size:
         print(f"{world_size} ranks share {gpus} GPUs: of the times, only those of the host mean something")
-        # ranks of one host and one GPU are a mistake to NCCL and to torch's symmetric memory
-        os.environ.update(TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     # forked ranks need no imports, but a process that has initialized CUDA must not be forked
     method = "spawn" if arguments.device == "cuda" else "fork"
     with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +60,7 @@ def _start(rank: int, world_size: int, path: str, function: Callable, arguments:
     if arguments.device == "cpu":
         torch.set_num_threads(1)
     elif world_size > torch.cuda.device_count():
-        os.environ["NCCL_HOSTID"] = f"rank {rank}"
+        os.environ.update(shared_gpu(rank, rank, torch.cuda.device_count()))
     # a file, because torch's other store listens on all interfaces, whatever its address
     _join(rank, function, arguments, store=dist.FileStore(path, world_size), rank=rank, world_size=world_size)
 

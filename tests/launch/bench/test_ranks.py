@@ -39,7 +39,7 @@ def test_an_interrupted_bench_ends_its_ranks(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("world_size", "shares"), [(None, False), (2, False), (3, True)])
-def test_more_ranks_than_gpus_share_them(monkeypatch, capsys, world_size, shares):
+def test_more_ranks_than_gpus_share_them(monkeypatch, tmp_path, capsys, world_size, shares):
     monkeypatch.syspath_prepend(LAUNCH)
     from bench.shared import ranks
 
@@ -48,8 +48,11 @@ def test_more_ranks_than_gpus_share_them(monkeypatch, capsys, world_size, shares
     started = mock.Mock(return_value=processes)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(ranks.mp, "start_processes", started)
+    told = []
+    monkeypatch.setattr(ranks, "_join", lambda *_, **__: told.append(os.environ.get("NCCL_HOSTID")))
     with mock.patch.dict(os.environ):
         ranks.start_ranks(print, Namespace(device="cuda", world_size=world_size))
-        assert (os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1") is shares
+        ranks._start(1, world_size or 2, f"{tmp_path}/store", print, Namespace(device="cuda"))
+    assert told == ["rank 1" if shares else None]
     assert started.call_args.args[2] == (world_size or 2)
     assert ("3 ranks share 2 GPUs" in capsys.readouterr().out) is shares
