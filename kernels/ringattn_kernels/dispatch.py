@@ -1,11 +1,11 @@
 """Which kernels run, and why: the one place that chooses.
 
-    choice = choose_backward(q, k, v, dout, table)      # Choice(kernels=<Kernels.HOPPER_FUSED: ...>, reason='sm_90')
+    choice = choose_backward(q, k, v, dout, table)      # of kernels <Kernels.HOPPER_FUSED: ...>, for the reason 'sm_90'
     backward(..., kernels=Kernels.PLAIN)                # overrides the choice; forward takes the same argument
     backward(..., deterministic=True)                   # leaves HOPPER_FUSED out; the default follows torch.use_deterministic_algorithms
 
-The logger of this module logs each choice once, at debug level. If the version of Triton rules out the kernels made for this GPU, it
-logs a warning instead.
+The logger of this module logs each choice once, at debug level. If the version of Triton, or TRITON_OVERRIDE_ARCH, rules out the kernels
+made for this GPU, it logs a warning instead.
 """
 
 import enum
@@ -37,10 +37,11 @@ class Kernels(enum.Enum):
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernels to run, and the reason in a few words."""
+    """The kernels to run, and the reason in a few words. is_odd: users of such a GPU would expect others."""
 
     kernels: Kernels
     reason: str
+    is_odd: bool = False
 
 
 def choose_forward(
@@ -181,15 +182,14 @@ def _choose(what: str, device: torch.device, wish: Kernels | None, on_hopper: Ca
         choice = Choice(wish, "the caller's wish")
     elif (arch := architecture(device)) != "sm_90":
         named = overridden()
-        choice = Choice(Kernels.PLAIN, f"{arch} is not sm_90" if named is None else f"TRITON_OVERRIDE_ARCH is {named}")
+        reason = f"{arch} is not sm_90" if named is None else f"TRITON_OVERRIDE_ARCH is {named}"
+        choice = Choice(Kernels.PLAIN, reason, is_odd=named is not None)
     else:
-        choice = Choice(Kernels.PLAIN, hopper.obstacle) if hopper.obstacle else on_hopper()
+        choice = Choice(Kernels.PLAIN, hopper.obstacle, is_odd=True) if hopper.obstacle else on_hopper()
     _log(what, choice)
     return choice
 
 
 @functools.cache
 def _log(what: str, choice: Choice) -> None:
-    unexpected = choice.reason == hopper.obstacle or choice.reason.startswith("TRITON_OVERRIDE_ARCH")
-    level = logging.WARNING if unexpected else logging.DEBUG
-    logger.log(level, "%s runs %s: %s", what, choice.kernels.value, choice.reason)
+    logger.log(logging.WARNING if choice.is_odd else logging.DEBUG, "%s runs %s: %s", what, choice.kernels.value, choice.reason)

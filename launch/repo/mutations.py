@@ -444,6 +444,27 @@ MUTATIONS = (
         "a removed check: a record that was overwritten is taken for the awaited one",
         "tests/distributed/test_host_channel.py -k overwritten",
     ),
+    Mutation(
+        "ringattn/transport/symmetric.py",
+        'if twin is not None and not (record["shares"] and records[twin]["shares"]):',
+        'if twin is not None and not (record["shares"] or records[twin]["shares"]):',
+        "a rank that may share its GPU waits for one that may not, whose rendezvous fails",
+        "tests/transport/test_symmetric.py -k obstacles",
+    ),
+    Mutation(
+        "ringattn/transport/symmetric.py",
+        'if other["gpu"] not in (record["gpu"], *record["reached"]):',
+        'if peer != rank and other["gpu"] not in record["reached"]:',
+        "ranks that may share a GPU are refused, because it does not reach itself",
+        "tests/transport/test_symmetric.py -k obstacles",
+    ),
+    Mutation(
+        "ringattn/sharing.py",
+        "if ranks > gpus else {}",
+        "if ranks >= gpus else {}",
+        "ranks with a GPU each move tensors through sockets",
+        "tests/distributed/test_sharing.py",
+    ),
     # the device: plain torch, streams
     Mutation(
         "ringattn/device/blocked.py",

@@ -44,7 +44,10 @@ OBSTACLES = {
     "an old driver": ({1: {"driver": False}}, "the driver of rank 1 has no batched copies: it is older than CUDA 12.8"),
     "one GPU for two": ({3: {"gpu": "GPU-1"}}, "ranks 1 and 3 share a GPU, which only TORCH_SYMM_MEM_.*=1 on every rank allows"),
     "one GPU for two, of which one may": ({1: {"shares": True}, 3: {"gpu": "GPU-1"}}, "ranks 1 and 3 share a GPU"),
-    "one GPU for two, which may": ({1: {"shares": True}, 3: {"gpu": "GPU-1", "shares": True}}, None),
+    "one GPU for two, which may": (
+        {1: {"shares": True}, 3: {"gpu": "GPU-1", "shares": True, "reached": ["GPU-0", "GPU-2", "GPU-3"]}},
+        None,
+    ),
     "a hidden GPU": ({1: {"visible": ["GPU-0", "GPU-1", "GPU-2"]}}, "rank 1 does not see rank 3's GPU"),
     "no way between": ({2: {"reached": ["GPU-1", "GPU-3"]}}, "rank 2's GPU does not reach rank 0's memory"),
     "different budgets": ({0: {"budget": 2}}, r"ranks have different budgets, \[2, 1, 1, 1\] bytes: pass the same on every rank"),
