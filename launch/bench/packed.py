@@ -4,7 +4,8 @@ A step makes the layout of its batch and runs both passes, as often as `--calls`
 all layouts take turns on the same batches; the first round warms up. A time is that of the slowest rank. `--batches`:
 
     new          every round has its documents in another order, which no round had before: plans, programs and tables are made in the step
-    ahead        the same, but a thread makes the layout of the next batch and calls `ra.prepare`, while this batch is computed
+    ahead        the same, but a thread makes the layout of the next batch and calls `ra.prepare`, while this batch is computed, at the
+                 time at which `ShardedBatches` does it
     prepared     the same, but layouts are made, and `ra.prepare` is called, before the round begins
     seen         all rounds have the same batches: plans, programs and tables are there from the first round
 
@@ -25,7 +26,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 import ringattn as ra
+from ringattn.training.ahead import Ahead
 from ringattn.training.causal_lm import CausalLMLoss, sum_gradients
 from ringattn.training.data import pack, shard_batch
 from ringattn.training.loss import mean_loss, summed
@@ -153,17 +154,15 @@ def maker(
 
 def turn(step: Callable, ready: Callable[[Batch], ra.Layout], batches: list[Batch], way: str, device: str) -> float:
     """Seconds of all batches on this rank, with the making of their layouts unless they are prepared; the ranks start together, rested."""
-    with ThreadPoolExecutor(1) as thread:
-        following = thread.submit(ready, batches[0]) if way == "ahead" else None
-        layouts = [ready(batch) for batch in batches] if way == "prepared" else []
+    layouts, left = [ready(batch) for batch in batches] if way == "prepared" else [], iter(batches)
+    with Ahead(lambda: next(left, None), ready, "ahead") if way == "ahead" else nullcontext() as ahead:
         # without a rest, batches that were prepared while the GPU idled would run at higher clocks than others
         rest(device)
         began = time.perf_counter()
         for number, batch in enumerate(batches):
-            if following is not None:
-                layout = following.result()
-                if number + 1 < len(batches):
-                    following = thread.submit(ready, batches[number + 1])
+            if ahead is not None:
+                layout = ahead.result()
+                assert layout is not None
             else:
                 layout = layouts[number] if layouts else ready(batch)
             step(batch, layout)

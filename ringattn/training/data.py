@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from ..geometry.layout import Layout, shard
 from ..geometry.mask import Documents, Mask, documents
 from ..runtime.agree import Facts, gather_integers, refusing
 from ..transport import Ranks
+from .ahead import Ahead
 from .causal_lm import IGNORE, shift_labels
 
 __all__ = ["ShardedBatches", "pack", "shard_batch"]
@@ -141,10 +142,17 @@ def shard_batch(batch: Mapping[str, Any], layout: Layout, rank: int) -> Batch:
 
 
 class _Loaded(NamedTuple):
-    """A batch as it is yielded, and the loader's state after it, if a thread goes on with the loader."""
+    """A batch of the loader, and the loader's state after it, if a thread goes on with the loader."""
+
+    batch: Any
+    state: Any
+
+
+class _Ready(NamedTuple):
+    """A batch as it is yielded, and the loader's state after it."""
 
     found: tuple[Layout, Batch]
-    state: Any = None
+    state: Any
 
 
 @dataclass(frozen=True)
@@ -156,8 +164,8 @@ class ShardedBatches:
         of_documents: returns the layout of a batch with document bounds, from its mask and its number of tokens:
             `lambda mask, tokens: ra.balanced(mask, tokens, world_size)`. By default `layouts` does.
         prepare: called with the layout and the mask (None without bounds) of each batch before it is needed, such as
-            `functools.partial(ra.prepare, like=(q, k, v))`. With it, a thread loads, cuts and prepares the next batch while this one is
-            computed.
+            `functools.partial(ra.prepare, like=(q, k, v))`. With it, a thread loads the next batch while this one is computed, and cuts
+            and prepares it in the second half of the step, or once it is asked for: before, that would delay what the step queues.
 
     Iteration yields each batch with its layout, for `attach`, in the order of the loader, whose workers start on the thread that iterates;
     with `prepare`, its own code runs on the other: give it a generator of its own where it draws numbers. An error comes in the place of
@@ -185,14 +193,12 @@ class ShardedBatches:
     def __iter__(self) -> Iterator[tuple[Layout, Batch]]:
         loader = iter(self.loader)
         if self.prepare is None:
-            while (loaded := self._following(loader)) is not None:
-                yield loaded.found
+            while (loaded := self._load(loader)) is not None:
+                yield self._ready(None, loaded).found
             return
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        with ThreadPoolExecutor(1, "ringattn-batches") as worker:
-            following = worker.submit(self._following, loader, stream)
-            while (loaded := following.result()) is not None:
-                following = worker.submit(self._following, loader, stream)
+        with Ahead(partial(self._load, loader), partial(self._ready, stream), "ringattn-batches") as ahead:
+            while (loaded := ahead.result()) is not None:
                 self._latest[:] = [loaded.state]
                 yield loaded.found
         self._latest.clear()
@@ -217,24 +223,29 @@ class ShardedBatches:
             )
         return found
 
-    def _following(self, loader: Iterator[Mapping[str, Any]], stream: torch.cuda.Stream | None = None) -> _Loaded | None:
-        """The loader's next batch, cut and prepared; None after the last."""
+    def _load(self, loader: Iterator[Any]) -> _Loaded | None:
+        """The loader's next batch; None after the last."""
         batch = next(loader, _END)
         if batch is _END:
             return None
+        # a copy: a state may hold what the loader goes on with
+        resumes = self.prepare is not None and hasattr(self.loader, "state_dict")
+        return _Loaded(batch, copy.deepcopy(self._of_loader("state_dict")()) if resumes else None)
+
+    def _ready(self, stream: torch.cuda.Stream | None, loaded: _Loaded) -> _Ready:
+        """A batch, cut and prepared."""
+        batch = loaded.batch
         check.instance("a batch of the loader", batch, Mapping, "give a dict of whole sequences")
         tokens = tokens_of(batch).shape[1]
         mask = packed_documents(batch)
         if ends := _ends_of_padding(batch, mask, tokens):
             mask = packed_documents({**batch, **ends})
         layout = self.layouts(tokens) if mask is None or self.of_documents is None else self.of_documents(mask, tokens)
-        rows, state = shard_batch(batch, layout, self.rank), None
+        rows = shard_batch(batch, layout, self.rank)
         if self.prepare is not None:
-            # a copy: a state may hold what the loader goes on with
-            state = copy.deepcopy(self._of_loader("state_dict")()) if hasattr(self.loader, "state_dict") else None
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 self.prepare(layout, mask)
-        return _Loaded((layout, rows), state)
+        return _Ready((layout, rows), loaded.state)
 
 
 def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
