@@ -82,6 +82,7 @@ def batch(
     schedule = ra.default_schedule(plan, ranks, copy_engines=True)
     done()
     program = compile_program(schedule, plan, rank)
+    assert program.backward.instructions  # made when it is asked for
     done()
     launches = [launch.tiles for one_pass in (program.forward, program.backward) for launch in one_pass.launches]
     done()

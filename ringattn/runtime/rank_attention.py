@@ -51,7 +51,7 @@ class RankAttention:
     @property
     def nbytes(self) -> int:
         """Bytes of the plan, and of the tables of its launches that have been made, on the host and on the device."""
-        launches = (*self.program.forward.launches, *self.program.backward.launches)
+        launches = (launch for one_pass in self.program.made for launch in one_pass.launches)
         tables = {id(table): table for table in (launch.made for launch in launches) if table is not None}
         return self.plan_bytes + sum(table.nbytes for table in tables.values())
 

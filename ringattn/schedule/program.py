@@ -99,8 +99,18 @@ class Program:
     """What a rank does in a call: the instructions of its two passes. `queries_move`: their buffers hold queries, see `query_passes`."""
 
     forward: Pass
-    backward: Pass
+    make_backward: Callable[[], Pass]
     queries_move: bool = False
+
+    @cached_property
+    def backward(self) -> Pass:
+        """It is made at its first use: a new batch's forward pass begins sooner, and its backward pass while the GPU still computes."""
+        return self.make_backward()
+
+    @property
+    def made(self) -> tuple[Pass, ...]:
+        """The passes that have been made."""
+        return self.forward, *([self.backward] if "backward" in self.__dict__ else [])
 
 
 def compile_program(schedule: Schedule, plan: Plan, rank: int) -> Program:
@@ -129,7 +139,7 @@ def _program_of_queries(compiler: _Compiler, rank: int) -> Program:
     found = compiler.backward(rank)
     instructions = (_of_queries(x) if isinstance(x, Launch) else x for x in found.instructions)
     both = replace(found, instructions=tuple(instructions))
-    return Program(both, both, queries_move=True)
+    return Program(both, lambda: both, queries_move=True)
 
 
 def _of_queries(launch: Launch) -> Launch:
@@ -140,7 +150,7 @@ def local_program(tiles: TileTable) -> Program:
     """The program of a rank that has all that it needs."""
     own, sums = Buffer(tiles.k_rows, Holds.KV), Buffer(tiles.k_rows, Holds.SUMS)
     launch = Launch(0, own, 0, tiles.k_rows, live_pairs(tiles), lambda: tiles, last=True)
-    return Program(Pass((launch,), 1, own), Pass((replace(launch, sums=sums),), 1, own, sums))
+    return Program(Pass((launch,), 1, own), lambda: Pass((replace(launch, sums=sums),), 1, own, sums))
 
 
 class _Compiler:
@@ -165,10 +175,14 @@ class _Compiler:
         return _Transfers(replace(self._kv.traffic, transfers=found))
 
     def program(self, rank: int) -> Program:
-        held = _Held(self._plan, rank, self._kv)
-        # where both passes hold the same, their launches share tiles
-        same = self._forward_kv is self._kv
-        return Program(_forward(held if same else _Held(self._plan, rank, self._forward_kv)), _backward(held, self._gradients))
+        held = _Held(self._plan, rank, self._forward_kv)
+
+        def make_backward() -> Pass:
+            # where both passes hold the same, their launches share tiles
+            same = self._forward_kv is self._kv
+            return _backward(held if same else _Held(self._plan, rank, self._kv), self._gradients)
+
+        return Program(_forward(held), make_backward)
 
     def backward(self, rank: int) -> Pass:
         return _backward(_Held(self._plan, rank, self._kv), self._gradients)

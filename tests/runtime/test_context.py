@@ -63,3 +63,17 @@ def test_what_a_new_batch_costs_the_host(case):
     peak = peak_of(lambda: first_use(group, make_layout(mask, tokens, ranks), mask))
     for found, most in zip((of_layout, of_use, peak), NEW_BATCH[case]):
         assert found <= most, (of_layout, of_use, peak)
+
+
+@pytest.mark.parametrize("schedule", [None, ra.ring(), ra.waves(1), ra.double_ring(2)], ids=repr)
+def test_a_forward_pass_alone_makes_no_backward_pass(schedule):
+    """Neither does counting the bytes of what is kept."""
+    mask = ra.documents(lengths=[300, 150, 62])
+    found = Context(SilentTransport(2, 4)).rank_attention(ra.balanced(mask, 512, 4), mask, schedule)
+    before = found.nbytes
+    assert all(launch.tiles is not None for launch in found.program.forward.launches)
+    assert found.nbytes > before
+    assert found.program.made == (found.program.forward,)
+    backward = found.program.backward
+    assert found.program.made == (found.program.forward, backward)
+    assert found.program.backward is backward

@@ -229,7 +229,8 @@ def test_the_proof_finds_faults_of_one_rank(monkeypatch, schedule, fault):
     def faulty(*args):
         programs = compile_programs(*args)
         backward = programs[1].backward
-        programs[1] = replace(programs[1], backward=replace(backward, instructions=tuple(FAULTS[fault](backward.instructions))))
+        changed = replace(backward, instructions=tuple(FAULTS[fault](backward.instructions)))
+        programs[1] = replace(programs[1], make_backward=lambda: changed)
         return programs
 
     monkeypatch.setattr(rendezvous_module, "compile_programs", faulty)
