@@ -179,6 +179,12 @@ def test_records_of_gpus_are_judged(check, records, ranks):
         assert "(1400 MHz, 88 C after it)" in finding.text
 
 
+def test_what_each_rank_has_of_its_own_is_not_compared(monkeypatch):
+    for name in ("NCCL_HOSTID", "CUDA_VISIBLE_DEVICES", "NCCL_ALGO"):
+        monkeypatch.setenv(name, "1")
+    assert {"NCCL_HOSTID", "CUDA_VISIBLE_DEVICES", "NCCL_ALGO"} & set(doctor("facts").Environment().observe(None)) == {"NCCL_ALGO"}
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
 def test_all_ranks_meet_all_in_rounds_of_pairs(size):
     rounds = list(zip(*(doctor("measure").partners(rank, size) for rank in range(size))))
