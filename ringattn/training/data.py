@@ -148,7 +148,7 @@ class _Loaded(NamedTuple):
     state: Any
 
 
-class _Ready(NamedTuple):
+class _CutBatch(NamedTuple):
     """A batch as it is yielded, and the loader's state after it."""
 
     found: tuple[Layout, Batch]
@@ -232,7 +232,7 @@ class ShardedBatches:
         resumes = self.prepare is not None and hasattr(self.loader, "state_dict")
         return _Loaded(batch, copy.deepcopy(self._of_loader("state_dict")()) if resumes else None)
 
-    def _ready(self, stream: torch.cuda.Stream | None, loaded: _Loaded) -> _Ready:
+    def _ready(self, stream: torch.cuda.Stream | None, loaded: _Loaded) -> _CutBatch:
         """A batch, cut and prepared."""
         batch = loaded.batch
         check.instance("a batch of the loader", batch, Mapping, "give a dict of whole sequences")
@@ -245,7 +245,7 @@ class ShardedBatches:
         if self.prepare is not None:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 self.prepare(layout, mask)
-        return _Ready((layout, rows), loaded.state)
+        return _CutBatch((layout, rows), loaded.state)
 
 
 def tokens_of(batch: Mapping[str, Any]) -> torch.Tensor:
