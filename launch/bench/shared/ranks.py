@@ -70,6 +70,7 @@ def _join(local_rank: int, function: Callable, arguments: argparse.Namespace, **
     if arguments.device == "cuda":
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     function(arguments)
+    dist.barrier()  # a rank that ended now would break connections that others still make
     dist.destroy_process_group()
 
 
