@@ -123,8 +123,7 @@ class Ranks:
         `function` must be defined in a module (no closure); `args` and results are pickled. A function that makes groups must run on all
         ranks, as torch names groups by counting them. Raises RankError if a rank raises an error, dies (in this run or since the last),
         counts a group that others do not, or takes longer than `timeout` seconds (on a busy machine up to five times as long), with each
-        such rank's traceback. The ranks are then started anew.
-                Over NCCL, a test that wants more ranks than there are is skipped.
+        such rank's traceback. The ranks are then started anew. Over NCCL, a test that wants more ranks than there are is skipped.
         """
         timeout *= _slowness()
         members = tuple(range(world_size)) if ranks is None else tuple(ranks)

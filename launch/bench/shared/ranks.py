@@ -1,6 +1,7 @@
 """The ranks of a benchmark: starts one process per GPU, forms groups of them, and reduces what they measured to the slowest rank's.
 
-More ranks than GPUs share them. They show that a benchmark runs, and what calls cost the host; other times mean nothing."""
+More ranks than GPUs share them. They show that a benchmark runs, and what calls cost the host; other times mean nothing.
+"""
 
 from __future__ import annotations
 
