@@ -225,6 +225,13 @@ MUTATIONS = (
         "predicted memory leaves out the rows that are gathered",
         f"{PROGRAM} -k bytes",
     ),
+    Mutation(
+        "ringattn/schedule/program.py",
+        '*([self.backward] if "backward" in self.__dict__ else [])',
+        "self.backward",
+        "whoever counts the bytes of a forward pass makes the backward pass, too",
+        "tests/runtime/test_context.py -k forward_pass_alone",
+    ),
     # running a pass, and the agreement before it
     Mutation(
         "ringattn/runtime/query_passes.py",
@@ -746,6 +753,21 @@ MUTATIONS = (
         "        self.fetch()\n",
         "a missing stream wait: the backward pass reads before the copy has ended",
         "tests/training/test_offload.py -k copies_are_waited_for",
+    ),
+    Mutation(
+        "ringattn/training/ahead.py",
+        "self._began + self._step / 2 - monotonic()",
+        "self._began - monotonic()",
+        "the next batch is prepared at the beginning of a step, which queues its work later",
+        "tests/training/test_ahead.py",
+    ),
+    Mutation(
+        "ringattn/training/ahead.py",
+        """        self._asked.set()
+        found""",
+        """        found""",
+        "a step that is shorter than the one before waits for a pause to end",
+        "tests/training/test_ahead.py --timeout 20",
     ),
     # doors
     Mutation(

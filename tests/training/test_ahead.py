@@ -69,13 +69,24 @@ def test_time_that_has_gone_is_not_waited_for(clock):
     assert pauses(load, clock, [1.25, 0.25, 0.0]) == [0.0, 0.0, (1.25 + loading) / 2 - loading, 0.0]
 
 
-def test_who_asks_does_not_wait_for_the_middle(monkeypatch):
+def paused(monkeypatch):
+    """Batches in a pause that would last longer than any test."""
     monkeypatch.setattr(ahead, "_LONGEST", LONG)
-    with Ahead(count(), same, "ahead") as batches:
-        assert batches.result() == 1
-        batches._began -= 2 * LONG  # the step under way began long ago
+    batches, begun = Ahead(count(), same, "ahead"), queue.Queue()
+    wait = batches._asked.wait
+    assert batches.result() == 1
+    batches._asked.wait = lambda seconds: (begun.put(seconds), wait(seconds))
+    batches._began -= 2 * LONG  # the step under way began long ago
+    assert batches.result() == 2
+    while begun.get(timeout=LONG) == 0:
+        pass  # of the batch before
+    return batches
+
+
+def test_who_asks_does_not_wait_for_the_middle(monkeypatch):
+    with paused(monkeypatch) as batches:
         began = time.monotonic()
-        assert [batches.result() for _ in range(3)] == [2, 3, 4]
+        assert batches.result() == 3
         assert time.monotonic() - began < LONG / 2
 
 
@@ -121,9 +132,8 @@ def test_an_error_comes_in_the_place_of_its_result(place):
 
 
 def test_leaving_ends_a_pause(monkeypatch):
-    monkeypatch.setattr(ahead, "_LONGEST", LONG)
-    with Ahead(count(), same, "ahead") as batches:
-        batches.result()
-        batches._began -= 2 * LONG
-        batches.result()
+    began = time.monotonic()
+    with paused(monkeypatch):
+        pass
+    assert time.monotonic() - began < LONG / 2
     assert not running()
