@@ -11,13 +11,14 @@ import torch
 from .transport.symmetric import SHARES
 
 
-def shared_gpu(rank: int, local_rank: int, gpus: int) -> dict[str, str]:
-    """Environment variables of a rank's process, so that ranks share this host's GPUs: they have to be set before its first group is made.
+def shared_gpu(rank: int, local_rank: int, ranks: int, gpus: int) -> dict[str, str]:
+    """Environment variables of one of a host's ranks, so that they share its GPUs; none if each has its own.
 
-    To NCCL two ranks of one host on one GPU are a mistake, so each rank is on a host of its own. torch's symmetric memory asks for
-    permission.
+    They have to be set before the process makes its first group. To NCCL two ranks of one host on one GPU are a mistake, so each rank is
+    on a host of its own. torch's symmetric memory asks for permission.
     """
-    return {"LOCAL_RANK": str(local_rank % gpus), "NCCL_HOSTID": f"rank {rank}", SHARES: "1"}
+    told = {"LOCAL_RANK": str(local_rank % gpus), "NCCL_HOSTID": f"rank {rank}", SHARES: "1"}
+    return told if ranks > gpus else {}
 
 
 def run_shared(program: Sequence[str]) -> None:
@@ -37,4 +38,4 @@ def _settings(environment: Mapping[str, str], gpus: int) -> dict[str, str]:
         ) from None
     if not gpus:
         raise ValueError("there is no GPU here that ranks could share: CUDA_VISIBLE_DEVICES, or torch's build, may hide it")
-    return shared_gpu(rank, local_rank, gpus) if ranks > gpus else {}
+    return shared_gpu(rank, local_rank, ranks, gpus)

@@ -315,9 +315,9 @@ def serve(rank: int, size: int, backend: str, pipe: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     torch.set_num_threads(1)
     if backend == "nccl":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        if SHARED in os.environ:
-            os.environ.update(shared_gpu(rank, rank, torch.cuda.device_count()))
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(rank % gpus)
+        os.environ.update(shared_gpu(rank, rank, size, gpus))
     timeout = timedelta(seconds=90)
     pipe.send(os.getpid())
     if rank == 0:

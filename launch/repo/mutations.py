@@ -467,8 +467,8 @@ MUTATIONS = (
     ),
     Mutation(
         "ringattn/sharing.py",
-        "if ranks > gpus else {}",
-        "if ranks >= gpus else {}",
+        "told if ranks > gpus else {}",
+        "told if ranks >= gpus else {}",
         "ranks with a GPU each move tensors through sockets",
         "tests/distributed/test_sharing.py",
     ),

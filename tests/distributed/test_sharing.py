@@ -61,7 +61,7 @@ def test_the_program_gets_its_arguments_as_they_are(monkeypatch, given, command)
     main(["share", *given])
     ((path, words, environment),) = started
     assert (path, words) == (sys.executable, [sys.executable, *command])
-    assert environment == {**os.environ, **sharing.shared_gpu(13, 5, 4)}
+    assert environment == {**os.environ, **sharing.shared_gpu(13, 5, 8, 4)}
 
 
 PROGRAM = """

@@ -121,7 +121,7 @@ def packed_batches(count):
 
 
 def ahead(loader, prepare, **options):
-    """The loader's batches for rank 1 of 2, prepared during the step before."""
+    """The loader's batches for rank 1 of 2, prepared on a thread."""
     return ShardedBatches(loader, lambda tokens: ra.contiguous(tokens, 2), rank=1, prepare=prepare, **options)
 
 
@@ -133,10 +133,11 @@ def test_batches_prepared_ahead_are_the_same_in_the_same_order():
     loader, prepared = packed_batches(9), []
     options = dict(of_documents=lambda mask, tokens: ra.balanced(mask, tokens, 2))
     plain = list(ShardedBatches(loader, lambda tokens: ra.contiguous(tokens, 2), rank=1, **options))
-    seen = list(ahead(loader, lambda layout, mask: prepared.append((layout, mask)), **options))
-    assert [layout for layout, _ in seen] == [layout for layout, _ in plain] == [layout for layout, _ in prepared]
-    assert [mask for _, mask in prepared] == [ra.documents(b["cu_seq_lens_q"]) for b in loader]
-    assert [layout for layout, _ in seen] == [ra.balanced(mask, 23, 2) for _, mask in prepared]
+    seen = list(ahead(loader, lambda layout, mask: prepared.append((layout, mask, threading.current_thread())), **options))
+    assert [layout for layout, _ in seen] == [layout for layout, _ in plain] == [layout for layout, *_ in prepared]
+    assert [mask for _, mask, _ in prepared] == [ra.documents(b["cu_seq_lens_q"]) for b in loader]
+    assert [layout for layout, _ in seen] == [ra.balanced(mask, 23, 2) for _, mask, _ in prepared]
+    assert all(thread is not threading.current_thread() for *_, thread in prepared)
     for (_, one), (_, other) in zip(seen, plain, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in other)
     assert not threads_of_batches()
@@ -292,11 +293,11 @@ def test_loaders_with_forked_workers():
 
 
 def test_batches_prepared_for_a_group_take_the_path_of_seen_ones(monkeypatch):
-    group, in_a_call, calls = SilentTransport(1, 2), [], set()
+    group, threads = SilentTransport(1, 2), []
     made = Context._make_rank_attention
 
     def make(*arguments):
-        in_a_call.append(threading.current_thread() in calls)
+        threads.append(threading.current_thread())
         return made(*arguments)
 
     monkeypatch.setattr(Context, "_make_rank_attention", make)
@@ -304,10 +305,9 @@ def test_batches_prepared_for_a_group_take_the_path_of_seen_ones(monkeypatch):
     prepare = functools.partial(ra.prepare, like=(q, q, q), group=group)
     for layout, batch in ahead(packed_batches(6), prepare, of_documents=lambda mask, tokens: ra.balanced(mask, tokens, 2)):
         x = torch.zeros(1, layout.lengths[1], 2, 8)
-        calls.add(threading.current_thread())
         ra.ring_attention(x, x, x, layout=layout, mask=ra.documents(batch["cu_seq_lens_q"]), group=group)
-        calls.clear()
-    assert in_a_call == [False] * 6
+    assert len(threads) == 6
+    assert threading.current_thread() not in threads
 
 
 @pytest.mark.parametrize("name", ["layouts", "of_documents", "prepare"])

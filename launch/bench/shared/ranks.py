@@ -60,8 +60,8 @@ def _start(rank: int, world_size: int, path: str, function: Callable, arguments:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if arguments.device == "cpu":
         torch.set_num_threads(1)
-    elif world_size > torch.cuda.device_count():
-        os.environ.update(shared_gpu(rank, rank, torch.cuda.device_count()))
+    else:
+        os.environ.update(shared_gpu(rank, rank, world_size, torch.cuda.device_count()))
     # a file, because torch's other store listens on all interfaces, whatever its address
     _join(rank, function, arguments, store=dist.FileStore(path, world_size), rank=rank, world_size=world_size)
 
