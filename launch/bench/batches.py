@@ -6,8 +6,9 @@ Each batch has other documents, of lengths drawn at random, and is used once. Mi
     layout    ra.balanced, or what --layout names
     plan      the plan, and the rows that ranks need of each other
     schedule  the choice of the default schedule
-    program   the rank's instructions
-    tiles     the tiles of its launches that the program did not need yet
+    forward   the rank's instructions of a forward pass
+    backward  those of a backward pass, which makes them itself
+    tiles     the tiles of its launches that these did not need yet
     tables    what the Hopper kernels of an H200 read of them, and the choice of splits, for 32 query and 8 K/V heads of 128 in bf16,
               without the copy to the GPU
     all       the sum; this is what `ra.prepare` does ahead of a call, and the mask and the layout
@@ -35,7 +36,7 @@ from .shared.cases import LAYOUTS
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
 _PROCESSORS, _CPU = 132, torch.device("cpu")
 _CASES = ("16:32768:4", "128:131072:8", "128:1048576:8", "2000:1048576:8", "500:1048576:64")
-PARTS = ("mask", "layout", "plan", "schedule", "program", "tiles", "tables")
+PARTS = ("mask", "layout", "plan", "schedule", "forward", "backward", "tiles", "tables")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,9 +83,10 @@ def batch(
     schedule = ra.default_schedule(plan, ranks, copy_engines=True)
     done()
     program = compile_program(schedule, plan, rank)
-    assert program.backward.instructions  # made when it is asked for
     done()
-    launches = [launch.tiles for one_pass in (program.forward, program.backward) for launch in one_pass.launches]
+    both = program.forward, program.backward
+    done()
+    launches = [launch.tiles for one_pass in both for launch in one_pass.launches]
     done()
     make_tables(program)
     done()
