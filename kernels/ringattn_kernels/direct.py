@@ -38,13 +38,14 @@ class Form:
         # the stream comes behind the grid; two sorts of scratch memory, what hooks are told, and two hooks: none
         head = 0, compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None
         self.head: list[Any] = [*head, compiled.packed_metadata, None, None, None]
-        self.order: list[tuple[str, Any]] = []  # each argument's name, and what is known of its descriptor
+        # each argument's name, its place among the launcher's, and what is known of its descriptor
+        self.order: list[tuple[str, int, Any]] = []
         self._describers: dict[tuple, Describer] = {}
         described, signature = iter(metadata), list(compiled.src.signature.values())
         kinds = list[str]()
         for index, (name, argument) in enumerate(zip(names, arguments, strict=True)):
             about = next(described) if index in indices else None
-            self.order.append((name, about))
+            self.order.append((name, FIRST + len(kinds), about))
             if about is None:
                 kinds.append(signature[index])
             else:
@@ -67,25 +68,23 @@ class DirectLaunch:
     """A compiled kernel on a grid, with all its arguments but those that move."""
 
     def __init__(self, form: Form, grid: tuple[int, int, int], arguments: dict[str, Any], moving: Collection[str]) -> None:
-        self._launcher, self.function, self.sizes = form.launcher, form.function, form.sizes
+        self._launcher, self.function, self.sizes, self._order = form.launcher, form.function, form.sizes, form.order
         self.kinds, self.plain, self.early, self.grid = form.kinds, form.plain, form.early, grid
         self._arguments = listed = [*grid, *form.head]
         # of what moves: its name, its place among the launcher's arguments, and what makes a descriptor of an address
         self.places: list[tuple[str, int, Describer | None]] = []
-        self._kept = []  # the tensors whose addresses do not move
-        for name, about in form.order:
-            argument, moves, describe = arguments[name], name in moving, None
-            if moves:
-                if about is not None:
-                    describe = form.describer(name, argument, about)
-                self.places.append((name, len(listed), describe))
+        self._kept: dict[str, Any] = {}  # tensors whose addresses do not move, and descriptors of such
+        for name, place, about in form.order:
+            argument = arguments[name]
+            if name in moving:
+                self.places.append((name, place, None if about is None else form.describer(name, argument, about)))
                 listed.append(None)
             elif about is not None:
                 listed.append(_of_descriptor(argument, about)[0])
-                self._kept.append(argument)
+                self._kept[name] = argument
             elif isinstance(argument, torch.Tensor):
                 listed.append(argument.data_ptr())
-                self._kept.append(argument)
+                self._kept[name] = argument
             else:
                 listed.append(argument)
             if about is not None:
@@ -99,6 +98,18 @@ class DirectLaunch:
     def __call__(self, moving: dict[str, Any]) -> None:
         """Launch with these tensors (for a descriptor, the tensor that it describes) and numbers."""
         self.queue(self.template(moving), driver.active.get_current_stream(driver.active.get_current_device()))
+
+    def as_triton_takes_it(self, moving: dict[str, Any]) -> list[Any]:
+        """The kernel's arguments for Triton's own launch."""
+        describers = {name: describe for name, _, describe in self.places}
+        listed = list[Any]()
+        for name, place, _ in self._order:
+            if name in describers:
+                describe = describers[name]
+                listed.append(moving[name] if describe is None else describe.move(moving[name]))
+            else:
+                listed.append(self._kept.get(name, self._arguments[place]))
+        return listed
 
     def template(self, moving: dict[str, Any]) -> list[Any]:
         """All arguments of the launcher, with what moves."""

@@ -127,14 +127,6 @@ class Ready:
                 self._fixed, self._gaps = parted(kernel.arg_names, arguments, moving)
             else:
                 self._direct = DirectLaunch(found.form, self._grid, arguments, moving)
-                # as `parted` has them
-                self._fixed = [None if name in moving else arguments[name] for name, _ in found.form.order]
-                describers = {name: describe for name, _, describe in self._direct.places}
-                self._gaps = [
-                    (name, place, None if (describe := describers[name]) is None else describe.move)
-                    for place, (name, _) in enumerate(found.form.order)
-                    if name in describers
-                ]
 
     def __call__(self, moving: dict[str, Moving]) -> None:
         if self._compiled is None:
@@ -145,8 +137,11 @@ class Ready:
             )
             if recorder.rehearses:
                 return
-        if self._direct is not None and not hooked():
-            self._direct(moving)
+        if self._direct is not None:
+            if hooked():
+                self._compiled[self._grid](*self._direct.as_triton_takes_it(moving))
+            else:
+                self._direct(moving)
             return
         arguments = self._fixed.copy()
         for name, index, move in self._gaps:

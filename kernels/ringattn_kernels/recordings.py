@@ -106,9 +106,11 @@ def rehearse(
         if len(found) >= _KEPT:
             found.clear()
         try:
-            found[key] = _record(inputs, addresses, work, stand_ins)[1]
+            found[key] = recording = _record(inputs, addresses, work, stand_ins)[1]
         except Unexplained:
             return ()
+        if recording is not None:
+            recording.complete()
     known = found[key]
     return () if known is None else tuple(known.kinds)
 
@@ -240,6 +242,11 @@ class Recording:
         if not nbytes:
             self._inside = int
         self._one_thread = threading.Lock()
+
+    def complete(self) -> None:
+        """Do all that the first run would do once."""
+        with self._one_thread:
+            self._submission.complete()
 
     def __call__(self, addresses: list[int], agreed: Callable[[], object] | None = None, words: Iterable[int] = ()) -> Tensors:
         """The results. agreed: called once all is queued that moves nothing to other ranks; if it raises, nothing moves. words: in the

@@ -140,15 +140,19 @@ class Submission:
         place = self._packed("Q", [x for column in zip(*copies) for x in column])
         self._do(stream, _COPY, place, len(copies))
 
+    def complete(self) -> tuple[int, int, int]:
+        """Nothing more is listed: make ready to run, which the first `begin` does otherwise. The addresses of two programs, and a size."""
+        if self._programs is None:
+            self._programs = self._finished()
+        return self._programs
+
     def begin(self, numbers: list[Any]) -> None:
         """Queue the first calls. Tensors among the numbers stand for their addresses. Not for two threads at once, until `finish` is done.
 
         numbers: those that a run begins with. Raises RuntimeError if the driver refuses a call.
         """
-        if self._programs is None:
-            self._programs = self._finished()
+        program = self.complete()[0]
         assert len(numbers) == self._first_numbers
-        program = self._programs[0]
         failed = self._submit(program, numbers) if program else None
         if failed is not None:
             raise _refused(*failed)
@@ -174,6 +178,8 @@ class Submission:
             self._program(calls, [patch for patch in patches if (patch[1] in places) == early], begin)
             for calls, early in ((first, True), (others, False))
         ]
+        # what is kept of many batches would slow Python's search for cycles
+        self._listed, self._patches, self._arguments = [], array("q"), bytearray()
         return found[0], found[1], len(first)
 
     def _program(self, calls: Sequence[tuple[int, ...]], patches: Sequence[array[int]], arguments: int) -> int:
@@ -221,15 +227,15 @@ class Submission:
                 else:
                     found[-1] = joined
             elif isinstance(x, Mark):
-                events[x.name] = self._event(x.stream)
+                events[x.name] = self._event()
                 found.append((_MARK, x.stream, events[x.name]))
             else:
                 found.append((_AFTER, x.stream, events[x.name]))
         return _launched_early(found)
 
-    def _event(self, stream: int) -> int:
+    def _event(self) -> int:
         event = torch.cuda.Event()
-        event.record(torch.cuda.ExternalStream(stream))  # the event is made when it is first recorded
+        event.record(torch.cuda.default_stream())  # the event is made when it is first recorded; nobody captures this stream
         self._kept.append(event)
         return event.cuda_event
 

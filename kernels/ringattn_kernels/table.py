@@ -61,12 +61,13 @@ class TileTable:
     live pairs exactly if `len(table) > 0`.
     places: (n, 2) int64, where global positions matter: in a tile, row i of q has the position places[0] + stride * i, and row j of the
     key/value buffer has places[1] + stride * j.
+    nbytes: of all of this, and of all arrays and tensors that are kept with it.
 
     The block tables that kernels read are built once for each (device, block size, step) and kept here, so that a steady-state call
     builds and uploads nothing.
     """
 
-    __slots__ = ("_derived", "k_rows", "places", "q_rows", "stride", "tiles")
+    __slots__ = ("_derived", "k_rows", "nbytes", "places", "q_rows", "stride", "tiles")
 
     def __init__(self, tiles: np.ndarray, q_rows: int, k_rows: int, places: np.ndarray | None = None, stride: int = 1):
         assert q_rows >= 0 and k_rows >= 0 and q_rows + k_rows < 2**30, f"rows {q_rows}, {k_rows}: row arithmetic is int32"
@@ -78,6 +79,7 @@ class TileTable:
         self.tiles, self.q_rows, self.k_rows = tiles, int(q_rows), int(k_rows)
         self.places, self.stride = places, int(stride)
         self._derived: dict[tuple, Any] = {}
+        self.nbytes = _nbytes((self.tiles, self.places))
 
     def __len__(self) -> int:
         """The number of tiles."""
@@ -126,13 +128,9 @@ class TileTable:
     def derived(self, key: tuple, build: Callable[[], Any]) -> Any:
         """`build()`, called at the first call with `key` and kept: whatever else a kernel derives from this table."""
         if key not in self._derived:
-            self._derived[key] = build()
+            self._derived[key] = found = build()
+            self.nbytes += _nbytes((found,))
         return self._derived[key]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tiles and of all arrays and tensors that are kept with them."""
-        return _nbytes((self.tiles, self.places, *self._derived.copy().values()))
 
     def _blocks(self, axis: str, block: int, step: int, device: torch.device, splits: int) -> BlockTable:
         def build() -> BlockTable:
@@ -180,17 +178,25 @@ def _nbytes(kept: tuple) -> int:
     found, left = 0, list(kept)
     while left:
         x = left.pop()
-        if isinstance(x, (np.ndarray, torch.Tensor)):
+        what = _what(type(x))
+        if what == _ARRAY:
             found += x.nbytes
-        elif isinstance(x, tuple):
+        elif what == _TUPLE:
             left += x
-        elif _has_fields(type(x)):
+        elif what == _FIELDS:
             left += vars(x).values()
     return found
 
 
-# asked for each number of a table, for each new batch
-_has_fields = functools.cache(is_dataclass)
+_ARRAY, _TUPLE, _FIELDS, _OTHER = range(4)
+
+
+# asked for each number that is kept with a table, for each new batch
+@functools.cache
+def _what(kind: type) -> int:
+    if issubclass(kind, (np.ndarray, torch.Tensor)):
+        return _ARRAY
+    return _TUPLE if issubclass(kind, tuple) else _FIELDS if is_dataclass(kind) else _OTHER
 
 
 def on_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:

@@ -58,6 +58,7 @@ class Context:
         self._lock = Lock()
         # what is made ahead of a first call; in it the default schedule may depend on what the group's first call finds
         self._prepared: OrderedDict[tuple[_AttentionKey, bool], RankAttention] = OrderedDict()
+        self._prepared_sizes: dict[RankAttention, int] = {}
         self._layouts: OrderedDict[tuple[str, int], Layout] = OrderedDict()
         self.repeats = Repeats()
         self.ready: dict[tuple, Any] = {}  # of `ready.py`: calls whose passes are recorded, by all that they depend on
@@ -137,6 +138,7 @@ class Context:
         early = key, self.transport.copy_engines
         found = _kept(self._prepared, early, lambda: self._make_rank_attention(*options), _PREPARED)
         self._drop_prepared()
+        self._make_room()  # so that the call need not
         return found
 
     def _drop_prepared(self) -> None:
@@ -144,13 +146,14 @@ class Context:
         with self._lock:
             # calls may take some of them meanwhile
             kept = list(self._prepared.copy().items())
-            if len(kept) <= _NEWEST:
-                return
-            total = sum(one.nbytes for _, one in kept)
+            known = self._prepared_sizes
+            # the newest has no tables yet
+            self._prepared_sizes = sizes = {one: known[one] if one in known else one.nbytes for _, one in kept[:-1]}
+            total = sum(sizes.values())
             for key, one in kept[:-_NEWEST]:
                 if total > _KEPT_BYTES:
                     self._prepared.pop(key, None)
-                    total -= one.nbytes
+                    total -= sizes.pop(one)
 
     def _make_room(self) -> None:
         """Drop the least recently used until one more may come."""
@@ -164,8 +167,8 @@ class Context:
             while len(kept) >= _KEPT or (total > _KEPT_BYTES and len(kept) >= _NEWEST):
                 _, dropped = kept.popitem(last=False)
                 total -= sizes.pop(dropped, 0)
-                # recordings keep tables
-                self.ready = {name: x for name, x in self.ready.items() if x.attention is not dropped}
+                # recordings keep tables; a call may add one meanwhile
+                self.ready = {name: x for name, x in self.ready.copy().items() if x.attention is not dropped}
                 self.latest_ready = [x for x in self.latest_ready if x.ready.attention is not dropped]
 
     def default_layout(self, mask: Mask, seq_len: int) -> Layout:

@@ -68,7 +68,7 @@ def driver(monkeypatch):
             pass
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: 0)
     return Driver()
 
 

@@ -281,7 +281,7 @@ def replaying(driver, monkeypatch):
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _: 7)
     for module in (recordings, direct):
         monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: 0)
 
     def empty(x, dtype=None):
         return torch.empty(x.shape, dtype=dtype or x.dtype)

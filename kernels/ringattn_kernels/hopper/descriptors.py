@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..direct import mover
-from .panels import main_columns
+from .panels import main_columns_of
 
 _KEPT = 1024  # kinds of descriptors
 
@@ -51,22 +51,18 @@ def _makers(*kind: object) -> list:
     return []
 
 
-# asked for each descriptor, and Triton takes long to call a function that kernels call too
-_main_columns = functools.cache(main_columns)
-
-
 def main_descriptor(x: torch.Tensor, rows: int, head_dim: int) -> TensorDescriptor:
     """The descriptor by which the copy engine loads the main panel of `rows` rows of a head of x (b, s, h, d), with zeros past the end.
 
     head_dim: as which d is computed, d or more.
     """
-    block = 1, rows, 1, _main_columns(head_dim)
+    block = 1, rows, 1, main_columns_of(head_dim)
     return described(x, x.shape, x.stride(), block, swizzled_layout(*block))
 
 
 def rest_descriptor(x: torch.Tensor, rows: int, head_dim: int) -> TensorDescriptor | None:
     """The same for the rest, if there is one. A product may take half of its columns."""
-    rest = head_dim - _main_columns(head_dim)
+    rest = head_dim - main_columns_of(head_dim)
     return described(x, x.shape, x.stride(), (1, rows, 1, rest), halves_layout(4)) if rest else None
 
 

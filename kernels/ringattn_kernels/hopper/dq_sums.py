@@ -4,6 +4,7 @@ A warpgroup computes half of a step's dQ, in one part or two. The sums are fp32,
 them; `finish_kernel` brings them into the order of dq.
 """
 
+import functools
 from typing import NamedTuple
 
 import triton
@@ -54,6 +55,9 @@ def dq_part(head_dim, step, half, part):
         return half, 0, (main, rest)[half]
     width = (main, rest)[part] // 2
     return part, half * width, width
+
+
+dq_part_of = functools.cache(dq_part)  # for the host, as `main_columns_of`
 
 
 @gluon.constexpr_function

@@ -23,9 +23,9 @@ from . import head_dims, statistics
 from .backward import BackwardConfig, key_arguments, key_blocks_of
 from .blocks import BLOCK, ROWS
 from .descriptors import described, is_aligned, main_descriptor, plain_layout, rest_descriptor
-from .dq_sums import SUMS, WIDTH, dq_part, finish_kernel
+from .dq_sums import SUMS, WIDTH, dq_part_of, finish_kernel
 from .fused_kernel import fused_kernel, is_wide
-from .panels import has_rest, main_columns
+from .panels import has_rest, main_columns_of
 from .statistics import PaddedStatistics, whole_blocks
 from .touches import step_count, touches, touches_on
 from .turns import Turns, key_turns
@@ -268,7 +268,7 @@ def stores_by_copy(
     It is no faster with two panels, and where scores are modified, threads lack registers for it.
     """
     d, v_dim = head_dims.chosen_in_one(q.shape[3], dv.shape[3])
-    fits = not add and modifiers is None and d == v_dim == main_columns(d)
+    fits = not add and modifiers is None and d == v_dim == main_columns_of(d)
     fits = fits and all(x.dtype == q.dtype and is_aligned(x) for x in (dk, dv))
     if not fits or d not in LONG:
         return fits
@@ -332,7 +332,7 @@ def fused_arguments(
     inputs = queries, k, v, table, softmax_scale, rows, dk, dv, add
     works, arguments = key_arguments(*inputs, modifiers, config, blocks=blocks, dims=dims)
     arguments |= gradient_sums(None, None, b)
-    step, main, heads = config.step, main_columns(d), b * k.shape[2]
+    step, main, heads = config.step, main_columns_of(d), b * k.shape[2]
     if dq is None:
         programs = programs_for(table, config, works, heads, h // k.shape[2], q.device)
         pace = pace_of(table, step, works, q.device) if turns is None and programs == works else 0
@@ -354,7 +354,7 @@ def fused_arguments(
         k_rest=rest_descriptor(k, ROWS.value, d),
         v_rest=rest_descriptor(v, ROWS.value, v_dim),
         dout_rest=rest_descriptor(dout, step, v_dim),
-        sums_desc=sums_descriptor(sums, dq_part(d, step, 0, 0)[2] if turns is None else main * step // WIDTH.value),
+        sums_desc=sums_descriptor(sums, dq_part_of(d, step, 0, 0)[2] if turns is None else main * step // WIDTH.value),
         sums_rest=sums_descriptor(sums, 32 if turns is None else d - main) if d > main else None,
         V_DIM=v_dim,
         OVERLAP=config.overlap if turns is None else 0,  # in turns it was slower on an H200

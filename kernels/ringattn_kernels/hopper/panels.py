@@ -21,10 +21,13 @@ def main_columns(head_dim: int) -> int:
     return 1 << (head_dim.bit_length() - 1)
 
 
-@functools.cache
+# for the host: Triton takes long to call a function that kernels call too
+main_columns_of = functools.cache(main_columns)
+
+
 def has_rest(head_dim: int) -> bool:
     """Whether there is a second panel."""
-    return head_dim > main_columns(head_dim)
+    return head_dim > main_columns_of(head_dim)
 
 
 @gluon.jit
