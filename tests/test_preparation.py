@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,6 +122,35 @@ def test_many_threads_prepare_for_one_new_group():
     assert len(contexts) == 8
     assert len(set(map(id, contexts))) == 1
     assert len(contexts[0]._prepared) <= 16
+
+
+def test_threads_prepare_beside_calls_that_drop_old_batches(monkeypatch):
+    monkeypatch.setattr(context_module, "_KEPT", 8)
+    group, failed = SilentTransport(0, 2), []
+    like = tuple(torch.empty(1, 1, heads, 8) for heads in (4, 2, 2))
+
+    def work():
+        try:
+            for first in range(1, 120):
+                ra.prepare(*batch(400, 2, first), like=like, group=group)
+        except Exception as error:
+            failed.append(error)
+
+    threads, context = [threading.Thread(target=work) for _ in range(2)], get_context(group)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for number in itertools.count():
+            call = context.rank_attention(*batch(400, 2, 1 + number % 120), None)
+            for again in range(20):
+                context.ready[number, again] = SimpleNamespace(attention=call)
+            if not any(thread.is_alive() for thread in threads):
+                break
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failed and len(context._attentions) <= 8
 
 
 class Connecting(SilentTransport):
@@ -316,6 +348,20 @@ def test_batches_that_no_call_uses_are_dropped_by_number_and_by_bytes(monkeypatc
     least = kept(0)
     assert len(least) == 8
     assert list(least) == list(by_number)[-8:]
+
+
+def test_a_prepared_call_finds_room():
+    """Of 80 batches each is prepared and used: what the oldest leave is freed while a batch is prepared, in no call."""
+    group, dropped = SilentTransport(0, 2), set()
+    like = tuple(torch.empty(1, 1, heads, 8) for heads in (4, 2, 2))
+    for first in range(1, 81):
+        case = batch(400, 2, first)
+        ra.prepare(*case, like=like, group=group)
+        context = get_context(group)
+        before = set(context._attentions)
+        context.rank_attention(*case, None)
+        dropped |= before - set(context._attentions)
+    assert len(context._attentions) == 64 and not dropped
 
 
 def test_a_call_of_a_dropped_batch_and_its_backward_still_agree(monkeypatch):

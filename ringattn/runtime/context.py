@@ -58,7 +58,6 @@ class Context:
         self._lock = Lock()
         # what is made ahead of a first call; in it the default schedule may depend on what the group's first call finds
         self._prepared: OrderedDict[tuple[_AttentionKey, bool], RankAttention] = OrderedDict()
-        self._prepared_sizes: dict[RankAttention, int] = {}
         self._layouts: OrderedDict[tuple[str, int], Layout] = OrderedDict()
         self.repeats = Repeats()
         self.ready: dict[tuple, Any] = {}  # of `ready.py`: calls whose passes are recorded, by all that they depend on
@@ -146,14 +145,13 @@ class Context:
         with self._lock:
             # calls may take some of them meanwhile
             kept = list(self._prepared.copy().items())
-            known = self._prepared_sizes
-            # the newest has no tables yet
-            self._prepared_sizes = sizes = {one: known[one] if one in known else one.nbytes for _, one in kept[:-1]}
-            total = sum(sizes.values())
+            if len(kept) <= _NEWEST:
+                return
+            total = sum(one.nbytes for _, one in kept)
             for key, one in kept[:-_NEWEST]:
                 if total > _KEPT_BYTES:
                     self._prepared.pop(key, None)
-                    total -= sizes.pop(one)
+                    total -= one.nbytes
 
     def _make_room(self) -> None:
         """Drop the least recently used until one more may come."""

@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import ringattn_kernels as rk
-from ringattn_kernels import compiled, config, hopper, launches, plain_backward, plain_forward, splits
+from ringattn_kernels import compiled, config, direct, hopper, launches, plain_backward, plain_forward, splits
 from ringattn_kernels.hopper import descriptors, forward_config, statistics
 from ringattn_kernels.modifiers import Bias, Dropout, Modifiers
 from tests.kernels import dense
@@ -52,10 +52,28 @@ class Compiled:
         return lambda *values: self.device.launched.append((self.variant, grid, dict(zip(self.names, values, strict=True))))
 
 
-@pytest.fixture
-def device(monkeypatch):
-    """A device on which every launch is compared with the one that Triton would make."""
+class Form(direct.Form):
+    """A compiled kernel of the device, for direct launches."""
+
+    def __init__(self, compiled, names, arguments):
+        self.launcher, self.function, self.sizes, self.head = None, 1, (128, 0), [None] * (direct.FIRST - 3)
+        self.early, self.plain, self.order, self._describers = False, True, [], {}
+        place = direct.FIRST
+        for name, x in zip(names, arguments, strict=True):
+            described = direct.describes(x)
+            self.order.append((name, place, {} if described else None))
+            place += 1 + (2 * len(x.shape) if described else 0)
+        self.kinds = ()
+
+
+@pytest.fixture(params=["triton", "direct"])
+def device(monkeypatch, request):
+    """A device on which every launch is compared with the one that Triton would make. Direct launches are told as if hooks asked."""
     device, launch = Device(), launches.launch
+    if request.param == "direct":
+        monkeypatch.setattr(compiled, "form_of", Form)
+        monkeypatch.setattr(direct, "_of_descriptor", lambda *_: [None])
+        monkeypatch.setattr(launches, "hooked", lambda: True)
 
     def compared(kernel, table, facts, moving, make, **options):
         launch(kernel, table, facts, moving, make, **options)
