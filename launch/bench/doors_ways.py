@@ -399,9 +399,10 @@ def _run_trainer(make: Callable[[nn.Module, list], Any], setting: Setting, run: 
 
 
 def _tell_ranks() -> None:
-    """accelerate reads from the environment which rank this is."""
+    """accelerate reads from the environment which rank this is, and as LOCAL_RANK the number of its GPU, which ranks may share."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    for name, value in dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size).items():
+    local_rank = str(torch.cuda.current_device()) if torch.cuda.is_available() else rank
+    for name, value in dict(RANK=rank, LOCAL_RANK=local_rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size).items():
         os.environ.setdefault(name, value)
 
 

@@ -75,7 +75,9 @@ def summed_loss(outputs, labels, smoothing):
 def step_under_accelerate(group, accumulation, replicas, device="cpu", fsdp=False):
     """The same step on this rank of a mesh (replicas, ring)."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size, MASTER_ADDR="localhost")
+    # accelerate takes it for the GPU's number, and ranks may share one
+    local_rank = torch.cuda.current_device() if device == "cuda" else rank
+    names = dict(RANK=rank, LOCAL_RANK=local_rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size, MASTER_ADDR="localhost")
     os.environ.update({name: str(value) for name, value in names.items()})  # as torchrun or accelerate launch would
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState

@@ -156,7 +156,8 @@ def whole_parameters(engine, stage):
 
 def prepare(group, ring, device):
     """Set DeepSpeed up without its launcher and without compiled operators; returns its groups."""
-    os.environ["LOCAL_RANK"] = str(group.rank()) if device == "cuda" else "0"
+    # DeepSpeed takes it for the GPU's number, and ranks may share one
+    os.environ["LOCAL_RANK"] = str(torch.cuda.current_device()) if device == "cuda" else "0"
     os.environ["DS_ACCELERATOR"] = device
     import deepspeed
 
