@@ -61,13 +61,12 @@ class TileTable:
     live pairs exactly if `len(table) > 0`.
     places: (n, 2) int64, where global positions matter: in a tile, row i of q has the position places[0] + stride * i, and row j of the
     key/value buffer has places[1] + stride * j.
-    nbytes: of all of this, and of all arrays and tensors that are kept with it.
 
     The block tables that kernels read are built once for each (device, block size, step) and kept here, so that a steady-state call
     builds and uploads nothing.
     """
 
-    __slots__ = ("_derived", "k_rows", "nbytes", "places", "q_rows", "stride", "tiles")
+    __slots__ = ("_counted", "_derived", "_uncounted", "k_rows", "places", "q_rows", "stride", "tiles")
 
     def __init__(self, tiles: np.ndarray, q_rows: int, k_rows: int, places: np.ndarray | None = None, stride: int = 1):
         assert q_rows >= 0 and k_rows >= 0 and q_rows + k_rows < 2**30, f"rows {q_rows}, {k_rows}: row arithmetic is int32"
@@ -79,7 +78,8 @@ class TileTable:
         self.tiles, self.q_rows, self.k_rows = tiles, int(q_rows), int(k_rows)
         self.places, self.stride = places, int(stride)
         self._derived: dict[tuple, Any] = {}
-        self.nbytes = _nbytes((self.tiles, self.places))
+        # of nbytes, and of what is kept all that is not counted there yet
+        self._counted, self._uncounted = 0, [self.tiles, self.places]
 
     def __len__(self) -> int:
         """The number of tiles."""
@@ -129,8 +129,15 @@ class TileTable:
         """`build()`, called at the first call with `key` and kept: whatever else a kernel derives from this table."""
         if key not in self._derived:
             self._derived[key] = found = build()
-            self.nbytes += _nbytes((found,))
+            self._uncounted.append(found)
         return self._derived[key]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tiles and of all arrays and tensors that are kept with them."""
+        while self._uncounted:
+            self._counted += _nbytes(self._uncounted.pop())
+        return self._counted
 
     def _blocks(self, axis: str, block: int, step: int, device: torch.device, splits: int) -> BlockTable:
         def build() -> BlockTable:
@@ -174,18 +181,13 @@ def touched_in(items: np.ndarray) -> int:
     return int(np.count_nonzero(items[:, FIRST_SEGMENT] < items[:, LAST_SEGMENT]))
 
 
-def _nbytes(kept: tuple) -> int:
-    found, left = 0, list(kept)
-    while left:
-        x = left.pop()
-        what = _what(type(x))
-        if what == _ARRAY:
-            found += x.nbytes
-        elif what == _TUPLE:
-            left += x
-        elif what == _FIELDS:
-            left += vars(x).values()
-    return found
+def _nbytes(kept: Any) -> int:
+    what = _what(type(kept))
+    if what == _OTHER:
+        return 0
+    if what == _ARRAY:
+        return kept.nbytes
+    return sum([_nbytes(x) for x in (kept if what == _TUPLE else vars(kept).values())])
 
 
 _ARRAY, _TUPLE, _FIELDS, _OTHER = range(4)
