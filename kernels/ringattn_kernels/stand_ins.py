@@ -18,8 +18,6 @@ _APART = 512  # bytes: addresses are multiples of it
 _DEVICES = {"cpu": 1, "cuda": 2}  # DLPack's numbers
 _KINDS = {torch.bfloat16: 4, torch.uint8: 1, torch.bool: 6}
 _FLOAT, _INTEGER = 2, 0
-
-
 # a managed tensor of DLPack: address, device (type, number), dims, dtype (kind, bits, lanes), where shape and strides are, offset; then the
 # owner's own, and the function that deletes it. Behind it lie shape and strides
 _MANAGED = "@PiiiBBHPPQPP"

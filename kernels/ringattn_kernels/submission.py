@@ -178,7 +178,7 @@ class Submission:
             self._program(calls, [patch for patch in patches if (patch[1] in places) == early], begin)
             for calls, early in ((first, True), (others, False))
         ]
-        # what is kept of many batches would slow Python's search for cycles
+        # the programs have what they need of these
         self._listed, self._patches, self._arguments = [], array("q"), bytearray()
         return found[0], found[1], len(first)
 
