@@ -1392,7 +1392,7 @@ MUTATIONS = (
         "for name, x in self.ready.copy().items() if",
         "for name, x in self.ready.items() if",
         "a batch cannot be prepared on a thread while a call is learned",
-        "tests/test_preparation.py -k beside_calls",
+        "tests/test_preparation.py -k may_be_learned",
     ),
     Mutation(
         "kernels/ringattn_kernels/recordings.py",
