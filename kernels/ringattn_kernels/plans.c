@@ -384,6 +384,130 @@ done:
   return result;
 }
 
+/* ---- need ---- */
+
+/* Rows or positions [begin, end) of a group. */
+typedef struct {
+  int64_t group, begin, end;
+} Range;
+
+static int before(const void *a, const void *b) {
+  const Range *x = a, *y = b;
+  if (x->group != y->group) return x->group < y->group ? -1 : 1;
+  return x->begin < y->begin ? -1 : x->begin > y->begin;
+}
+
+/* Sort ranges by group and begin, drop the empty ones, and join those of a group that overlap or lie at most `gap` apart, as `rows.joined`.
+   Returns how many are left. */
+static int64_t join_ranges(Range *ranges, int64_t count, int64_t gap) {
+  int64_t some = 0, left = 0;
+  int sorted = 1;
+  for (int64_t i = 0; i < count; i++) {
+    if (ranges[i].begin >= ranges[i].end) continue;
+    ranges[some] = ranges[i];
+    sorted &= some == 0 || before(&ranges[some - 1], &ranges[some]) <= 0;
+    some++;
+  }
+  if (!sorted) qsort(ranges, some, sizeof(Range), before);
+  for (int64_t i = 0; i < some; i++) {
+    if (left && ranges[i].group == ranges[left - 1].group && ranges[i].begin <= ranges[left - 1].end + gap) {
+      ranges[left - 1].end = most(ranges[left - 1].end, ranges[i].end);
+    } else {
+      ranges[left++] = ranges[i];
+    }
+  }
+  return left;
+}
+
+enum { RANK, FIRST_KEY, LAST_KEY, ORDER, START, LAST, ROW, SHARD, INPUTS };
+
+/* needs(rank, k_min, k_max, order, start, last, row, shard, ranks, gap): (ranges of an owner's rows that a rank needs, where those of each
+   pair of a rank and an owner begin), as `Plan._needs`. The first three are of sights, the next three of the spans of keys by position, the
+   last two of these spans as they are numbered. */
+static PyObject *needed_rows(PyObject *self, PyObject *args) {
+  PyObject *given[INPUTS], *ranges = NULL, *cuts = NULL, *result = NULL;
+  Py_buffer of[INPUTS] = {{0}};
+  Range *seen = NULL, *needed = NULL;
+  long long ranks, gap;
+  int opened = 0;
+  if (!PyArg_ParseTuple(args, "OOOOOOOOLL", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5], &given[6], &given[7], &ranks, &gap))
+    return NULL;
+  if (!in_range("ranks", ranks, 1) || !in_range("gap", gap, 0)) return NULL;
+  for (; opened < INPUTS; opened++) {
+    if (!open_numbers(given[opened], &of[opened])) goto done;
+  }
+  int64_t sights = of[RANK].shape[0], spans = of[ORDER].shape[0], room = sights + spans, found = 0;
+  for (int i = 0; i < INPUTS; i++) {
+    if (of[i].shape[0] != (i < ORDER ? sights : spans)) {
+      PyErr_SetString(PyExc_ValueError, "these arrays are not of one length");
+      goto done;
+    }
+  }
+  for (int64_t i = 0; i < sights + spans; i++) {
+    int64_t number = i < sights ? entry(&of[RANK], i) : entry(&of[SHARD], i - sights), span = i < sights ? 0 : entry(&of[ORDER], i - sights);
+    if (number < 0 || number >= ranks || span < 0 || (i >= sights && span >= spans)) {
+      PyErr_SetString(PyExc_ValueError, "a rank or a span is not among these");
+      goto done;
+    }
+  }
+  seen = malloc(most(sights, 1) * sizeof(Range));
+  needed = malloc(most(room, 1) * sizeof(Range));
+  if (seen == NULL || needed == NULL) {
+    PyErr_NoMemory();
+    goto done;
+  }
+  /* runs of positions that each rank sees */
+  for (int64_t i = 0; i < sights; i++) {
+    seen[i] = (Range){entry(&of[RANK], i), entry(&of[FIRST_KEY], i), entry(&of[LAST_KEY], i) + 1};
+  }
+  int64_t runs = join_ranges(seen, sights, 0);
+  for (int64_t i = 0; i < runs; i++) {
+    int64_t first = 0, end = spans;
+    while (first < end) {
+      int64_t middle = (first + end) / 2;
+      if (entry(&of[LAST], middle) >= seen[i].begin) {
+        end = middle;
+      } else {
+        first = middle + 1;
+      }
+    }
+    for (int64_t at = first; at < spans && entry(&of[START], at) < seen[i].end; at++) {
+      if (found == room) {
+        Range *more = realloc(needed, 2 * room * sizeof(Range));
+        if (more == NULL) {
+          PyErr_NoMemory();
+          goto done;
+        }
+        needed = more;
+        room *= 2;
+      }
+      int64_t key = entry(&of[ORDER], at), start = entry(&of[START], at), shift = entry(&of[ROW], key) - start;
+      int64_t begin = most(seen[i].begin, start) + shift, stop = least(seen[i].end, entry(&of[LAST], at) + 1) + shift;
+      needed[found++] = (Range){seen[i].group * ranks + entry(&of[SHARD], key), begin, stop};
+    }
+  }
+  found = join_ranges(needed, found, gap);
+  ranges = new_numbers(2 * found);
+  cuts = new_numbers(ranks * ranks + 1);
+  if (ranges == NULL || cuts == NULL) goto done;
+  int64_t *rows = numbers_of(ranges), *cut = numbers_of(cuts), pair = 0;
+  for (int64_t i = 0; i < found; i++) {
+    while (pair <= needed[i].group) cut[pair++] = i;
+    rows[2 * i] = needed[i].begin;
+    rows[2 * i + 1] = needed[i].end;
+  }
+  while (pair <= ranks * ranks) cut[pair++] = found;
+  result = PyTuple_Pack(2, ranges, cuts);
+
+done:
+  Py_XDECREF(ranges);
+  Py_XDECREF(cuts);
+  free(seen);
+  free(needed);
+  while (opened) PyBuffer_Release(&of[--opened]);
+  return result;
+}
+
 static PyMethodDef methods[] = {
     {"count", count_tiles, METH_O, "Live pairs of each tile."},
     {"half", half_of_pairs, METH_VARARGS, "How many of the first keys have half of the live pairs."},
@@ -391,6 +515,7 @@ static PyMethodDef methods[] = {
     {"settle", settle_tiles, METH_VARARGS, "Tiles that have a live pair, with bands within the rows."},
     {"work", work_of_chunks, METH_VARARGS, "Live pairs of the queries of each chunk."},
     {"deal", deal_chunks, METH_VARARGS, "The chunks of each rank."},
+    {"needs", needed_rows, METH_VARARGS, "The rows of each owner that each rank needs."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1436,6 +1436,20 @@ MUTATIONS = (
         "sm_120 takes blocks of pages for a chip with more shared memory",
         "tests/kernels/test_variants.py -k sm_120",
     ),
+    Mutation(
+        "kernels/ringattn_kernels/plans.c",
+        "  found = join_ranges(needed, found, gap);\n",
+        "  found = join_ranges(needed, found, 0);\n",
+        "rows that lie close to each other are gathered one by one",
+        f"{IN_C} -k needed_rows",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/plans.c",
+        "entry(&of[LAST_KEY], i) + 1}",
+        "entry(&of[LAST_KEY], i)}",
+        "the last row that a rank sees does not move to it",
+        f"{IN_C} -k needed_rows",
+    ),
     # predictions
     Mutation(
         "ringattn/predict/planner.py",

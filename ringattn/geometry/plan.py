@@ -190,6 +190,12 @@ class Plan:
     @cached_property
     def _needs(self) -> tuple[Table, list[int]]:
         """The rows that each (rank, owner) pair needs as an (n, 2) table of ranges, and where those of each pair begin in it."""
+        native, keys = plans(), self.keys
+        if native is not None and self.stride == 1 and keys.ascending is not None:
+            sights = self._sights
+            seen = self.queries.shard[sights.query], sights.k_min, sights.k_max
+            ranges, cuts = native.needs(*seen, *keys.ascending, keys.row, keys.shard, self.world_size, _GAP)
+            return numbers(ranges, 2), numbers(cuts).tolist()
         pair, begin, end = self._seen_rows()
         # all pairs at once: `base` moves their rows too far apart to be joined across pairs
         pairs = self.world_size**2

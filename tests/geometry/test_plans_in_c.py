@@ -92,7 +92,39 @@ def test_chunks_are_dealt(seed, ranks, each, largest):
     assert_same(layout._work_of_chunks, layout._edges(tokens, ranks, each), np.asfortranarray(regions), tokens)
 
 
+@settings(max_examples=80, deadline=None)
+@given(seed=SEEDS, ranks=st.integers(1, 6), keys_of_their_own=st.booleans())
+def test_needed_rows(seed, ranks, keys_of_their_own):
+    """Shards of any pieces, in any order, some empty; documents and windows whose rows lie close to each other or not."""
+    random = np.random.default_rng(seed)
+    tokens = int(random.integers(1, 1500))
+
+    def pieces(tokens):
+        bounds = np.unique([0, *random.integers(0, tokens + 1, random.integers(1, 12)), tokens]).tolist()
+        shards = [[] for _ in range(ranks)]
+        for i in random.permutation(len(bounds) - 1):
+            shards[random.integers(ranks)].append(ra.Span(bounds[i], bounds[i + 1] - bounds[i]))
+        return ra.Layout(tokens, shards)
+
+    mask = ra.documents(np.unique([0, *random.integers(0, tokens, 9), tokens]).tolist(), causal=bool(random.integers(2)))
+    if random.integers(2):
+        mask &= ra.sliding_window(int(random.integers(0, 200)))
+    if random.integers(4) == 0:
+        mask = ra.full()
+    of = plan.make_plan(pieces(tokens), mask)
+    if keys_of_their_own:
+        keys = tokens + int(random.integers(300))
+        of = plan.make_plan(pieces(tokens), ra.causal(), pieces(keys), int(random.integers(keys - tokens + 1)))
+
+    def needs():
+        of.__dict__.pop("_needs", None)
+        return of._needs
+
+    assert_same(needs)
+
+
 TILES, WORK = np.array([[0, 4, 0, 4, -3, 3]]), np.arange(4)
+NEEDS = *[np.zeros(2, dtype=np.int64)] * 3, *[np.arange(2)] * 5
 
 
 @pytest.mark.parametrize(
@@ -109,6 +141,13 @@ TILES, WORK = np.array([[0, 4, 0, 4, -3, 3]]), np.arange(4)
         ("deal", (WORK[None], 2), "no array of integers of 8 bytes"),
         ("work", (WORK.astype(float), TILES), "no array of integers of 8 bytes"),
         ("work", (WORK, TILES[:, :5]), "no table of integers"),
+        ("needs", (*NEEDS, 2, -1), "gap is -1"),
+        ("needs", (*NEEDS, 0, 64), "ranks is 0"),
+        ("needs", (*NEEDS, 1, 64), "a rank or a span is not among these"),
+        ("needs", (NEEDS[0] - 1, *NEEDS[1:], 2, 64), "a rank or a span is not among these"),
+        ("needs", (*NEEDS[:3], NEEDS[3] + 1, *NEEDS[4:], 2, 64), "a rank or a span is not among these"),
+        ("needs", (*NEEDS[:2], WORK, *NEEDS[3:], 2, 64), "these arrays are not of one length"),
+        ("needs", (*NEEDS[:7], WORK.astype(float), 2, 64), "no array of integers of 8 bytes"),
     ],
 )
 def test_what_would_be_read_elsewhere_is_refused(name, given, message):
