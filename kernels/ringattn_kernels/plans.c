@@ -330,32 +330,35 @@ static void sift(Hand *heap, int64_t count) {
   heap[at] = moved;
 }
 
-/* deal(work, ranks): the chunks of each rank, as `layout._deal` */
+/* deal(work, chunks, ranks): the chunks of each rank, the work of the busiest rank, and that of all, as `layout._deal` */
 static PyObject *deal_chunks(PyObject *self, PyObject *args) {
-  PyObject *work, *result = NULL;
+  PyObject *work, *dealt = NULL, *result = NULL;
   Py_buffer of_work = {0};
   int64_t *memory = NULL;
   Hand *heap = NULL;
-  long long ranks;
-  if (!PyArg_ParseTuple(args, "OL", &work, &ranks)) return NULL;
-  if (!in_range("ranks", ranks, 1)) return NULL;
+  long long chunks, ranks;
+  if (!PyArg_ParseTuple(args, "OLL", &work, &chunks, &ranks)) return NULL;
+  if (!in_range("ranks", ranks, 1) || !in_range("chunks", chunks, 1)) return NULL;
   if (!open_numbers(work, &of_work)) goto done;
-  int64_t chunks = of_work.shape[0], room = chunks / ranks, left = ranks, rows = 0;
-  if (chunks % ranks) {
-    PyErr_Format(PyExc_ValueError, "there are %lld chunks for %lld ranks", (long long)chunks, ranks);
+  if (chunks % ranks || of_work.shape[0] % chunks) {
+    PyErr_Format(PyExc_ValueError, "there are %lld chunks, of %lld parts, for %lld ranks", chunks, (long long)of_work.shape[0], ranks);
     goto done;
   }
+  int64_t parts_of_chunk = of_work.shape[0] / chunks, room = chunks / ranks, left = ranks, rows = 0, busiest = 0, total = 0;
   memory = malloc((4 * chunks + 2 * ranks) * sizeof(int64_t));
   heap = malloc(ranks * sizeof(Hand));
-  result = new_numbers(chunks);
-  if (memory == NULL || heap == NULL || result == NULL) {
-    Py_CLEAR(result);
+  dealt = new_numbers(chunks);
+  if (memory == NULL || heap == NULL || dealt == NULL) {
     PyErr_NoMemory();
     goto done;
   }
   int64_t *keys = memory, *order = keys + chunks, *spare = order + chunks, *rank_of = spare + chunks, *row = rank_of + chunks, *held = row + ranks;
-  PyThreadState *thread = release(chunks);
-  for (int64_t i = 0; i < chunks; i++) keys[i] = most(entry(&of_work, i), 0);
+  PyThreadState *thread = release(of_work.shape[0]);
+  for (int64_t i = 0; i < chunks; i++) {
+    keys[i] = 0;
+    for (int64_t part = 0; part < parts_of_chunk; part++) keys[i] += most(entry(&of_work, i * parts_of_chunk + part), 0);
+    total += keys[i];
+  }
   sort_falling(keys, chunks, order, spare);
   for (int64_t rank = 0; rank < ranks; rank++) {
     heap[rank] = (Hand){0, rank, 0};
@@ -365,19 +368,22 @@ static PyObject *deal_chunks(PyObject *self, PyObject *args) {
   for (int64_t i = 0; i < chunks; i++) {
     rank_of[order[i]] = heap[0].rank;
     heap[0].load += keys[order[i]];
+    busiest = most(busiest, heap[0].load);
     if (++heap[0].held == room) heap[0] = heap[--left];
     sift(heap, left);
   }
   /* ranks by their first chunk, so that neighbours in the ring hold neighbouring text */
-  int64_t *hands = numbers_of(result);
+  int64_t *hands = numbers_of(dealt);
   for (int64_t chunk = 0; chunk < chunks; chunk++) {
     int64_t rank = rank_of[chunk];
     if (row[rank] < 0) row[rank] = rows++;
     hands[row[rank] * room + held[rank]++] = chunk;
   }
   resume(thread);
+  result = Py_BuildValue("OLL", dealt, (long long)busiest, (long long)total);
 
 done:
+  Py_XDECREF(dealt);
   free(memory);
   free(heap);
   PyBuffer_Release(&of_work);

@@ -252,9 +252,8 @@ def balanced_ranks(regions: Table, seq_len: int, world_size: int) -> np.ndarray:
     best, best_balance = np.arange(world_size)[:, None], float("inf")
     chunks = 1
     while chunks <= most and best_balance > _EVEN_ENOUGH:
-        of_chunks = work.reshape(chunks * world_size, -1).sum(axis=1)
-        hands = _deal(of_chunks, world_size)
-        balance = _balance(of_chunks[hands].sum(axis=1))
+        hands, busiest, total = _deal(work, chunks * world_size, world_size)
+        balance = world_size * busiest / total if total else 1.0
         if balance < best_balance - 1e-9:
             best, best_balance = hands, balance
         chunks *= 2
@@ -344,11 +343,16 @@ def _balance(work: np.ndarray) -> float:
     return len(work) * int(work.max()) / total if total else 1.0
 
 
-def _deal(work: np.ndarray, world_size: int) -> np.ndarray:
-    """Deal the chunks, the heaviest first, to the least loaded rank that has room: (world_size, n) chunks of each rank, ascending."""
-    room, native = len(work) // world_size, plans()
+def _deal(work: np.ndarray, chunks: int, world_size: int) -> tuple[np.ndarray, int, int]:
+    """Deal the chunks, the heaviest first, to the least loaded rank that has room: (world_size, n) chunks of each rank, ascending.
+
+    And the work of the busiest rank, and that of all. work: of equally many parts of each chunk.
+    """
+    room, native = chunks // world_size, plans()
     if native is not None:
-        return numbers(native.deal(work, world_size), room)
+        dealt, busiest, total = native.deal(work, chunks, world_size)
+        return numbers(dealt, room), busiest, total
+    work = work.reshape(chunks, -1).sum(axis=1)
     hands: list[list[int]] = [[] for _ in range(world_size)]
     # load * world_size + rank of the ranks that have room: the least load first, and of equal ones the first rank
     heap = list(range(world_size))
@@ -363,7 +367,7 @@ def _deal(work: np.ndarray, world_size: int) -> np.ndarray:
             heapq.heappop(heap)
     # sort ranks by their first chunk, so that neighbours in the ring hold neighbouring text
     dealt = np.sort(np.array(hands), axis=1)
-    return dealt[dealt[:, 0].argsort()]
+    return dealt[dealt[:, 0].argsort()], int(work[dealt].sum(axis=1).max()), int(work.sum())
 
 
 def _coverage_problem(seq_len: int, table: Table, shards: int) -> str | None:

@@ -83,10 +83,12 @@ def test_pairs_are_counted_and_halved(seed, block):
 
 
 @settings(max_examples=80, deadline=None)
-@given(seed=SEEDS, ranks=st.integers(1, 9), each=st.integers(1, 20), largest=st.sampled_from([0, 1, 5, 2**50]))
-def test_chunks_are_dealt(seed, ranks, each, largest):
+@given(
+    seed=SEEDS, ranks=st.integers(1, 9), each=st.integers(1, 20), parts=st.integers(1, 4), largest=st.sampled_from([0, 1, 5, 2**45])
+)
+def test_chunks_are_dealt(seed, ranks, each, parts, largest):
     random = np.random.default_rng(seed)
-    assert_same(layout._deal, random.integers(0, largest + 1, ranks * each), ranks)
+    assert_same(layout._deal, random.integers(0, largest + 1, ranks * each * parts), ranks * each, ranks)
     tokens = int(random.integers(1, 300))
     regions = ra.documents(np.unique([0, *random.integers(0, tokens, 9), tokens]).tolist(), causal=bool(seed % 2)).regions(tokens)
     assert_same(layout._work_of_chunks, layout._edges(tokens, ranks, each), np.asfortranarray(regions), tokens)
@@ -135,10 +137,12 @@ NEEDS = *[np.zeros(2, dtype=np.int64)] * 3, *[np.arange(2)] * 5
         ("settle", (TILES.astype(np.int32), 4, 4), "no table of integers"),
         ("half", (TILES, 0, 4), "block is 0, but must be within 1"),
         ("half", (TILES[0], 1, 4), "no table of integers"),
-        ("deal", (WORK, 3), "there are 4 chunks for 3 ranks"),
-        ("deal", (WORK, 0), "ranks is 0"),
-        ("deal", (WORK.astype(np.int32), 2), "no array of integers of 8 bytes"),
-        ("deal", (WORK[None], 2), "no array of integers of 8 bytes"),
+        ("deal", (WORK, 4, 3), "there are 4 chunks, of 4 parts, for 3 ranks"),
+        ("deal", (WORK, 3, 3), "there are 3 chunks, of 4 parts, for 3 ranks"),
+        ("deal", (WORK, 4, 0), "ranks is 0"),
+        ("deal", (WORK, 0, 2), "chunks is 0"),
+        ("deal", (WORK.astype(np.int32), 4, 2), "no array of integers of 8 bytes"),
+        ("deal", (WORK[None], 4, 2), "no array of integers of 8 bytes"),
         ("work", (WORK.astype(float), TILES), "no array of integers of 8 bytes"),
         ("work", (WORK, TILES[:, :5]), "no table of integers"),
         ("needs", (*NEEDS, 2, -1), "gap is -1"),
@@ -180,7 +184,7 @@ def test_long_tables_are_the_same_while_other_threads_go_on():
     assert_same(region.pairs_of, tiles)
     assert_same(plan.merge_full, tiles)
     assert_same(layout._work_of_chunks, layout._edges(1 << 22, 8, 64), mask.regions(1 << 22), 1 << 22)
-    assert_same(layout._deal, np.random.default_rng(0).integers(0, 99, 1 << 15), 64)
+    assert_same(layout._deal, np.random.default_rng(0).integers(0, 99, 1 << 15), 1 << 14, 64)
 
 
 def test_nothing_is_compiled_where_triton_was_not_imported(monkeypatch):
