@@ -425,6 +425,20 @@ static int64_t join_ranges(Range *ranges, int64_t count, int64_t gap) {
   return left;
 }
 
+/* Where the first of rising numbers is that is not less. */
+static int64_t first_at_least(const Py_buffer *rising, int64_t number) {
+  int64_t first = 0, end = rising->shape[0];
+  while (first < end) {
+    int64_t middle = (first + end) / 2;
+    if (entry(rising, middle) >= number) {
+      end = middle;
+    } else {
+      first = middle + 1;
+    }
+  }
+  return first;
+}
+
 enum { RANK, FIRST_KEY, LAST_KEY, ORDER, START, LAST, ROW, SHARD, INPUTS };
 
 /* needs(rank, k_min, k_max, order, start, last, row, shard, ranks, gap): (ranges of an owner's rows that a rank needs, where those of each
@@ -468,16 +482,7 @@ static PyObject *needed_rows(PyObject *self, PyObject *args) {
   }
   int64_t runs = join_ranges(seen, sights, 0);
   for (int64_t i = 0; i < runs; i++) {
-    int64_t first = 0, end = spans;
-    while (first < end) {
-      int64_t middle = (first + end) / 2;
-      if (entry(&of[LAST], middle) >= seen[i].begin) {
-        end = middle;
-      } else {
-        first = middle + 1;
-      }
-    }
-    for (int64_t at = first; at < spans && entry(&of[START], at) < seen[i].end; at++) {
+    for (int64_t at = first_at_least(&of[LAST], seen[i].begin); at < spans && entry(&of[START], at) < seen[i].end; at++) {
       if (found == room) {
         Range *more = realloc(needed, 2 * room * sizeof(Range));
         if (more == NULL) {
@@ -514,6 +519,127 @@ done:
   return result;
 }
 
+/* ---- fold ---- */
+
+/* A tile of a span of queries and one of keys; `pair` is of their ranks. */
+typedef struct {
+  int64_t pair, sight, query, key;
+  Box box;
+} Fold;
+
+static int earlier(const void *a, const void *b) {
+  const Fold *x = a, *y = b;
+  if (x->pair != y->pair) return x->pair < y->pair ? -1 : 1;
+  if (x->sight != y->sight) return x->sight < y->sight ? -1 : 1;
+  return x->key < y->key ? -1 : x->key > y->key;
+}
+
+/* A box shrunk to its pairs, as `region.trim`; whether it has any. */
+static int trimmed(Box *box) {
+  Box from = *box;
+  box->q_begin = most(from.q_begin, from.k_begin + from.lo);
+  box->q_end = least(from.q_end, from.k_end + from.hi);
+  box->k_begin = most(from.k_begin, from.q_begin - from.hi);
+  box->k_end = least(from.k_end, from.q_end - from.lo);
+  box->lo = most(from.lo, box->q_begin - (box->k_end - 1));
+  box->hi = least(from.hi, box->q_end - 1 - box->k_begin);
+  return box->q_begin < box->q_end && box->k_begin < box->k_end && box->lo <= box->hi;
+}
+
+enum { QUERY, REGION, LEAST_KEY, MOST_KEY, BY_POSITION, FIRST, FINAL, BEGIN, LENGTH, LOCAL, OWNER, SPANS_BEGIN, SPANS_LENGTH, SPANS_LOCAL, RANKS, GIVEN };
+
+/* fold(query, region, k_min, k_max, order, start, last, k_start, k_length, k_row, k_shard, q_start, q_length, q_row, q_shard, regions, first,
+   ranks): (tiles, their spans of queries, their spans of keys, the pair of ranks of each), by pair, as `Plan._make_tiles` has them. The first
+   four are of sights, the next three of the spans of keys by position, the others of spans as they are numbered. */
+static PyObject *fold_spans(PyObject *self, PyObject *args) {
+  PyObject *regions, *tiles = NULL, *queries = NULL, *keys = NULL, *pairs = NULL, *result = NULL;
+  Py_buffer of[GIVEN] = {{0}}, of_regions = {0};
+  Fold *folds = NULL;
+  Py_ssize_t opened = 0;
+  if (!PyTuple_Check(args) || PyTuple_GET_SIZE(args) != GIVEN + 3) {
+    PyErr_SetString(PyExc_TypeError, "fold takes 18 arguments");
+    return NULL;
+  }
+  regions = PyTuple_GET_ITEM(args, GIVEN);
+  long long first_rank = PyLong_AsLongLong(PyTuple_GET_ITEM(args, GIVEN + 1)), ranks = PyLong_AsLongLong(PyTuple_GET_ITEM(args, GIVEN + 2));
+  if (PyErr_Occurred() || !in_range("ranks", ranks, 1)) return NULL;
+  if (!open_table(regions, &of_regions, 8, TILE_COLUMNS)) goto done;
+  for (; opened < GIVEN; opened++) {
+    if (!open_numbers(PyTuple_GET_ITEM(args, opened), &of[opened])) goto done;
+  }
+  int64_t sights = of[QUERY].shape[0], spans = of[BY_POSITION].shape[0], q_spans = of[SPANS_BEGIN].shape[0], room = sights + spans, found = 0;
+  for (int i = 0; i < GIVEN; i++) {
+    if (of[i].shape[0] != (i < BY_POSITION ? sights : i < SPANS_BEGIN ? spans : q_spans)) {
+      PyErr_SetString(PyExc_ValueError, "these arrays are not of one length");
+      goto done;
+    }
+  }
+  folds = malloc(most(room, 1) * sizeof(Fold));
+  if (folds == NULL) {
+    PyErr_NoMemory();
+    goto done;
+  }
+  int sorted = 1;
+  for (int64_t sight = 0; sight < sights; sight++) {
+    int64_t query = entry(&of[QUERY], sight), region = entry(&of[REGION], sight), k_max = entry(&of[MOST_KEY], sight);
+    if (query < 0 || query >= q_spans || region < 0 || region >= of_regions.shape[0]) {
+      PyErr_SetString(PyExc_ValueError, "a span or a region is not among these");
+      goto done;
+    }
+    Box part = box_at(&of_regions, region);
+    int64_t q_start = entry(&of[SPANS_BEGIN], query), q_row = entry(&of[SPANS_LOCAL], query);
+    int64_t i0 = q_row + most(0, part.q_begin - q_start), i1 = q_row + least(entry(&of[SPANS_LENGTH], query), part.q_end - q_start);
+    int64_t rank = entry(&of[RANKS], query) - first_rank;
+    for (int64_t at = first_at_least(&of[FINAL], entry(&of[LEAST_KEY], sight)); at < spans && entry(&of[FIRST], at) <= k_max; at++) {
+      int64_t key = entry(&of[BY_POSITION], at);
+      if (key < 0 || key >= spans) {
+        PyErr_SetString(PyExc_ValueError, "a span or a region is not among these");
+        goto done;
+      }
+      int64_t k_start = entry(&of[BEGIN], key), k_row = entry(&of[LOCAL], key), shift = q_row - k_row + k_start - q_start;
+      Box box = {i0, i1, k_row + most(0, part.k_begin - k_start), k_row + least(entry(&of[LENGTH], key), part.k_end - k_start), part.lo + shift, part.hi + shift};
+      if (!trimmed(&box)) continue;
+      if (found == room) {
+        Fold *more = realloc(folds, 2 * room * sizeof(Fold));
+        if (more == NULL) {
+          PyErr_NoMemory();
+          goto done;
+        }
+        folds = more;
+        room *= 2;
+      }
+      folds[found] = (Fold){rank * ranks + entry(&of[OWNER], key), sight, query, key, box};
+      sorted &= found == 0 || earlier(&folds[found - 1], &folds[found]) < 0;
+      found++;
+    }
+  }
+  if (!sorted) qsort(folds, found, sizeof(Fold), earlier);
+  tiles = new_numbers(TILE_COLUMNS * found);
+  queries = new_numbers(found);
+  keys = new_numbers(found);
+  pairs = new_numbers(found);
+  if (tiles == NULL || queries == NULL || keys == NULL || pairs == NULL) goto done;
+  int64_t *table = numbers_of(tiles);
+  for (int64_t i = 0; i < found; i++, table += TILE_COLUMNS) {
+    Box box = folds[i].box;
+    memcpy(table, (int64_t[TILE_COLUMNS]){box.q_begin, box.q_end, box.k_begin, box.k_end, box.lo, box.hi}, TILE_COLUMNS * sizeof(int64_t));
+    numbers_of(queries)[i] = folds[i].query;
+    numbers_of(keys)[i] = folds[i].key;
+    numbers_of(pairs)[i] = folds[i].pair;
+  }
+  result = PyTuple_Pack(4, tiles, queries, keys, pairs);
+
+done:
+  Py_XDECREF(tiles);
+  Py_XDECREF(queries);
+  Py_XDECREF(keys);
+  Py_XDECREF(pairs);
+  free(folds);
+  while (opened) PyBuffer_Release(&of[--opened]);
+  PyBuffer_Release(&of_regions);
+  return result;
+}
+
 static PyMethodDef methods[] = {
     {"count", count_tiles, METH_O, "Live pairs of each tile."},
     {"half", half_of_pairs, METH_VARARGS, "How many of the first keys have half of the live pairs."},
@@ -521,6 +647,7 @@ static PyMethodDef methods[] = {
     {"settle", settle_tiles, METH_VARARGS, "Tiles that have a live pair, with bands within the rows."},
     {"work", work_of_chunks, METH_VARARGS, "Live pairs of the queries of each chunk."},
     {"deal", deal_chunks, METH_VARARGS, "The chunks of each rank."},
+    {"fold", fold_spans, METH_VARARGS, "The tiles of ranks, by pairs of a rank and an owner."},
     {"needs", needed_rows, METH_VARARGS, "The rows of each owner that each rank needs."},
     {NULL, NULL, 0, NULL},
 };

@@ -1450,6 +1450,13 @@ MUTATIONS = (
         "the last row that a rank sees does not move to it",
         f"{IN_C} -k needed_rows",
     ),
+    Mutation(
+        "kernels/ringattn_kernels/plans.c",
+        "entry(&of[FIRST], at) <= k_max; at++",
+        "entry(&of[FIRST], at) < k_max; at++",
+        "the first key of a span has no tile if it is the last that a query sees",
+        f"{IN_C} -k needed_rows",
+    ),
     # predictions
     Mutation(
         "ringattn/predict/planner.py",

@@ -178,10 +178,16 @@ class Plan:
         sights = self._sights
         if end - first < self.world_size:
             sights = sights.part(*self.queries.bounds[[first, end]].tolist())
-        table, query, key = fold(self.queries, self.keys, self.regions, sights)
-        n = self.world_size
-        pair = (self.queries.shard[query] - first) * n + self.keys.shard[key]
+        n, native, q, k = self.world_size, plans(), self.queries, self.keys
         pairs = (end - first) * n
+        if native is not None and self.stride == 1 and k.ascending is not None:
+            seen = sights.query, sights.region, sights.k_min, sights.k_max
+            spans = *k.ascending, k.start, k.length, k.row, k.shard, q.start, q.length, q.row, q.shard
+            tiles, *of_tiles = native.fold(*seen, *spans, self.regions, first, n)
+            query, key, pair = map(numbers, of_tiles)
+            return _Tiles(first, n, numbers(tiles, _TILE), query, key, pair.searchsorted(np.arange(pairs + 1)))
+        table, query, key = fold(q, k, self.regions, sights)
+        pair = (q.shard[query] - first) * n + k.shard[key]
         # the smallest integer type, which numpy sorts fastest: by counting
         by_pair = pair.astype(np.min_scalar_type(pairs)).argsort(kind="stable")
         starts = np.concatenate([[0], np.bincount(pair, minlength=pairs).cumsum()])

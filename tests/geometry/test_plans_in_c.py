@@ -96,7 +96,7 @@ def test_chunks_are_dealt(seed, ranks, each, parts, largest):
 
 @settings(max_examples=80, deadline=None)
 @given(seed=SEEDS, ranks=st.integers(1, 6), keys_of_their_own=st.booleans())
-def test_needed_rows(seed, ranks, keys_of_their_own):
+def test_tiles_and_needed_rows(seed, ranks, keys_of_their_own):
     """Shards of any pieces, in any order, some empty; documents and windows whose rows lie close to each other or not."""
     random = np.random.default_rng(seed)
     tokens = int(random.integers(1, 1500))
@@ -123,10 +123,18 @@ def test_needed_rows(seed, ranks, keys_of_their_own):
         return of._needs
 
     assert_same(needs)
+    first = int(random.integers(ranks))
+
+    def tiles(*ranks):
+        return tuple(vars(of._make_tiles(*ranks)).values())
+
+    assert_same(tiles, 0, ranks)
+    assert_same(tiles, first, first + 1)
 
 
 TILES, WORK = np.array([[0, 4, 0, 4, -3, 3]]), np.arange(4)
 NEEDS = *[np.zeros(2, dtype=np.int64)] * 3, *[np.arange(2)] * 5
+FOLD = *[np.zeros(2, dtype=np.int64)] * 4, *[np.arange(2)] * 11
 
 
 @pytest.mark.parametrize(
@@ -152,6 +160,13 @@ NEEDS = *[np.zeros(2, dtype=np.int64)] * 3, *[np.arange(2)] * 5
         ("needs", (*NEEDS[:3], NEEDS[3] + 1, *NEEDS[4:], 2, 64), "a rank or a span is not among these"),
         ("needs", (*NEEDS[:2], WORK, *NEEDS[3:], 2, 64), "these arrays are not of one length"),
         ("needs", (*NEEDS[:7], WORK.astype(float), 2, 64), "no array of integers of 8 bytes"),
+        ("fold", (*FOLD, TILES, 0, 0), "ranks is 0"),
+        ("fold", (*FOLD, TILES[:, :5], 0, 2), "no table of integers"),
+        ("fold", (FOLD[0] + 2, *FOLD[1:], TILES, 0, 2), "a span or a region is not among these"),
+        ("fold", (FOLD[0], FOLD[1] + 1, *FOLD[2:], TILES, 0, 2), "a span or a region is not among these"),
+        ("fold", (*FOLD[:4], FOLD[4] - 1, *FOLD[5:], TILES, 0, 2), "a span or a region is not among these"),
+        ("fold", (*FOLD[:10], WORK, *FOLD[11:], TILES, 0, 2), "these arrays are not of one length"),
+        ("fold", (*FOLD[:14], WORK[:2].astype(float), TILES, 0, 2), "no array of integers of 8 bytes"),
     ],
 )
 def test_what_would_be_read_elsewhere_is_refused(name, given, message):
