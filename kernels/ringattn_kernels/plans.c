@@ -392,6 +392,30 @@ done:
 
 /* ---- need ---- */
 
+/* A copy of records, each of which begins with the number of its group, group by group; those of a group stay in their order. NULL if there is
+   no memory. */
+static void *grouped(const void *records, size_t size, int64_t count, int64_t groups) {
+  char *copy = malloc(most(count, 1) * size);
+  int64_t *place = calloc(groups + 1, sizeof(int64_t)), group;
+  if (copy != NULL && place != NULL) {
+    for (int64_t i = 0; i < count; i++) {
+      memcpy(&group, (const char *)records + i * size, sizeof(group));
+      place[group + 1]++;
+    }
+    for (int64_t i = 0; i < groups; i++) place[i + 1] += place[i];
+    for (int64_t i = 0; i < count; i++) {
+      memcpy(&group, (const char *)records + i * size, sizeof(group));
+      memcpy(copy + place[group]++ * size, (const char *)records + i * size, size);
+    }
+  } else {
+    free(copy);
+    copy = NULL;
+    PyErr_NoMemory();
+  }
+  free(place);
+  return copy;
+}
+
 /* Rows or positions [begin, end) of a group. */
 typedef struct {
   int64_t group, begin, end;
@@ -447,7 +471,7 @@ enum { RANK, FIRST_KEY, LAST_KEY, ORDER, START, LAST, ROW, SHARD, INPUTS };
 static PyObject *needed_rows(PyObject *self, PyObject *args) {
   PyObject *given[INPUTS], *ranges = NULL, *cuts = NULL, *result = NULL;
   Py_buffer of[INPUTS] = {{0}};
-  Range *seen = NULL, *needed = NULL;
+  Range *seen = NULL, *needed = NULL, *by_pair = NULL;
   long long ranks, gap;
   int opened = 0;
   if (!PyArg_ParseTuple(args, "OOOOOOOOLL", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5], &given[6], &given[7], &ranks, &gap))
@@ -497,15 +521,17 @@ static PyObject *needed_rows(PyObject *self, PyObject *args) {
       needed[found++] = (Range){seen[i].group * ranks + entry(&of[SHARD], key), begin, stop};
     }
   }
-  found = join_ranges(needed, found, gap);
+  by_pair = grouped(needed, sizeof(Range), found, ranks * ranks);
+  if (by_pair == NULL) goto done;
+  found = join_ranges(by_pair, found, gap);
   ranges = new_numbers(2 * found);
   cuts = new_numbers(ranks * ranks + 1);
   if (ranges == NULL || cuts == NULL) goto done;
   int64_t *rows = numbers_of(ranges), *cut = numbers_of(cuts), pair = 0;
   for (int64_t i = 0; i < found; i++) {
-    while (pair <= needed[i].group) cut[pair++] = i;
-    rows[2 * i] = needed[i].begin;
-    rows[2 * i + 1] = needed[i].end;
+    while (pair <= by_pair[i].group) cut[pair++] = i;
+    rows[2 * i] = by_pair[i].begin;
+    rows[2 * i + 1] = by_pair[i].end;
   }
   while (pair <= ranks * ranks) cut[pair++] = found;
   result = PyTuple_Pack(2, ranges, cuts);
@@ -515,6 +541,7 @@ done:
   Py_XDECREF(cuts);
   free(seen);
   free(needed);
+  free(by_pair);
   while (opened) PyBuffer_Release(&of[--opened]);
   return result;
 }
@@ -554,7 +581,7 @@ enum { QUERY, REGION, LEAST_KEY, MOST_KEY, BY_POSITION, FIRST, FINAL, BEGIN, LEN
 static PyObject *fold_spans(PyObject *self, PyObject *args) {
   PyObject *regions, *tiles = NULL, *queries = NULL, *keys = NULL, *pairs = NULL, *result = NULL;
   Py_buffer of[GIVEN] = {{0}}, of_regions = {0};
-  Fold *folds = NULL;
+  Fold *folds = NULL, *by_pair = NULL;
   Py_ssize_t opened = 0;
   if (!PyTuple_Check(args) || PyTuple_GET_SIZE(args) != GIVEN + 3) {
     PyErr_SetString(PyExc_TypeError, "fold takes 18 arguments");
@@ -579,7 +606,6 @@ static PyObject *fold_spans(PyObject *self, PyObject *args) {
     PyErr_NoMemory();
     goto done;
   }
-  int sorted = 1;
   for (int64_t sight = 0; sight < sights; sight++) {
     int64_t query = entry(&of[QUERY], sight), region = entry(&of[REGION], sight), k_max = entry(&of[MOST_KEY], sight);
     if (query < 0 || query >= q_spans || region < 0 || region >= of_regions.shape[0]) {
@@ -590,10 +616,14 @@ static PyObject *fold_spans(PyObject *self, PyObject *args) {
     int64_t q_start = entry(&of[SPANS_BEGIN], query), q_row = entry(&of[SPANS_LOCAL], query);
     int64_t i0 = q_row + most(0, part.q_begin - q_start), i1 = q_row + least(entry(&of[SPANS_LENGTH], query), part.q_end - q_start);
     int64_t rank = entry(&of[RANKS], query) - first_rank;
+    if (rank < 0 || rank >= ranks) {
+      PyErr_SetString(PyExc_ValueError, "a rank is not among these");
+      goto done;
+    }
     for (int64_t at = first_at_least(&of[FINAL], entry(&of[LEAST_KEY], sight)); at < spans && entry(&of[FIRST], at) <= k_max; at++) {
-      int64_t key = entry(&of[BY_POSITION], at);
-      if (key < 0 || key >= spans) {
-        PyErr_SetString(PyExc_ValueError, "a span or a region is not among these");
+      int64_t key = entry(&of[BY_POSITION], at), owner = key < 0 || key >= spans ? -1 : entry(&of[OWNER], key);
+      if (owner < 0 || owner >= ranks) {
+        PyErr_SetString(PyExc_ValueError, "a span or an owner is not among these");
         goto done;
       }
       int64_t k_start = entry(&of[BEGIN], key), k_row = entry(&of[LOCAL], key), shift = q_row - k_row + k_start - q_start;
@@ -608,12 +638,15 @@ static PyObject *fold_spans(PyObject *self, PyObject *args) {
         folds = more;
         room *= 2;
       }
-      folds[found] = (Fold){rank * ranks + entry(&of[OWNER], key), sight, query, key, box};
-      sorted &= found == 0 || earlier(&folds[found - 1], &folds[found]) < 0;
+      folds[found] = (Fold){rank * ranks + owner, sight, query, key, box};
       found++;
     }
   }
-  if (!sorted) qsort(folds, found, sizeof(Fold), earlier);
+  by_pair = grouped(folds, sizeof(Fold), found, ranks * ranks);
+  if (by_pair == NULL) goto done;
+  int sorted = 1;
+  for (int64_t i = 1; i < found; i++) sorted &= earlier(&by_pair[i - 1], &by_pair[i]) < 0;
+  if (!sorted) qsort(by_pair, found, sizeof(Fold), earlier);
   tiles = new_numbers(TILE_COLUMNS * found);
   queries = new_numbers(found);
   keys = new_numbers(found);
@@ -621,11 +654,11 @@ static PyObject *fold_spans(PyObject *self, PyObject *args) {
   if (tiles == NULL || queries == NULL || keys == NULL || pairs == NULL) goto done;
   int64_t *table = numbers_of(tiles);
   for (int64_t i = 0; i < found; i++, table += TILE_COLUMNS) {
-    Box box = folds[i].box;
+    Box box = by_pair[i].box;
     memcpy(table, (int64_t[TILE_COLUMNS]){box.q_begin, box.q_end, box.k_begin, box.k_end, box.lo, box.hi}, TILE_COLUMNS * sizeof(int64_t));
-    numbers_of(queries)[i] = folds[i].query;
-    numbers_of(keys)[i] = folds[i].key;
-    numbers_of(pairs)[i] = folds[i].pair;
+    numbers_of(queries)[i] = by_pair[i].query;
+    numbers_of(keys)[i] = by_pair[i].key;
+    numbers_of(pairs)[i] = by_pair[i].pair;
   }
   result = PyTuple_Pack(4, tiles, queries, keys, pairs);
 
@@ -635,6 +668,7 @@ done:
   Py_XDECREF(keys);
   Py_XDECREF(pairs);
   free(folds);
+  free(by_pair);
   while (opened) PyBuffer_Release(&of[--opened]);
   PyBuffer_Release(&of_regions);
   return result;

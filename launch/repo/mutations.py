@@ -1438,8 +1438,8 @@ MUTATIONS = (
     ),
     Mutation(
         "kernels/ringattn_kernels/plans.c",
-        "  found = join_ranges(needed, found, gap);\n",
-        "  found = join_ranges(needed, found, 0);\n",
+        "  found = join_ranges(by_pair, found, gap);\n",
+        "  found = join_ranges(by_pair, found, 0);\n",
         "rows that lie close to each other are gathered one by one",
         f"{IN_C} -k needed_rows",
     ),
