@@ -285,7 +285,7 @@ def accelerated(setting: Setting, steps: list[TrainedStep], run: Run) -> None:
 
     from ringattn.integrations.accelerate import RingParallelismConfig
 
-    _tell_ranks()
+    _tell_ranks(setting.device)
     parallel, micro = RingParallelismConfig(ring_size=setting.size), setting.size
     accelerator = Accelerator(cpu=setting.device == "cpu", gradient_accumulation_steps=micro, parallelism_config=parallel)
     model = setting.model()
@@ -355,7 +355,7 @@ def trained_by_trl(setting: Setting, steps: list[TrainedStep], run: Run) -> None
 def _settings(kind: Any, setting: Setting, steps: list[TrainedStep], **more: Any) -> Any:
     """A Trainer's settings: each step of the optimizer takes a row for each rank, one after the other."""
     on_cpu = setting.device == "cpu"
-    _tell_ranks()
+    _tell_ranks(setting.device)
     return kind(
         str(setting.arguments.out / "trainer"),
         max_steps=len(steps),
@@ -398,10 +398,10 @@ def _run_trainer(make: Callable[[nn.Module, list], Any], setting: Setting, run: 
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def _tell_ranks() -> None:
+def _tell_ranks(device: str) -> None:
     """accelerate reads from the environment which rank this is, and as LOCAL_RANK the number of its GPU, which ranks may share."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    local_rank = str(torch.cuda.current_device()) if torch.cuda.is_available() else rank
+    local_rank = str(torch.cuda.current_device()) if device == "cuda" else rank
     for name, value in dict(RANK=rank, LOCAL_RANK=local_rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size).items():
         os.environ.setdefault(name, value)
 
