@@ -31,6 +31,20 @@ static PyObject *new_numbers(int64_t count) { return PyByteArray_FromStringAndSi
 
 static int64_t *numbers_of(PyObject *numbers) { return (int64_t *)PyByteArray_AS_STRING(numbers); }
 
+/* Where the first of rising numbers is that is not less. */
+static int64_t first_at_least(const Py_buffer *rising, int64_t number) {
+  int64_t first = 0, end = rising->shape[0];
+  while (first < end) {
+    int64_t middle = (first + end) / 2;
+    if (entry(rising, middle) >= number) {
+      end = middle;
+    } else {
+      first = middle + 1;
+    }
+  }
+  return first;
+}
+
 /* ---- count ---- */
 
 /* Twice the sum of max(0, x) over x < n. It wraps as in NumPy; differences are right. */
@@ -288,17 +302,8 @@ static PyObject *work_of_chunks(PyObject *self, PyObject *args) {
   PyThreadState *thread = release(of_regions.shape[0] + chunks);
   for (Py_ssize_t i = 0; i < of_regions.shape[0]; i++) {
     Box region = box_at(&of_regions, i), part = region;
-    /* the first chunk that ends after the first query */
-    int64_t first = 0, last = chunks;
-    while (first < last) {
-      int64_t middle = (first + last) / 2;
-      if (entry(&of_edges, middle + 1) > region.q_begin) {
-        last = middle;
-      } else {
-        first = middle + 1;
-      }
-    }
-    for (int64_t chunk = first; chunk < chunks && entry(&of_edges, chunk) < region.q_end; chunk++) {
+    /* from the chunk on that ends after the first query */
+    for (int64_t chunk = most(first_at_least(&of_edges, region.q_begin + 1) - 1, 0); chunk < chunks && entry(&of_edges, chunk) < region.q_end; chunk++) {
       part.q_begin = most(region.q_begin, entry(&of_edges, chunk));
       part.q_end = least(region.q_end, entry(&of_edges, chunk + 1));
       work[chunk] += pairs_in(&part);
@@ -449,51 +454,65 @@ static int64_t join_ranges(Range *ranges, int64_t count, int64_t gap) {
   return left;
 }
 
-/* Where the first of rising numbers is that is not less. */
-static int64_t first_at_least(const Py_buffer *rising, int64_t number) {
-  int64_t first = 0, end = rising->shape[0];
-  while (first < end) {
-    int64_t middle = (first + end) / 2;
-    if (entry(rising, middle) >= number) {
-      end = middle;
-    } else {
-      first = middle + 1;
-    }
+/* Room for one more record; 0 if there is no memory. */
+static int more_room(void **records, size_t size, int64_t count, int64_t *room) {
+  if (count < *room) return 1;
+  void *more = realloc(*records, 2 * *room * size);
+  if (more == NULL) {
+    PyErr_NoMemory();
+    return 0;
   }
-  return first;
+  *records = more;
+  *room *= 2;
+  return 1;
 }
 
-enum { RANK, FIRST_KEY, LAST_KEY, ORDER, START, LAST, ROW, SHARD, INPUTS };
+/* Arrays that `needs` and `fold` are given: of sights; of the spans of keys, by position; of these spans as they are numbered. Others follow. */
+enum { K_MIN, K_MAX, ORDER, START, LAST, ROW, SHARD, SHARED };
 
-/* needs(rank, k_min, k_max, order, start, last, row, shard, ranks, gap): (ranges of an owner's rows that a rank needs, where those of each
-   pair of a rank and an owner begin), as `Plan._needs`. The first three are of sights, the next three of the spans of keys by position, the
-   last two of these spans as they are numbered. */
+/* Open the arrays at the beginning of the arguments, which other arguments follow. `opened`: how many are open, also where this fails. */
+static int open_arrays(PyObject *args, int arrays, int others, Py_buffer *of, int *opened) {
+  if (PyTuple_GET_SIZE(args) != arrays + others) {
+    PyErr_Format(PyExc_TypeError, "there are %zd arguments, but must be %d", PyTuple_GET_SIZE(args), arrays + others);
+    return 0;
+  }
+  for (*opened = 0; *opened < arrays; ++*opened) {
+    if (!open_numbers(PyTuple_GET_ITEM(args, *opened), &of[*opened])) return 0;
+  }
+  return 1;
+}
+
+/* Whether arrays have these lengths, and the spans of keys are among themselves, and of ranks. */
+static int have_lengths(const Py_buffer *of, const int64_t *lengths, int arrays, int64_t ranks) {
+  for (int i = 0; i < arrays; i++) {
+    if (of[i].shape[0] == lengths[i]) continue;
+    PyErr_SetString(PyExc_ValueError, "these arrays are not of one length");
+    return 0;
+  }
+  for (int64_t i = 0; i < lengths[ORDER]; i++) {
+    int64_t span = entry(&of[ORDER], i), rank = entry(&of[SHARD], i);
+    if (span >= 0 && span < lengths[ORDER] && rank >= 0 && rank < ranks) continue;
+    PyErr_SetString(PyExc_ValueError, "a rank or a span is not among these");
+    return 0;
+  }
+  return 1;
+}
+
+enum { RANK = SHARED, NEEDS };
+
+/* needs(k_min, k_max, order, start, last, row, shard, rank, ranks, gap): (ranges of an owner's rows that a rank needs, where those of each
+   pair of a rank and an owner begin), as `Plan._needs`. rank: of each sight. */
 static PyObject *needed_rows(PyObject *self, PyObject *args) {
-  PyObject *given[INPUTS], *ranges = NULL, *cuts = NULL, *result = NULL;
-  Py_buffer of[INPUTS] = {{0}};
-  Range *seen = NULL, *needed = NULL, *by_pair = NULL;
-  long long ranks, gap;
+  PyObject *ranges = NULL, *cuts = NULL, *result = NULL;
+  Py_buffer of[NEEDS] = {{0}};
+  void *needed = NULL;
+  Range *seen = NULL, *by_pair = NULL;
   int opened = 0;
-  if (!PyArg_ParseTuple(args, "OOOOOOOOLL", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5], &given[6], &given[7], &ranks, &gap))
-    return NULL;
-  if (!in_range("ranks", ranks, 1) || !in_range("gap", gap, 0)) return NULL;
-  for (; opened < INPUTS; opened++) {
-    if (!open_numbers(given[opened], &of[opened])) goto done;
-  }
+  if (!open_arrays(args, NEEDS, 2, of, &opened)) goto done;
+  int64_t ranks = PyLong_AsLongLong(PyTuple_GET_ITEM(args, NEEDS)), gap = PyLong_AsLongLong(PyTuple_GET_ITEM(args, NEEDS + 1));
+  if (PyErr_Occurred() || !in_range("ranks", ranks, 1) || !in_range("gap", gap, 0)) goto done;
   int64_t sights = of[RANK].shape[0], spans = of[ORDER].shape[0], room = sights + spans, found = 0;
-  for (int i = 0; i < INPUTS; i++) {
-    if (of[i].shape[0] != (i < ORDER ? sights : spans)) {
-      PyErr_SetString(PyExc_ValueError, "these arrays are not of one length");
-      goto done;
-    }
-  }
-  for (int64_t i = 0; i < sights + spans; i++) {
-    int64_t number = i < sights ? entry(&of[RANK], i) : entry(&of[SHARD], i - sights), span = i < sights ? 0 : entry(&of[ORDER], i - sights);
-    if (number < 0 || number >= ranks || span < 0 || (i >= sights && span >= spans)) {
-      PyErr_SetString(PyExc_ValueError, "a rank or a span is not among these");
-      goto done;
-    }
-  }
+  if (!have_lengths(of, (int64_t[]){sights, sights, spans, spans, spans, spans, spans, sights}, NEEDS, ranks)) goto done;
   seen = malloc(most(sights, 1) * sizeof(Range));
   needed = malloc(most(room, 1) * sizeof(Range));
   if (seen == NULL || needed == NULL) {
@@ -502,23 +521,19 @@ static PyObject *needed_rows(PyObject *self, PyObject *args) {
   }
   /* runs of positions that each rank sees */
   for (int64_t i = 0; i < sights; i++) {
-    seen[i] = (Range){entry(&of[RANK], i), entry(&of[FIRST_KEY], i), entry(&of[LAST_KEY], i) + 1};
+    seen[i] = (Range){entry(&of[RANK], i), entry(&of[K_MIN], i), entry(&of[K_MAX], i) + 1};
+    if (seen[i].group < 0 || seen[i].group >= ranks) {
+      PyErr_SetString(PyExc_ValueError, "a rank or a span is not among these");
+      goto done;
+    }
   }
   int64_t runs = join_ranges(seen, sights, 0);
   for (int64_t i = 0; i < runs; i++) {
     for (int64_t at = first_at_least(&of[LAST], seen[i].begin); at < spans && entry(&of[START], at) < seen[i].end; at++) {
-      if (found == room) {
-        Range *more = realloc(needed, 2 * room * sizeof(Range));
-        if (more == NULL) {
-          PyErr_NoMemory();
-          goto done;
-        }
-        needed = more;
-        room *= 2;
-      }
+      if (!more_room(&needed, sizeof(Range), found, &room)) goto done;
       int64_t key = entry(&of[ORDER], at), start = entry(&of[START], at), shift = entry(&of[ROW], key) - start;
       int64_t begin = most(seen[i].begin, start) + shift, stop = least(seen[i].end, entry(&of[LAST], at) + 1) + shift;
-      needed[found++] = (Range){seen[i].group * ranks + entry(&of[SHARD], key), begin, stop};
+      ((Range *)needed)[found++] = (Range){seen[i].group * ranks + entry(&of[SHARD], key), begin, stop};
     }
   }
   by_pair = grouped(needed, sizeof(Range), found, ranks * ranks);
@@ -573,73 +588,51 @@ static int trimmed(Box *box) {
   return box->q_begin < box->q_end && box->k_begin < box->k_end && box->lo <= box->hi;
 }
 
-enum { QUERY, REGION, LEAST_KEY, MOST_KEY, BY_POSITION, FIRST, FINAL, BEGIN, LENGTH, LOCAL, OWNER, SPANS_BEGIN, SPANS_LENGTH, SPANS_LOCAL, RANKS, GIVEN };
+enum { QUERY = SHARED, REGION, K_START, K_LENGTH, Q_START, Q_LENGTH, Q_ROW, Q_SHARD, FOLD };
 
-/* fold(query, region, k_min, k_max, order, start, last, k_start, k_length, k_row, k_shard, q_start, q_length, q_row, q_shard, regions, first,
-   ranks): (tiles, their spans of queries, their spans of keys, the pair of ranks of each), by pair, as `Plan._make_tiles` has them. The first
-   four are of sights, the next three of the spans of keys by position, the others of spans as they are numbered. */
+/* fold(k_min, k_max, order, start, last, row, shard, query, region, k_start, k_length, q_start, q_length, q_row, q_shard, regions, first,
+   ranks): (tiles, their spans of queries, their spans of keys, the pair of ranks of each), by pair, as `Plan._make_tiles` has them of the ranks
+   from `first` on. query, region: of each sight; the six behind them are of spans as they are numbered. */
 static PyObject *fold_spans(PyObject *self, PyObject *args) {
-  PyObject *regions, *tiles = NULL, *queries = NULL, *keys = NULL, *pairs = NULL, *result = NULL;
-  Py_buffer of[GIVEN] = {{0}}, of_regions = {0};
-  Fold *folds = NULL, *by_pair = NULL;
-  Py_ssize_t opened = 0;
-  if (!PyTuple_Check(args) || PyTuple_GET_SIZE(args) != GIVEN + 3) {
-    PyErr_SetString(PyExc_TypeError, "fold takes 18 arguments");
-    return NULL;
-  }
-  regions = PyTuple_GET_ITEM(args, GIVEN);
-  long long first_rank = PyLong_AsLongLong(PyTuple_GET_ITEM(args, GIVEN + 1)), ranks = PyLong_AsLongLong(PyTuple_GET_ITEM(args, GIVEN + 2));
-  if (PyErr_Occurred() || !in_range("ranks", ranks, 1)) return NULL;
-  if (!open_table(regions, &of_regions, 8, TILE_COLUMNS)) goto done;
-  for (; opened < GIVEN; opened++) {
-    if (!open_numbers(PyTuple_GET_ITEM(args, opened), &of[opened])) goto done;
-  }
-  int64_t sights = of[QUERY].shape[0], spans = of[BY_POSITION].shape[0], q_spans = of[SPANS_BEGIN].shape[0], room = sights + spans, found = 0;
-  for (int i = 0; i < GIVEN; i++) {
-    if (of[i].shape[0] != (i < BY_POSITION ? sights : i < SPANS_BEGIN ? spans : q_spans)) {
-      PyErr_SetString(PyExc_ValueError, "these arrays are not of one length");
-      goto done;
-    }
-  }
+  PyObject *tiles = NULL, *queries = NULL, *keys = NULL, *pairs = NULL, *result = NULL;
+  Py_buffer of[FOLD] = {{0}}, of_regions = {0};
+  void *folds = NULL;
+  Fold *by_pair = NULL;
+  int opened = 0;
+  if (!open_arrays(args, FOLD, 3, of, &opened) || !open_table(PyTuple_GET_ITEM(args, FOLD), &of_regions, 8, TILE_COLUMNS)) goto done;
+  int64_t first_rank = PyLong_AsLongLong(PyTuple_GET_ITEM(args, FOLD + 1)), ranks = PyLong_AsLongLong(PyTuple_GET_ITEM(args, FOLD + 2));
+  if (PyErr_Occurred() || !in_range("ranks", ranks, 1)) goto done;
+  int64_t sights = of[QUERY].shape[0], spans = of[ORDER].shape[0], q_spans = of[Q_START].shape[0], room = sights + spans, found = 0;
+  const int64_t lengths[FOLD] = {
+      sights, sights, spans, spans, spans, spans, spans, sights, sights, spans, spans, q_spans, q_spans, q_spans, q_spans};
+  if (!have_lengths(of, lengths, FOLD, ranks)) goto done;
   folds = malloc(most(room, 1) * sizeof(Fold));
   if (folds == NULL) {
     PyErr_NoMemory();
     goto done;
   }
   for (int64_t sight = 0; sight < sights; sight++) {
-    int64_t query = entry(&of[QUERY], sight), region = entry(&of[REGION], sight), k_max = entry(&of[MOST_KEY], sight);
+    int64_t query = entry(&of[QUERY], sight), region = entry(&of[REGION], sight), k_max = entry(&of[K_MAX], sight);
     if (query < 0 || query >= q_spans || region < 0 || region >= of_regions.shape[0]) {
       PyErr_SetString(PyExc_ValueError, "a span or a region is not among these");
       goto done;
     }
-    Box part = box_at(&of_regions, region);
-    int64_t q_start = entry(&of[SPANS_BEGIN], query), q_row = entry(&of[SPANS_LOCAL], query);
-    int64_t i0 = q_row + most(0, part.q_begin - q_start), i1 = q_row + least(entry(&of[SPANS_LENGTH], query), part.q_end - q_start);
-    int64_t rank = entry(&of[RANKS], query) - first_rank;
+    int64_t rank = entry(&of[Q_SHARD], query) - first_rank;
     if (rank < 0 || rank >= ranks) {
-      PyErr_SetString(PyExc_ValueError, "a rank is not among these");
+      PyErr_SetString(PyExc_ValueError, "a rank or a span is not among these");
       goto done;
     }
-    for (int64_t at = first_at_least(&of[FINAL], entry(&of[LEAST_KEY], sight)); at < spans && entry(&of[FIRST], at) <= k_max; at++) {
-      int64_t key = entry(&of[BY_POSITION], at), owner = key < 0 || key >= spans ? -1 : entry(&of[OWNER], key);
-      if (owner < 0 || owner >= ranks) {
-        PyErr_SetString(PyExc_ValueError, "a span or an owner is not among these");
-        goto done;
-      }
-      int64_t k_start = entry(&of[BEGIN], key), k_row = entry(&of[LOCAL], key), shift = q_row - k_row + k_start - q_start;
-      Box box = {i0, i1, k_row + most(0, part.k_begin - k_start), k_row + least(entry(&of[LENGTH], key), part.k_end - k_start), part.lo + shift, part.hi + shift};
+    Box part = box_at(&of_regions, region);
+    int64_t q_start = entry(&of[Q_START], query), q_row = entry(&of[Q_ROW], query);
+    int64_t i0 = q_row + most(0, part.q_begin - q_start), i1 = q_row + least(entry(&of[Q_LENGTH], query), part.q_end - q_start);
+    for (int64_t at = first_at_least(&of[LAST], entry(&of[K_MIN], sight)); at < spans && entry(&of[START], at) <= k_max; at++) {
+      int64_t key = entry(&of[ORDER], at), k_start = entry(&of[K_START], key), k_row = entry(&of[ROW], key);
+      int64_t j0 = k_row + most(0, part.k_begin - k_start), j1 = k_row + least(entry(&of[K_LENGTH], key), part.k_end - k_start);
+      int64_t shift = q_row - k_row + k_start - q_start;
+      Box box = {i0, i1, j0, j1, part.lo + shift, part.hi + shift};
       if (!trimmed(&box)) continue;
-      if (found == room) {
-        Fold *more = realloc(folds, 2 * room * sizeof(Fold));
-        if (more == NULL) {
-          PyErr_NoMemory();
-          goto done;
-        }
-        folds = more;
-        room *= 2;
-      }
-      folds[found] = (Fold){rank * ranks + owner, sight, query, key, box};
-      found++;
+      if (!more_room(&folds, sizeof(Fold), found, &room)) goto done;
+      ((Fold *)folds)[found++] = (Fold){rank * ranks + entry(&of[SHARD], key), sight, query, key, box};
     }
   }
   by_pair = grouped(folds, sizeof(Fold), found, ranks * ranks);

@@ -111,7 +111,8 @@ class Layout(Digested):
 
     def balance(self, mask: Mask) -> float:
         """The busiest rank's live pairs over the mean of all ranks: 1.0 if work is even, or if nothing is live."""
-        return _balance(self.work(mask))
+        work = self.work(mask)
+        return _balance(int(work.max()), int(work.sum()), len(work))
 
     def _key(self) -> bytes:
         return np.concatenate([np.array([[self.seq_len, self.world_size, 0, 0]]), self.table]).tobytes()
@@ -253,7 +254,7 @@ def balanced_ranks(regions: Table, seq_len: int, world_size: int) -> np.ndarray:
     chunks = 1
     while chunks <= most and best_balance > _EVEN_ENOUGH:
         hands, busiest, total = _deal(work, chunks * world_size, world_size)
-        balance = world_size * busiest / total if total else 1.0
+        balance = _balance(busiest, total, world_size)
         if balance < best_balance - 1e-9:
             best, best_balance = hands, balance
         chunks *= 2
@@ -338,9 +339,8 @@ def _sums(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
     return out
 
 
-def _balance(work: np.ndarray) -> float:
-    total = int(work.sum())
-    return len(work) * int(work.max()) / total if total else 1.0
+def _balance(busiest: int, total: int, ranks: int) -> float:
+    return ranks * busiest / total if total else 1.0
 
 
 def _deal(work: np.ndarray, chunks: int, world_size: int) -> tuple[np.ndarray, int, int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -173,17 +174,26 @@ class Plan:
     def _sights(self) -> Sights:
         return look(self.queries, self.regions)
 
+    @property
+    def _native(self) -> ModuleType | None:
+        """`plans.c`, if it is compiled and knows such spans."""
+        return plans() if self.stride == 1 and self.keys.ascending is not None else None
+
+    def _seen_by(self, sights: Sights) -> tuple[np.ndarray, ...]:
+        """What `plans.c` is told of sights and of the spans of keys, which are in ascending order."""
+        assert self.keys.ascending is not None
+        return sights.k_min, sights.k_max, *self.keys.ascending, self.keys.row, self.keys.shard
+
     def _make_tiles(self, first: int, end: int) -> _Tiles:
         """The tiles of the ranks [first, end)."""
         sights = self._sights
         if end - first < self.world_size:
             sights = sights.part(*self.queries.bounds[[first, end]].tolist())
-        n, native, q, k = self.world_size, plans(), self.queries, self.keys
+        n, native, q, k = self.world_size, self._native, self.queries, self.keys
         pairs = (end - first) * n
-        if native is not None and self.stride == 1 and k.ascending is not None:
-            seen = sights.query, sights.region, sights.k_min, sights.k_max
-            spans = *k.ascending, k.start, k.length, k.row, k.shard, q.start, q.length, q.row, q.shard
-            tiles, *of_tiles = native.fold(*seen, *spans, self.regions, first, n)
+        if native is not None:
+            spans = k.start, k.length, q.start, q.length, q.row, q.shard
+            tiles, *of_tiles = native.fold(*self._seen_by(sights), sights.query, sights.region, *spans, self.regions, first, n)
             query, key, pair = map(numbers, of_tiles)
             return _Tiles(first, n, numbers(tiles, _TILE), query, key, pair.searchsorted(np.arange(pairs + 1)))
         table, query, key = fold(q, k, self.regions, sights)
@@ -196,11 +206,10 @@ class Plan:
     @cached_property
     def _needs(self) -> tuple[Table, list[int]]:
         """The rows that each (rank, owner) pair needs as an (n, 2) table of ranges, and where those of each pair begin in it."""
-        native, keys = plans(), self.keys
-        if native is not None and self.stride == 1 and keys.ascending is not None:
-            sights = self._sights
-            seen = self.queries.shard[sights.query], sights.k_min, sights.k_max
-            ranges, cuts = native.needs(*seen, *keys.ascending, keys.row, keys.shard, self.world_size, _GAP)
+        native, sights = self._native, self._sights
+        if native is not None:
+            ranks = self.queries.shard[sights.query]
+            ranges, cuts = native.needs(*self._seen_by(sights), ranks, self.world_size, _GAP)
             return numbers(ranges, 2), numbers(cuts).tolist()
         pair, begin, end = self._seen_rows()
         # all pairs at once: `base` moves their rows too far apart to be joined across pairs

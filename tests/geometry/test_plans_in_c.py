@@ -84,7 +84,7 @@ def test_pairs_are_counted_and_halved(seed, block):
 
 @settings(max_examples=80, deadline=None)
 @given(
-    seed=SEEDS, ranks=st.integers(1, 9), each=st.integers(1, 20), parts=st.integers(1, 4), largest=st.sampled_from([0, 1, 5, 2**45])
+    seed=SEEDS, ranks=st.integers(1, 9), each=st.integers(1, 20), parts=st.integers(1, 4), largest=st.sampled_from([0, 1, 5, 2**50])
 )
 def test_chunks_are_dealt(seed, ranks, each, parts, largest):
     random = np.random.default_rng(seed)
@@ -133,8 +133,11 @@ def test_tiles_and_needed_rows(seed, ranks, keys_of_their_own):
 
 
 TILES, WORK = np.array([[0, 4, 0, 4, -3, 3]]), np.arange(4)
-NEEDS = *[np.zeros(2, dtype=np.int64)] * 3, *[np.arange(2)] * 5
-FOLD = *[np.zeros(2, dtype=np.int64)] * 4, *[np.arange(2)] * 11
+ZEROS, ONES = np.zeros(2, dtype=np.int64), np.ones(2, dtype=np.int64)
+# arrays of two sights and two spans: k_min, k_max, order, start, last, row, shard; rank, or query, region and those of spans
+SEEN = ZEROS, ZEROS, *[np.arange(2)] * 5
+NEEDS = *SEEN, ZEROS
+FOLD = *SEEN, ZEROS, ZEROS, *[np.arange(2)] * 6
 
 
 @pytest.mark.parametrize(
@@ -156,17 +159,17 @@ FOLD = *[np.zeros(2, dtype=np.int64)] * 4, *[np.arange(2)] * 11
         ("needs", (*NEEDS, 2, -1), "gap is -1"),
         ("needs", (*NEEDS, 0, 64), "ranks is 0"),
         ("needs", (*NEEDS, 1, 64), "a rank or a span is not among these"),
-        ("needs", (NEEDS[0] - 1, *NEEDS[1:], 2, 64), "a rank or a span is not among these"),
-        ("needs", (*NEEDS[:3], NEEDS[3] + 1, *NEEDS[4:], 2, 64), "a rank or a span is not among these"),
-        ("needs", (*NEEDS[:2], WORK, *NEEDS[3:], 2, 64), "these arrays are not of one length"),
-        ("needs", (*NEEDS[:7], WORK.astype(float), 2, 64), "no array of integers of 8 bytes"),
+        ("needs", (*SEEN, ZEROS - 1, 2, 64), "a rank or a span is not among these"),
+        ("needs", (*SEEN[:2], SEEN[2] + 1, *NEEDS[3:], 2, 64), "a rank or a span is not among these"),
+        ("needs", (*SEEN[:2], WORK, *NEEDS[3:], 2, 64), "these arrays are not of one length"),
+        ("needs", (*SEEN, WORK.astype(float), 2, 64), "no array of integers of 8 bytes"),
         ("fold", (*FOLD, TILES, 0, 0), "ranks is 0"),
         ("fold", (*FOLD, TILES[:, :5], 0, 2), "no table of integers"),
-        ("fold", (FOLD[0] + 2, *FOLD[1:], TILES, 0, 2), "a span or a region is not among these"),
-        ("fold", (FOLD[0], FOLD[1] + 1, *FOLD[2:], TILES, 0, 2), "a span or a region is not among these"),
-        ("fold", (*FOLD[:4], FOLD[4] - 1, *FOLD[5:], TILES, 0, 2), "a span or an owner is not among these"),
-        ("fold", (*FOLD[:10], FOLD[10] + 2, *FOLD[11:], TILES, 0, 2), "a span or an owner is not among these"),
-        ("fold", (*FOLD, TILES, 1, 2), "a rank is not among these"),
+        ("fold", (*SEEN, ONES + 1, *FOLD[8:], TILES, 0, 2), "a span or a region is not among these"),
+        ("fold", (*SEEN, ZEROS, ONES, *FOLD[9:], TILES, 0, 2), "a span or a region is not among these"),
+        ("fold", (*SEEN[:2], SEEN[2] - 1, *FOLD[3:], TILES, 0, 2), "a rank or a span is not among these"),
+        ("fold", (*SEEN[:6], SEEN[6] + 2, *FOLD[7:], TILES, 0, 2), "a rank or a span is not among these"),
+        ("fold", (*FOLD, TILES, 1, 2), "a rank or a span is not among these"),
         ("fold", (*FOLD[:10], WORK, *FOLD[11:], TILES, 0, 2), "these arrays are not of one length"),
         ("fold", (*FOLD[:14], WORK[:2].astype(float), TILES, 0, 2), "no array of integers of 8 bytes"),
     ],
