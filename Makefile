@@ -4,12 +4,14 @@
 #   TORCH   a requirement for another torch, for example TORCH='torch==2.11.0'
 #   ARGS    further arguments of the demo, the tests or the linter
 #   SECONDS, SEED  how long `make fuzz` draws random calls, and with which seed it begins
+#   RANKS   on how many ranks at most, as processes on GPUs; without it ranks are threads on a CPU
 SHELL := /bin/sh
 PYTHON ?= python3
 TORCH ?=
 ARGS ?=
 SECONDS ?= 60
 SEED ?=
+RANKS ?=
 PY := .venv/bin/python
 READY := .venv/ready.json
 
@@ -28,7 +30,7 @@ test-gpu: $(READY)
 	$(PY) -m pytest -m gpu $(ARGS)
 
 fuzz: $(READY)
-	$(PY) -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+	$(PY) -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(RANKS),--gpu-ranks $(RANKS))
 
 # mistakes of one line in a copy of the repository, each of which a test must notice; writes docs/lab/mutants.md
 mutants: $(READY)

@@ -2,10 +2,11 @@
 
     make fuzz SECONDS=600          # prints the seed of a failure, and the smallest call that fails in the same way
     make fuzz SEED=7 SECONDS=1     # the calls of that seed again
+    make fuzz RANKS=2              # on GPUs: on one rank or two, processes, which share a GPU if there are fewer
 
-Shapes, dtypes, strides, masks, layouts, schedules, groups, what happens to scores, which inputs need gradients, and statistics are drawn;
-some calls are faulty.
-Ranks are threads. `test_fuzz.py` runs some calls in each run of the tests, some of them over gloo.
+Shapes, dtypes, strides, masks, layouts, schedules, groups, what happens to scores, which inputs need gradients, statistics, and what is
+prepared are drawn; some calls are faulty. Some are made again with other tensors, as a GPU then replays what it recorded.
+On CPUs ranks are threads. `test_fuzz.py` runs some calls in each run of the tests, some of them over gloo.
 """
 
 from __future__ import annotations
@@ -31,11 +32,17 @@ from ringattn.runtime.ulysses import Hybrid
 from ringattn.transport import loopback, run_ranks
 from tests import strategies
 from tests.kernels import rounding
+from tests.ranks import Ranks
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 FACTORS = dict(zip(NAMES, (2, None, 3, 3, 3)))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# few and seldom others, as each compiles kernels
+GPU_DTYPES = (*[torch.bfloat16] * 6, torch.float16, torch.float32)
+GPU_DIMS = (*[(128, 128)] * 4, *[(64, 64)] * 3, *[(256, 256)] * 2, (192, 128), (80, 80), (24, 40))
 PARTS = ("softcap", "alibi", "alibi of each batch", "bias", "sinks", "dropout")
+# of calls that come again: of q and k, of v, and of the outputs' gradients; scores stay as they are
+SIGNS = ((1, 1, 1), (-1, 1, 1), (1, -1, 1), (1, 1, -1))
 STRIDES = ("contiguous", "heads-first", "last-dim", "slice", "every-other", "same batch", "same heads", "same tokens")
 SETTINGS = settings(
     deadline=None, database=None, print_blob=False, suppress_health_check=list(HealthCheck), phases=(Phase.generate, Phase.shrink)
@@ -49,7 +56,7 @@ def strided(x: torch.Tensor, kind: str) -> torch.Tensor:
     if kind == "last-dim":
         return x.transpose(1, 3).contiguous().transpose(1, 3)
     if kind == "slice":
-        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1] + 1), math.nan, dtype=x.dtype)
+        wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1] + 1), math.nan)
         wide[..., 1 : 1 + x.shape[-1]] = x
         return wide[..., 1 : 1 + x.shape[-1]]
     if kind == "every-other":
@@ -83,9 +90,13 @@ class Problem:
     gap: int
     fault: str | None
     odd_rank: int
-    calls: int  # how often the call is made
+    calls: int  # how often the call is made, each time with other signs
+    prepared: int | None = None  # the call before which it is prepared
     parts: tuple[str, ...] = ()  # of its score
     learned: bool = False  # whether tensors of the score need gradients
+    device: str = "cpu"
+    deterministic: bool = True  # always on CPUs
+    side_stream: bool = False  # whether a GPU's calls are on a stream of their own
 
     @property
     def world_size(self) -> int:
@@ -93,7 +104,7 @@ class Problem:
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 - all ranks take the same problem's, one problem after another
     def tensors(self) -> list[torch.Tensor]:
-        """q, k, v, dout and dlse of the whole sequence."""
+        """q, k, v, dout and dlse of the whole sequence, on `device`."""
         b, h, hk, d, d_v = self.shape
         generator = torch.Generator().manual_seed(self.numbers)
         shapes = (b, self.seq_len, h, d), (b, self.seq_len, hk, d), (b, self.seq_len, hk, d_v), (b, self.seq_len, h, d_v)
@@ -104,7 +115,7 @@ class Problem:
         for rank, used in enumerate(self.lse):
             if not (used and self.stats):
                 dlse[..., self.layout.positions(rank)] = 0
-        return [*found, dlse]
+        return [x.to(self.device) for x in (*found, dlse)]
 
     def score(self, dtype: torch.dtype) -> tuple[ra.ScoreMod | None, list[torch.Tensor]]:
         """What happens to scores, with new tensors of the same numbers in a dtype, and those of them that are learned."""
@@ -113,7 +124,7 @@ class Problem:
         b, h = self.shape[:2]
         generator = torch.Generator().manual_seed(self.numbers + 1)
         slopes, each, table, sinks = (
-            torch.rand(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(self.learned)
+            torch.rand(shape, generator=generator, dtype=torch.float64).to(self.device, dtype).requires_grad_(self.learned)
             for shape in ((h,), (b, h), (h, 4), (h,))
         )
         options = {
@@ -152,6 +163,7 @@ FAULTS = {
     "mask is text": lambda p, *qkv: (qkv, {"mask": "causal"}),
     "scale is NaN": lambda p, *qkv: (qkv, {"softmax_scale": math.nan}),
 }
+PREPARED = ("score", "softmax_scale", "schedule")  # options of `prepare`, too
 # those that a rank alone can tell
 OWN = ("k's dtype", "v's heads", "3-D", "mask is text", "scale is NaN", "one token more")
 # those of all ranks
@@ -163,13 +175,16 @@ SHARED = {
 
 
 @st.composite
-def problems(draw, grids: bool = True, longest: int = 300):
-    world_size = draw(st.sampled_from([4, 2, 3, 6, 1, 5]))
+def problems(draw, grids: bool = True, longest: int = 300, most: int = 6, device: str = "cpu"):
+    """most: ranks."""
+    on_gpu = device == "cuda"
+    world_size = draw(st.sampled_from([n for n in (4, 2, 3, 6, 1, 5) if n <= most]))
     u = draw(st.sampled_from([n for n in range(1, world_size + 1) if world_size % n == 0])) if grids and draw(st.booleans()) else 1
     seq_len = draw(st.one_of(st.integers(0, 40), st.integers(0, longest)))
     h = u * draw(st.integers(1, 4 if u == 1 else 2))
     hk = draw(st.sampled_from([n for n in range(1, h + 1) if h % n == 0]))
     head_dims = st.one_of(st.integers(1, 20), st.sampled_from([32, 64]))
+    dims = st.sampled_from(GPU_DIMS) if on_gpu else st.tuples(head_dims, head_dims)
     mask, live = draw(strategies.masks(seq_len))
     assert np.array_equal(mask.dense(seq_len).numpy(), live)
     ring = world_size // u
@@ -180,7 +195,7 @@ def problems(draw, grids: bool = True, longest: int = 300):
     if draw(st.integers(0, 3)):
         needs = draw(st.lists(subset.filter(any), min_size=world_size, max_size=world_size))
     parts: tuple[str, ...] = ()
-    if not draw(st.integers(0, 2)):
+    if not draw(st.integers(0, 4 if on_gpu else 2)):
         parts = tuple(draw(st.lists(st.sampled_from(PARTS), min_size=1, max_size=3, unique=True)))
     learned = bool(parts) and draw(st.booleans())
     fault = None
@@ -190,8 +205,8 @@ def problems(draw, grids: bool = True, longest: int = 300):
     return Problem(
         numbers=draw(st.integers(0, 2**32)),
         seq_len=seq_len,
-        shape=(draw(st.integers(1, 3)), h, hk, draw(head_dims), draw(head_dims)),
-        dtype=draw(st.sampled_from(DTYPES)),
+        shape=(draw(st.integers(1, 3)), h, hk, *draw(dims)),
+        dtype=draw(st.sampled_from(GPU_DTYPES if on_gpu else DTYPES)),
         mask=mask,
         layout=draw(strategies.layouts(seq_len, world_size)),
         schedule=draw(st.sampled_from(schedules)),
@@ -204,49 +219,65 @@ def problems(draw, grids: bool = True, longest: int = 300):
         gap=draw(st.sampled_from([64, 0])),
         fault=fault,
         odd_rank=draw(st.integers(0, world_size - 1)),
-        calls=draw(st.sampled_from([1, 1, 2])),
+        calls=draw(st.sampled_from([4, 3, 1] if on_gpu else [1, 1, 2])),
+        prepared=draw(st.sampled_from([None, None, 0, 1])),
         parts=parts,
         learned=learned,
+        device=device,
+        deterministic=not on_gpu or draw(st.booleans()),
+        side_stream=on_gpu and draw(st.booleans()),
     )
 
 
 def run_rank(group, rank: int, p: Problem):
-    """A rank's [out, lse, dq, dk, dv] (None: not asked for), then gradients of the score's tensors, alike in each call; or the message of
-    its ValueError."""
+    """[out, lse, dq, dk, dv] of a rank (None: not asked for), then gradients of the score's tensors, as they are without `SIGNS`, for each
+    call; or the message of its ValueError."""
     *whole, dlse = p.tensors()
-    own = [strided(ra.shard(x, p.layout, rank), kind) for x, kind in zip(whole, p.strides)]
-    dout, dlse = own.pop(), ra.shard(dlse, p.layout, rank, dim=2)
+    whole, dlse = [ra.shard(x, p.layout, rank) for x in whole], ra.shard(dlse, p.layout, rank, dim=2)
     score, learned = p.score(torch.promote_types(p.dtype, torch.float32))
     options = dict(layout=p.layout, mask=p.mask, schedule=p.schedule, softmax_scale=p.softmax_scale, score=score)
-    leaves = [x.detach().requires_grad_(needed) for x, needed in zip(own, p.needs[rank])]
-    if p.fault in SHARED:
-        options |= SHARED[p.fault](p)
-    elif p.fault is not None and rank == p.odd_rank:
-        leaves, changed = FAULTS[p.fault](p, *leaves)
-        options |= changed
-    asked = [*[x for x in leaves if x.requires_grad], *learned]
-    results = []
+    results, used = [], []
     try:
-        for _ in range(p.calls):
-            got = ra.ring_attention(*leaves, group=group, return_stats=p.stats, **options)
+        for call, (of_scores, of_values, of_gradients) in enumerate(SIGNS[: p.calls]):
+            signs = of_scores, of_scores, of_values, of_gradients
+            own = [strided(sign * x, kind) for sign, x, kind in zip(signs, whole, p.strides)]
+            dout, both = own.pop(), of_values * of_gradients
+            leaves = [x.detach().requires_grad_(needed) for x, needed in zip(own, p.needs[rank])]
+            if call == p.prepared and p.fault is None:
+                ra.prepare(p.layout, p.mask, like=leaves, group=group, **{name: options[name] for name in PREPARED})
+            changed = SHARED[p.fault](p) if p.fault in SHARED else {}
+            if p.fault in FAULTS and rank == p.odd_rank:
+                leaves, changed = FAULTS[p.fault](p, *leaves)
+            asked = [*[x for x in leaves if x.requires_grad], *learned]
+            got = ra.ring_attention(*leaves, group=group, return_stats=p.stats, **options | changed)
             out, stats = got if p.stats else (got, None)
             gradients = []
             if asked:
-                used = p.stats and p.lse[rank]
-                outputs = ((out, stats.lse), (dout, dlse)) if used else ((out,), (dout,))
+                outputs = ((out, stats.lse), (dout, both * dlse)) if p.stats and p.lse[rank] else ((out,), (dout,))
                 gradients = list(torch.autograd.grad(outputs[0], asked, outputs[1]))
-            found = [gradients.pop(0) if x.requires_grad else None for x in leaves]
-            results.append([out.detach(), stats.lse.detach() if p.stats else None, *found, *gradients])
+            inverse = of_scores * both, of_scores * both, of_gradients
+            found = [sign * gradients.pop(0) if x.requires_grad else None for sign, x in zip(inverse, leaves)]
+            results.append(
+                [of_values * out.detach(), stats.lse.detach() if p.stats else None, *found, *[both * x for x in gradients]]
+            )
+            used.append(leaves)  # later calls have theirs elsewhere
     except ValueError as error:
         return str(error)
-    for once, again in zip(results[0], results[-1]):
-        assert once is None or torch.equal(once, again), "the same call gives other bits"
-    return results[0]
+    return results
 
 
 def run_member(group: dist.ProcessGroup, p: Problem):
     """`run_rank` of a rank of a process group."""
-    return run_rank(group, dist.get_rank(group), p)
+    if p.device == "cpu":
+        return run_rank(group, dist.get_rank(group), p)
+    stream = torch.cuda.Stream() if p.side_stream else torch.cuda.current_stream()
+    torch.use_deterministic_algorithms(p.deterministic, warn_only=True)
+    try:
+        with torch.cuda.stream(stream):
+            found = run_rank(group, dist.get_rank(group), p)
+            return found if isinstance(found, str) else [[None if x is None else x.cpu() for x in results] for results in found]
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def run_threads(p: Problem) -> list:
@@ -270,11 +301,22 @@ def check(p: Problem, ranks: list) -> None:
         assert p.fault is not None, ranks
         assert all(isinstance(found, str) for found in ranks), "not all ranks raise ValueError"
         return
+    if p.deterministic:
+        for found in ranks:
+            for again in found[1:]:
+                pairs = zip(found[0], again)
+                assert all(x is None or torch.equal(x, y) for x, y in pairs), "the same call gives other bits"
+    for call in range(1 if p.deterministic else p.calls):
+        check_call(p, [found[call] for found in ranks])
+
+
+def check_call(p: Problem, ranks: list[list]) -> None:
+    """Assert that one call's results on all ranks are right."""
     q, k, v, dout, dlse = p.tensors()
     exact, same = (oracle(p, kind, q, k, v, dout, dlse) for kind in (torch.float64, p.dtype))
     floors = dict.fromkeys(NAMES, 0.0)
     if p.dtype != torch.float64 and p.seq_len:
-        live = p.mask.dense(p.seq_len)
+        live = p.mask.dense(p.seq_len).to(p.device)
         scale = q.shape[3] ** -0.5 if p.softmax_scale is None else p.softmax_scale
         of_rounding = rounding.errors(q, k, v, dout, live, scale)
         floors = {name: getattr(of_rounding, name, 0.0) for name in NAMES}
@@ -285,7 +327,7 @@ def check(p: Problem, ranks: list) -> None:
             y, z = (ra.shard(whole, p.layout, rank, dim=2 if name == "lse" else 1).double() for whole in (y, z))
             assert x.shape == z.shape, (rank, name)
             assert x.dtype == (p.dtype if name != "lse" else torch.promote_types(p.dtype, torch.float32)), (rank, name)
-            error = distance(x.double(), z)
+            error = distance(x.to(p.device).double(), z)
             limit = 1e-12 * (1 + size(z)) * (1 + p.seq_len)
             if p.dtype != torch.float64:
                 limit = 1e-5 * (1 + size(z))
@@ -297,7 +339,7 @@ def check(p: Problem, ranks: list) -> None:
     of_delta = torch.finfo(p.dtype).eps * size((exact[0].abs() * dout.double().abs()).sum(-1)) * max(1, p.seq_len)
     for number in range(len(NAMES), len(exact)):
         # each rank has those of its own queries
-        total, y, z = sum(found[number].double() for found in ranks), same[number].double(), exact[number]
+        total, y, z = sum(found[number].to(p.device).double() for found in ranks), same[number].double(), exact[number]
         limit = 1e-11 * (1 + size(z)) * (1 + p.seq_len)
         if p.dtype != torch.float64:
             limit = max(3 * distance(y, z), 3e-5 * (1 + size(z)), of_delta)
@@ -328,32 +370,49 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, help="begin with this seed; by default with one that follows from the time")
+    parser.add_argument("--gpu-ranks", type=int, metavar="N", help="calls on GPUs, on up to N processes")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     first = int(time.time()) if arguments.seed is None else arguments.seed
     end = time.monotonic() + arguments.seconds
+    drawn, run = problems(), run_threads
+    if arguments.gpu_ranks:
+        drawn, run = gpu_problems(arguments.gpu_ranks), functools.partial(run_gpus, Ranks("nccl", arguments.gpu_ranks))
     for number in itertools.count(first):
-        draw(number)
+        draw(number, drawn, run)
         if time.monotonic() > end:
             print(f"{25 * (number + 1 - first)} calls, seeds {first} to {number}: all right")
             return 0
     raise AssertionError
 
 
-def draw(number: int) -> None:
+def gpu_problems(most: int):
+    """Calls on GPUs, on up to `most` ranks. A pass in a grid is a pass in its ring, after an all-to-all."""
+    return problems(grids=False, longest=2000, most=most, device="cuda")
+
+
+def run_gpus(processes: Ranks, p: Problem) -> list:
+    """`run_rank` of all ranks, on GPUs. The first calls compile kernels."""
+    return processes.run(p.world_size, run_member, p, timeout=300.0)
+
+
+def draw(number: int, drawn, run) -> None:
     """Check the 25 calls of a seed."""
     failed = False
 
     @seed(number)
     @settings(SETTINGS, max_examples=25)
-    @given(problems())
+    @given(drawn)
     def calls(p):
         nonlocal failed
         try:
-            check(p, run_threads(p))
+            check(p, run(p))
         except BaseException:
             if not failed:
-                print(f"seed {number} fails (again: make fuzz SEED={number} SECONDS=1); its smallest such call follows", flush=True)
+                print(
+                    f"seed {number} fails (again: the same with SEED={number} SECONDS=1); its smallest such call follows",
+                    flush=True,
+                )
             failed = True
             raise
 

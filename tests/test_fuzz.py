@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from ringattn.geometry.rows import Rows
 from tests import fuzz
@@ -24,6 +25,15 @@ def test_random_calls_of_threads(problem):
 @given(problem=fuzz.problems(grids=False, longest=100))
 def test_random_calls_over_gloo(gloo, problem):
     fuzz.check(problem, gloo.run(problem.world_size, fuzz.run_member, problem))
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1200)
+@settings(FIXED, max_examples=60, phases=[Phase.generate])
+@given(data=st.data())
+def test_random_calls_on_gpus(nccl, data):
+    problem = data.draw(fuzz.gpu_problems(nccl.size))
+    fuzz.check(problem, fuzz.run_gpus(nccl, problem))
 
 
 def test_a_lost_gradient_is_found(monkeypatch):

@@ -564,25 +564,32 @@ def test_local_attention_draws_the_same_again(how):
 # on GPUs
 
 
-def on_a_gpu(attention, whole, params, parts, buckets, dtype):
+def on_a_gpu(attention, whole, params, parts, buckets, dtype, softmax_scale):
     """out, lse and gradients of attention on a GPU in a dtype, in fp64."""
     leaves = [leaf(x.cuda().to(dtype)) for x in whole[:3]] + [leaf(x.cuda().float()) for x in params]
-    out, stats = attention(*leaves[:3], score=make_score(parts, buckets, *leaves[3:]), return_stats=True)
+    score = make_score(parts, buckets, *leaves[3:])
+    out, stats = attention(*leaves[:3], score=score, softmax_scale=softmax_scale, return_stats=True)
     total = (out.float() * whole[3].cuda().float()).sum() + (stats.lse.float() * whole[4].cuda().float()).sum()
     grads = torch.autograd.grad(total, leaves, allow_unused=True)
     return [torch.zeros(1).double() if x is None else x.detach().double().cpu() for x in (out, stats.lse, *grads)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("parts", [(part,) for part in PARTS] + [PARTS], ids=str)
+@pytest.mark.parametrize(
+    ("parts", "sign"),
+    [*[((part,), 1) for part in PARTS], (PARTS, 1), (("softcap",), -1), (("alibi",), -1), (PARTS, -1), (("bias",), 0)],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_errors_on_a_gpu_are_those_of_dense_attention(parts, dtype):
+def test_errors_on_a_gpu_are_those_of_dense_attention(parts, sign, dtype):
+    """sign: of softmax_scale, as dense attention has it in q."""
     whole = [x.to(dtype).double() for x in tensors(700, d=64)]
     buckets, params = parameters(buckets=ra.t5_buckets(32, 128, bidirectional=False))
     params = [x.float().double().abs() for x in params]
-    exact = dense(*whole, ra.causal(), parts, buckets, *params)
+    exact = [*dense(sign * whole[0], *whole[1:], ra.causal(), parts, buckets, *params)]
+    exact[2] = sign * exact[2]
     ours, theirs = (
-        on_a_gpu(attention, whole, params, parts, buckets, dtype) for attention in (ra.ring_attention, ra.reference.attention)
+        on_a_gpu(attention, whole, params, parts, buckets, dtype, sign * 0.125)
+        for attention in (ra.ring_attention, ra.reference.attention)
     )
     names = ("out", "lse", "dq", "dk", "dv", "dslopes", "dtable", "dsinks")
     for name, x, y, wanted in zip(names, ours, theirs, exact):

@@ -72,12 +72,12 @@ def forward_queues(
         hopper.forward.work_queue(q, k, v, table, config, splits, touched_only, part=rows)
 
 
-def prepare_backward(q: Any, k: Any, v: Any, dout: Any, table: TileTable) -> None:
+def prepare_backward(q: Any, k: Any, v: Any, dout: Any, table: TileTable, *, softmax_scale: float) -> None:
     """Make what `attention.backward` makes of a table in its first call. q, k, v, dout: `TensorKind`, or tensors."""
     if not q.numel() or not len(table):
         return
     statistics: Any = None
-    chosen = dispatch.backward_kernels(Queries(q, dout, statistics, statistics, statistics), k, v, table)
+    chosen = dispatch.backward_kernels(Queries(q, dout, statistics, statistics, statistics), k, v, table, softmax_scale)
     (b, _, h, d), hk = q.shape, k.shape[2]
     if chosen in (Kernels.HOPPER_FUSED, Kernels.HOPPER_ORDERED):
         ordered = chosen == Kernels.HOPPER_ORDERED

@@ -164,7 +164,8 @@ def backward(
     """
     q, query_sums = queries.q, dq if isinstance(dq, QuerySums) else None
     _check_places(modifiers, table)
-    chosen = dispatch.backward_kernels(queries, k, v, table, kernels, deterministic, modifiers, sums is not None and sums.wanted)
+    wanted = sums is not None and sums.wanted
+    chosen = dispatch.backward_kernels(queries, k, v, table, softmax_scale, kernels, deterministic, modifiers, wanted)
     assert query_sums is None or (query_sums.q.shape == q.shape and query_sums.softmax_scale == softmax_scale)
     if chosen in (Kernels.HOPPER, Kernels.HOPPER_ORDERED) and splits not in (None, 1):
         raise ValueError(f"splits is {splits}, but {chosen} splits no block: pass 1 or none")

@@ -124,7 +124,7 @@ def forward_kernels(
     key = ("forward kernels", kind(q), kind(k), kind(v), q.device, softmax_scale, kernels, *facts_of(modifiers))
 
     def choose() -> Kernels:
-        modified = None if modifiers is None else hopper_obstacle(modifiers, table)
+        modified = None if modifiers is None else hopper_obstacle(modifiers, table, softmax_scale)
         return choose_forward(q, k, v, softmax_scale, kernels, modified).kernels
 
     return table.derived(key, choose)
@@ -135,6 +135,7 @@ def backward_kernels(
     k: torch.Tensor,
     v: torch.Tensor,
     table: TileTable,
+    softmax_scale: float,
     kernels: Kernels | None = None,
     deterministic: bool | None = None,
     modifiers: Modifiers | None = None,
@@ -144,12 +145,13 @@ def backward_kernels(
     q, dout = queries.q, queries.dout
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    key = ("backward kernels", kind(q), kind(k), kind(v), kind(dout), q.device, kernels, deterministic, sums, *facts_of(modifiers))
+    kinds = kind(q), kind(k), kind(v), kind(dout), q.device
+    key = ("backward kernels", *kinds, softmax_scale > 0, kernels, deterministic, sums, *facts_of(modifiers))
 
     def choose() -> Kernels:
         modified = None
         if modifiers is not None:
-            obstacle = hopper_obstacle(modifiers, table)
+            obstacle = hopper_obstacle(modifiers, table, softmax_scale)
             in_one = obstacle or hopper.fused.modified_obstacle(q, v, modifiers, sums, deterministic)
             in_two = obstacle or hopper.backward.modified_obstacle(modifiers, sums)
             modified = {Kernels.HOPPER: in_two, Kernels.HOPPER_ORDERED: in_one, Kernels.HOPPER_FUSED: in_one}

@@ -310,7 +310,7 @@ def prepare(program: Program, shapes: RowShapes, softmax_scale: float, *, final:
             last = launch.last and not program.queries_move
             _prepare_forward(launch.tiles, shapes, softmax_scale, first=first, final=final and last, part=part)
         for launch in program.backward.launches:
-            _prepare_backward(launch.tiles, shapes)
+            _prepare_backward(launch.tiles, shapes, softmax_scale)
 
 
 def _continued_rows(tiles: TileTable, later: np.ndarray, shapes: RowShapes, softmax_scale: float) -> RowPart | None:
@@ -328,10 +328,10 @@ def _prepare_forward(
     ringattn_kernels.prepare_forward(q, k, v, tiles, softmax_scale=softmax_scale, first=first, final=final, part=part)
 
 
-def _prepare_backward(tiles: TileTable, shapes: RowShapes) -> None:
+def _prepare_backward(tiles: TileTable, shapes: RowShapes, softmax_scale: float) -> None:
     import ringattn_kernels
 
-    ringattn_kernels.prepare_backward(*_kinds(tiles, shapes), tiles)
+    ringattn_kernels.prepare_backward(*_kinds(tiles, shapes), tiles, softmax_scale=softmax_scale)
 
 
 def _kinds(tiles: TileTable, shapes: RowShapes) -> tuple[TensorKind, TensorKind, TensorKind, TensorKind]:

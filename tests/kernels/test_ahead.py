@@ -126,7 +126,7 @@ def test_a_backward_finds_its_tables(name, ordered, gpu_of, monkeypatch):
         dq, dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
         rk.backward(queries, k, v, tiles, softmax_scale=0.1, dq=dq, dk=dk, dv=dv, add=False)
 
-    rk.prepare_backward(*kinds(q, k, v, dout), tiles)
+    rk.prepare_backward(*kinds(q, k, v, dout), tiles, softmax_scale=0.1)
     made_late(monkeypatch)
     run(tiles)
     with pytest.raises(AssertionError, match="a table was made in the call"):
@@ -167,7 +167,7 @@ def test_nothing_to_do_makes_nothing(gpu_of, monkeypatch):
     made_late(monkeypatch)
     empty = rk.TileTable(np.empty((0, 6)), 300, 700)
     q, k, v, dout = kinds(*tensors(**SHAPES["heads-of-128"]))
-    rk.prepare_backward(q, k, v, dout, empty)
+    rk.prepare_backward(q, k, v, dout, empty, softmax_scale=0.1)
     rk.prepare_forward(TensorKind((2, 0, 4, 128), q.dtype, CPU), k, v, empty, softmax_scale=0.1, first=True, final=True)
 
 

@@ -1,5 +1,7 @@
 """The Hopper kernels with modified scores: what the compiler makes of them, without a GPU; on one, against the plain kernels."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -137,7 +139,7 @@ def hopper_gpu(monkeypatch):
     monkeypatch.setattr(dispatch, "architecture", lambda device: "sm_90")
 
 
-def chosen(parts, d=128, dv=None, learned=False, stride=1, place=64, deterministic=False, b=9):
+def chosen(parts, d=128, dv=None, learned=False, stride=1, place=64, deterministic=False, b=9, scale=0.1):
     """The kernels of the forward and of the backward."""
     h, found = 4, modifiers(parts, 4)
     places = np.array([[place, 0]])
@@ -145,8 +147,8 @@ def chosen(parts, d=128, dv=None, learned=False, stride=1, place=64, determinist
     q, dout = (torch.empty(b, ROWS, h, dim, dtype=torch.bfloat16) for dim in (d, dv or d))
     k, v = (torch.empty(b, ROWS, h, dim, dtype=torch.bfloat16) for dim in (d, dv or d))
     queries = rk.Queries(q, dout, *torch.empty(3, b, h, ROWS))
-    forward = dispatch.forward_kernels(q, k, v, table, 0.1, None, found)
-    return forward, dispatch.backward_kernels(queries, k, v, table, None, deterministic, found, learned)
+    forward = dispatch.forward_kernels(q, k, v, table, scale, None, found)
+    return forward, dispatch.backward_kernels(queries, k, v, table, scale, None, deterministic, found, learned)
 
 
 def test_hopper_kernels_modify_scores_where_they_can(hopper_gpu):
@@ -165,8 +167,11 @@ def test_hopper_kernels_modify_scores_where_they_can(hopper_gpu):
     assert chosen(("alibi", "softcap"), learned=True) == (Kernels.HOPPER, Kernels.PLAIN)
     assert chosen(("softcap",), d=192, dv=128) == (Kernels.HOPPER, Kernels.PLAIN)
     # numbers that drop pairs are compared as fp16, up to its infinity
-    assert not hopper_obstacle(Modifiers(dropout=Dropout(0.96875, 1, 0, 4)), table_of("causal"))
-    assert "above 0.96875" in hopper_obstacle(Modifiers(dropout=Dropout(0.97, 1, 0, 4)), table_of("causal"))
+    assert not hopper_obstacle(Modifiers(dropout=Dropout(0.96875, 1, 0, 4)), table_of("causal"), 0.1)
+    assert "above 0.96875" in hopper_obstacle(Modifiers(dropout=Dropout(0.97, 1, 0, 4)), table_of("causal"), 0.1)
+    # the least score of a pair that is not live, times another scale, would be the greatest
+    for part, scale, d in itertools.product(PARTS, (0.0, -0.1), (64, 256)):
+        assert chosen((part,), d, scale=scale) == (Kernels.PLAIN, Kernels.PLAIN)
     # pairs are drawn where positions are multiples of 16
     for other in (dict(place=8), dict(stride=2)):
         assert chosen(("dropout",), **other) == (Kernels.PLAIN, Kernels.PLAIN)
