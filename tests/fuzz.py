@@ -4,8 +4,9 @@
     make fuzz SEED=7 SECONDS=1     # the calls of that seed again
     make fuzz RANKS=2              # on GPUs: on one rank or two, processes, which share a GPU if there are fewer
 
-Shapes, dtypes, strides, masks, layouts, schedules, groups, what happens to scores, which inputs need gradients, statistics, and what is
-prepared are drawn; some calls are faulty. Some are made again with other tensors, as a GPU then replays what it recorded.
+Shapes, dtypes, strides, masks, layouts, those of keys, schedules, groups, what happens to scores, which inputs need gradients,
+statistics, and what is prepared are drawn; some calls are faulty. Some are made again with other tensors, as a GPU then replays what it
+recorded.
 On CPUs ranks are threads. `test_fuzz.py` runs some calls in each run of the tests, some of them over gloo.
 """
 
@@ -35,6 +36,8 @@ from tests.kernels import rounding
 from tests.ranks import Ranks
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
+INPUTS = ("q", "k", "v", "dout", "dlse")
+OF_KEYS = ("k", "v", "dk", "dv")
 FACTORS = dict(zip(NAMES, (2, None, 3, 3, 3)))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # few and seldom others, as each compiles kernels
@@ -97,17 +100,34 @@ class Problem:
     device: str = "cpu"
     deterministic: bool = True  # always on CPUs
     side_stream: bool = False  # whether a GPU's calls are on a stream of their own
+    kv_layout: ra.Layout | None = None
+    q_offset: int = 0
 
     @property
     def world_size(self) -> int:
         return self.layout.world_size
+
+    @property
+    def kv_len(self) -> int:
+        return self.seq_len if self.kv_layout is None else self.kv_layout.seq_len
+
+    @property
+    def live(self) -> torch.Tensor:
+        """(sq, sk): what the mask has of these queries and keys."""
+        end = self.q_offset + self.seq_len
+        return self.mask.dense(max(end, self.kv_len))[self.q_offset : end, : self.kv_len].to(self.device)
+
+    def shard(self, name: str, x: torch.Tensor, rank: int) -> torch.Tensor:
+        """A rank's rows of a whole tensor of this name."""
+        layout = self.layout if self.kv_layout is None or name not in OF_KEYS else self.kv_layout
+        return ra.shard(x, layout, rank, dim=2 if name in ("lse", "dlse") else 1)
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 - all ranks take the same problem's, one problem after another
     def tensors(self) -> list[torch.Tensor]:
         """q, k, v, dout and dlse of the whole sequence, on `device`."""
         b, h, hk, d, d_v = self.shape
         generator = torch.Generator().manual_seed(self.numbers)
-        shapes = (b, self.seq_len, h, d), (b, self.seq_len, hk, d), (b, self.seq_len, hk, d_v), (b, self.seq_len, h, d_v)
+        shapes = (b, self.seq_len, h, d), (b, self.kv_len, hk, d), (b, self.kv_len, hk, d_v), (b, self.seq_len, h, d_v)
         found = [torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype) for shape in shapes]
         found = [strided(x, kind).contiguous() if kind.startswith("same") else x for x, kind in zip(found, self.strides)]
         dlse = torch.randn(b, h, self.seq_len, generator=generator, dtype=torch.float64)
@@ -163,13 +183,13 @@ FAULTS = {
     "mask is text": lambda p, *qkv: (qkv, {"mask": "causal"}),
     "scale is NaN": lambda p, *qkv: (qkv, {"softmax_scale": math.nan}),
 }
-PREPARED = ("score", "softmax_scale", "schedule")  # options of `prepare`, too
+PREPARED = ("kv_layout", "q_offset", "score", "softmax_scale", "schedule")  # options of `prepare`, too
 # those that a rank alone can tell
 OWN = ("k's dtype", "v's heads", "3-D", "mask is text", "scale is NaN", "one token more")
 # those of all ranks
 SHARED = {
     "a layout for more ranks": lambda p: {"layout": ra.zigzag(p.seq_len, p.world_size + 1)},
-    "a mask for more tokens": lambda p: {"mask": ra.prefix(p.seq_len + 1)},
+    "a mask for more tokens": lambda p: {"mask": ra.prefix(max(p.q_offset + p.seq_len, p.kv_len) + 1)},
     "nodes that do not divide": lambda p: {"schedule": ra.double_ring(p.world_size + 1)},
 }
 
@@ -185,11 +205,18 @@ def problems(draw, grids: bool = True, longest: int = 300, most: int = 6, device
     hk = draw(st.sampled_from([n for n in range(1, h + 1) if h % n == 0]))
     head_dims = st.one_of(st.integers(1, 20), st.sampled_from([32, 64]))
     dims = st.sampled_from(GPU_DIMS) if on_gpu else st.tuples(head_dims, head_dims)
-    mask, live = draw(strategies.masks(seq_len))
-    assert np.array_equal(mask.dense(seq_len).numpy(), live)
+    kv_layout, q_offset, length = None, 0, seq_len
+    if not draw(st.integers(0, 3)):
+        kv_layout = draw(strategies.layouts(draw(st.integers(0, longest)), world_size))
+        q_offset = draw(st.sampled_from([0, 3, max(0, kv_layout.seq_len - seq_len)]))
+        length = max(q_offset + seq_len, kv_layout.seq_len)
+    mask, live = draw(strategies.masks(length))
+    assert np.array_equal(mask.dense(length).numpy(), live)
     ring = world_size // u
     schedules = [None, ra.ring(), ra.gather(), ra.waves(1), ra.waves(2), ra.waves(memory=1 << 40)]
     schedules += [ra.double_ring(n) for n in range(1, ring + 1) if ring % n == 0]
+    if kv_layout is not None:
+        schedules += [ra.pass_q(), ra.pass_q(ra.ring()), ra.pass_q(ra.waves(1))]
     subset = st.tuples(st.booleans(), st.booleans(), st.booleans())
     needs = [(False,) * 3] * world_size
     if draw(st.integers(0, 3)):
@@ -226,16 +253,18 @@ def problems(draw, grids: bool = True, longest: int = 300, most: int = 6, device
         device=device,
         deterministic=not on_gpu or draw(st.booleans()),
         side_stream=on_gpu and draw(st.booleans()),
+        kv_layout=kv_layout,
+        q_offset=q_offset,
     )
 
 
 def run_rank(group, rank: int, p: Problem):
     """[out, lse, dq, dk, dv] of a rank (None: not asked for), then gradients of the score's tensors, as they are without `SIGNS`, for each
     call; or the message of its ValueError."""
-    *whole, dlse = p.tensors()
-    whole, dlse = [ra.shard(x, p.layout, rank) for x in whole], ra.shard(dlse, p.layout, rank, dim=2)
+    *whole, dlse = (p.shard(name, x, rank) for name, x in zip(INPUTS, p.tensors()))
     score, learned = p.score(torch.promote_types(p.dtype, torch.float32))
     options = dict(layout=p.layout, mask=p.mask, schedule=p.schedule, softmax_scale=p.softmax_scale, score=score)
+    options |= dict(kv_layout=p.kv_layout, q_offset=p.q_offset)
     results, used = [], []
     try:
         for call, (of_scores, of_values, of_gradients) in enumerate(SIGNS[: p.calls]):
@@ -315,32 +344,32 @@ def check_call(p: Problem, ranks: list[list]) -> None:
     q, k, v, dout, dlse = p.tensors()
     exact, same = (oracle(p, kind, q, k, v, dout, dlse) for kind in (torch.float64, p.dtype))
     floors = dict.fromkeys(NAMES, 0.0)
-    if p.dtype != torch.float64 and p.seq_len:
-        live = p.mask.dense(p.seq_len).to(p.device)
+    if p.dtype != torch.float64 and p.seq_len and p.kv_len:
         scale = q.shape[3] ** -0.5 if p.softmax_scale is None else p.softmax_scale
-        of_rounding = rounding.errors(q, k, v, dout, live, scale)
+        of_rounding = rounding.errors(q, k, v, dout, p.live, scale)
         floors = {name: getattr(of_rounding, name, 0.0) for name in NAMES}
     for rank, found in enumerate(ranks):
         for name, x, y, z in zip(NAMES, found, same, exact):
             if x is None:
                 continue
-            y, z = (ra.shard(whole, p.layout, rank, dim=2 if name == "lse" else 1).double() for whole in (y, z))
+            y, z = (p.shard(name, whole, rank).double() for whole in (y, z))
             assert x.shape == z.shape, (rank, name)
             assert x.dtype == (p.dtype if name != "lse" else torch.promote_types(p.dtype, torch.float32)), (rank, name)
             error = distance(x.to(p.device).double(), z)
-            limit = 1e-12 * (1 + size(z)) * (1 + p.seq_len)
+            limit = 1e-12 * (1 + size(z)) * (1 + max(p.seq_len, p.kv_len))
             if p.dtype != torch.float64:
                 limit = 1e-5 * (1 + size(z))
                 if name != "lse":
                     of_final_rounding, of_fp32 = distance(z.to(p.dtype).double(), z), 2 * torch.finfo(torch.float32).eps * size(z)
                     limit = FACTORS[name] * max(distance(y, z), floors[name], of_final_rounding, of_fp32)
             assert error <= limit, f"{name} on rank {rank}: error {error:.3g}, allowed {limit:.3g}"
-    # delta meets the rounded output, and distances are up to seq_len
-    of_delta = torch.finfo(p.dtype).eps * size((exact[0].abs() * dout.double().abs()).sum(-1)) * max(1, p.seq_len)
+    # delta meets the rounded output, and distances are up to those of the first and the last token
+    farthest = max(1, p.q_offset + p.seq_len, p.kv_len)
+    of_delta = torch.finfo(p.dtype).eps * size((exact[0].abs() * dout.double().abs()).sum(-1)) * farthest
     for number in range(len(NAMES), len(exact)):
         # each rank has those of its own queries
         total, y, z = sum(found[number].to(p.device).double() for found in ranks), same[number].double(), exact[number]
-        limit = 1e-11 * (1 + size(z)) * (1 + p.seq_len)
+        limit = 1e-11 * (1 + size(z)) * (1 + farthest)
         if p.dtype != torch.float64:
             limit = max(3 * distance(y, z), 3e-5 * (1 + size(z)), of_delta)
         error = distance(total, z)
@@ -351,7 +380,8 @@ def oracle(p: Problem, kind: torch.dtype, q, k, v, dout, dlse) -> list[torch.Ten
     """Dense attention's out, lse, dq, dk, dv, and gradients of the score's tensors, in a dtype."""
     leaves = [x.detach().to(kind, copy=True).requires_grad_() for x in (q, k, v)]
     score, learned = p.score(torch.promote_types(kind, torch.float32))
-    out, stats = ra.reference.attention(*leaves, mask=p.mask, softmax_scale=p.softmax_scale, score=score, return_stats=True)
+    options = dict(mask=p.mask, q_offset=p.q_offset, softmax_scale=p.softmax_scale, score=score)
+    out, stats = ra.reference.attention(*leaves, **options, return_stats=True)
     gradients = torch.autograd.grad((out, stats.lse), [*leaves, *learned], (dout.to(kind), dlse.to(stats.lse.dtype)))
     return [out.detach(), stats.lse.detach(), *gradients]
 
