@@ -389,7 +389,7 @@ def streams(
         return InOrder()
     from ringattn_kernels.dispatch import Kernels, backward_kernels
 
-    if backward_kernels(queries, k, v, tiles) != Kernels.HOPPER_FUSED:
+    if backward_kernels(queries, k, v, tiles, score.softmax_scale) != Kernels.HOPPER_FUSED:
         return InOrder()
     # on the caller's stream, before all launches
     dq.permuted(v.shape[3])
