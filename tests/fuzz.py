@@ -47,6 +47,8 @@ PARTS = ("softcap", "alibi", "alibi of each batch", "bias", "sinks", "dropout")
 # of calls that come again: of q and k, of v, and of the outputs' gradients; scores stay as they are
 SIGNS = ((1, 1, 1), (-1, 1, 1), (1, -1, 1), (1, 1, -1))
 STRIDES = ("contiguous", "heads-first", "last-dim", "slice", "every-other", "same batch", "same heads", "same tokens")
+# of v: the mean of values that are all alike is exact in dense attention, whatever rounding does to weights, but not in kernels
+GPU_STRIDES = [kind for kind in STRIDES if kind != "same tokens"]
 SETTINGS = settings(
     deadline=None, database=None, print_blob=False, suppress_health_check=list(HealthCheck), phases=(Phase.generate, Phase.shrink)
 )
@@ -239,7 +241,7 @@ def problems(draw, grids: bool = True, longest: int = 300, most: int = 6, device
         schedule=draw(st.sampled_from(schedules)),
         heads_axis=u,
         softmax_scale=draw(st.sampled_from([None, None, 1.0, 0.0, -0.7, 3.0])),
-        strides=tuple(draw(st.lists(st.sampled_from(STRIDES), min_size=4, max_size=4))),
+        strides=tuple(draw(st.sampled_from(GPU_STRIDES if on_gpu and name == "v" else STRIDES)) for name in INPUTS[:4]),
         needs=tuple(needs),
         stats=draw(st.booleans()),
         lse=tuple(draw(st.lists(st.booleans(), min_size=world_size, max_size=world_size))),

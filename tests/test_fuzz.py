@@ -29,7 +29,7 @@ def test_random_calls_over_gloo(gloo, problem):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(1200)
-@settings(FIXED, max_examples=60, phases=[Phase.generate])
+@settings(FIXED, max_examples=25, phases=[Phase.generate])
 @given(data=st.data())
 def test_random_calls_on_gpus(nccl, data):
     problem = data.draw(fuzz.gpu_problems(nccl.size))
