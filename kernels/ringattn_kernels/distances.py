@@ -73,29 +73,48 @@ def add_to_pieces_kernel(totals_ptr, found_ptr, firsts_ptr, m, BLOCK: tl.constex
 
 
 def subtract_distances(slopes: torch.Tensor, found: torch.Tensor) -> None:
-    """Take sums of dS * |distance|, found (b, h), from the gradients of slopes (b or 1, h), in a fixed order; both fp32, contiguous."""
-    b, h = found.shape
-    assert slopes.is_contiguous() and found.is_contiguous() and slopes.dtype == found.dtype == torch.float32
+    """Take sums of dS * |distance|, found (b, h, parts), from the gradients of slopes (b or 1, h), as `add_sums` adds."""
+    b, h, parts = found.shape
     assert slopes.shape in ((b, h), (1, h))
-    block = _block(slopes)
-    moving = dict(slopes_ptr=slopes, found_ptr=found)
-
-    def make() -> tuple[int, dict]:
-        return triton.cdiv(slopes.numel(), block), moving | dict(count=slopes.numel(), total=b * h, BLOCK=block)
-
-    launches.launch(subtract_distances_kernel, None, (block,), moving, make, num_warps=4)
+    add_sums(slopes.view(-1, 1), found.view(-1, slopes.numel(), parts, 1), sign=-1)
 
 
-@triton.jit(do_not_specialize=["count", "total"])
-def subtract_distances_kernel(slopes_ptr, found_ptr, count, total, BLOCK: tl.constexpr):
-    """BLOCK of the slopes, each with those of all batches that it stands for."""
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < count
-    found = tl.zeros([BLOCK], tl.float64)
-    for start in range(0, total, count):
-        found += tl.load(found_ptr + start + places, mask=inside, other=0.0)
-    slopes = tl.load(slopes_ptr + places, mask=inside, other=0.0)
-    tl.store(slopes_ptr + places, (slopes - found).to(tl.float32), mask=inside)
+def add_sums(totals: torch.Tensor, found: torch.Tensor, sign: int = 1) -> None:
+    """Add to totals (h, n), or take from them, what was found for each, (b, h, parts, n), in a fixed order; both fp32, contiguous.
+
+    Sums are fp64.
+    """
+    b, h, parts, n = found.shape
+    assert totals.is_contiguous() and found.is_contiguous() and totals.dtype == found.dtype == torch.float32
+    assert totals.shape == (h, n)
+    columns = min(triton.next_power_of_2(n), 16)
+    rows = _block(totals) // columns
+    moving = dict(totals_ptr=totals, found_ptr=found)
+
+    def make() -> tuple[tuple[int, int], dict]:
+        return (h, triton.cdiv(n, columns)), moving | dict(batches=b, parts=parts, n=n, SIGN=sign, ROWS=rows, COLUMNS=columns)
+
+    launches.launch(add_sums_kernel, None, (rows, sign), moving, make, num_warps=4)
+
+
+@triton.jit(do_not_specialize=["batches", "parts", "n"])
+def add_sums_kernel(
+    totals_ptr, found_ptr, batches, parts, n, SIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """COLUMNS of one row of the totals."""
+    head = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < n
+    total = tl.zeros([ROWS, COLUMNS], tl.float64)
+    for batch in range(batches):
+        first = (batch * tl.num_programs(0) + head) * parts
+        for start in range(0, parts, ROWS):
+            rows = start + tl.arange(0, ROWS)
+            places = (first + rows)[:, None] * n + columns[None, :]
+            total += tl.load(found_ptr + places, mask=(rows < parts)[:, None] & inside[None, :], other=0.0)
+    pointers = totals_ptr + head * n + columns
+    before = tl.load(pointers, mask=inside, other=0.0)
+    tl.store(pointers, (before + SIGN * tl.sum(total, 0)).to(tl.float32), mask=inside)
 
 
 def _block(x: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from . import launches
 from .config import BlockConfig, architecture, described, descriptor, launch_for, padded, precision
+from .distances import add_sums, subtract_distances
 from .gradients import dkdv_kernel, dq_kernel
 from .launches import Moving
 from .modifiers import Modifiers, ModifierSums
@@ -106,16 +107,16 @@ def _partial_sums(
     if sums is not None and sums.slopes is not None:
         slopes = torch.empty(programs, device=device, dtype=torch.float32)
     if sums is not None and sums.values is not None:
-        values = torch.zeros(programs, sums.values.shape[1], device=device, dtype=torch.float32)
+        values = torch.empty(programs, sums.values.shape[1], device=device, dtype=torch.float32)
     return slopes, values
 
 
 def _add_partial_sums(sums: ModifierSums, b: int, h: int, slopes: torch.Tensor | None, values: torch.Tensor | None) -> None:
     """Add what the programs found, in a fixed order."""
     if slopes is not None:
-        sums.add_distances(slopes.view(b, h, -1).sum(2, dtype=torch.float64))
-    if values is not None and sums.values is not None:
-        sums.values.add_(values.view(b, h, -1, values.shape[1]).sum((0, 2), dtype=torch.float64))
+        subtract_distances(sums.slopes, slopes.view(b, h, -1))
+    if values is not None:
+        add_sums(sums.values, values.view(b, h, -1, values.shape[1]))
 
 
 def _shared_arguments(

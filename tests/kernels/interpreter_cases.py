@@ -281,10 +281,19 @@ def test_numbers_of_pieces_are_spread_to_distances_and_added_up_again():
 
 @pytest.mark.parametrize("batches", [1, 4])
 def test_the_gradient_of_slopes_is_summed_over_the_batches_that_share_them(batches):
-    slopes, found = torch.randn(batches, 21), torch.randn(4, 21)
-    wanted = slopes - (found if batches == 4 else found.sum(0, keepdim=True))
+    slopes, found = torch.randn(batches, 21), torch.randn(4, 21, 18)
+    of_each = found.sum(2)
+    wanted = slopes - (of_each if batches == 4 else of_each.sum(0, keepdim=True))
     distances.subtract_distances(slopes, found)
-    torch.testing.assert_close(slopes, wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(slopes, wanted, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(("parts", "n"), [(1, 1), (5, 3), (2, 16), (19, 33)])
+def test_what_programs_found_is_added_up(parts, n):
+    totals, found = torch.randn(3, n), torch.randn(2, 3, parts, n)
+    wanted = totals + found.sum((0, 2))
+    distances.add_sums(totals, found)
+    torch.testing.assert_close(totals, wanted, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -584,6 +584,33 @@ class TestOnGpu:
                 wanted = step(*x, mask=mask)
                 assert all(torch.equal(a, b) for a, b in zip(found[:1] + found[2:], wanted[:1] + wanted[2:]))
 
+    @pytest.mark.parametrize("part", ["alibi", "bias"])
+    @pytest.mark.parametrize(
+        ("d", "dtype", "softcap"),
+        [(128, torch.bfloat16, None), (128, torch.bfloat16, 20.0), (256, torch.float16, None), (64, torch.float32, None)],
+    )
+    def test_so_does_one_whose_slopes_or_biases_are_learned(self, d, dtype, softcap, part):
+        """On Hopper the plain kernels find their gradients in all cases but the first."""
+        torch.manual_seed(0)
+        slopes, table = (x.cuda().requires_grad_() for x in (ra.alibi_slopes(8), torch.arange(256.0).sin().view(8, 32)))
+        added = dict(alibi=slopes) if part == "alibi" else dict(bias=ra.relative_bias(table, ra.t5_buckets(bidirectional=False)))
+        calls = [random(2, 512, 8, 2, d, dtype) for _ in range(5)]
+
+        def gradients(q, k, v, dout):
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = ra.ring_attention(*leaves, score=ra.score(softcap=softcap, **added))
+            return torch.autograd.grad(out, [slopes if part == "alibi" else table, *leaves], dout)
+
+        gradients(*calls[0])
+        forget()
+        replayed = [gradients(*x) for x in calls]
+        assert sum(isinstance(found, recordings.Recording) for found in found_last().values()) == 2
+        for x, (of_part, _, dk, dv) in zip(calls, replayed):
+            forget()
+            wanted = gradients(*x)
+            assert torch.equal(dk, wanted[2]) and torch.equal(dv, wanted[3])
+            torch.testing.assert_close(of_part, wanted[0], rtol=1e-4, atol=1e-5 * float(wanted[0].norm()))
+
     @pytest.mark.parametrize(
         "score",
         [

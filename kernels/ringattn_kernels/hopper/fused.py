@@ -285,7 +285,7 @@ def _add(
     """Add what a launch has found (see `gradient_sums`)."""
     if slopes is not None:
         assert sums.slopes is not None
-        subtract_distances(sums.slopes, slopes)
+        subtract_distances(sums.slopes, slopes[..., None])
     if biases is not None:
         assert sums.values is not None and modifiers.bias is not None
         add_to_pieces(sums.values, biases, pieces_of_distances(modifiers.bias, table, biases.device)[1])
