@@ -173,6 +173,9 @@ def queries(
         import ringattn_kernels
 
         return ringattn_kernels.ready_queries(q, out, dout, row_max, row_sum, drow_sum, ready, once, alone)
+    if q.is_cuda:
+        # no rows; queries that move bring a delta of the dtype that other ranks' kernels have
+        return Queries(q, dout, row_max, row_sum, torch.empty_like(row_max))
     delta = blocked.delta(out, dout)
     if drow_sum is not None:
         # d lse = d row_sum * row_sum enters dS = P (dP - delta) as P d lse

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import ringattn as ra
+from ringattn.device import local
 from ringattn.runtime.groups import get_context
 from ringattn.schedule.schedules import RowTraffic, cross_schedule
 from ringattn.transport import run_ranks
@@ -365,6 +367,13 @@ def in_16_bits(group):
 def test_errors_in_16_bits(one_thread):
     for out, *gradients in run_ranks(4, in_16_bits):
         assert out < 2 and max(gradients) < 3
+
+
+def test_the_deltas_of_a_gpu_without_queries_are_of_the_dtype_that_others_send():
+    with FakeTensorMode():
+        q, out, dout = (torch.empty(1, 0, 2, 8, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        row_max, row_sum = (torch.empty(1, 2, 0, device="cuda") for _ in range(2))
+        assert local.queries(q, out, dout, row_max, row_sum).delta.dtype == torch.float32
 
 
 GPU_CASES = {
