@@ -3,13 +3,11 @@
 import functools
 from dataclasses import dataclass
 
-import numpy as np
-
 from ..config import padded
 from ..modifiers import Modifiers
 from ..split_choice import choice
 from ..splits import multiprocessors
-from ..table import TileTable, steps_of
+from ..table import TileTable, steps_of_segments, touched_in
 from .forward_softcap import caps_late
 from .work_queue import WARPGROUP_ROWS
 
@@ -125,8 +123,8 @@ def config_for(
     def choose() -> ForwardConfig:
         first = found[0]
         if heads * table.q_rows >= MANY * processors * first.block:
-            steps = steps_of(*table.cut("q", first.block, first.step), first.step)
-            if steps.sum() >= LONG * np.count_nonzero(steps):
+            items, segments = table.cut("q", first.block, first.step)
+            if steps_of_segments(segments, first.step).sum() >= LONG * touched_in(items):
                 return first
         return min(found, key=time)
 
