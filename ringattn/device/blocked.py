@@ -1,7 +1,7 @@
 """Attention over a set of tiles in plain torch, for devices without Triton kernels and for fp64.
 
 It has the functions, statistics and in-place rules of the kernels. It works block by block (FlashAttention, Dao et al. 2022,
-algorithms 1 and 4), so that memory grows with tokens and not with their square.
+algorithms 1 and 4), so that memory grows with tokens and not with their square. Blocks are those of a tile; many small tiles share them.
 
 It computes in fp32 (fp64 for fp64 input), but scores, a running state, dP and delta are fp64. The backward cuts other blocks than the
 forward, and matrix products of other shapes round otherwise: in fp32 a score of 1e5 would differ by 0.01, and its weight by 1 %.
@@ -11,9 +11,11 @@ Shapes: b batch, sq and sk rows of q and of the k/v buffer, h query heads, hk ke
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ringattn_kernels.modifiers import Bias, Modifiers, ModifierSums
@@ -24,16 +26,18 @@ from .philox import kept
 
 _BLOCK_Q = 256
 _BLOCK_K = 512
+_PAIRS = 512  # which take about as long as what a further block costs
 _EXACT = torch.float64  # of numbers whose difference counts
 
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Block(NamedTuple):
-    """Rows of q and k; which of their pairs are live: (rows of q, rows of k) bool, or None if all are; and positions, where they matter."""
+    """Rows of q and k, in order; which of their pairs are live: (rows of q, rows of k) bool, or None if all are; and positions, where they
+    matter."""
 
-    q: slice
-    k: slice
+    q: slice | torch.Tensor
+    k: slice | torch.Tensor
     live: torch.Tensor | None
     q_positions: torch.Tensor | None
     k_positions: torch.Tensor | None
@@ -85,9 +89,8 @@ def forward(
         share = _share(block, weights, modifiers)
         weights = weights if share is None else weights.mul_(share)
         fresh = _product(weights, _rows(v, block.k, _EXACT)) * scale.unsqueeze(-1)
-        part = out[:, block.q].unflatten(2, (hk, -1))  # (b, rows, hk, g, d_v)
-        part *= (before * scale).permute(0, 3, 1, 2).unsqueeze(-1)
-        part += fresh.permute(0, 3, 1, 2, 4)
+        part = out[:, block.q].unflatten(2, (hk, -1)) * (before * scale).permute(0, 3, 1, 2).unsqueeze(-1)  # (b, rows, hk, g, d_v)
+        out[:, block.q] = part.add_(fresh.permute(0, 3, 1, 2, 4)).flatten(2, 3)
         row_max[:, :, block.q] = new_max.flatten(1, 2)
         row_sum[:, :, block.q] = total.flatten(1, 2)
     found = out, row_max, row_sum
@@ -178,13 +181,48 @@ def backward(
         weights = weights if share is None else weights * share.to(acc_dtype)
         dv[:, block.k] += _product_t(weights, dout_rows).transpose(1, 2)
         dk[:, block.k] += _product_t(dscores, q_rows).transpose(1, 2)
-        dq.total[:, block.q].unflatten(2, (hk, -1)).add_(_product(dscores, _rows(k, block.k, acc_dtype)).permute(0, 3, 1, 2, 4))
+        dq.total[:, block.q] += _product(dscores, _rows(k, block.k, acc_dtype)).permute(0, 3, 1, 2, 4).flatten(2, 3)
     for x, total in zip(outputs, (dk, dv), strict=True):
         if x is not total:
             x.copy_(total)
 
 
 def _blocks(tiles: TileTable, device: torch.device) -> Iterator[_Block]:
+    """All live pairs of the tiles, each in one block."""
+    many = (len(tiles) - 8) * _PAIRS > tiles.q_rows * tiles.k_rows
+    return _shared_blocks(tiles, device) if many else _blocks_of_tiles(tiles, device)
+
+
+def _shared_blocks(tiles: TileTable, device: torch.device) -> Iterator[_Block]:
+    """Blocks that many small tiles share: those of their rows that lie near each other. Rows that no tile names are not read."""
+    q_begin, q_end, k_begin, k_end = tiles.tiles.T[:4]
+    positions = _positions(tiles)
+    for q0, k0 in itertools.product(range(0, tiles.q_rows, _BLOCK_Q), range(0, tiles.k_rows, _BLOCK_K)):
+        live = np.zeros((min(_BLOCK_Q, tiles.q_rows - q0), min(_BLOCK_K, tiles.k_rows - k0)), dtype=bool)
+        distance = q0 - k0 + np.subtract.outer(*map(np.arange, live.shape))
+        meets = (q_begin < q0 + _BLOCK_Q) & (q_end > q0) & (k_begin < k0 + _BLOCK_K) & (k_end > k0)
+        for a, b, c, d, low, high in tiles.tiles[meets].tolist():
+            place = slice(max(a - q0, 0), max(b - q0, 0)), slice(max(c - k0, 0), max(d - k0, 0))
+            live[place] |= (low <= distance[place]) & (distance[place] <= high)
+        rows, columns = np.flatnonzero(live.any(1)), np.flatnonzero(live.any(0))
+        if len(rows):
+            q, k = (torch.from_numpy(x).to(device) for x in (rows + q0, columns + k0))
+            some = torch.from_numpy(live[rows][:, columns]).to(device)
+            yield _Block(q, k, some, *((None, None) if positions is None else (positions[0][q], positions[1][k])))
+
+
+def _positions(tiles: TileTable) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Of each row of q, and of k, that a tile names; None if they do not matter."""
+    if tiles.places is None:
+        return None
+    q_positions, k_positions = torch.zeros(tiles.q_rows, dtype=torch.int64), torch.zeros(tiles.k_rows, dtype=torch.int64)
+    for (q_begin, q_end, k_begin, k_end, _, _), (q_place, k_place) in zip(tiles.tiles, tiles.places):
+        q_positions[q_begin:q_end] = q_place + tiles.stride * torch.arange(q_begin, q_end)
+        k_positions[k_begin:k_end] = k_place + tiles.stride * torch.arange(k_begin, k_end)
+    return q_positions, k_positions
+
+
+def _blocks_of_tiles(tiles: TileTable, device: torch.device) -> Iterator[_Block]:
     rows = tiles.derived(("rows",), tiles.tiles.tolist)
     for number, (q_begin, q_end, k_begin, k_end, lo, hi) in enumerate(rows):
         for q0 in range(q_begin, q_end, _BLOCK_Q):
@@ -252,17 +290,17 @@ def _per_head(x: torch.Tensor, hk: int) -> torch.Tensor:
     return x.to(_EXACT).unflatten(1, (hk, -1))[..., None, None]
 
 
-def _grouped(x: torch.Tensor, rows: slice, hk: int, dtype: torch.dtype) -> torch.Tensor:
+def _grouped(x: torch.Tensor, rows: slice | torch.Tensor, hk: int, dtype: torch.dtype) -> torch.Tensor:
     """Rows of (b, s, h, d) as (b, hk, g, rows, d)."""
     return x[:, rows].to(dtype).unflatten(2, (hk, -1)).permute(0, 2, 3, 1, 4)
 
 
-def _rows(x: torch.Tensor, rows: slice, dtype: torch.dtype) -> torch.Tensor:
+def _rows(x: torch.Tensor, rows: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rows of (b, s, hk, d) as (b, hk, rows, d)."""
     return x[:, rows].to(dtype).transpose(1, 2)
 
 
-def _per_row(x: torch.Tensor, rows: slice, hk: int) -> torch.Tensor:
+def _per_row(x: torch.Tensor, rows: slice | torch.Tensor, hk: int) -> torch.Tensor:
     """Rows of (b, h, s) as (b, hk, g, rows, 1)."""
     return x[:, :, rows].unflatten(1, (hk, -1)).unsqueeze(-1)
 

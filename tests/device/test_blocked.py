@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from ringattn.device import blocked
 from ringattn.geometry.plan import live_pairs, make_tiles
 from ringattn.geometry.region import trim
+from ringattn_kernels.modifiers import Bias, Dropout, Modifiers
+from ringattn_kernels.table import TileTable
 from tests.kernels import dense
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -109,6 +111,48 @@ def test_sizes_around_the_blocks(sq, sk):
     state = blocked.forward(q, k, v, tiles, softmax_scale=SCALE)
     assert_close(state, wanted_state)
     assert_close(gradients(q, k, v, dout, tiles, *state), wanted)
+
+
+def many_small_tiles(sq, sk, **places):
+    """Tiles of a pair or a few, over every other row and column, in a row of blocks."""
+    generator = np.random.default_rng(0)
+    tiles = [(i, i + 1, j, j + 1, -sk, sq) for i in range(0, sq, 2) for j in range(1, sk, 4) if generator.random() < 0.02]
+    tiles += [(1, 15, j, j + 2, 1 - j, 9 - j) for j in range(3, sk - 3, 16)]
+    return TileTable(np.array(tiles), sq, sk, **places)
+
+
+def test_many_small_tiles_share_blocks_that_hold_no_other_rows():
+    q, k, v, dout = make_inputs(300, 600)
+    tiles = many_small_tiles(300, 600)
+    blocks = list(blocked._blocks(tiles, q.device))
+    assert len(blocks) == 4 < len(tiles) // 50
+    wanted_state, wanted = exact(q, k, v, dout, tiles)
+    named = dense.live_pairs(tiles.tiles.tolist(), 300, 600)
+    for x, rows in ((q, named.any(1)), (dout, named.any(1)), (k, named.any(0)), (v, named.any(0))):
+        x[:, ~rows] = math.nan
+    state = blocked.forward(q, k, v, tiles, softmax_scale=SCALE)
+    assert_close(state, wanted_state)
+    dout = torch.where(dout.isnan(), 0, dout)
+    assert_close(gradients(q, k, v, dout, tiles, *state), wanted)
+
+
+def test_scores_in_shared_blocks_have_the_positions_of_their_rows(monkeypatch):
+    q, k, v, dout = make_inputs(300, 600)
+    generator = torch.Generator().manual_seed(0)
+    slopes, values = (torch.rand(H, n, generator=generator, dtype=torch.float64) for n in (1, 4))
+    modifiers = Modifiers(2.0, slopes.view(1, H), Bias((-90, -1, 40), values), Dropout(0.3, 5, 7, H))
+    count = len(many_small_tiles(300, 600))
+    tiles, results = many_small_tiles(300, 600, places=np.tile([9, 70], (count, 1)), stride=2), []
+    for pairs in (blocked._PAIRS, 0):
+        monkeypatch.setattr(blocked, "_PAIRS", pairs)
+        out, *statistics = blocked.forward(q, k, v, tiles, softmax_scale=SCALE, modifiers=modifiers)
+        sums, found = dense.zero_sums(modifiers), [blocked.TorchQuerySums(q), torch.zeros_like(k), torch.zeros_like(v)]
+        queries = blocked.Queries(q, dout, *statistics, blocked.delta(out, dout))
+        given = dict(zip(("dq", "dk", "dv"), found))
+        blocked.backward(queries, k, v, tiles, softmax_scale=SCALE, modifiers=modifiers, sums=sums, **given)
+        results.append((out, *statistics, found[0].total, *found[1:], sums.slopes, sums.values))
+    for x, y in zip(*results):
+        torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
 
 def test_rows_that_no_tile_names_are_never_read():
