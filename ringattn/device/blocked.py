@@ -215,11 +215,11 @@ def _positions(tiles: TileTable) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Of each row of q, and of k, that a tile names; None if they do not matter."""
     if tiles.places is None:
         return None
-    q_positions, k_positions = torch.zeros(tiles.q_rows, dtype=torch.int64), torch.zeros(tiles.k_rows, dtype=torch.int64)
-    for (q_begin, q_end, k_begin, k_end, _, _), (q_place, k_place) in zip(tiles.tiles, tiles.places):
-        q_positions[q_begin:q_end] = q_place + tiles.stride * torch.arange(q_begin, q_end)
-        k_positions[k_begin:k_end] = k_place + tiles.stride * torch.arange(k_begin, k_end)
-    return q_positions, k_positions
+    q_positions, k_positions = (tiles.stride * np.arange(n) for n in (tiles.q_rows, tiles.k_rows))
+    q_places, k_places = np.zeros_like(q_positions), np.zeros_like(k_positions)
+    for (q_begin, q_end, k_begin, k_end, _, _), (q_place, k_place) in zip(tiles.tiles.tolist(), tiles.places):
+        q_places[q_begin:q_end], k_places[k_begin:k_end] = q_place, k_place
+    return torch.from_numpy(q_positions + q_places), torch.from_numpy(k_positions + k_places)
 
 
 def _blocks_of_tiles(tiles: TileTable, device: torch.device) -> Iterator[_Block]:
