@@ -286,8 +286,6 @@ def dq_kernel(
         dslopes = tl.zeros([BLOCK_Q], tl.float32)
         if dvalues_ptr is not None:
             sums_ptr = dvalues_ptr + program.to(tl.int64) * PIECES
-            for piece in range(PIECES):
-                tl.store(sums_ptr + piece, 0.0)
 
     for segment in range(segment_begin, segment_end):
         begin, full_begin, full_end, end, lo, hi, row_begin, row_end = load_segment(segments_ptr, segment)

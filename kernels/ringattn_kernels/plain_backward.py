@@ -15,6 +15,7 @@ from .distances import add_sums, subtract_distances
 from .gradients import dkdv_kernel, dq_kernel
 from .launches import Moving
 from .modifiers import Modifiers, ModifierSums
+from .pairs import zero
 from .queries import Queries
 from .score_arguments import facts_of, moving_score_arguments, score_arguments
 from .splits import add_partials, key_splits, partial_gradients, query_splits
@@ -108,6 +109,7 @@ def _partial_sums(
         slopes = torch.empty(programs, device=device, dtype=torch.float32)
     if sums is not None and sums.values is not None:
         values = torch.empty(programs, sums.values.shape[1], device=device, dtype=torch.float32)
+        zero(values)
     return slopes, values
 
 

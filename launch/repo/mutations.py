@@ -1374,9 +1374,9 @@ MUTATIONS = (
         MODIFIED,
     ),
     Mutation(
-        "kernels/ringattn_kernels/gradients.py",
-        "                tl.store(sums_ptr + piece, 0.0)\n",
-        "                pass\n",
+        "kernels/ringattn_kernels/plain_backward.py",
+        "        zero(values)\n",
+        "        pass\n",
         "gradients of biases begin with what was in memory",
         f"{INTERPRETER} -k modified_scores",
     ),
