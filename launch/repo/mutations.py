@@ -503,9 +503,16 @@ MUTATIONS = (
     ),
     Mutation(
         "ringattn/device/blocked.py",
-        "part *= (before * scale)",
-        "part *= (1.0 * scale)",
+        "unflatten(2, (hk, -1)) * (before * scale)",
+        "unflatten(2, (hk, -1)) * (1.0 * scale)",
         "the output of earlier keys is not rescaled to the new maximum",
+        BLOCKED,
+    ),
+    Mutation(
+        "ringattn/device/blocked.py",
+        "live[place] |= (low <= distance[place]) & (distance[place] <= high)",
+        "live[place] = True",
+        "pairs beside the bands of small tiles are live",
         BLOCKED,
     ),
     Mutation(
