@@ -77,7 +77,8 @@ def _slopes_and_words(modifiers: Modifiers) -> dict:
 def hopper_obstacle(modifiers: Modifiers, table: TileTable, softmax_scale: float) -> str:
     """Why Hopper kernels do not modify scores so over this table; empty where they do."""
     if not softmax_scale > 0:
-        return "scores have units of their own, in which pairs that are not live are least, only if the scale is positive"
+        # times another scale, the least score of a pair that is not live would be the greatest
+        return f"softmax_scale is {softmax_scale}, and Hopper kernels modify scores only if it is positive"
     if modifiers.bias is not None and biases_count(modifiers.bias) > _MOST_BIASES:
         return f"the edges of a bias are more than {_MOST_BIASES} positions apart"
     if modifiers.dropout is not None and not table.aligned(ALIGNED):
