@@ -2,7 +2,7 @@
 
     make fuzz SECONDS=600          # prints the seed of a failure, and the smallest call that fails in the same way
     make fuzz SEED=7 SECONDS=1     # the calls of that seed again
-    make fuzz RANKS=2              # on GPUs: on one rank or two, processes, which share a GPU if there are fewer
+    make fuzz RANKS=2              # on GPUs: on one rank or two, processes; how they share GPUs: docs/launch.md
 
 Shapes, dtypes, strides, masks, layouts, those of keys, schedules, groups, what happens to scores, which inputs need gradients,
 statistics, and what is prepared are drawn; some calls are faulty. Some are made again with other tensors, as a GPU then replays what it
