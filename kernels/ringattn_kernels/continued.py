@@ -28,8 +28,8 @@ class RowPart(NamedTuple):
 
     def of(self, rows: np.ndarray) -> np.ndarray:
         """Which blocks, by their first rows, are in this part."""
-        begin, end = np.array(self.ranges).reshape(-1, 2).T
-        return (begin.searchsorted(rows, side="right") > end.searchsorted(rows, side="right")) == self.inside
+        edges = np.array(self.ranges, dtype=np.int64).ravel()
+        return edges.searchsorted(rows, side="right") % 2 == self.inside
 
     @property
     def others(self) -> RowPart:
@@ -50,10 +50,10 @@ def continued_part(later: np.ndarray, q: Any, v: Any) -> RowPart | None:
     row_bytes = 4 * b * h * v.shape[3]  # of a state
     if sq * row_bytes < _WORTH:
         return None
-    marks = np.zeros(-(-sq // _WHOLE) + 1, dtype=np.int64)
-    np.add.at(marks, later[:, 0] // _WHOLE, 1)
-    np.add.at(marks, -(-later[:, 1] // _WHOLE), -1)
-    goes_on = np.concatenate([[0], marks.cumsum()[:-1] > 0, [0]])
-    edges = np.minimum(np.diff(goes_on).nonzero()[0] * _WHOLE, sq).reshape(-1, 2)
+    count = -(-sq // _WHOLE) + 1
+    begins, ends = (np.bincount(x, minlength=count) for x in (later[:, 0] // _WHOLE, (later[:, 1] + (_WHOLE - 1)) // _WHOLE))
+    goes_on = np.zeros(count + 1, dtype=bool)
+    goes_on[1:] = (begins - ends).cumsum() > 0
+    edges = np.minimum(np.flatnonzero(goes_on[1:] != goes_on[:-1]) * _WHOLE, sq).reshape(-1, 2)
     done = sq - int((edges[:, 1] - edges[:, 0]).sum())
     return RowPart(tuple(map(tuple, edges.tolist()))) if done * row_bytes >= _WORTH else None

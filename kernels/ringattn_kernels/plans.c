@@ -561,6 +561,121 @@ done:
   return result;
 }
 
+/* ---- look ---- */
+
+/* A span of queries, and a region that it meets. */
+typedef struct {
+  int64_t query, region;
+} Sight;
+
+enum { Q_ORDER, Q_FROM, Q_TO, Q_FIRST, Q_LAST, LOOK };
+
+/* look(order, start, last, q_start, q_last, regions): (query, region, k_min, k_max) as `span.look` has them of spans of stride 1. order, start,
+   last: of the spans of queries, by position; q_start, q_last: as they are numbered. */
+static PyObject *look_at_regions(PyObject *self, PyObject *args) {
+  PyObject *found[4] = {NULL}, *result = NULL;
+  Py_buffer of[LOOK] = {{0}}, of_regions = {0};
+  void *sights = NULL;
+  Sight *by_query = NULL;
+  int opened = 0;
+  if (!open_arrays(args, LOOK, 1, of, &opened) || !open_table(PyTuple_GET_ITEM(args, LOOK), &of_regions, 8, TILE_COLUMNS)) goto done;
+  int64_t spans = of[Q_ORDER].shape[0], room = spans + of_regions.shape[0] + 1, count = 0;
+  for (int i = 0; i < LOOK; i++) {
+    if (of[i].shape[0] == spans) continue;
+    PyErr_SetString(PyExc_ValueError, "these arrays are not of one length");
+    goto done;
+  }
+  sights = malloc(room * sizeof(Sight));
+  if (sights == NULL) {
+    PyErr_NoMemory();
+    goto done;
+  }
+  for (int64_t region = 0; region < of_regions.shape[0]; region++) {
+    Box part = box_at(&of_regions, region);
+    for (int64_t at = first_at_least(&of[Q_TO], part.q_begin); at < spans && entry(&of[Q_FROM], at) < part.q_end; at++) {
+      int64_t query = entry(&of[Q_ORDER], at);
+      if (query < 0 || query >= spans) {
+        PyErr_SetString(PyExc_ValueError, "a span is not among these");
+        goto done;
+      }
+      if (!more_room(&sights, sizeof(Sight), count, &room)) goto done;
+      ((Sight *)sights)[count++] = (Sight){query, region};
+    }
+  }
+  by_query = grouped(sights, sizeof(Sight), count, spans);
+  if (by_query == NULL) goto done;
+  for (int i = 0; i < 4; i++) {
+    found[i] = new_numbers(count);
+    if (found[i] == NULL) goto done;
+  }
+  for (int64_t i = 0; i < count; i++) {
+    Box part = box_at(&of_regions, by_query[i].region);
+    int64_t first = most(entry(&of[Q_FIRST], by_query[i].query), part.q_begin);
+    int64_t last = least(entry(&of[Q_LAST], by_query[i].query), part.q_end - 1);
+    numbers_of(found[0])[i] = by_query[i].query;
+    numbers_of(found[1])[i] = by_query[i].region;
+    numbers_of(found[2])[i] = most(part.k_begin, first - part.hi);
+    numbers_of(found[3])[i] = least(part.k_end - 1, last - part.lo);
+  }
+  result = PyTuple_Pack(4, found[0], found[1], found[2], found[3]);
+
+done:
+  for (int i = 0; i < 4; i++) Py_XDECREF(found[i]);
+  free(sights);
+  free(by_query);
+  while (opened) PyBuffer_Release(&of[--opened]);
+  PyBuffer_Release(&of_regions);
+  return result;
+}
+
+/* ---- part ---- */
+
+/* A box shrunk to its pairs, as `region.trim`; whether it has any. */
+static int trimmed(Box *box) {
+  Box from = *box;
+  box->q_begin = most(from.q_begin, from.k_begin + from.lo);
+  box->q_end = least(from.q_end, from.k_end + from.hi);
+  box->k_begin = most(from.k_begin, from.q_begin - from.hi);
+  box->k_end = least(from.k_end, from.q_end - from.lo);
+  box->lo = most(from.lo, box->q_begin - (box->k_end - 1));
+  box->hi = least(from.hi, box->q_end - 1 - box->k_begin);
+  return box->q_begin < box->q_end && box->k_begin < box->k_end && box->lo <= box->hi;
+}
+
+/* part(tiles, begin, end): (the tiles' part in these rows of keys, over these rows, and which tiles have one), as `plan.of_keys` */
+static PyObject *part_of_keys(PyObject *self, PyObject *args) {
+  PyObject *tiles, *parts_of = NULL, *kept = NULL, *result = NULL;
+  Py_buffer of_tiles = {0};
+  long long begin, end;
+  if (!PyArg_ParseTuple(args, "OLL", &tiles, &begin, &end)) return NULL;
+  if (!in_range("begin", begin, 0) || !in_range("end", end, begin)) return NULL;
+  if (!open_table(tiles, &of_tiles, 8, TILE_COLUMNS)) goto done;
+  int64_t count = of_tiles.shape[0], left = 0;
+  parts_of = new_numbers(count * TILE_COLUMNS);
+  kept = PyByteArray_FromStringAndSize(NULL, count);
+  if (parts_of == NULL || kept == NULL) goto done;
+  int64_t *to = numbers_of(parts_of);
+  char *some = PyByteArray_AS_STRING(kept);
+  for (int64_t i = 0; i < count; i++) {
+    Box box = box_at(&of_tiles, i);
+    box.k_begin = least(most(box.k_begin, begin), end) - begin;
+    box.k_end = least(most(box.k_end, begin), end) - begin;
+    box.lo += begin;
+    box.hi += begin;
+    some[i] = trimmed(&box);
+    if (!some[i]) continue;
+    int64_t row[] = {box.q_begin, box.q_end, box.k_begin, box.k_end, box.lo, box.hi};
+    memcpy(to + TILE_COLUMNS * left++, row, sizeof(row));
+  }
+  if (PyByteArray_Resize(parts_of, left * TILE_COLUMNS * 8) == 0) result = PyTuple_Pack(2, parts_of, kept);
+
+done:
+  Py_XDECREF(parts_of);
+  Py_XDECREF(kept);
+  PyBuffer_Release(&of_tiles);
+  return result;
+}
+
 /* ---- fold ---- */
 
 /* A tile of a span of queries and one of keys; `pair` is of their ranks. */
@@ -574,18 +689,6 @@ static int earlier(const void *a, const void *b) {
   if (x->pair != y->pair) return x->pair < y->pair ? -1 : 1;
   if (x->sight != y->sight) return x->sight < y->sight ? -1 : 1;
   return x->key < y->key ? -1 : x->key > y->key;
-}
-
-/* A box shrunk to its pairs, as `region.trim`; whether it has any. */
-static int trimmed(Box *box) {
-  Box from = *box;
-  box->q_begin = most(from.q_begin, from.k_begin + from.lo);
-  box->q_end = least(from.q_end, from.k_end + from.hi);
-  box->k_begin = most(from.k_begin, from.q_begin - from.hi);
-  box->k_end = least(from.k_end, from.q_end - from.lo);
-  box->lo = most(from.lo, box->q_begin - (box->k_end - 1));
-  box->hi = least(from.hi, box->q_end - 1 - box->k_begin);
-  return box->q_begin < box->q_end && box->k_begin < box->k_end && box->lo <= box->hi;
 }
 
 enum { QUERY = SHARED, REGION, K_START, K_LENGTH, Q_START, Q_LENGTH, Q_ROW, Q_SHARD, FOLD };
@@ -675,6 +778,8 @@ static PyMethodDef methods[] = {
     {"work", work_of_chunks, METH_VARARGS, "Live pairs of the queries of each chunk."},
     {"deal", deal_chunks, METH_VARARGS, "The chunks of each rank."},
     {"fold", fold_spans, METH_VARARGS, "The tiles of ranks, by pairs of a rank and an owner."},
+    {"look", look_at_regions, METH_VARARGS, "Which regions spans of queries meet, and the keys that they see there."},
+    {"part", part_of_keys, METH_VARARGS, "The part of tiles in some rows of keys."},
     {"needs", needed_rows, METH_VARARGS, "The rows of each owner that each rank needs."},
     {NULL, NULL, 0, NULL},
 };

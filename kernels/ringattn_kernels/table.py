@@ -125,6 +125,10 @@ class TileTable:
 
         return self.derived(("cut", axis, block, step, align, splits), build)
 
+    def parts_of(self, segments: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Segments without their places, and these if there are any."""
+        return (segments,) if self.places is None else (segments[:, : ROW_END + 1], segments[:, ROW_END + 1 :])
+
     def derived(self, key: tuple, build: Callable[[], Any]) -> Any:
         """`build()`, called at the first call with `key` and kept: whatever else a kernel derives from this table."""
         if key not in self._derived:
@@ -143,8 +147,8 @@ class TileTable:
         def build() -> BlockTable:
             items, segments = self.cut(axis, block, step, splits=splits)
             touched = touched_in(items)
-            items, segments, places = on_device((items, segments[:, : ROW_END + 1], segments[:, ROW_END + 1 :]), device)
-            return BlockTable(items, segments, touched, None if self.places is None else places)
+            there, segments, *places = on_device((items, *self.parts_of(segments)), device)
+            return BlockTable(there, segments, touched, *places)
 
         return self.derived(("blocks", axis, block, step, device, splits), build)
 

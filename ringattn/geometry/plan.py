@@ -94,7 +94,9 @@ class Plan:
     def needed(self) -> np.ndarray:
         """How many rows of each owner's K/V each rank needs: (world_size, world_size) int64, [rank, owner]."""
         ranges, cuts = self._needs
-        before = np.concatenate([[0], (ranges[:, 1] - ranges[:, 0]).cumsum()])[cuts]
+        before = np.zeros(len(ranges) + 1, dtype=np.int64)
+        (ranges[:, 1] - ranges[:, 0]).cumsum(out=before[1:])
+        before = before[cuts]
         return (before[1:] - before[:-1]).reshape(self.world_size, self.world_size)
 
     @cached_property
@@ -263,7 +265,9 @@ class _Tiles:
     @cached_property
     def pairs(self) -> list[list[int]]:
         """Live pairs by rank and owner."""
-        total = np.concatenate([[0], pairs_of(self.table).cumsum()])[self.starts]
+        total = np.zeros(len(self.table) + 1, dtype=np.int64)
+        pairs_of(self.table).cumsum(out=total[1:])
+        total = total[self.starts]
         return (total[1:] - total[:-1]).reshape(-1, self.owners).tolist()
 
 
@@ -434,13 +438,22 @@ def _pairs_of_first(columns: Table, counts: np.ndarray) -> np.ndarray:
 
 def of_keys(tiles: TileTable, begin: int, end: int) -> TileTable:
     """The part of the tiles that lies in rows [begin, end) of the buffer, over these rows."""
-    q_begin, q_end, k_begin, k_end, lo, hi = tiles.tiles.T
+    found, live = _parts_of(tiles.tiles, begin, end)
+    if tiles.places is not None:
+        found = np.concatenate([found.T, (tiles.places[live] + [0, tiles.stride * begin]).T]).T
+    return make_tiles(found, tiles.q_rows, end - begin, tiles.stride)
+
+
+def _parts_of(tiles: Table, begin: int, end: int) -> tuple[Table, np.ndarray]:
+    """The parts in rows [begin, end) of keys, over these rows, of the tiles that have one, and which these are."""
+    native = plans()
+    if native is not None:
+        found, live = native.part(tiles, begin, end)
+        return numbers(found, _TILE), np.frombuffer(live, dtype=bool)
+    q_begin, q_end, k_begin, k_end, lo, hi = tiles.T
     k_begin, k_end = (np.minimum(np.maximum(x, begin), end) - begin for x in (k_begin, k_end))
     *table, live = trim(q_begin, q_end, k_begin, k_end, lo + begin, hi + begin)
-    if tiles.places is not None:
-        table += [tiles.places[:, 0], tiles.places[:, 1] + tiles.stride * begin]
-    found = np.array(table).T
-    return make_tiles(found if live.all() else found[live], tiles.q_rows, end - begin, tiles.stride)
+    return np.array(table).T[live], live
 
 
 def move_keys(tiles: Table, rows: Rows, base: int, stride: int = 1, apart: np.ndarray | int = 0) -> Table:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ringattn_kernels.native import numbers, plans
+
 from .region import HI, K_START, K_STOP, LO, Q_START, Q_STOP, STRIDE, Table, trim
 
 
@@ -138,6 +140,9 @@ def look(queries: SpanTable, regions: Table) -> Sights:
     """Which regions each query span meets. The spans' stride is a multiple of each region's."""
     if queries.stride == 1 and queries.ascending is not None:
         order, start, last = queries.ascending
+        native = plans()
+        if native is not None:
+            return Sights(*map(numbers, native.look(order, start, last, queries.start, queries.last, regions)))
         r_of, at = spread(last.searchsorted(regions[:, Q_START]), start.searchsorted(regions[:, Q_STOP]))
         q_of = order[at]
         if len(q_of) > 1 and not (q_of[1:] >= q_of[:-1]).all():

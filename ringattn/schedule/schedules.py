@@ -168,17 +168,17 @@ class Waves(Schedule):
 
     def traffic(self, plan: Plan, rank: int) -> Traffic:
         n = plan.world_size
-        others = (plan.needed > 0) & ~np.eye(n, dtype=bool)
-        most = int(others.sum(axis=1).max())  # owners of which a rank needs rows
+        others = plan.needed > 0
+        others.flat[:: n + 1] = False
+        below = np.zeros((n, n + 1), dtype=np.int64)  # of how many owners below another one a rank needs rows
+        others.cumsum(axis=1, out=below[:, 1:])
+        all_owners = below[:, -1]
+        most = int(all_owners.max())
         # K/V, and so dK/dV, go between a rank and an owner alone
         askers = others[:, rank].nonzero()[0]
-        number_of: dict[int, int] = {}
-        if len(askers):
-            # how many owners each of them needs, from the nearest one before it on, and of these how many before this rank
-            owners = (askers[:, None] - np.arange(1, n)) % n
-            count = others[askers[:, None], owners].cumsum(axis=1)
-            before = count[np.arange(len(askers)), (askers - rank) % n - 1] - 1
-            number_of = dict(zip(askers.tolist(), before.tolist()))  # pyrefly: ignore[bad-argument-type]
+        # of how many owners each of them needs rows, from the nearest one before it on, until this rank comes
+        before = below[askers, askers] - below[askers, rank] + all_owners[askers] * (askers < rank) - 1
+        number_of: dict[int, int] = dict(zip(askers.tolist(), before.tolist()))  # pyrefly: ignore[bad-argument-type]
         found: list[Transfer] = []
         for dst in sorted([rank, *number_of]):
             found += self._into(plan, dst, enumerate(_owners(plan, rank)) if dst == rank else [(number_of[dst], rank)])

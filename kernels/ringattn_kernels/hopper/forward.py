@@ -11,7 +11,7 @@ from ..continued import RowPart
 from ..modifiers import Modifiers
 from ..score_arguments import ALIGNED, facts_of, fixed_arguments, moving_arguments, unmodified
 from ..splits import multiprocessors
-from ..table import ROW, ROW_END, TileTable, on_device
+from ..table import ROW, TileTable, on_device
 from ..units import LOG2_E
 from .descriptors import described, halves_layout, is_aligned, swizzled_layout
 from .forward_config import WARPGROUP_ROWS, ForwardConfig, block_dim, chunks, panels
@@ -87,7 +87,7 @@ def work_queue(
         items = items if part is None else items[part.of(items[:, ROW])]
         processors = config.programs * multiprocessors(q.device)
         works, segments = ordered(items, segments, config.step, config.warpgroups, b * h, together, touched_only, processors)
-        return WorkQueue(*on_device((works, segments[:, : ROW_END + 1], segments[:, ROW_END + 1 :]), q.device))
+        return WorkQueue(*on_device((works, *table.parts_of(segments)), q.device))
 
     key = ("hopper forward", config.block, config.step, align, splits, b * h, together, touched_only, part, q.device)
     return table.derived(key, build)

@@ -27,7 +27,7 @@ class WorkQueue:
     works    (n, 6) int32: (split * b + batch) * h + head, first row of the query block, first segment, number of steps (at least 1), and
              `idle_steps` before and after the others.
     segments (m, 8) int32: as in `table.BlockTable`; the last one is empty, for query blocks without any.
-    places   (m, 2) int32: as in `table.BlockTable`; (m, 0) for a table without any.
+    places   (m, 2) int32: as in `table.BlockTable`.
     """
 
     works: torch.Tensor
