@@ -15,10 +15,12 @@ PER_PROCESSOR = 8  # splits, at most; one takes 64 KB where a program has 128 ro
 
 
 class SplitChoice(NamedTuple):
-    """How the blocks of a table are to be split: as `splits.Splits`, on the host. time: that this should take, in steps."""
+    """How the blocks of a table are to be split: as `splits.Splits`, on the host. steps: of all blocks. time: that they should take, in
+    steps."""
 
     most: int
     touched: int
+    steps: int
     time: float
     blocks: np.ndarray | None
 
@@ -33,8 +35,8 @@ def choice(
         if native is None:
             return choose(*given, heads, walks, processors, most)
         costs = SPLIT_COST, MERGE_COST, SHORTEST, PER_PROCESSOR
-        count, touched, time, blocks = native.choose(*given, heads, walks, processors, most or 0, costs)
-        return SplitChoice(count, touched, time, None if blocks is None else integers((blocks,), 2)[0])
+        *found, blocks = native.choose(*given, heads, walks, processors, most or 0, costs)
+        return SplitChoice(*found, None if blocks is None else integers((blocks,), 2)[0])
 
     return table.derived(("choice", axis, block, step, heads, walks, processors, most), build)
 
@@ -46,16 +48,16 @@ def choose(
     steps = steps_of(items, segments, step)
     items, steps = items[steps > 0], steps[steps > 0]
     if not len(steps):
-        return SplitChoice(1, 0, 0.0, None)
+        return SplitChoice(1, 0, 0, 0.0, None)
     splits = most or best(steps, heads, processors, walks)
     time = float(predicted(steps, splits, heads, processors, walks))
     count = -(-steps // -(-steps.max() // splits))
     if count.max() == 1:
-        return SplitChoice(1, len(items), time, None)
+        return SplitChoice(1, len(items), int(steps.sum()), time, None)
     first_rows = np.arange(0, rows, block)
     found = np.bincount(items[:, ROW] // block, weights=count, minlength=len(first_rows))
     blocks = np.array([first_rows, found], dtype=np.int32).T[(found == 0).argsort(kind="stable")]
-    return SplitChoice(int(count.max()), len(items), time, blocks)
+    return SplitChoice(int(count.max()), len(items), int(steps.sum()), time, blocks)
 
 
 def best(steps: np.ndarray, heads: int, processors: int, walks: int = 1) -> int:

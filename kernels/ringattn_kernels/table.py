@@ -275,7 +275,7 @@ def cut(tiles: np.ndarray, rows: int, block: int, step: int, align: int = 1) -> 
 
     blocks = -(-rows // block)
     bounds = owner.searchsorted(np.arange(blocks + 1))
-    work = np.bincount(owner, weights=steps_of_segments(segments, step), minlength=blocks)
+    work = np.bincount(owner, weights=_steps(segments, step), minlength=blocks)
     items = np.zeros((blocks, 4), dtype=np.int32)
     items.T[:3] = np.arange(blocks) * block, bounds[:-1], bounds[1:]
     return items[(-work).argsort(kind="stable")], segments
@@ -321,11 +321,11 @@ def steps_of(items: np.ndarray, segments: np.ndarray, step: int) -> np.ndarray:
 def steps_before(segments: np.ndarray, step: int) -> np.ndarray:
     """The number of steps before each segment, and at the end the number of all steps."""
     found = np.zeros(len(segments) + 1, dtype=np.int64)
-    steps_of_segments(segments, step).cumsum(out=found[1:])
+    _steps(segments, step).cumsum(out=found[1:])
     return found
 
 
-def steps_of_segments(segments: np.ndarray, step: int) -> np.ndarray:
+def _steps(segments: np.ndarray, step: int) -> np.ndarray:
     """The number of steps of each segment."""
     rows = segments[:, END] - segments[:, BEGIN]
     return rows if step == 1 else (rows + (step - 1)) // step

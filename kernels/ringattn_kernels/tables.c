@@ -382,7 +382,8 @@ static double predicted(const Items *items, int64_t splits, double enough) {
 }
 
 /* choose(items, segments, step, rows, block, heads, walks, processors, splits or 0, (cost of a split, of a merge, steps of the shortest, splits
-   of a processor)): (splits of the longest, items with a step, time, blocks as in `splits.Splits` or None), as `split_choice.choose` */
+   of a processor)): (splits of the longest, items with a step, all steps, time, blocks as in `splits.Splits` or None), as
+   `split_choice.choose` */
 static PyObject *choose_splits(PyObject *self, PyObject *args) {
   PyObject *items, *segments, *blocks = NULL, *result = NULL;
   Py_buffer of_items = {0}, of_segments = {0};
@@ -408,10 +409,12 @@ static PyObject *choose_splits(PyObject *self, PyObject *args) {
     PyErr_NoMemory();
     goto done;
   }
+  int64_t all_steps = 0;
   PyThreadState *thread = release(of_segments.shape[0] * width + item_count * heads);
   for (Py_ssize_t i = 0; i < item_count; i++) {
     steps[given.count] = steps_of_item(from_items + i * ITEM_COLUMNS, of_segments.buf, width, step);
     given.longest = most(given.longest, steps[given.count]);
+    all_steps += steps[given.count];
     given.count += steps[given.count] > 0;
   }
   given.steps = steps;
@@ -465,7 +468,7 @@ static PyObject *choose_splits(PyObject *self, PyObject *args) {
     }
     free(counts);
   }
-  result = Py_BuildValue("(LLdO)", (long long)found, (long long)given.count, time, blocks == NULL ? Py_None : blocks);
+  result = Py_BuildValue("(LLLdO)", (long long)found, (long long)given.count, (long long)all_steps, time, blocks == NULL ? Py_None : blocks);
 
 done:
   Py_XDECREF(blocks);

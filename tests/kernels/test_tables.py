@@ -108,11 +108,11 @@ def test_splits_are_chosen_as_in_numpy(data):
     rows = tiles.q_rows if axis == "q" else tiles.k_rows
     given = *in_numpy(tiles, axis, block, step), step, rows, block, heads, walks, processors
     found, twin = in_c("choose", *given, wanted or 0, COSTS), split_choice.choose(*given, wanted)
-    assert found[:3] == twin[:3]
-    assert (found[3] is None) == (twin.blocks is None) == (twin.most == 1)
+    assert found[:4] == twin[:4]
+    assert (found[4] is None) == (twin.blocks is None) == (twin.most == 1)
     if twin.blocks is not None:
-        assert_same(native.integers((found[3],), 2), (twin.blocks,))
-    assert split_choice.choice(tiles, axis, block, step, heads, walks, processors, wanted)[:3] == twin[:3]
+        assert_same(native.integers((found[4],), 2), (twin.blocks,))
+    assert split_choice.choice(tiles, axis, block, step, heads, walks, processors, wanted)[:4] == twin[:4]
 
 
 @needs_compiler

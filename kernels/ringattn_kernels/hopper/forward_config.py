@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from ..config import padded
 from ..modifiers import Modifiers
-from ..split_choice import choice
+from ..split_choice import SplitChoice, choice
 from ..splits import multiprocessors
-from ..table import TileTable, steps_of_segments, touched_in
+from ..table import TileTable
 from .forward_softcap import caps_late
 from .work_queue import WARPGROUP_ROWS
 
@@ -115,16 +115,18 @@ def config_for(
     if len(found) == 1:
         return found[0]
 
+    def chosen(how: ForwardConfig) -> SplitChoice:
+        return choice(table, "q", how.block, how.step, heads, 1, processors * how.programs, splits)
+
     def time(how: ForwardConfig) -> float:
-        programs = processors * how.programs
-        chosen = choice(table, "q", how.block, how.step, heads, 1, programs, splits)
-        return how.step_time * chosen.time + how.work_time * -(-chosen.touched * heads // programs)
+        blocks = chosen(how)
+        return how.step_time * blocks.time + how.work_time * -(-blocks.touched * heads // (processors * how.programs))
 
     def choose() -> ForwardConfig:
         first = found[0]
         if heads * table.q_rows >= MANY * processors * first.block:
-            items, segments = table.cut("q", first.block, first.step)
-            if steps_of_segments(segments, first.step).sum() >= LONG * touched_in(items):
+            blocks = chosen(first)
+            if blocks.steps >= LONG * blocks.touched:
                 return first
         return min(found, key=time)
 
