@@ -770,6 +770,65 @@ done:
   return result;
 }
 
+/* ---- move ---- */
+
+/* move(tiles, apart, ranges, base, stride): the tiles over a buffer that holds an owner's rows in these ranges one after the other from row `base`
+   on, as `plan.move_keys`. apart: of each tile. */
+static PyObject *move_keys(PyObject *self, PyObject *args) {
+  PyObject *tiles, *apart, *ranges, *moved = NULL, *result = NULL;
+  Py_buffer of_tiles = {0}, of_apart = {0}, of_ranges = {0};
+  int64_t *before = NULL;
+  long long base, stride;
+  if (!PyArg_ParseTuple(args, "OOOLL", &tiles, &apart, &ranges, &base, &stride)) return NULL;
+  if (!in_range("base", base, 0) || !in_range("stride", stride, 1)) return NULL;
+  if (!open_table(tiles, &of_tiles, 8, TILE_COLUMNS) || !open_numbers(apart, &of_apart) || !open_table(ranges, &of_ranges, 8, 2)) goto done;
+  int64_t count = of_tiles.shape[0], columns = of_tiles.shape[1], some = of_ranges.shape[0], rows = 0;
+  if (of_apart.shape[0] != count) {
+    PyErr_SetString(PyExc_ValueError, "these arrays are not of one length");
+    goto done;
+  }
+  moved = new_numbers(count * columns);
+  before = malloc((some + 1) * sizeof(int64_t));
+  if (moved == NULL || before == NULL) {
+    if (before == NULL) PyErr_NoMemory();
+    goto done;
+  }
+  for (int64_t i = 0; i < some; i++) {
+    before[i] = rows;
+    rows += number_at(&of_ranges, i, 1) - number_at(&of_ranges, i, 0);
+  }
+  int64_t *to = numbers_of(moved);
+  for (int64_t i = 0; i < count; i++, to += columns) {
+    for (int64_t column = 0; column < columns; column++) to[column] = number_at(&of_tiles, i, column);
+    int64_t row = to[2] + entry(&of_apart, i), first = 0, end = some;
+    /* the last range that begins at the row or before it */
+    while (end - first > 1) {
+      int64_t middle = (first + end) / 2;
+      *(number_at(&of_ranges, middle, 0) <= row ? &first : &end) = middle;
+    }
+    if (some == 0 || row < number_at(&of_ranges, first, 0) || row >= number_at(&of_ranges, first, 1)) {
+      PyErr_SetString(PyExc_ValueError, "a tile's keys are not in these ranges");
+      goto done;
+    }
+    int64_t shift = base + before[first] + row - number_at(&of_ranges, first, 0) - to[2];
+    to[2] += shift;
+    to[3] += shift;
+    to[4] -= shift;
+    to[5] -= shift;
+    if (columns > TILE_COLUMNS + 1) to[TILE_COLUMNS + 1] -= stride * shift;
+  }
+  Py_INCREF(moved);
+  result = moved;
+
+done:
+  Py_XDECREF(moved);
+  free(before);
+  PyBuffer_Release(&of_tiles);
+  PyBuffer_Release(&of_apart);
+  PyBuffer_Release(&of_ranges);
+  return result;
+}
+
 static PyMethodDef methods[] = {
     {"count", count_tiles, METH_O, "Live pairs of each tile."},
     {"half", half_of_pairs, METH_VARARGS, "How many of the first keys have half of the live pairs."},
@@ -779,6 +838,7 @@ static PyMethodDef methods[] = {
     {"deal", deal_chunks, METH_VARARGS, "The chunks of each rank."},
     {"fold", fold_spans, METH_VARARGS, "The tiles of ranks, by pairs of a rank and an owner."},
     {"look", look_at_regions, METH_VARARGS, "Which regions spans of queries meet, and the keys that they see there."},
+    {"move", move_keys, METH_VARARGS, "Tiles over a buffer that holds an owner's rows."},
     {"part", part_of_keys, METH_VARARGS, "The part of tiles in some rows of keys."},
     {"needs", needed_rows, METH_VARARGS, "The rows of each owner that each rank needs."},
     {NULL, NULL, 0, NULL},

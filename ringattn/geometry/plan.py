@@ -463,6 +463,10 @@ def move_keys(tiles: Table, rows: Rows, base: int, stride: int = 1, apart: np.nd
     """
     if not len(tiles):
         return tiles
+    native = plans()
+    if native is not None:
+        apart = apart if isinstance(apart, np.ndarray) else np.full(len(tiles), apart)
+        return numbers(native.move(tiles, apart, rows.ranges, base, stride), tiles.shape[1])
     k_begin = tiles[:, _KEYS][:, 0]
     shift = base + rows.rank_of(k_begin + apart) - k_begin
     out = tiles.copy()

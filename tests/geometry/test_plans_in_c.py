@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn as ra
-from ringattn.geometry import layout, plan, region
+from ringattn.geometry import layout, plan, region, span
+from ringattn.geometry.rows import Rows, joined
 from ringattn_kernels import native, table
 from tests.compiler import needs_compiler
 
-USERS = layout, plan, region, table  # modules that call `plans.c`
+USERS = layout, plan, region, span, table  # modules that call `plans.c`
 SEEDS = st.integers(0, 2**32 - 1)
 
 pytestmark = needs_compiler
@@ -118,6 +119,8 @@ def test_tiles_and_needed_rows(seed, ranks, keys_of_their_own):
         keys = tokens + int(random.integers(300))
         of = plan.make_plan(pieces(tokens), ra.causal(), pieces(keys), int(random.integers(keys - tokens + 1)))
 
+    assert_same(lambda *given: tuple(vars(span.look(*given)).values()), of.queries, of.regions)
+
     def needs():
         of.__dict__.pop("_needs", None)
         return of._needs
@@ -130,6 +133,22 @@ def test_tiles_and_needed_rows(seed, ranks, keys_of_their_own):
 
     assert_same(tiles, 0, ranks)
     assert_same(tiles, first, first + 1)
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=SEEDS, columns=st.sampled_from([6, 8]))
+def test_tiles_of_some_keys_and_of_keys_that_moved(seed, columns):
+    random = np.random.default_rng(seed)
+    tiles, _, k_rows = random_tiles(random, columns)
+    assert_same(plan._parts_of, tiles[:, :6], *np.sort(random.integers(0, k_rows + 1, 2)).tolist())
+    # keys of two owners lie apart, and other rows are held, too
+    apart = 1000 * random.integers(0, 2, len(tiles))
+    more = random.integers(0, 2000, (5, 1)) + [0, 3]
+    rows = Rows(joined(np.concatenate([tiles[:, 2:4] + apart[:, None], more])))
+    base, stride = int(random.integers(9)), int(random.integers(1, 4))
+    assert_same(plan.move_keys, tiles, rows, base, stride, apart)
+    if len(tiles):
+        assert_same(plan.move_keys, tiles[:1], Rows(joined(tiles[:, 2:4].copy())), base)
 
 
 TILES, WORK = np.array([[0, 4, 0, 4, -3, 3]]), np.arange(4)
@@ -163,6 +182,17 @@ FOLD = *SEEN, ZEROS, ZEROS, *[np.arange(2)] * 6
         ("needs", (*SEEN[:2], SEEN[2] + 1, *NEEDS[3:], 2, 64), "a rank or a span is not among these"),
         ("needs", (*SEEN[:2], WORK, *NEEDS[3:], 2, 64), "these arrays are not of one length"),
         ("needs", (*SEEN, WORK.astype(float), 2, 64), "no array of integers of 8 bytes"),
+        ("look", (*[ZEROS] * 5, TILES[:, :5]), "no table of integers"),
+        ("look", (*[ZEROS] * 4, WORK, TILES), "these arrays are not of one length"),
+        ("look", (ZEROS + 2, *[ZEROS] * 4, TILES), "a span is not among these"),
+        ("part", (TILES, 3, 2), "end is 2, but must be within 3"),
+        ("part", (TILES, -1, 2), "begin is -1"),
+        ("part", (TILES[:, :5], 0, 2), "no table of integers"),
+        ("move", (TILES, ZEROS, TILES[:, 2:4], 0, 1), "these arrays are not of one length"),
+        ("move", (TILES, ZEROS[:1], TILES[:, 2:4] + 1, 0, 1), "a tile's keys are not in these ranges"),
+        ("move", (TILES, ZEROS[:1], TILES[:0, 2:4], 0, 1), "a tile's keys are not in these ranges"),
+        ("move", (TILES, ZEROS[:1], TILES[:, 2:4], -1, 1), "base is -1"),
+        ("move", (TILES, ZEROS[:1], TILES[:, 2:4], 0, 0), "stride is 0"),
         ("fold", (*FOLD, TILES, 0, 0), "ranks is 0"),
         ("fold", (*FOLD, TILES[:, :5], 0, 2), "no table of integers"),
         ("fold", (*SEEN, ONES + 1, *FOLD[8:], TILES, 0, 2), "a span or a region is not among these"),
