@@ -26,6 +26,7 @@ BEGIN, FULL_BEGIN, FULL_END, END, LO, HI, ROW_BEGIN, ROW_END = range(8)
 # a column of tiles
 BEGIN_OF_KEYS = 2
 # arrays that are copied together begin at multiples of so many numbers, aligned as separate ones are
+_MISSING = object()
 _APART = 128
 _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 # added to the ends of queries, keys and band of a tile: a band holds its end
@@ -131,10 +132,11 @@ class TileTable:
 
     def derived(self, key: tuple, build: Callable[[], Any]) -> Any:
         """`build()`, called at the first call with `key` and kept: whatever else a kernel derives from this table."""
-        if key not in self._derived:
+        found = self._derived.get(key, _MISSING)
+        if found is _MISSING:
             self._derived[key] = found = build()
             self._uncounted.append(found)
-        return self._derived[key]
+        return found
 
     @property
     def nbytes(self) -> int:

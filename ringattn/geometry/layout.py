@@ -297,12 +297,11 @@ def layout_of_pieces(rank: np.ndarray, start: np.ndarray, stop: np.ndarray, worl
     """
     live = start < stop
     rank, start, stop = rank[live], start[live], stop[live]
-    fresh = np.ones(len(rank), dtype=bool)
-    fresh[1:] = (rank[1:] != rank[:-1]) | (start[1:] != stop[:-1])
-    first = fresh.nonzero()[0]
-    last = np.append(first[1:], len(rank))[: len(first)] - 1
-    rank, start, stop = rank[first], start[first], stop[last]
-    table = np.array([rank, start, stop - start, np.ones_like(rank)]).T
+    edges = np.ones(len(rank) + 1, dtype=bool)  # before each piece, and at the end: whether a span ends and another one begins
+    edges[1:-1] = (rank[1:] != rank[:-1]) | (start[1:] != stop[:-1])
+    first, last = edges[:-1], edges[1:]
+    start = start[first]
+    table = np.array([rank[first], start, stop[last] - start, np.ones_like(start)]).T
     return Layout._of_table(seq_len, name, world_size, table)
 
 

@@ -274,9 +274,10 @@ def _adds(held: _Held, came: list[list[tuple[Message, Buffer]]]) -> list[list[Ad
         stream = Stream.EXCHANGES if step < steps else Stream.CALLER
         found[step] += [Add(min(step, steps - 1), staging, m.buffer, m.rows, stream) for m, staging in arrivals]
 
+    own = held.sums(0)
     for t, arrivals in enumerate(came):
-        add(t + 1, [one for one in arrivals if one[0].buffer is not held.sums(0)])
-        home.append([one for one in arrivals if one[0].buffer is held.sums(0)])
+        add(t + 1, [one for one in arrivals if one[0].buffer is not own])
+        home.append([one for one in arrivals if one[0].buffer is own])
         if t >= WAITING and t + 2 < steps:
             add(t + 1, home[t - WAITING])
             home[t - WAITING] = []

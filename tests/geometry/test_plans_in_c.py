@@ -143,7 +143,7 @@ def test_tiles_of_some_keys_and_of_keys_that_moved(seed, columns):
     assert_same(plan._parts_of, tiles[:, :6], *np.sort(random.integers(0, k_rows + 1, 2)).tolist())
     # keys of two owners lie apart, and other rows are held, too
     apart = 1000 * random.integers(0, 2, len(tiles))
-    more = random.integers(0, 2000, (5, 1)) + [0, 3]
+    more = random.integers(0, 2000, 5)[:, None] + np.array([0, 3])
     rows = Rows(joined(np.concatenate([tiles[:, 2:4] + apart[:, None], more])))
     base, stride = int(random.integers(9)), int(random.integers(1, 4))
     assert_same(plan.move_keys, tiles, rows, base, stride, apart)
