@@ -176,7 +176,7 @@ def striped(seq_len: int, world_size: int) -> Layout:
 
     Source: Striped Attention (Brandon et al. 2023). Raises ValueError for a negative length, or no ranks.
     """
-    _edges(seq_len, world_size, chunks=1)
+    _sizes(seq_len, world_size)
     spans = tuple((Span(rank, len(range(rank, seq_len, world_size)), world_size),) for rank in range(world_size))
     return Layout(seq_len, spans, "striped")
 
@@ -196,7 +196,7 @@ def balanced(mask: Mask, seq_len: int, world_size: int) -> Layout:
     """
     instance("mask", mask, Mask, BUILD_A_MASK)
     regions = mask.regions(seq_len)
-    _edges(seq_len, world_size, chunks=1)
+    _sizes(seq_len, world_size)
     ranks = balanced_ranks(regions, seq_len, world_size)
     hands = ranks.argsort(kind="stable").reshape(world_size, -1)
     return _of_chunks(hands, _edges(seq_len, world_size, len(ranks) // world_size), "balanced")
@@ -277,9 +277,14 @@ def _checked(span: Span) -> Span:
     return Span(*(integer(name, getattr(span, name), least=None, most=MAX_TOKENS) for name in names))
 
 
+def _sizes(seq_len: int, world_size: int) -> tuple[int, int]:
+    """Both as integers of Python, checked."""
+    return integer("seq_len", seq_len, most=MAX_TOKENS), integer("world_size", world_size, least=1, most=MAX_RANKS)
+
+
 def _edges(seq_len: int, world_size: int, chunks: int) -> np.ndarray:
     """The bounds of `chunks * world_size` chunks whose lengths differ by at most one. Those of twice as many are among them."""
-    seq_len, world_size = integer("seq_len", seq_len, most=MAX_TOKENS), integer("world_size", world_size, least=1, most=MAX_RANKS)
+    seq_len, world_size = _sizes(seq_len, world_size)
     n = chunks * world_size
     return seq_len * np.arange(n + 1) // n
 

@@ -30,6 +30,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 
 import numpy as np
 
@@ -382,7 +383,7 @@ class _Held:
                 owners[t.into][t.owner] = t.rows if before is None else before | t.rows
         self._pieces: dict[int, tuple[_Piece, ...]] = {0: (_Piece(rank, Rows.span(0, plan.lengths[rank]), 0),)}
         for number, held in owners.items():
-            ends = np.cumsum([len(rows) for rows in held.values()]).tolist()
+            ends = accumulate([len(rows) for rows in held.values()])
             self._pieces[number] = tuple(_Piece(owner, rows, end - len(rows)) for (owner, rows), end in zip(held.items(), ends))
         self._piece_of = {(number, piece.owner): piece for number, pieces in self._pieces.items() for piece in pieces}
         self._buffers: dict[tuple[int, bool], Buffer] = {}  # by number, and whether it holds sums
