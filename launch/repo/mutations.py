@@ -1480,6 +1480,27 @@ MUTATIONS = (
     ),
     Mutation(
         "kernels/ringattn_kernels/plans.c",
+        "    box.lo += begin;\n",
+        "",
+        "the second half of the keys is seen by other queries",
+        f"{IN_C} -k moved",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/plans.c",
+        "    to[4] -= shift;\n",
+        "    to[4] += shift;\n",
+        "in a buffer, the lower edge of a mask lies elsewhere",
+        f"{IN_C} -k moved",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/plans.c",
+        "least(entry(&of[Q_LAST], by_query[i].query), part.q_end - 1)",
+        "part.q_end - 1",
+        "a span of queries sees the keys of its document's later queries",
+        f"{IN_C} -k needed_rows",
+    ),
+    Mutation(
+        "kernels/ringattn_kernels/plans.c",
         "entry(&of[K_MAX], i) + 1}",
         "entry(&of[K_MAX], i)}",
         "the last row that a rank sees does not move to it",
