@@ -337,12 +337,6 @@ def check(p: Problem, ranks: list) -> None:
             for again in found[1:]:
                 pairs = zip(found[0], again)
                 assert all(x is None or torch.equal(x, y) for x, y in pairs), "the same call gives other bits"
-    for call in range(1 if p.deterministic else p.calls):
-        check_call(p, [found[call] for found in ranks])
-
-
-def check_call(p: Problem, ranks: list[list]) -> None:
-    """Assert that one call's results on all ranks are right."""
     q, k, v, dout, dlse = p.tensors()
     exact, same = (oracle(p, kind, q, k, v, dout, dlse) for kind in (torch.float64, p.dtype))
     floors = dict.fromkeys(NAMES, 0.0)
@@ -350,6 +344,13 @@ def check_call(p: Problem, ranks: list[list]) -> None:
         scale = q.shape[3] ** -0.5 if p.softmax_scale is None else p.softmax_scale
         of_rounding = rounding.errors(q, k, v, dout, p.live, scale)
         floors = {name: getattr(of_rounding, name, 0.0) for name in NAMES}
+    for call in range(1 if p.deterministic else p.calls):
+        check_call(p, [found[call] for found in ranks], exact, same, floors)
+
+
+def check_call(p: Problem, ranks: list[list], exact: list, same: list, floors: dict[str, float]) -> None:
+    """Assert that one call's results on all ranks are right. exact, same: of `oracle`, in fp64 and in the inputs' dtype."""
+    dout = p.tensors()[3]
     for rank, found in enumerate(ranks):
         for name, x, y, z in zip(NAMES, found, same, exact):
             if x is None:

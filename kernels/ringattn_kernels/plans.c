@@ -242,48 +242,93 @@ done:
   return result;
 }
 
-/* ---- settle ---- */
+/* ---- keep ---- */
 
-/* settle(tiles, rows of Q, rows of K): (tiles, which are left, or None for all), as `TileTable` holds them; AssertionError as there */
-static PyObject *settle_tiles(PyObject *self, PyObject *args) {
-  PyObject *tiles, *settled = NULL, *kept = NULL, *result = NULL;
+/* (the tiles that `keep` says to keep, as it leaves them; which these are, or None for all). numbers: those that `keep` reads, and writes. */
+static PyObject *kept_tiles(PyObject *tiles, int (*keep)(Box *, int64_t *), int64_t *numbers) {
+  PyObject *left = NULL, *kept = NULL, *result = NULL;
   Py_buffer of_tiles = {0};
-  long long q_rows, k_rows;
-  if (!PyArg_ParseTuple(args, "OLL", &tiles, &q_rows, &k_rows)) return NULL;
   if (!open_table(tiles, &of_tiles, 8, TILE_COLUMNS)) goto done;
-  int64_t count = of_tiles.shape[0], left = 0;
-  settled = new_numbers(count * TILE_COLUMNS);
+  int64_t count = of_tiles.shape[0], some = 0;
+  left = new_numbers(count * TILE_COLUMNS);
   kept = PyByteArray_FromStringAndSize(NULL, count);
-  if (settled == NULL || kept == NULL) goto done;
-  int64_t *to = numbers_of(settled);
+  if (left == NULL || kept == NULL) goto done;
+  int64_t *to = numbers_of(left);
   char *live = PyByteArray_AS_STRING(kept);
-  int inside = 1, some = 1;
   for (int64_t i = 0; i < count; i++) {
     Box box = box_at(&of_tiles, i);
-    inside &= box.q_begin >= 0 && box.q_end <= q_rows && box.k_begin >= 0 && box.k_end <= k_rows;
-    some &= box.q_begin < box.q_end && box.k_begin < box.k_end && box.lo <= box.hi;
-    live[i] = box.lo < box.q_end - box.k_begin && box.hi > box.q_begin - box.k_end;
+    live[i] = keep(&box, numbers);
     if (!live[i]) continue;
-    /* every difference of rows lies within, and the kernels' row - lo must not overflow */
-    int64_t row[] = {
-        box.q_begin, box.q_end, box.k_begin, box.k_end, least(most(box.lo, -k_rows), q_rows), least(most(box.hi, -k_rows), q_rows)};
-    memcpy(to + TILE_COLUMNS * left++, row, sizeof(row));
+    int64_t row[] = {box.q_begin, box.q_end, box.k_begin, box.k_end, box.lo, box.hi};
+    memcpy(to + TILE_COLUMNS * some++, row, sizeof(row));
   }
-  if (!inside) {
-    PyErr_Format(PyExc_AssertionError, "a tile leaves the %lld query rows or the %lld key rows", q_rows, k_rows);
-  } else if (!some) {
-    PyErr_SetString(PyExc_AssertionError, "a tile or its band is empty");
-  } else if (left == count) {
-    result = PyTuple_Pack(2, settled, Py_None);
-  } else if (PyByteArray_Resize(settled, left * TILE_COLUMNS * 8) == 0) {
-    result = PyTuple_Pack(2, settled, kept);
-  }
+  if (PyByteArray_Resize(left, some * TILE_COLUMNS * 8) == 0) result = PyTuple_Pack(2, left, some == count ? Py_None : kept);
 
 done:
-  Py_XDECREF(settled);
+  Py_XDECREF(left);
   Py_XDECREF(kept);
   PyBuffer_Release(&of_tiles);
   return result;
+}
+
+enum { Q_ROWS, K_ROWS, INSIDE, SOME };
+
+static int settled(Box *box, int64_t *numbers) {
+  int64_t q_rows = numbers[Q_ROWS], k_rows = numbers[K_ROWS];
+  numbers[INSIDE] &= box->q_begin >= 0 && box->q_end <= q_rows && box->k_begin >= 0 && box->k_end <= k_rows;
+  numbers[SOME] &= box->q_begin < box->q_end && box->k_begin < box->k_end && box->lo <= box->hi;
+  int live = box->lo < box->q_end - box->k_begin && box->hi > box->q_begin - box->k_end;
+  /* every difference of rows lies within, and the kernels' row - lo must not overflow */
+  box->lo = least(most(box->lo, -k_rows), q_rows);
+  box->hi = least(most(box->hi, -k_rows), q_rows);
+  return live;
+}
+
+/* settle(tiles, rows of Q, rows of K): (tiles, which are left, or None for all), as `TileTable` holds them; AssertionError as there */
+static PyObject *settle_tiles(PyObject *self, PyObject *args) {
+  PyObject *tiles;
+  long long q_rows, k_rows;
+  if (!PyArg_ParseTuple(args, "OLL", &tiles, &q_rows, &k_rows)) return NULL;
+  int64_t numbers[] = {q_rows, k_rows, 1, 1};
+  PyObject *result = kept_tiles(tiles, settled, numbers);
+  if (result != NULL && !numbers[INSIDE]) {
+    PyErr_Format(PyExc_AssertionError, "a tile leaves the %lld query rows or the %lld key rows", q_rows, k_rows);
+    Py_CLEAR(result);
+  } else if (result != NULL && !numbers[SOME]) {
+    PyErr_SetString(PyExc_AssertionError, "a tile or its band is empty");
+    Py_CLEAR(result);
+  }
+  return result;
+}
+
+/* A box shrunk to its pairs, as `region.trim`; whether it has any. */
+static int trimmed(Box *box) {
+  Box from = *box;
+  box->q_begin = most(from.q_begin, from.k_begin + from.lo);
+  box->q_end = least(from.q_end, from.k_end + from.hi);
+  box->k_begin = most(from.k_begin, from.q_begin - from.hi);
+  box->k_end = least(from.k_end, from.q_end - from.lo);
+  box->lo = most(from.lo, box->q_begin - (box->k_end - 1));
+  box->hi = least(from.hi, box->q_end - 1 - box->k_begin);
+  return box->q_begin < box->q_end && box->k_begin < box->k_end && box->lo <= box->hi;
+}
+
+static int in_part(Box *box, int64_t *bounds) {
+  int64_t begin = bounds[0], end = bounds[1];
+  box->k_begin = least(most(box->k_begin, begin), end) - begin;
+  box->k_end = least(most(box->k_end, begin), end) - begin;
+  box->lo += begin;
+  box->hi += begin;
+  return trimmed(box);
+}
+
+/* part(tiles, begin, end): (the tiles' part in these rows of keys, over these rows; which tiles have one, or None for all), as `plan.of_keys` */
+static PyObject *part_of_keys(PyObject *self, PyObject *args) {
+  PyObject *tiles;
+  long long begin, end;
+  if (!PyArg_ParseTuple(args, "OLL", &tiles, &begin, &end)) return NULL;
+  if (!in_range("begin", begin, 0) || !in_range("end", end, begin)) return NULL;
+  return kept_tiles(tiles, in_part, (int64_t[]){begin, end});
 }
 
 /* ---- deal ---- */
@@ -482,13 +527,19 @@ static int open_arrays(PyObject *args, int arrays, int others, Py_buffer *of, in
   return 1;
 }
 
-/* Whether arrays have these lengths, and the spans of keys are among themselves, and of ranks. */
-static int have_lengths(const Py_buffer *of, const int64_t *lengths, int arrays, int64_t ranks) {
+/* Whether arrays have these lengths. */
+static int have_lengths(const Py_buffer *of, const int64_t *lengths, int arrays) {
   for (int i = 0; i < arrays; i++) {
     if (of[i].shape[0] == lengths[i]) continue;
     PyErr_SetString(PyExc_ValueError, "these arrays are not of one length");
     return 0;
   }
+  return 1;
+}
+
+/* Whether arrays have these lengths, and the spans of keys are among themselves, and of ranks. */
+static int are_sound(const Py_buffer *of, const int64_t *lengths, int arrays, int64_t ranks) {
+  if (!have_lengths(of, lengths, arrays)) return 0;
   for (int64_t i = 0; i < lengths[ORDER]; i++) {
     int64_t span = entry(&of[ORDER], i), rank = entry(&of[SHARD], i);
     if (span >= 0 && span < lengths[ORDER] && rank >= 0 && rank < ranks) continue;
@@ -512,7 +563,7 @@ static PyObject *needed_rows(PyObject *self, PyObject *args) {
   int64_t ranks = PyLong_AsLongLong(PyTuple_GET_ITEM(args, NEEDS)), gap = PyLong_AsLongLong(PyTuple_GET_ITEM(args, NEEDS + 1));
   if (PyErr_Occurred() || !in_range("ranks", ranks, 1) || !in_range("gap", gap, 0)) goto done;
   int64_t sights = of[RANK].shape[0], spans = of[ORDER].shape[0], room = sights + spans, found = 0;
-  if (!have_lengths(of, (int64_t[]){sights, sights, spans, spans, spans, spans, spans, sights}, NEEDS, ranks)) goto done;
+  if (!are_sound(of, (int64_t[]){sights, sights, spans, spans, spans, spans, spans, sights}, NEEDS, ranks)) goto done;
   seen = malloc(most(sights, 1) * sizeof(Range));
   needed = malloc(most(room, 1) * sizeof(Range));
   if (seen == NULL || needed == NULL) {
@@ -580,11 +631,7 @@ static PyObject *look_at_regions(PyObject *self, PyObject *args) {
   int opened = 0;
   if (!open_arrays(args, LOOK, 1, of, &opened) || !open_table(PyTuple_GET_ITEM(args, LOOK), &of_regions, 8, TILE_COLUMNS)) goto done;
   int64_t spans = of[Q_ORDER].shape[0], room = spans + of_regions.shape[0] + 1, count = 0;
-  for (int i = 0; i < LOOK; i++) {
-    if (of[i].shape[0] == spans) continue;
-    PyErr_SetString(PyExc_ValueError, "these arrays are not of one length");
-    goto done;
-  }
+  if (!have_lengths(of, (int64_t[]){spans, spans, spans, spans, spans}, LOOK)) goto done;
   sights = malloc(room * sizeof(Sight));
   if (sights == NULL) {
     PyErr_NoMemory();
@@ -628,54 +675,6 @@ done:
   return result;
 }
 
-/* ---- part ---- */
-
-/* A box shrunk to its pairs, as `region.trim`; whether it has any. */
-static int trimmed(Box *box) {
-  Box from = *box;
-  box->q_begin = most(from.q_begin, from.k_begin + from.lo);
-  box->q_end = least(from.q_end, from.k_end + from.hi);
-  box->k_begin = most(from.k_begin, from.q_begin - from.hi);
-  box->k_end = least(from.k_end, from.q_end - from.lo);
-  box->lo = most(from.lo, box->q_begin - (box->k_end - 1));
-  box->hi = least(from.hi, box->q_end - 1 - box->k_begin);
-  return box->q_begin < box->q_end && box->k_begin < box->k_end && box->lo <= box->hi;
-}
-
-/* part(tiles, begin, end): (the tiles' part in these rows of keys, over these rows, and which tiles have one), as `plan.of_keys` */
-static PyObject *part_of_keys(PyObject *self, PyObject *args) {
-  PyObject *tiles, *parts_of = NULL, *kept = NULL, *result = NULL;
-  Py_buffer of_tiles = {0};
-  long long begin, end;
-  if (!PyArg_ParseTuple(args, "OLL", &tiles, &begin, &end)) return NULL;
-  if (!in_range("begin", begin, 0) || !in_range("end", end, begin)) return NULL;
-  if (!open_table(tiles, &of_tiles, 8, TILE_COLUMNS)) goto done;
-  int64_t count = of_tiles.shape[0], left = 0;
-  parts_of = new_numbers(count * TILE_COLUMNS);
-  kept = PyByteArray_FromStringAndSize(NULL, count);
-  if (parts_of == NULL || kept == NULL) goto done;
-  int64_t *to = numbers_of(parts_of);
-  char *some = PyByteArray_AS_STRING(kept);
-  for (int64_t i = 0; i < count; i++) {
-    Box box = box_at(&of_tiles, i);
-    box.k_begin = least(most(box.k_begin, begin), end) - begin;
-    box.k_end = least(most(box.k_end, begin), end) - begin;
-    box.lo += begin;
-    box.hi += begin;
-    some[i] = trimmed(&box);
-    if (!some[i]) continue;
-    int64_t row[] = {box.q_begin, box.q_end, box.k_begin, box.k_end, box.lo, box.hi};
-    memcpy(to + TILE_COLUMNS * left++, row, sizeof(row));
-  }
-  if (PyByteArray_Resize(parts_of, left * TILE_COLUMNS * 8) == 0) result = PyTuple_Pack(2, parts_of, kept);
-
-done:
-  Py_XDECREF(parts_of);
-  Py_XDECREF(kept);
-  PyBuffer_Release(&of_tiles);
-  return result;
-}
-
 /* ---- fold ---- */
 
 /* A tile of a span of queries and one of keys; `pair` is of their ranks. */
@@ -708,7 +707,7 @@ static PyObject *fold_spans(PyObject *self, PyObject *args) {
   int64_t sights = of[QUERY].shape[0], spans = of[ORDER].shape[0], q_spans = of[Q_START].shape[0], room = sights + spans, found = 0;
   const int64_t lengths[FOLD] = {
       sights, sights, spans, spans, spans, spans, spans, sights, sights, spans, spans, q_spans, q_spans, q_spans, q_spans};
-  if (!have_lengths(of, lengths, FOLD, ranks)) goto done;
+  if (!are_sound(of, lengths, FOLD, ranks)) goto done;
   folds = malloc(most(room, 1) * sizeof(Fold));
   if (folds == NULL) {
     PyErr_NoMemory();
@@ -783,10 +782,7 @@ static PyObject *move_keys(PyObject *self, PyObject *args) {
   if (!in_range("base", base, 0) || !in_range("stride", stride, 1)) return NULL;
   if (!open_table(tiles, &of_tiles, 8, TILE_COLUMNS) || !open_numbers(apart, &of_apart) || !open_table(ranges, &of_ranges, 8, 2)) goto done;
   int64_t count = of_tiles.shape[0], columns = of_tiles.shape[1], some = of_ranges.shape[0], rows = 0;
-  if (of_apart.shape[0] != count) {
-    PyErr_SetString(PyExc_ValueError, "these arrays are not of one length");
-    goto done;
-  }
+  if (!have_lengths(&of_apart, &count, 1)) goto done;
   moved = new_numbers(count * columns);
   before = malloc((some + 1) * sizeof(int64_t));
   if (moved == NULL || before == NULL) {
@@ -800,17 +796,14 @@ static PyObject *move_keys(PyObject *self, PyObject *args) {
   int64_t *to = numbers_of(moved);
   for (int64_t i = 0; i < count; i++, to += columns) {
     for (int64_t column = 0; column < columns; column++) to[column] = number_at(&of_tiles, i, column);
-    int64_t row = to[2] + entry(&of_apart, i), first = 0, end = some;
-    /* the last range that begins at the row or before it */
-    while (end - first > 1) {
-      int64_t middle = (first + end) / 2;
-      *(number_at(&of_ranges, middle, 0) <= row ? &first : &end) = middle;
-    }
-    if (some == 0 || row < number_at(&of_ranges, first, 0) || row >= number_at(&of_ranges, first, 1)) {
+    int64_t row = to[2] + entry(&of_apart, i);
+    /* the last range that begins at the row or before it: an entry of the table is where a range begins */
+    int64_t at = first_at_least(&of_ranges, row + 1) - 1;
+    if (at < 0 || row >= number_at(&of_ranges, at, 1)) {
       PyErr_SetString(PyExc_ValueError, "a tile's keys are not in these ranges");
       goto done;
     }
-    int64_t shift = base + before[first] + row - number_at(&of_ranges, first, 0) - to[2];
+    int64_t shift = base + before[at] + row - entry(&of_ranges, at) - to[2];
     to[2] += shift;
     to[3] += shift;
     to[4] -= shift;

@@ -1480,7 +1480,7 @@ MUTATIONS = (
     ),
     Mutation(
         "kernels/ringattn_kernels/plans.c",
-        "    box.lo += begin;\n",
+        "  box->lo += begin;\n",
         "",
         "the second half of the keys is seen by other queries",
         f"{IN_C} -k moved",

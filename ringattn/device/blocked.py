@@ -190,7 +190,9 @@ def backward(
 def _blocks(tiles: TileTable, device: torch.device) -> Iterator[_Block]:
     """All live pairs of the tiles, each in one block."""
     many = (len(tiles) - 8) * _PAIRS > tiles.q_rows * tiles.k_rows
-    return _shared_blocks(tiles, device) if many else _blocks_of_tiles(tiles, device)
+    if not many:
+        return _blocks_of_tiles(tiles, device)
+    return iter(tiles.derived(("shared blocks", device), lambda: tuple(_shared_blocks(tiles, device))))
 
 
 def _shared_blocks(tiles: TileTable, device: torch.device) -> Iterator[_Block]:

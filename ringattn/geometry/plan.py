@@ -440,20 +440,22 @@ def of_keys(tiles: TileTable, begin: int, end: int) -> TileTable:
     """The part of the tiles that lies in rows [begin, end) of the buffer, over these rows."""
     found, live = _parts_of(tiles.tiles, begin, end)
     if tiles.places is not None:
-        found = np.concatenate([found.T, (tiles.places[live] + [0, tiles.stride * begin]).T]).T
+        places = tiles.places if live is None else tiles.places[live]
+        found = np.concatenate([found, places + np.array([0, tiles.stride * begin])], axis=1)
     return make_tiles(found, tiles.q_rows, end - begin, tiles.stride)
 
 
-def _parts_of(tiles: Table, begin: int, end: int) -> tuple[Table, np.ndarray]:
-    """The parts in rows [begin, end) of keys, over these rows, of the tiles that have one, and which these are."""
+def _parts_of(tiles: Table, begin: int, end: int) -> tuple[Table, np.ndarray | None]:
+    """The parts in rows [begin, end) of keys, over these rows, of the tiles that have one, and which these are (None: all)."""
     native = plans()
     if native is not None:
-        found, live = native.part(tiles, begin, end)
-        return numbers(found, _TILE), np.frombuffer(live, dtype=bool)
+        found, kept = native.part(tiles, begin, end)
+        return numbers(found, _TILE), None if kept is None else np.frombuffer(kept, dtype=bool)
     q_begin, q_end, k_begin, k_end, lo, hi = tiles.T
     k_begin, k_end = (np.minimum(np.maximum(x, begin), end) - begin for x in (k_begin, k_end))
     *table, live = trim(q_begin, q_end, k_begin, k_end, lo + begin, hi + begin)
-    return np.array(table).T[live], live
+    found = np.array(table).T
+    return (found, None) if live.all() else (found[live], live)
 
 
 def move_keys(tiles: Table, rows: Rows, base: int, stride: int = 1, apart: np.ndarray | int = 0) -> Table:
